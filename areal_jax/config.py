@@ -1,0 +1,188 @@
+"""The schema: every field declared and commented; `validate` refuses what cannot work, before any device is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ml_collections import config_dict
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the fields, their values and the fix."""
+
+
+def default_config() -> config_dict.ConfigDict:
+    """Every field with its default; experiment files start from a copy and set what differs."""
+    c = config_dict.ConfigDict()
+
+    c.run = config_dict.ConfigDict()
+    c.run.seed = 0  # of weights, prompts and sampling noise
+    c.run.steps = 20  # updates to publish, >= 1
+    c.run.clock = 'real'  # 'real' | 'virtual': deterministic asynchrony, bit for bit repeatable
+    c.run.stall_timeout_s = 300.0  # real clock: end the run after so long without a completion, seconds
+    c.run.compilation_budget = 0  # XLA programs compiled after warm-up that are tolerated before the report warns
+    c.run.compilation_cache = ''  # directory of XLA's persistent cache; '' = off
+
+    c.model = config_dict.ConfigDict()
+    c.model.source = 'random'  # 'random' | 'gguf': weights and tokenizer from a GGUF file
+    c.model.path = ''  # gguf: path of the file, or 'package:NAME/FILE' inside an installed package
+    c.model.n_layers = 2  # random: the shape of the decoder
+    c.model.d_model = 64
+    c.model.d_ff = 128
+    c.model.n_heads = 4
+    c.model.n_kv_heads = 2
+    c.model.head_dim = 16
+    c.model.rope_theta = 10000.0
+    c.model.init_scale = 1.0  # random: multiplies the standard deviation of every matrix
+
+    c.task = config_dict.ConfigDict()
+    c.task.name = 'token_reversal'  # see tasks/registry.py
+    c.task.system_prompt = ''  # '' = the chat template's own
+    c.task.datasets = ()  # reasoning_gym: mix of basic_arithmetic, chain_sum, products
+    c.task.held_out_fraction = 0.25  # reasoning_gym: share of expressions kept for evaluation
+    c.task.symbols = 2  # token_reversal: size of the alphabet
+    c.task.length = 4  # token_reversal: symbols in a prompt
+    c.task.verifier = 'process'  # 'process': in worker processes with a deadline | 'inline': trusted and fast only
+    c.task.verifier_workers = 1  # worker processes
+    c.task.verifier_deadline_s = 20.0  # wall seconds for one answer before its worker is killed
+    c.task.verifier_attempts = 2  # tries for one answer before it is dropped
+
+    c.rollout = config_dict.ConfigDict()
+    c.rollout.engines = 1  # engines in this process, each with its own lane
+    c.rollout.slots = 8  # answers decoded at once by one engine
+    c.rollout.decode_steps = 4  # tokens per slot in one dispatch: the pause of an interruption
+    c.rollout.context_tokens = 64  # cache positions per slot: prompt + answer
+    c.rollout.prefill_buckets = (32, 64)  # tokens; the largest must hold context_tokens - 1
+    c.rollout.kv_policy = 'recompute'  # 'recompute' | 'keep' the KV cache of unfinished answers under new weights
+    c.rollout.group_size = 8  # answers per prompt, >= 1
+    c.rollout.max_running_groups = 16  # admitted and unfinished groups, bounds memory whatever eta is
+    c.rollout.max_new_tokens = 16
+    c.rollout.temperature = 1.0  # > 0; part of the policy in all four log-probs
+    c.rollout.top_k = 0  # 0 = off
+    c.rollout.top_p = 1.0  # 1 = off
+    c.rollout.wait_for_weights = False  # eta=0 only makes sense without overlap; see docs/design/loop.md
+
+    c.staleness = config_dict.ConfigDict()
+    c.staleness.eta = 4.0  # Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded
+    c.staleness.schedule = 'natural'  # 'natural' | 'fixed(k)' | 'uniform(0,k)' | 'trace(file)': lock-step, for study
+    c.staleness.max_token_age = config_dict.placeholder(int)  # exact bound on every trained token; None = off
+    c.staleness.over_age = 'off'  # 'drop' the group | 'mask' the tokens | 'off'
+
+    c.buffer = config_dict.ConfigDict()
+    c.buffer.capacity = 64  # finished groups; a full buffer closes admission and never drops
+
+    c.learner = config_dict.ConfigDict()
+    c.learner.groups_per_update = 8  # B of Eq. 3
+    c.learner.n_minibatches = 1  # optimizer steps per update
+    c.learner.packing = 'shared_prompt'  # 'shared_prompt': a group's prompt once per row | 'ordinary'
+    c.learner.row_tokens = 256  # static length of a row; must hold one trajectory
+    c.learner.row_loss_tokens = 128  # static number of loss tokens of a row
+    c.learner.rows_per_microbatch = 1  # over all data shards
+    c.learner.accumulate = 'dispatch'  # 'scan': one program per minibatch | 'dispatch': one per micro-batch
+    c.learner.filter_equal_rewards = True  # leave groups without signal out of packing; their place stays used
+
+    c.loss = config_dict.ConfigDict()
+    c.loss.clip_epsilon = 0.2  # lower half width of the trust region around the proximal policy
+    c.loss.clip_epsilon_high = config_dict.placeholder(float)  # upper half width; None = clip_epsilon
+    c.loss.proximal = 'recompute'  # 'recompute' | 'loglinear' (A-3PO) | 'behavior' (plain PPO)
+    c.loss.behavior_weight_cap = config_dict.placeholder(float)  # caps pi_prox/pi_behav; None = the paper's, uncapped
+    c.loss.advantage = 'group'  # 'group': (r-mean)/(std+1e-4) in the group | 'group_mean': r-mean | 'rloo'
+    c.loss.aggregation = 'token_mean'  # 'token_mean' | 'sequence_mean'
+    c.loss.entropy_coefficient = 0.0  # > 0 rewards entropy
+
+    c.optimizer = config_dict.ConfigDict()
+    c.optimizer.name = 'adamw'  # 'adamw' | 'sgd'
+    c.optimizer.learning_rate = 2e-5
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.95
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.clip_norm = 1.0  # global gradient norm; 0 = off
+    c.optimizer.warmup_steps = 0  # linear warm-up, optimizer steps
+
+    c.mesh = config_dict.ConfigDict()
+    c.mesh.data = 1  # replicas
+    c.mesh.fsdp = 1  # shards of parameters, optimizer state and batch rows
+    c.mesh.strategy = 'fsdp'  # table of logical axis rules, see sharding/rules.py
+
+    c.publication = config_dict.ConfigDict()
+    c.publication.channel = 'device'  # 'device': in this process | 'files': safetensors directories
+    c.publication.directory = ''  # files: where versions are written; '' = WORKDIR/publication
+    c.publication.verify = False  # engines recompute the digest of every received leaf
+
+    c.checkpoint = config_dict.ConfigDict()
+    c.checkpoint.every = 0  # updates between saves; 0 = only when the run stops early
+    c.checkpoint.keep = 1  # newest checkpoints kept
+
+    c.evaluation = config_dict.ConfigDict()
+    c.evaluation.problems = 64  # held-out problems; 0 = no evaluation
+    c.evaluation.samples = 4  # sampled answers per problem at rollout.temperature, beside one greedy
+
+    c.telemetry = config_dict.ConfigDict()
+    c.telemetry.progress = True  # a line per update on the terminal
+    c.telemetry.tensorboard = True  # event files in WORKDIR/tensorboard
+    c.telemetry.plots = True  # PNG plots when the run ends
+
+    c.virtual = config_dict.ConfigDict()  # prices of work under the virtual clock, seconds
+    c.virtual.decode_step_s = 0.01  # one step of all slots
+    c.virtual.prefill_token_s = 0.0002
+    c.virtual.train_token_s = 0.0005
+    c.virtual.publish_s = 0.02  # one transfer, receive or snapshot
+    c.virtual.reward_s = 0.001  # one answer
+    c.virtual.save_s = 0.05
+    return c.lock()
+
+
+def flatten(config: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """('rollout.slots', 8), ... for every leaf."""
+    for key, value in config.items():
+        path = f'{prefix}{key}'
+        if isinstance(value, (config_dict.ConfigDict, dict)):
+            yield from flatten(value, f'{path}.')
+        else:
+            yield path, value
+
+
+class TrackedConfig:
+    """A read-only view of a resolved config that remembers which fields were read."""
+
+    def __init__(self, config: config_dict.ConfigDict):
+        self._config = config.copy_and_resolve_references()
+        self._read: set[str] = set()
+
+    def __getattr__(self, section: str) -> _TrackedSection:
+        return _TrackedSection(self._config[section], section, self._read)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain nested dict, without marking anything as read."""
+        return json.loads(self._config.to_json_best_effort())
+
+    def unread(self) -> list[tuple[str, Any]]:
+        """Fields whose value differs from the default and that nothing has read."""
+        defaults = dict(flatten(default_config()))
+        return [
+            (path, value)
+            for path, value in flatten(self._config)
+            if value != defaults.get(path) and path not in self._read
+        ]
+
+    def require_all_read(self) -> None:
+        """Raises ConfigError when a field was set that the run as built does not use."""
+        if unread := self.unread():
+            fields = ', '.join(f'{path}={value!r}' for path, value in unread)
+            raise ConfigError(
+                f'set but never read: {fields}. This run does not use '
+                f'{"it" if len(unread) == 1 else "them"}: remove the setting or the one that makes it unused.'
+            )
+
+
+class _TrackedSection:
+    def __init__(self, section: config_dict.ConfigDict, name: str, read: set[str]):
+        self._section, self._name, self._read = section, name, read
+
+    def __getattr__(self, field: str) -> Any:
+        value = self._section[field]
+        self._read.add(f'{self._name}.{field}')
+        return value

@@ -1,0 +1,320 @@
+"""What flows through the loop, and the protocols that the controller drives.
+
+numpy only: nothing here imports jax, so host code can hold these anywhere. Arrays are aligned by the token they
+describe: entry t of every per-token array speaks of token t itself (learning/packing.py shifts to next-token form,
+once).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+FinishReason = Literal['stop', 'length']
+NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One draw from a task's stream of prompts. Producer: tasks/."""
+
+    draw: int  # number of the draw, unique for ever; the lowest is served first
+    tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
+    task: str  # name of the task that verifies the answer
+    problem: Mapping[str, Any]  # JSON-able: whatever the task's verifier needs beside the answer
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How answers are sampled. Temperature is part of the policy: log-probs are taken after it."""
+
+    max_new_tokens: int  # >= 1
+    temperature: float  # > 0; 0 = greedy, whose log-probs are those of temperature 1
+    top_k: int  # 0 = off
+    top_p: float  # 1.0 = off
+    stop_tokens: tuple[int, ...]  # each is generated, recorded and trained like any other token
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens under one policy version, or environment tokens (loss mask 0). Producer: an engine."""
+
+    tokens: np.ndarray  # int32 [n], n >= 1
+    behavior_logprobs: np.ndarray  # float32 [n], recorded while sampling; 0 for environment tokens
+    policy_version: int  # version whose logits the tokens were sampled from; NOT_GENERATED for environment tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRequest:
+    """One answer to generate: the unit that is queued, moved between engines and retried. Producer: a workflow."""
+
+    draw: int
+    sample: int  # index in the group, 0 <= sample < group_size
+    seed: int  # noise of a token is a function of (seed, draw, sample, token position) alone
+    prompt_tokens: np.ndarray  # int32 [P]
+    sampling: SamplingParams
+    prefix: tuple[Segment, ...] = ()  # output received before an interruption, a dead engine or a restart
+
+    @property
+    def request_id(self) -> str:
+        return f'{self.seed}/{self.draw}/{self.sample}'
+
+    @property
+    def prefix_tokens(self) -> np.ndarray:
+        return concatenate([s.tokens for s in self.prefix], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """A prompt, its answer and what the loss needs to know of both. Producer: control/controller.py."""
+
+    prompt: Prompt
+    sample: int
+    segments: tuple[Segment, ...]
+    reward: float
+    finish_reason: FinishReason
+    engine: str  # name of the engine that generated the last segment
+    admitted_s: float  # clock seconds
+    finished_s: float
+    consumed_s: float = float('nan')
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [T]: prompt, then segments."""
+        return concatenate([self.prompt.tokens, *(s.tokens for s in self.segments)], np.int32)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [T]: tokens the loss may touch, i.e. generated ones, EOS included."""
+        return self.policy_versions != NOT_GENERATED
+
+    @property
+    def behavior_logprobs(self) -> np.ndarray:
+        """float32 [T], 0 where not generated."""
+        prompt = np.zeros(len(self.prompt.tokens), np.float32)
+        return concatenate([prompt, *(s.behavior_logprobs for s in self.segments)], np.float32)
+
+    @property
+    def policy_versions(self) -> np.ndarray:
+        """int32 [T], NOT_GENERATED on prompt and environment tokens."""
+        prompt = np.full(len(self.prompt.tokens), NOT_GENERATED, np.int32)
+        spans = [np.full(len(s.tokens), s.policy_version, np.int32) for s in self.segments]
+        return concatenate([prompt, *spans], np.int32)
+
+    @property
+    def answer_tokens(self) -> np.ndarray:
+        """int32 [A]: everything after the prompt."""
+        return concatenate([s.tokens for s in self.segments], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryGroup:
+    """The trajectories of one prompt. Groups may be partial: count them, never assume group_size."""
+
+    draw: int
+    trajectories: tuple[Trajectory, ...]  # by sample index, >= 1
+
+    def oldest_version(self) -> int:
+        """Lowest policy version of any generated token."""
+        versions = [s.policy_version for t in self.trajectories for s in t.segments]
+        return min(v for v in versions if v != NOT_GENERATED)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """One minibatch: M micro-batches of R rows of T tokens, and per row N loss tokens. Producer: learning/packing.py.
+
+    A row holds segments. Token q sees token k of its row if k <= q and k's segment is q's own or q's parent. In ordinary
+    packing a segment is its own parent; in shared-prompt packing the parent of each answer is the group's prompt, which
+    stands once. Loss token n of a row is `targets[n]`, predicted by the hidden state at `sources[n]`.
+    """
+
+    tokens: np.ndarray  # int32 [M, R, T]
+    positions: np.ndarray  # int32 [M, R, T], rotary position inside the trajectory
+    segment_ids: np.ndarray  # int32 [M, R, T], >= 1 and unique in the row; 0 = padding
+    parent_ids: np.ndarray  # int32 [M, R, T]
+    sources: np.ndarray  # int32 [M, R, N], index into the row
+    targets: np.ndarray  # int32 [M, R, N]
+    loss_mask: np.ndarray  # bool [M, R, N]
+    behavior_logprobs: np.ndarray  # float32 [M, R, N]
+    advantages: np.ndarray  # float32 [M, R, N]
+    policy_versions: np.ndarray  # int32 [M, R, N]
+    trajectory_ids: np.ndarray  # int32 [M, R, N], trajectory of the loss token in the update, -1 = padding
+
+    def microbatch(self, index: int) -> PackedBatch:
+        """The micro-batch `index`, leaves [R, ...]."""
+        values = {f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)}
+        return PackedBatch(**values)
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedWeights:
+    """Weights of one version on their way to the engines. Producer: publication/, the only one to open `handle`."""
+
+    version: int
+    manifest_hash: str  # of names, shapes, dtypes and contents
+    handle: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropped:
+    """A group that will not be trained: cancellation is a value with a reason. Producer: control/."""
+
+    draw: int
+    reason: str  # 'over_age', 'verifier_failed', 'prompt_too_long', ...
+    detail: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a lane is asked to do: names it in the event log and prices it under the virtual clock."""
+
+    kind: str  # 'prefill', 'decode', 'train', 'snapshot', 'publish', 'load', 'reward', 'save', ...
+    amount: float = 1.0  # in the unit of the kind: tokens, steps, bytes, calls
+    detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # goes into the event log as it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a verifier says of one answer. Producer: tasks/."""
+
+    reward: float
+    attempts: int = 1  # more than 1: earlier attempts hung or crashed
+    label: str = 'ok'  # 'ok', 'timeout', 'crash': why the last attempt has no reward
+
+    @property
+    def failed(self) -> bool:
+        return self.label != 'ok'
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStatus:
+    """A look at one engine. Producer: rollout/engine.py."""
+
+    name: str
+    policy_version: int
+    running: int  # requests in slots
+    waiting: int  # requests without a slot
+    slots: int
+    alive: bool = True
+
+
+class Event(Protocol):
+    """A named flag that coroutines wait for through the clock."""
+
+    name: str
+
+    def set(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+
+class Clock(Protocol):
+    """The four calls through which the host side waits (control/clock.py), and what they need."""
+
+    def now(self) -> float:
+        """Clock seconds: the time of the last completion released."""
+        ...
+
+    def event(self, name: str) -> Event: ...
+
+    async def run(self, lane: str, fn: Callable[[], Any], work: Work) -> Any:
+        """Blocking work on the lane's own thread; `fn` touches nothing that another lane reads."""
+        ...
+
+    async def wait(self, event: Event, timeout_s: float | None = None) -> bool:
+        """True when the event is set, False at the deadline."""
+        ...
+
+    async def call(self, lane: str, coro: Awaitable[Any], work: Work, deadline_s: float) -> Any:
+        """I/O on the loop; raises TimeoutError that names the call at its wall-time deadline."""
+        ...
+
+
+class Generation(Protocol):
+    """One running request: iterate for segments; `finish_reason` and `engine` are set when it ends."""
+
+    finish_reason: FinishReason | None
+    engine: str
+
+    def __aiter__(self) -> AsyncIterator[Segment]: ...
+
+
+class RolloutEngine(Protocol):
+    """A server or an in-process engine that generates and can be interrupted to load weights."""
+
+    name: str
+
+    def generate(self, request: GenerationRequest) -> Generation: ...
+
+    async def load_weights(self, published: PublishedWeights) -> None:
+        """Returns when the engine decodes with `published` (or newer) weights."""
+        ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def status(self) -> EngineStatus: ...
+
+
+class Learner(Protocol):
+    """The trainer: plain blocking calls that the controller runs on the lane `learner`, in order."""
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
+        """Train on one batch; `version` is that of the weights before it. Returns metrics; never fails on empty data."""
+        ...
+
+    def publish(self, version: int) -> Any:
+        """A copy of the weights that no later update can touch, for Channel.transfer."""
+        ...
+
+    def save(self) -> Any:
+        """A host-safe copy of weights and optimizer state, for the checkpoint's writer on the lane `disk`."""
+        ...
+
+    def restore(self, saved: Any) -> None: ...
+
+
+class Channel(Protocol):
+    """Carries weights from the learner to the engines."""
+
+    def transfer(self, version: int, copy: Any) -> PublishedWeights:
+        """On the lane `publish`: make the copy of Learner.publish available to every engine."""
+        ...
+
+    def receive(self, published: PublishedWeights) -> Any:
+        """On the lane `publish`: weights in the form an engine's backend takes, checked against the manifest."""
+        ...
+
+    def release(self, version: int) -> None:
+        """Versions below `version` will not be received any more."""
+        ...
+
+
+class Verifier(Protocol):
+    """Scores answers outside the event loop, with a deadline."""
+
+    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict: ...
+
+
+class PromptStream(Protocol):
+    """A resumable, seeded stream of prompts."""
+
+    def draw(self) -> Prompt:
+        """The next prompt; its `draw` is one more than the last."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """JSON-able position in the stream."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+def concatenate(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """One array of the dtype, also for no arrays at all."""
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
