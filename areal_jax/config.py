@@ -62,7 +62,6 @@ def default_config() -> config_dict.ConfigDict:
     c.rollout.temperature = 1.0  # > 0; part of the policy in all four log-probs
     c.rollout.top_k = 0  # 0 = off
     c.rollout.top_p = 1.0  # 1 = off
-    c.rollout.wait_for_weights = False  # eta=0 only makes sense without overlap; see docs/design/loop.md
 
     c.staleness = config_dict.ConfigDict()
     c.staleness.eta = 4.0  # Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded

@@ -1,0 +1,1 @@
+"""Generation: pool -> engine -> segments of tokens, each with its policy version."""
