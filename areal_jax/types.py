@@ -127,9 +127,9 @@ class TrajectoryGroup:
 class PackedBatch:
     """One minibatch: M micro-batches of R rows of T tokens, and per row N loss tokens. Producer: learning/packing.py.
 
-    A row holds segments. Token q sees token k of its row if k <= q and k's segment is q's own or q's parent. In ordinary
-    packing a segment is its own parent; in shared-prompt packing the parent of each answer is the group's prompt, which
-    stands once. Loss token n of a row is `targets[n]`, predicted by the hidden state at `sources[n]`.
+    A row holds segments. Token q sees token k of its row if k <= q and k's segment is q's own or q's parent. In
+    ordinary packing a segment is its own parent; in shared-prompt packing the parent of each answer is the group's
+    prompt, which stands once. Loss token n of a row is `targets[n]`, predicted by the hidden state at `sources[n]`.
     """
 
     tokens: np.ndarray  # int32 [M, R, T]
@@ -265,7 +265,7 @@ class Learner(Protocol):
     """The trainer: plain blocking calls that the controller runs on the lane `learner`, in order."""
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
-        """Train on one batch; `version` is that of the weights before it. Returns metrics; never fails on empty data."""
+        """Train on one batch; `version` is that of the weights before it. Returns metrics, also for empty data."""
         ...
 
     def publish(self, version: int) -> Any:

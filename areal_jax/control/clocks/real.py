@@ -1,0 +1,139 @@
+"""The real clock: a thread per lane; completions, deadlines and signals enter the program through one FIFO."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal_jax.control.clocks.loop import Deadline, DeadlockError, Event, Interval, LoopClock, StallError
+from areal_jax.control.events import EventLog
+
+_Posted = Interval | Deadline | tuple[signal.Signals, Event]
+
+
+class RealClock(LoopClock):
+    """Wall time, in seconds since the start plus `start_s`; one completion is released when nothing is ready."""
+
+    def __init__(self, lanes: Mapping[str, int], log: EventLog, stall_timeout_s: float, start_s: float = 0.0):
+        self._origin = time.monotonic() - start_s
+        self._now = start_s
+        self._stall_timeout_s = stall_timeout_s
+        self._fifo: collections.deque[tuple[float, _Posted]] = collections.deque()
+        self._queues: dict[str, queue.SimpleQueue[Interval | None]] = {}
+        self._last_release = time.monotonic()
+        self._calls: list[tuple[float, Interval]] = []  # wall deadline of calls in flight
+        self.max_lag_s = 0.0  # longest wait of a completion for its release: the loop's lag
+        self.longest_lag_work = ''
+        super().__init__(lanes, log)
+
+    def now(self) -> float:
+        return self._now
+
+    def reset_lag(self) -> None:
+        """Forget the lag of the warm-up."""
+        self.max_lag_s, self.longest_lag_work = 0.0, ''
+
+    def _begin(self, interval: Interval) -> None:
+        interval.started_s = time.monotonic() - self._origin
+        if interval.task is not None:
+            self._calls.append((time.monotonic() + (interval.deadline_s or 0.0), interval))
+            interval.task.add_done_callback(lambda _: self._post(interval))
+            return
+        if interval.lane not in self._queues:
+            self._queues[interval.lane] = queue.SimpleQueue()
+            for index in range(self.lanes[interval.lane].width):
+                name = f'{interval.lane}#{index}'
+                threading.Thread(target=self._work, args=(self._queues[interval.lane],), name=name, daemon=True).start()
+        self._queues[interval.lane].put(interval)
+
+    def _work(self, intervals: queue.SimpleQueue[Interval | None]) -> None:
+        while (interval := intervals.get()) is not None:
+            interval.started_s = time.monotonic() - self._origin
+            assert interval.fn is not None
+            try:
+                interval.result = interval.fn()
+            except BaseException as error:  # carried to the coroutine that asked for the work
+                interval.error = error
+            self._post(interval)
+            try:
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(_wake)
+            except RuntimeError:
+                return  # the loop has closed
+
+    def _post(self, item: _Posted) -> None:
+        if isinstance(item, Interval):
+            item.seconds = time.monotonic() - self._origin - item.started_s
+        self._fifo.append((time.monotonic(), item))
+
+    def _deadline_key(self, timeout_s: float) -> float:
+        return time.monotonic() + timeout_s
+
+    def _post_signal(self, number: signal.Signals, event: Event) -> None:
+        self._post((number, event))
+
+    def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
+        self._post_expired()
+        if self._fifo:
+            self._release(*self._fifo.popleft())
+            return []
+        self._require_something_to_come()
+        now = time.monotonic()
+        ends = [self._last_release + self._stall_timeout_s, *(deadline for deadline, _ in self._calls)]
+        if self._deadlines:
+            ends.append(self._deadlines[0][0])
+        ready = block(max(0.0, min(ends) - now))
+        if not ready and not self._fifo and time.monotonic() - self._last_release >= self._stall_timeout_s:
+            raise StallError(
+                f'no completion for {self._stall_timeout_s} s (run.stall_timeout_s): {self.describe_waits()}'
+            )
+        return ready
+
+    def _require_something_to_come(self) -> None:
+        if not self._calls and not self._deadlines and not any(lane.busy for lane in self.lanes.values()):
+            raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
+
+    def _post_expired(self) -> None:
+        now = time.monotonic()
+        self._drop_dead_deadlines()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._post(heapq.heappop(self._deadlines)[2])
+            self._drop_dead_deadlines()
+        for deadline, interval in [call for call in self._calls if call[0] <= now]:
+            self._calls.remove((deadline, interval))
+            interval.error = self._timeout_error(interval)
+            assert interval.task is not None
+            interval.task.cancel()  # its done-callback posts the interval
+
+    def _release(self, posted: float, item: _Posted) -> None:
+        now = time.monotonic()
+        self._now, self._last_release = now - self._origin, now
+        if now - posted > self.max_lag_s:
+            self.max_lag_s = now - posted
+            self.longest_lag_work = item.work.kind if isinstance(item, Interval) else 'deadline or signal'
+        if isinstance(item, Interval):
+            if item.task is not None:
+                self._calls = [call for call in self._calls if call[1] is not item]
+                if item.error is None:
+                    self._take_task_result(item)
+            self._finish(item)
+        elif isinstance(item, Deadline):
+            self._expire(item)
+        else:
+            self.log.write('signal', name=item[0].name)
+            item[1].set()
+
+    def _close(self) -> None:
+        for name, intervals in self._queues.items():
+            for _ in range(self.lanes[name].width):
+                intervals.put(None)
+
+
+def _wake() -> None:
+    """Makes the loop look up from its selector."""

@@ -1,0 +1,98 @@
+"""The virtual clock: work runs inline, time is an integer of nanoseconds that only completions advance."""
+
+from __future__ import annotations
+
+import heapq
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal_jax.control.clocks.loop import CallDeadlineError, DeadlockError, Event, Interval, LoopClock
+from areal_jax.control.events import EventLog
+from areal_jax.types import Work
+
+NANOSECONDS = 1_000_000_000
+
+
+class VirtualClock(LoopClock):
+    """Deterministic: the interleaving is a function of the program and of the prices of its work.
+
+    `prices` maps a kind of work to seconds per unit of its amount. A `call` runs for real and holds time back at its
+    modelled end until its result is there.
+    """
+
+    def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, float], start_s: float = 0.0):
+        self._now_ns = round(start_s * NANOSECONDS)
+        self._prices = dict(prices)
+        self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event]]] = []
+        self._held: tuple[Interval, float] | None = None  # a call past its modelled end, and its wall deadline
+        super().__init__(lanes, log)
+
+    def now(self) -> float:
+        return self._now_ns / NANOSECONDS
+
+    def price_s(self, work: Work) -> float:
+        """Modelled seconds of the work."""
+        if work.kind not in self._prices:
+            raise ValueError(f'work {work.kind!r} has no price under the virtual clock; priced: {sorted(self._prices)}')
+        return self._prices[work.kind] * work.amount
+
+    def _begin(self, interval: Interval) -> None:
+        interval.seconds = self.price_s(interval.work)
+        if interval.fn is not None:
+            try:
+                interval.result = interval.fn()
+            except Exception as error:
+                interval.error = error
+        else:
+            interval.deadline_s = time.monotonic() + (interval.deadline_s or 0.0)
+        end = self._now_ns + round(interval.seconds * NANOSECONDS)
+        heapq.heappush(self._heap, (end, next(self._order), interval))
+
+    def _deadline_key(self, timeout_s: float) -> float:
+        return self._now_ns + round(timeout_s * NANOSECONDS)
+
+    def _post_signal(self, number: signal.Signals, event: Event) -> None:
+        heapq.heappush(self._heap, (self._now_ns, next(self._order), (number, event)))
+
+    def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
+        if self._held is not None:
+            return self._release_held(block)
+        self._drop_dead_deadlines()
+        if self._deadlines and (not self._heap or self._deadlines[0][:2] < self._heap[0][:2]):
+            when, _, deadline = heapq.heappop(self._deadlines)
+            self._now_ns = int(when)
+            self._expire(deadline)
+            return []
+        if not self._heap:
+            raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
+        when, _, entry = heapq.heappop(self._heap)
+        self._now_ns = max(self._now_ns, when)
+        if isinstance(entry, tuple):
+            self.log.write('signal', name=entry[0].name)
+            entry[1].set()
+        elif entry.task is not None:
+            assert entry.deadline_s is not None
+            self._held = entry, entry.deadline_s
+            return self._release_held(block)
+        else:
+            self._finish(entry)
+        return []
+
+    def _release_held(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
+        assert self._held is not None
+        interval, wall_deadline = self._held
+        assert interval.task is not None
+        if interval.task.done():
+            self._held = None
+            self._take_task_result(interval)
+            self._finish(interval)
+            return []
+        left = wall_deadline - time.monotonic()
+        if left <= 0:
+            raise CallDeadlineError(
+                f'call {interval.work.kind!r} on lane {interval.lane!r} hit its wall-time deadline under the virtual '
+                'clock; what comes after would depend on the machine. Raise the deadline or use run.clock=real'
+            )
+        return block(left)

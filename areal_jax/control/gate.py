@@ -1,0 +1,91 @@
+"""Admission: may one more group start now? Equation 3 of arXiv 2505.24298, counted in groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class StalenessGate:
+    """Counts admitted groups against the published policy version.
+
+    A group may start only if floor((N - 1) / B) <= version + eta, N counting admitted groups with the new one. A group
+    dropped before its batch is formed is subtracted; one filtered inside a batch used its place and stays counted.
+
+    Args:
+      groups_per_update: B >= 1.
+      eta: versions, >= 0; inf leaves the bounds on memory alone.
+      max_running: groups admitted and unfinished at most.
+      buffer_capacity: finished groups at most; an admitted group has its place in the buffer reserved.
+      max_admitted: groups that the run can train in all.
+    """
+
+    def __init__(
+        self, *, groups_per_update: int, eta: float, max_running: int, buffer_capacity: int, max_admitted: int
+    ):
+        self.groups_per_update = groups_per_update
+        self.eta = eta
+        self.max_running = max_running
+        self.buffer_capacity = buffer_capacity
+        self.max_admitted = max_admitted
+        self.version = 0  # updates published
+        self.admitted = 0  # N
+        self.running = 0  # admitted, unfinished
+        self.buffered = 0  # finished, not in a batch yet
+
+    def stale_capacity(self) -> float:
+        """Groups that Eq. 3 still lets in: N <= (version + eta + 1) * B."""
+        if math.isinf(self.eta):
+            return math.inf
+        return math.floor(self.version + self.eta + 1) * self.groups_per_update - self.admitted
+
+    def is_open(self) -> bool:
+        return (
+            self.stale_capacity() > 0
+            and self.running < self.max_running
+            and self.running + self.buffered < self.buffer_capacity
+            and self.admitted < self.max_admitted
+        )
+
+    def admit(self) -> None:
+        if not self.is_open():
+            raise RuntimeError(f'admission is closed: {self}')
+        self.admitted += 1
+        self.running += 1
+
+    def buffer(self) -> None:
+        """A running group finished."""
+        self.running -= 1
+        self.buffered += 1
+
+    def consume(self, groups: int) -> None:
+        """A batch was formed of `groups` buffered groups."""
+        self.buffered -= groups
+
+    def drop_running(self) -> None:
+        self.running -= 1
+        self.admitted -= 1
+
+    def drop_buffered(self) -> None:
+        self.buffered -= 1
+        self.admitted -= 1
+
+    def publish(self, version: int) -> None:
+        if version <= self.version:
+            raise RuntimeError(f'published version {version} is not above {self.version}')
+        self.version = version
+
+    def state(self) -> dict[str, int]:
+        return {'version': self.version, 'admitted': self.admitted, 'running': self.running, 'buffered': self.buffered}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.version, self.admitted = state['version'], state['admitted']
+        self.running, self.buffered = state['running'], state['buffered']
+
+    def __repr__(self) -> str:
+        return (
+            f'StalenessGate(version={self.version}, eta={self.eta}, groups_per_update={self.groups_per_update}, '
+            f'admitted={self.admitted}, running={self.running}/{self.max_running}, '
+            f'buffered={self.buffered}/{self.buffer_capacity})'
+        )
