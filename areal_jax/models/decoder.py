@@ -1,4 +1,4 @@
-"""Under arrows 3 and 7: the decoder that generates and that is trained, as pure functions of a plain dict of weights."""
+"""Under arrows 3 and 7: the decoder that generates and is trained, as pure functions of a plain dict of weights."""
 
 from __future__ import annotations
 
@@ -151,7 +151,6 @@ class _Layer(nnx.Module):
 
 class _Attention(nnx.Module):
     def __init__(self, c: ModelConfig):
-        self.heads = {'query': c.n_heads, 'key': c.n_kv_heads, 'value': c.n_kv_heads}
         self.query = _weight(c.d_model, c.n_heads * c.head_dim)
         self.key = _weight(c.d_model, c.n_kv_heads * c.head_dim)
         self.value = _weight(c.d_model, c.n_kv_heads * c.head_dim)
