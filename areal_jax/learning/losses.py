@@ -1,0 +1,131 @@
+"""Arrow 7, the objective: per-token losses as pure functions of arrays, one weighted masked sum over one denominator.
+
+Metrics are sums (`*_sum`, `*_count`) and maxima (`*_max`) that `merge_metrics` joins over micro-batches and
+`finalize_metrics` divides, once per update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_LOG_RATIO_LIMIT = 20.0  # bounds |log ratio| before exp; e^20 = 4.9e8 is far outside any trust region
+
+
+def decoupled_ppo_loss(
+    policy_logprobs: jax.Array,
+    proximal_logprobs: jax.Array,
+    behavior_logprobs: jax.Array,
+    advantages: jax.Array,
+    loss_mask: jax.Array,
+    denominator: jax.Array | float,
+    token_weights: jax.Array | None = None,
+    *,
+    clip_epsilon: float = 0.2,
+    clip_epsilon_high: float | None = None,
+    behavior_weight_cap: float | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Clipped surrogate around the proximal policy, weighted to the behavior policy.
+
+      L(θ) = -Σₜ mₜ wₜ min(rₜ Âₜ, clip(rₜ, 1-ε, 1+ε) Âₜ) / N
+      rₜ = π_θ(aₜ|sₜ) / π_prox(aₜ|sₜ),   wₜ = π_prox(aₜ|sₜ) / π_behav(aₜ|sₜ)
+
+    Equation 5 of "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning",
+    arXiv 2505.24298, after Hilton et al., arXiv 2110.00641. With proximal == behavior every wₜ is 1 and this is PPO.
+    At an edge exactly (rₜ = 1+ε or 1-ε) a token is not clipped: it still has its gradient. Beyond e^±20 a ratio is
+    constant.
+
+    Args:
+      policy_logprobs: float [...], log π_θ; the only differentiated input.
+      proximal_logprobs: float [...], log π_prox, of the weights before the update.
+      behavior_logprobs: float [...], log π_behav, recorded while sampling.
+      advantages: float [...], constant.
+      loss_mask: bool [...], tokens the loss may touch; whatever stands elsewhere is not read.
+      denominator: float scalar > 0, of the whole minibatch, counted before any token is rejected.
+      token_weights: float [...], of each token in the sum; None = 1.
+      clip_epsilon, clip_epsilon_high: lower and upper half width of the trust region; None = the lower one.
+      behavior_weight_cap: wₜ is at most this; None = uncapped, as in the paper.
+
+    Returns:
+      (loss, metrics), float32. An empty mask gives loss 0 and gradient 0.
+    """
+    chex.assert_equal_shape([policy_logprobs, proximal_logprobs, behavior_logprobs, advantages, loss_mask])
+    chex.assert_rank(denominator, 0)
+    constants = jax.lax.stop_gradient((proximal_logprobs, behavior_logprobs, advantages))
+    policy, proximal, behavior, advantages = (
+        jnp.where(loss_mask, x, 0.0).astype(jnp.float32) for x in (policy_logprobs, *constants)
+    )
+    policy_ratio = jnp.exp(_clamp(policy - proximal))
+    behavior_weight = jnp.exp(_clamp(proximal - behavior))
+    if behavior_weight_cap is not None:
+        behavior_weight = jnp.where(behavior_weight > behavior_weight_cap, behavior_weight_cap, behavior_weight)
+    low, high = 1.0 - clip_epsilon, 1.0 + (clip_epsilon if clip_epsilon_high is None else clip_epsilon_high)
+    # spelled out, because the gradients of minimum and clip at a tie differ between libraries
+    clipped_above = (advantages > 0) & (policy_ratio > high)
+    clipped_below = (advantages < 0) & (policy_ratio < low)
+    clipped_ratio = jnp.where(clipped_above, high, jnp.where(clipped_below, low, policy_ratio))
+    token_loss = -behavior_weight * clipped_ratio * advantages
+    loss = masked_sum(token_loss, loss_mask, token_weights) / denominator
+    metrics = _ratio_metrics(policy - behavior, behavior_weight, clipped_above | clipped_below, loss_mask)
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+def entropy_bonus(
+    entropy: jax.Array, loss_mask: jax.Array, denominator: jax.Array | float, token_weights: jax.Array | None = None
+) -> jax.Array:
+    """Mean entropy Σₜ mₜ H(π_θ(·|sₜ)) / N of the policy, to be rewarded: float32 scalar."""
+    return masked_sum(entropy, loss_mask, token_weights) / denominator
+
+
+def masked_sum(values: jax.Array, loss_mask: jax.Array, token_weights: jax.Array | None = None) -> jax.Array:
+    """Σₜ mₜ uₜ xₜ; what stands at masked positions is not read, NaN and infinity included."""
+    weighted = values if token_weights is None else values * token_weights
+    return jnp.sum(jnp.where(loss_mask, weighted, 0.0), dtype=jnp.float32)
+
+
+def merge_metrics(metrics: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Joins the metrics of micro-batches, each value a scalar or an array over micro-batches."""
+    merged = {}
+    for name in metrics[0] if metrics else ():
+        values = np.concatenate([np.ravel(m[name]) for m in metrics]).astype(np.float64)
+        merged[name] = float(values.max() if name.endswith('_max') else values.sum())
+    return merged
+
+
+def finalize_metrics(merged: Mapping[str, float]) -> dict[str, float]:
+    """Per trained token of the update; nothing for no token."""
+    n = merged.get('token_count', 0.0)
+    if not n:
+        return {}
+    weight_sum, weight_sq_sum = merged['weight_sum'], merged['weight_sq_sum']
+    return {
+        'loss/clip_fraction': merged['clip_count'] / n,
+        'loss/behavior_weight_mean': weight_sum / n,
+        'loss/behavior_weight_max': merged['weight_max'],
+        'loss/effective_sample_size': weight_sum**2 / (n * weight_sq_sum) if weight_sq_sum else 0.0,
+        'loss/approx_kl': merged['kl_sum'] / n,
+        'loss/entropy': merged['entropy_sum'] / n,
+    }
+
+
+def _clamp(log_ratio: jax.Array) -> jax.Array:
+    return jnp.clip(log_ratio, -_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+
+
+def _ratio_metrics(
+    log_full_ratio: jax.Array, behavior_weight: jax.Array, clipped: jax.Array, loss_mask: jax.Array
+) -> dict[str, jax.Array]:
+    """`kl` is k - 1 - log k with k = π_θ/π_behav: unbiased for KL(behavior ‖ policy), as tokens come from behavior."""
+    log_full_ratio = _clamp(log_full_ratio)
+    return {
+        'token_count': masked_sum(jnp.ones_like(behavior_weight), loss_mask),
+        'clip_count': masked_sum(clipped, loss_mask),
+        'weight_sum': masked_sum(behavior_weight, loss_mask),
+        'weight_sq_sum': masked_sum(behavior_weight**2, loss_mask),
+        'weight_max': jnp.max(jnp.where(loss_mask, behavior_weight, 0.0), initial=0.0),
+        'kl_sum': masked_sum(jnp.expm1(log_full_ratio) - log_full_ratio, loss_mask),
+    }

@@ -1,0 +1,54 @@
+"""Arrow 7, the centre of the trust region: where proximal log-probs come from. Chosen by config, never by data."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+KINDS = ('recompute', 'loglinear', 'behavior')
+
+
+def proximal_logprobs(
+    kind: str,
+    policy_logprobs: jax.Array,
+    behavior_logprobs: jax.Array,
+    policy_versions: jax.Array,
+    version: jax.Array,
+    recomputed_logprobs: jax.Array,
+    weights_are_proximal: jax.Array,
+) -> jax.Array:
+    """log π_prox of each loss token, constant: float32 of the shape of `policy_logprobs`.
+
+    'recompute': of the weights before the update. In the first minibatch the pass in hand has those weights, so its own
+    log-probs are taken (`weights_are_proximal`); later minibatches bring `recomputed_logprobs`. 'loglinear': see
+    `loglinear_logprobs`. 'behavior': plain PPO around the behavior policy, so that the behavior weight is 1.
+    """
+    policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
+    if kind == 'recompute':
+        return jnp.where(weights_are_proximal, policy_logprobs, recomputed_logprobs)
+    if kind == 'loglinear':
+        return loglinear_logprobs(policy_logprobs, behavior_logprobs, policy_versions, version)
+    if kind == 'behavior':
+        return behavior_logprobs
+    raise ValueError(f'loss.proximal={kind!r} is unknown; use one of {", ".join(KINDS)}')
+
+
+def loglinear_logprobs(
+    policy_logprobs: jax.Array, behavior_logprobs: jax.Array, policy_versions: jax.Array, version: jax.Array
+) -> jax.Array:
+    """A-3PO: the proximal policy as a point between behavior and policy, without a pass of its own.
+
+      log π_prox ≈ log π_behav + α (log π_θ - log π_behav),   α = e / (e + 1),   e = V - v
+
+    After "A-3PO", arXiv 2512.06547, whose α is (v_prox - v) / (v_θ - v): here the proximal policy is version V, the
+    weights before the update, and the policy in training is V + 1. A token of the current version (e = 0) has
+    proximal = behavior exactly; e = 1 is the middle; an ageing token approaches the policy.
+
+    Args:
+      policy_logprobs, behavior_logprobs: float [...].
+      policy_versions: int [...], v of each token, at most `version`.
+      version: int scalar, V.
+    """
+    age = jnp.maximum(version - policy_versions, 0).astype(jnp.float32)
+    alpha = age / (age + 1.0)
+    return behavior_logprobs + alpha * jax.lax.stop_gradient(policy_logprobs - behavior_logprobs)

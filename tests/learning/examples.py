@@ -1,0 +1,68 @@
+"""Small trajectories and a decoder of one table, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup
+
+
+def segment(tokens: Sequence[int], version: int, logprobs: Sequence[float] | None = None) -> Segment:
+    values = [0.0 if version == NOT_GENERATED else -1.0] * len(tokens) if logprobs is None else logprobs
+    return Segment(np.array(tokens, np.int32), np.array(values, np.float32), version)
+
+
+def trajectory(
+    prompt: Sequence[int], segments: Sequence[Segment], *, reward: float = 0.0, draw: int = 0, sample: int = 0
+) -> Trajectory:
+    return Trajectory(
+        prompt=Prompt(draw, np.array(prompt, np.int32), 'test', {}),
+        sample=sample,
+        segments=tuple(segments),
+        reward=reward,
+        finish_reason='stop',
+        engine='engine/0',
+        admitted_s=0.0,
+        finished_s=1.0,
+    )
+
+
+def group(
+    prompt: Sequence[int],
+    answers: Sequence[Sequence[int]],
+    rewards: Sequence[float] | None = None,
+    *,
+    draw: int = 0,
+    version: int = 0,
+) -> TrajectoryGroup:
+    rewards = [float(i % 2) for i in range(len(answers))] if rewards is None else rewards
+    return TrajectoryGroup(
+        draw,
+        tuple(
+            trajectory(prompt, [segment(a, version)], reward=r, draw=draw, sample=i)
+            for i, (a, r) in enumerate(zip(answers, rewards, strict=True))
+        ),
+    )
+
+
+def random_groups(seed: int, n: int, *, group_size: int = 4, vocabulary: int = 11) -> list[TrajectoryGroup]:
+    """Groups of uneven lengths; behavior log-probs and versions 0..2 vary per token, rewards within the group."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for draw in range(n):
+        prompt = rng.integers(vocabulary, size=rng.integers(2, 6))
+        trajectories = []
+        for sample in range(group_size):
+            spans = [
+                segment(rng.integers(vocabulary, size=k), v, rng.normal(-2.0, 0.4, size=k))
+                for v, k in enumerate(rng.integers(1, 4, size=rng.integers(1, 4)))
+            ]
+            if sample == 1:  # a tool's answer in the middle
+                spans.insert(1, segment(rng.integers(vocabulary, size=2), NOT_GENERATED))
+                spans.append(segment(rng.integers(vocabulary, size=1), 2, [-1.5]))
+            reward = float(rng.normal())
+            trajectories.append(trajectory(prompt, spans, reward=reward, draw=draw, sample=sample))
+        groups.append(TrajectoryGroup(draw, tuple(trajectories)))
+    return groups

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from areal_jax.learning.advantages import group_advantages, has_signal
+from tests.learning.examples import group
+
+_ESTIMATORS = ('group', 'group_mean', 'rloo')
+
+
+def _group(*rewards: float):
+    return group([1], [[2]] * len(rewards), rewards)
+
+
+def test_group_divides_by_the_population_deviation():
+    # mean 1/4, variance 1/4 * 3/4 = 3/16, std .4330127: (.75, -.25, -.25, -.25) / (.4330127 + .0001)
+    expected = np.array([0.75, -0.25, -0.25, -0.25]) / 0.4331127
+    np.testing.assert_allclose(group_advantages(_group(1, 0, 0, 0), 'group'), expected, rtol=1e-5)
+
+
+def test_group_mean_and_leave_one_out():
+    # RLOO: 1 - mean(0, 0, 0) = 1 and 0 - mean(1, 0, 0) = -1/3, i.e. 4/3 of the group mean's
+    np.testing.assert_allclose(group_advantages(_group(1, 0, 0, 0), 'group_mean'), [0.75, -0.25, -0.25, -0.25])
+    np.testing.assert_allclose(group_advantages(_group(1, 0, 0, 0), 'rloo'), [1, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize('estimator', _ESTIMATORS)
+def test_partial_group_uses_the_rewards_it_has(estimator):
+    values = group_advantages(_group(1, 0, 0.5), estimator)
+    assert values.shape == (3,)
+    np.testing.assert_allclose(values.sum(), 0, atol=1e-6)
+    assert values[2] == 0  # the mean itself
+
+
+@pytest.mark.parametrize('estimator', _ESTIMATORS)
+@pytest.mark.parametrize('rewards', [(0.7,), (0.1,) * 7, (1.0, 1.0)], ids=['one', 'rounding mean', 'two'])
+def test_no_spread_is_exactly_zero(estimator, rewards):
+    assert np.mean((0.1,) * 7) != 0.1  # equal rewards whose mean rounds: r - mean would not be 0
+    np.testing.assert_array_equal(group_advantages(_group(*rewards), estimator), np.zeros(len(rewards)))
+    assert not has_signal(_group(*rewards))
+
+
+def test_shift_changes_nothing_and_scale_little():
+    base = group_advantages(_group(0.2, 0.9, 0.4), 'group')
+    np.testing.assert_allclose(group_advantages(_group(5.2, 5.9, 5.4), 'group'), base, rtol=1e-5)
+    np.testing.assert_allclose(group_advantages(_group(20, 90, 40), 'group'), base, rtol=1e-3)  # up to the 1e-4
+
+
+def test_has_signal_where_one_reward_differs():
+    assert has_signal(_group(0, 0, 1e-9))
+
+
+def test_infinite_reward_is_named():
+    with pytest.raises(ValueError, match='draw 0, sample 1: reward is nan'):
+        group_advantages(_group(0, float('nan')), 'group')
+
+
+def test_unknown_estimator_is_named():
+    with pytest.raises(ValueError, match="loss.advantage='gae' is unknown; use one of group, group_mean, rloo"):
+        group_advantages(_group(0, 1), 'gae')

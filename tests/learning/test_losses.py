@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.learning.losses import (
+    decoupled_ppo_loss,
+    entropy_bonus,
+    finalize_metrics,
+    masked_sum,
+    merge_metrics,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_promotion():
+    with jax.numpy_rank_promotion('raise'):
+        yield
+
+
+def _log(*probabilities: float) -> jax.Array:
+    return jnp.log(jnp.array([probabilities], jnp.float32))
+
+
+def _full(mask_of: jax.Array) -> jax.Array:
+    return jnp.ones(mask_of.shape, bool)
+
+
+# three tokens: log prox -1, policy ratio r = .5 1 1.5, behavior weight w = e^(-1 - log mu) = .606531 1.648721 .818731
+_PROXIMAL = jnp.full(3, -1.0)
+_POLICY = _PROXIMAL + jnp.log(jnp.array([0.5, 1.0, 1.5]))
+_BEHAVIOR = jnp.array([-0.5, -1.5, -0.8])
+_ADVANTAGES = jnp.array([1.0, -1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ('proximal', 'behavior', 'settings', 'per_token'),
+    [
+        # PPO: -(.5 * 1), -(1 * -1), -(1.2 * 2): the last is clipped at 1.2, or at 1.28
+        (_PROXIMAL, _PROXIMAL, {}, [-0.5, 1.0, -2.4]),
+        (_PROXIMAL, _PROXIMAL, {'clip_epsilon_high': 0.28}, [-0.5, 1.0, -2.56]),
+        # decoupled: each times its w: -.5 * .606531, 1 * 1.648721, -2.4 * .818731
+        (_PROXIMAL, _BEHAVIOR, {}, [-0.303265, 1.648721, -1.964954]),
+        # capped at .8: w = .606531, .8, .8
+        (_PROXIMAL, _BEHAVIOR, {'behavior_weight_cap': 0.8}, [-0.303265, 0.8, -1.92]),
+        # around the behavior policy: ratio k = r w = .303265, 1.648721, 1.228096 -> 1.2, no weight
+        (_BEHAVIOR, _BEHAVIOR, {}, [-0.303265, 1.648721, -2.4]),
+    ],
+    ids=['ppo', 'ppo high .28', 'decoupled', 'capped .8', 'behavior'],
+)
+@pytest.mark.parametrize('transform', [lambda f: f, jax.jit], ids=['eager', 'jit'])
+def test_three_tokens_by_hand(transform, proximal, behavior, settings, per_token):
+    loss = transform(lambda *a: decoupled_ppo_loss(*a, clip_epsilon=0.2, **settings)[0])
+    for denominator in (3.0, 5.0):  # the denominator is the caller's: other micro-batches count too
+        value = loss(_POLICY, proximal, behavior, _ADVANTAGES, _full(_POLICY), jnp.float32(denominator))
+        np.testing.assert_allclose(value, sum(per_token) / denominator, rtol=2e-6)
+    for t, expected in enumerate(per_token):
+        only = jnp.arange(3) == t
+        value = loss(_POLICY, proximal, behavior, _ADVANTAGES, only, jnp.float32(1))
+        np.testing.assert_allclose(value, expected, rtol=2e-6)
+
+
+def test_two_tokens_with_metrics_by_hand():
+    # token 0: r = .6/.4 = 1.5 clipped to 1.2, w = .4/.5 =  .8, A = +1:  .8 * 1.2 =  .96
+    # token 1: r = .3/.6 =  .5 clipped to  .8, w = .6/.4 = 1.5, A = -1: 1.5 * -.8 = -1.20
+    # loss = -(.96 - 1.20) / 2 = .12
+    arguments = (_log(0.6, 0.3), _log(0.4, 0.6), _log(0.5, 0.4), jnp.array([[1.0, -1.0]]))
+    loss, metrics = decoupled_ppo_loss(*arguments, jnp.ones((1, 2), bool), jnp.float32(2))
+    np.testing.assert_allclose(loss, 0.12, rtol=1e-5)
+    final = finalize_metrics(merge_metrics([metrics | {'entropy_sum': np.float32(3)}]))
+    assert final['loss/clip_fraction'] == 1.0
+    np.testing.assert_allclose(final['loss/behavior_weight_mean'], (0.8 + 1.5) / 2, rtol=1e-5)
+    np.testing.assert_allclose(final['loss/behavior_weight_max'], 1.5, rtol=1e-5)
+    # (.8 + 1.5)^2 / (2 (.64 + 2.25)) = 5.29 / 5.78
+    np.testing.assert_allclose(final['loss/effective_sample_size'], 5.29 / 5.78, rtol=1e-5)
+    # k = .6/.5 = 1.2 and .3/.4 = .75: k - 1 - log k
+    np.testing.assert_allclose(final['loss/approx_kl'], (0.2 - np.log(1.2) - 0.25 - np.log(0.75)) / 2, rtol=1e-4)
+    assert final['loss/entropy'] == 1.5
+
+
+def test_masked_token_is_absent_even_if_its_logprobs_are_infinite():
+    mask, infinite = jnp.array([[True, False]]), _log(0.4, 0.0)
+    advantages = jnp.array([[1.0, jnp.nan]])
+
+    def loss(policy):
+        return decoupled_ppo_loss(policy, infinite, infinite, advantages, mask, jnp.float32(1))
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(_log(0.4, 0.5))
+    np.testing.assert_allclose(value, -1.0, rtol=1e-5)  # r = w = A = 1, one token
+    np.testing.assert_allclose(gradient, [[-1.0, 0.0]], rtol=1e-5)
+    assert {name: float(x) for name, x in metrics.items() if name != 'kl_sum'} == {
+        'token_count': 1.0, 'clip_count': 0.0, 'weight_sum': 1.0, 'weight_sq_sum': 1.0, 'weight_max': 1.0,
+    }  # fmt: skip
+
+
+def test_infinite_policy_logprob_of_a_masked_token_has_gradient_zero():
+    mask = jnp.array([[True, False]])
+    ones = jnp.ones((1, 2))
+    gradient = jax.grad(lambda p: decoupled_ppo_loss(p, _log(0.4, 0.1), _log(0.4, 0.1), ones, mask, 1.0)[0])(
+        _log(0.4, 0.0)
+    )
+    np.testing.assert_allclose(gradient, [[-1.0, 0.0]], rtol=1e-5)
+
+
+def test_only_the_policy_is_differentiated():
+    mask, count = jnp.ones((1, 2), bool), jnp.float32(2)
+    gradients = jax.grad(lambda *a: decoupled_ppo_loss(*a, mask, count)[0], argnums=(1, 2, 3))(
+        _log(0.45, 0.5), _log(0.4, 0.6), _log(0.5, 0.4), jnp.array([[1.0, -1.0]])
+    )
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, 0.0)
+
+
+def _gradient(policy, proximal, behavior, advantages, **settings):
+    return jax.grad(lambda p: decoupled_ppo_loss(p, proximal, behavior, advantages, _full(p), 1.0, **settings)[0])(
+        policy
+    )
+
+
+def test_at_equal_policies_the_gradient_is_minus_the_advantage():
+    np.testing.assert_array_equal(_gradient(_PROXIMAL, _PROXIMAL, _PROXIMAL, _ADVANTAGES), -_ADVANTAGES)
+
+
+def test_behavior_weight_scales_the_gradient():
+    # theta = prox != mu: gradient -w A with w = .606531 1.648721 .818731, A = 1 -1 2
+    gradient = _gradient(_PROXIMAL, _PROXIMAL, _BEHAVIOR, _ADVANTAGES)
+    np.testing.assert_allclose(gradient, [-0.606531, 1.648721, -1.637462], rtol=1e-5)
+    capped = _gradient(_PROXIMAL, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, behavior_weight_cap=0.8)
+    np.testing.assert_allclose(capped, [-0.606531, 0.8, -1.6], rtol=1e-5)
+
+
+def test_where_nothing_clips_the_centre_does_not_matter():
+    # w r = pi/mu whatever the proximal policy is
+    losses = [
+        decoupled_ppo_loss(
+            _POLICY, centre, _BEHAVIOR, _ADVANTAGES, _full(_POLICY), 3.0, clip_epsilon=0.999, clip_epsilon_high=1e3
+        )[0]
+        for centre in (_PROXIMAL, _BEHAVIOR, _POLICY)
+    ]
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ('ratio', 'advantage', 'expected'),
+    [
+        # inside, and on either edge exactly, the gradient of -r A with respect to log pi is -r A
+        (1.25, 1.0, -1.25), (0.75, -1.0, 0.75), (1.0, 1.0, -1.0),
+        # beyond the edge that the advantage pushes against: none
+        (1.26, 1.0, 0.0), (0.74, -1.0, 0.0),
+        # beyond the other edge: the way back is open
+        (0.5, 1.0, -0.5), (1.5, -1.0, 1.5),
+        (1.5, 0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_gradient_at_and_beyond_the_edges(ratio, advantage, expected):
+    # log-probs whose difference has the exponential `ratio` exactly: e^x rounds back for these
+    policy = jnp.log(jnp.float32(ratio))[None]
+    assert float(jnp.exp(policy)[0]) == np.float32(ratio)
+    gradient = _gradient(policy, jnp.zeros(1), jnp.zeros(1), jnp.array([advantage]), clip_epsilon=0.25)
+    np.testing.assert_allclose(gradient, [expected], rtol=1e-6)
+
+
+def test_zero_width_region_still_has_its_first_gradient():
+    # r = 1 is both edges: jnp.minimum and jnp.clip would halve the gradient twice here
+    gradient = _gradient(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.array([1.0, -1.0]), clip_epsilon=0.0)
+    np.testing.assert_array_equal(gradient, [-1.0, 1.0])
+
+
+def test_absurd_ratios_stay_finite():
+    policy, behavior = jnp.array([-1e4, 0.0]), jnp.array([0.0, -1e4])
+    (loss, _), gradient = jax.value_and_grad(
+        lambda p: decoupled_ppo_loss(p, policy, behavior, jnp.ones(2), _full(policy), 1.0), has_aux=True
+    )(policy)
+    np.testing.assert_allclose(loss, -np.exp(20.0), rtol=1e-5)  # w = e^-20 and e^20, r = 1
+    assert np.isfinite(gradient).all()
+
+
+def test_empty_mask_is_zero():
+    nothing = jnp.zeros(3, bool)
+    (loss, metrics), gradient = jax.value_and_grad(
+        lambda p: decoupled_ppo_loss(p, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, nothing, 4.0), has_aux=True
+    )(_POLICY)
+    assert loss == 0
+    np.testing.assert_array_equal(gradient, 0)
+    assert all(m == 0 for m in metrics.values())
+
+
+def test_changed_values_at_masked_positions_change_nothing():
+    mask = jnp.array([True, False, True])
+    changed = [jnp.where(mask, x, 7.0) for x in (_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES)]
+    before = decoupled_ppo_loss(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, mask, 2.0)
+    after = decoupled_ppo_loss(*changed, mask, 2.0)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_sums_of_microbatches_are_those_of_the_whole():
+    whole, whole_metrics = decoupled_ppo_loss(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(_POLICY), 3.0)
+    parts = [
+        decoupled_ppo_loss(*(x[s] for x in (_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES)), _full(_POLICY)[s], 3.0)
+        for s in (slice(0, 1), slice(1, 3))
+    ]
+    np.testing.assert_allclose(sum(loss for loss, _ in parts), whole, rtol=1e-6)
+    merged, expected = merge_metrics([m for _, m in parts]), merge_metrics([whole_metrics])
+    assert merged.keys() == expected.keys()
+    np.testing.assert_allclose(list(merged.values()), list(expected.values()), rtol=1e-6)
+
+
+def test_token_weights_make_the_sequence_mean():
+    # sequences of 1 and 3 tokens, r = w = 1: token losses -A = [2, 1, 1, 1]; weights 1, 1/3 each over 2: (2 + 1)/2
+    zeros, weights = jnp.zeros(4), jnp.array([1.0, 1 / 3, 1 / 3, 1 / 3])
+    loss, _ = decoupled_ppo_loss(
+        zeros, zeros, zeros, -jnp.array([2.0, 1.0, 1.0, 1.0]), _full(zeros), jnp.float32(2), weights
+    )
+    np.testing.assert_allclose(loss, 1.5, rtol=1e-6)
+
+
+def test_entropy_bonus_is_a_masked_mean():
+    entropy = jnp.array([1.0, 3.0, jnp.nan])
+    assert entropy_bonus(entropy, jnp.array([True, True, False]), 4.0) == 1.0
+    assert masked_sum(entropy, jnp.array([True, True, False]), jnp.array([2.0, 1.0, 1.0])) == 5.0
+
+
+def test_gradient_agrees_with_finite_differences():
+    jax.test_util.check_grads(
+        lambda p: decoupled_ppo_loss(p, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(p), 3.0)[0],
+        (_POLICY,), order=1, modes=['rev'], rtol=1e-2,
+    )  # fmt: skip
+
+
+def test_no_microbatch_no_metrics():
+    assert merge_metrics([]) == {}
+    assert finalize_metrics({}) == {}
