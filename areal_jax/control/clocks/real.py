@@ -80,6 +80,8 @@ class RealClock(LoopClock):
 
     def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
         self._post_expired()
+        if self._cancel_late_calls():
+            return []
         if self._fifo:
             self._release(*self._fifo.popleft())
             return []
@@ -105,11 +107,17 @@ class RealClock(LoopClock):
         while self._deadlines and self._deadlines[0][0] <= now:
             self._post(heapq.heappop(self._deadlines)[2])
             self._drop_dead_deadlines()
-        for deadline, interval in [call for call in self._calls if call[0] <= now]:
+
+    def _cancel_late_calls(self) -> bool:
+        """True if a call was cancelled: its task has callbacks to run now, the last of which posts the interval."""
+        now = time.monotonic()
+        late = [call for call in self._calls if call[0] <= now]
+        for deadline, interval in late:
             self._calls.remove((deadline, interval))
             interval.error = self._timeout_error(interval)
             assert interval.task is not None
-            interval.task.cancel()  # its done-callback posts the interval
+            interval.task.cancel()
+        return bool(late)
 
     def _release(self, posted: float, item: _Posted) -> None:
         now = time.monotonic()

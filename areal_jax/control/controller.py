@@ -1,0 +1,400 @@
+"""The loop on the host: admission, episodes, groups, batches, updates and publications, joined by bounded queues.
+
+It imports no jax and holds no array larger than a trajectory. Every coroutine below is one arrow of the loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from areal_jax.control.buffer import TrajectoryBuffer, token_ages
+from areal_jax.control.episode import Episode, Pool, RunningGroup, Workflow
+from areal_jax.control.events import EventLog
+from areal_jax.control.gate import StalenessGate
+from areal_jax.control.queues import BoundedQueue
+from areal_jax.control.schedule import VersionRing
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.types import (
+    Channel,
+    Clock,
+    Dropped,
+    Learner,
+    Prompt,
+    PromptStream,
+    TrajectoryGroup,
+    Verdict,
+    Verifier,
+    Work,
+    concatenate,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+    """What the loop does, in plain numbers (config.py has the comments)."""
+
+    steps: int
+    group_size: int
+    groups_per_update: int
+    max_token_age: int | None = None
+    over_age: Literal['drop', 'mask', 'off'] = 'off'
+    checkpoint_every: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One published update. Consumer: telemetry."""
+
+    step: int  # the version published
+    time_s: float
+    groups: Sequence[TrajectoryGroup]
+    metrics: Mapping[str, float]
+    publish_pause_s: float
+    buffered: int
+    dropped: Mapping[str, int]  # by reason, since the start
+
+
+@dataclasses.dataclass
+class _Update:
+    """An update on its way from the learner to the engines."""
+
+    version: int
+    groups: list[TrajectoryGroup]
+    metrics: Mapping[str, float]
+    copy: Any
+
+
+SaveCheckpoint = Callable[[int, Any, Mapping[str, Any]], None]  # step, arrays, run state; on the lane `disk`
+PriceUpdate = Callable[[Sequence[TrajectoryGroup]], int]  # tokens of an update, for Work('train')
+
+
+class Controller:
+    """Drives one run; every collaborator is handed in."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        clock: Clock,
+        log: EventLog,
+        supervisor: Supervisor,
+        stream: PromptStream,
+        pool: Pool,
+        workflow: Workflow,
+        verifier: Verifier,
+        learner: Learner,
+        channel: Channel,
+        gate: StalenessGate,
+        update_tokens: PriceUpdate,
+        on_step: Callable[[StepRecord], None],
+        ring: VersionRing | None = None,
+        save_checkpoint: SaveCheckpoint | None = None,
+    ):
+        self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
+        self._stream, self._pool, self._workflow, self._verifier = stream, pool, workflow, verifier
+        self._learner, self._channel, self._gate = learner, channel, gate
+        self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
+        self._ring = ring
+        self._buffer = TrajectoryBuffer()
+        self._running: dict[int, RunningGroup] = {}  # by draw
+        self._dropped: collections.Counter[str] = collections.Counter()
+        self._trained_version = 0  # of the learner's weights; publication follows
+        self._admission_closed = False
+        self._verifying = 0
+        self._saving = False
+        self._admission = clock.event('admission (staleness, memory or checkpoint)')
+        self._filled = clock.event('a full batch in the buffer, or a stop')
+        self._published = clock.event('publication of the last update')
+        self._settled = clock.event('verifications under way')
+        self._saved = clock.event('the checkpoint before')
+        self.stop_requested = clock.event('stop requested')
+        self._finished: BoundedQueue[tuple[RunningGroup, Episode, Verdict]] = BoundedQueue(
+            clock, 'episodes to groups', max(1, gate.max_running * settings.group_size)
+        )
+        self._updates: BoundedQueue[_Update] = BoundedQueue(clock, 'updates to publication', 1)
+
+    async def run(self) -> bool:
+        """The loop until `steps` updates are published (True) or a stop is requested and saved (False)."""
+        self._supervisor.start('groups', self._collect_groups())
+        self._supervisor.start('publication', self._publish_updates())
+        self._supervisor.start('stop watch', self._watch_stop())
+        self._resume_episodes()
+        self._supervisor.start('admission', self._admit_by_schedule() if self._ring else self._admit())
+        return await self._train()
+
+    # 2 admission
+
+    async def _admit(self) -> None:
+        while True:
+            while self._admission_closed or not self._gate.is_open():
+                self._admission.clear()
+                await self._clock.wait(self._admission)
+            self._start_group(self._draw())
+
+    async def _admit_by_schedule(self) -> None:
+        """Lock-step: the batch of one update is generated wholly with the version that the schedule names."""
+        assert self._ring is not None
+        for update in range(self._trained_version, self._settings.steps):
+            version = self._ring.version_for(update)
+            while self._running or self._gate.version < version:
+                self._admission.clear()
+                await self._clock.wait(self._admission)
+            await self._pool.load_weights(self._ring.weights(version))
+            for _ in range(self._settings.groups_per_update):
+                while not self._gate.is_open():
+                    self._admission.clear()
+                    await self._clock.wait(self._admission)
+                self._start_group(self._draw())
+
+    def _draw(self) -> Prompt:
+        prompt = self._stream.draw()
+        self._log.write('draw', draw=prompt.draw)
+        return prompt
+
+    def _start_group(self, prompt: Prompt) -> None:
+        self._gate.admit()
+        self._log.write('admit', draw=prompt.draw)
+        episodes = [Episode(sample) for sample in range(self._settings.group_size)]
+        group = self._running[prompt.draw] = RunningGroup(prompt, self._clock.now(), episodes)
+        for episode in episodes:
+            self._start_episode(group, episode)
+
+    # 3 generation, 4 reward
+
+    def _start_episode(self, group: RunningGroup, episode: Episode) -> None:
+        self._supervisor.start(f'episode {group.prompt.draw}.{episode.sample}', self._run_episode(group, episode))
+
+    async def _run_episode(self, group: RunningGroup, episode: Episode) -> None:
+        await self._workflow.run(group.prompt, episode)
+        draw, sample = group.prompt.draw, episode.sample
+        versions = [segment.policy_version for segment in episode.segments]
+        tokens = sum(len(segment.tokens) for segment in episode.segments)
+        self._log.write(
+            'finish', draw=draw, sample=sample, tokens=tokens, reason=episode.finish_reason, versions=versions
+        )
+        self._verifying += 1
+        answer = concatenate([segment.tokens for segment in episode.segments], np.int32)
+        assert episode.finish_reason is not None
+        verdict = await self._verifier.verify(group.prompt, answer, episode.finish_reason)
+        fields: dict[str, Any] = {'value': verdict.reward, 'label': verdict.label, 'attempts': verdict.attempts}
+        self._log.write('reward', draw=draw, sample=sample, **fields)
+        await self._finished.put((group, episode, verdict))
+
+    async def _collect_groups(self) -> None:
+        """5 buffer: whole groups, with what could not be verified left out."""
+        while True:
+            group, episode, verdict = await self._finished.get()
+            self._verifying -= 1
+            group.record(episode, verdict, self._clock.now())
+            if group.complete:
+                self._finish_group(group)
+            if self._verifying == 0:
+                self._settled.set()
+
+    def _finish_group(self, group: RunningGroup) -> None:
+        draw = group.prompt.draw
+        del self._running[draw]
+        if group.trajectories:
+            self._gate.buffer()
+            self._buffer.put(group.group())
+            self._log.write('buffer', draw=draw, partial=bool(group.failed))
+            self._filled.set()
+        else:
+            self._gate.drop_running()
+            self._note_drop(Dropped(draw, 'verifier_failed', ','.join(group.failed.values())))
+        self._admission.set()
+
+    # 6 packing, 7 update
+
+    async def _train(self) -> bool:
+        while self._trained_version < self._settings.steps:
+            groups = await self._form_batch()
+            if groups is None:
+                await self._publication_of(self._trained_version)
+                await self._checkpoint()
+                await self._wait_saved()
+                return False
+            await self._update(groups)
+            every = self._settings.checkpoint_every
+            if every and self._trained_version % every == 0:
+                await self._publication_of(self._trained_version)
+                await self._checkpoint()
+        await self._publication_of(self._trained_version)
+        await self._wait_saved()
+        return True
+
+    async def _form_batch(self) -> list[TrajectoryGroup] | None:
+        """The lowest draws buffered, once there are enough that are young enough; None when the run shall stop."""
+        while True:
+            if self.stop_requested.is_set():
+                return None
+            if self._settings.over_age == 'drop' and self._settings.max_token_age is not None:
+                for drop in self._buffer.drop_over_age(self._trained_version, self._settings.max_token_age):
+                    self._gate.drop_buffered()
+                    self._note_drop(drop)
+                    self._admission.set()
+            if len(self._buffer) >= self._settings.groups_per_update:
+                return self._take_batch()
+            self._filled.clear()
+            await self._clock.wait(self._filled)
+
+    def _take_batch(self) -> list[TrajectoryGroup]:
+        now = self._clock.now()
+        groups = [_stamp_consumed(group, now) for group in self._buffer.take(self._settings.groups_per_update)]
+        self._gate.consume(len(groups))
+        self._log.write('consume', update=self._trained_version + 1, draws=[group.draw for group in groups])
+        self._admission.set()
+        return groups
+
+    async def _update(self, groups: list[TrajectoryGroup]) -> None:
+        version = self._trained_version
+        detail = {'update': version + 1}
+        work = Work('train', self._update_tokens(groups), detail)
+        metrics = await self._clock.run('learner', lambda: self._learner.update(groups, version), work)
+        copy = await self._clock.run('learner', lambda: self._learner.publish(version + 1), Work('snapshot', 1, detail))
+        self._trained_version = version + 1
+        await self._updates.put(_Update(version + 1, groups, metrics, copy))
+
+    # 8 publication
+
+    async def _publish_updates(self) -> None:
+        """The learner goes on while the engines receive the weights; admission follows when they decode with them."""
+        while True:
+            update = await self._updates.get()
+            version, copy = update.version, update.copy
+            update.copy = None
+            published = await self._clock.run(
+                'publish', lambda: self._channel.transfer(version, copy), Work('publish', 1, {'version': version})
+            )
+            del copy
+            self._log.write('publish', version=version, manifest=published.manifest_hash)
+            if self._ring:
+                self._channel.release(self._ring.add(published))
+                pause_s = 0.0
+            else:
+                pause_s = await self._pool.load_weights(published)
+                self._channel.release(version)
+            self._gate.publish(version)
+            self._record_step(update, pause_s)
+            self._admission.set()
+            self._published.set()
+
+    def _record_step(self, update: _Update, pause_s: float) -> None:
+        step = StepRecord(
+            step=update.version,
+            time_s=self._clock.now(),
+            groups=update.groups,
+            metrics=dict(update.metrics) | _staleness_metrics(update.groups, update.version - 1),
+            publish_pause_s=pause_s,
+            buffered=len(self._buffer),
+            dropped=dict(self._dropped),
+        )
+        self._on_step(step)
+
+    async def _publication_of(self, version: int) -> None:
+        while self._gate.version < version:
+            self._published.clear()
+            await self._clock.wait(self._published)
+
+    # Stop, checkpoint, resume: see docs/design/checkpoint.md
+
+    async def _watch_stop(self) -> None:
+        await self._clock.wait(self.stop_requested)
+        self._admission_closed = True
+        self._filled.set()
+
+    async def _checkpoint(self) -> None:
+        """Stand still between two dispatches, take the whole state at one instant, and write it while going on."""
+        if self._save_checkpoint is None:
+            return
+        await self._wait_saved()
+        self._admission_closed = True
+        await self._pool.pause()
+        while self._verifying:
+            self._settled.clear()
+            await self._clock.wait(self._settled)
+        arrays = await self._clock.run('learner', self._learner.save, Work('snapshot'))
+        self._saving = True
+        self._log.write('save', update=self._trained_version)
+        self._supervisor.start('save', self._write_checkpoint(self._trained_version, arrays, self.snapshot()))
+        del arrays
+        if not self.stop_requested.is_set():
+            self._admission_closed = False
+            self._pool.resume()
+            self._admission.set()
+
+    async def _write_checkpoint(self, step: int, arrays: Any, run_state: Mapping[str, Any]) -> None:
+        assert self._save_checkpoint is not None
+        save = self._save_checkpoint
+        await self._clock.run('disk', lambda: save(step, arrays, run_state), Work('save', 1, {'update': step}))
+        self._saving = False
+        self._saved.set()
+
+    async def _wait_saved(self) -> None:
+        while self._saving:
+            self._saved.clear()
+            await self._clock.wait(self._saved)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The host side at this instant; checkpoint/state.py writes it down."""
+        return {
+            'version': self._trained_version,
+            'clock_s': self._clock.now(),
+            'next_seq': self._log.next_seq,
+            'stream': self._stream.state(),
+            'gate': self._gate.state(),
+            'buffer': self._buffer.groups(),
+            'running': [group.copy() for group in self._running.values()],
+            'order': self._pool.order(),
+            'dropped': dict(self._dropped),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot; call before `run`."""
+        self._trained_version = state['version']
+        self._stream.restore(state['stream'])
+        self._gate.restore(state['gate'])
+        for group in state['buffer']:
+            self._buffer.put(group)
+        self._running = {group.prompt.draw: group for group in state['running']}
+        self._dropped.update(state['dropped'])
+        self._restored_order = [(draw, sample) for _, draw, sample in state['order']]
+        self._log.write('restore', update=self._trained_version)
+
+    _restored_order: Sequence[tuple[int, int]] = ()
+
+    def _resume_episodes(self) -> None:
+        """Start the open episodes of restored groups in the order in which the engines would have served them."""
+        for draw, sample in self._restored_order:
+            group = self._running[draw]
+            self._start_episode(group, group.episodes[sample])
+
+    def _note_drop(self, drop: Dropped) -> None:
+        self._dropped[drop.reason] += 1
+        self._log.write('drop', draw=drop.draw, reason=drop.reason, detail=drop.detail)
+
+
+def _stamp_consumed(group: TrajectoryGroup, now: float) -> TrajectoryGroup:
+    stamped = tuple(dataclasses.replace(trajectory, consumed_s=now) for trajectory in group.trajectories)
+    return dataclasses.replace(group, trajectories=stamped)
+
+
+def _staleness_metrics(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, Any]:
+    """Token ages at `version`, the version when the batch was formed, and versions per trajectory."""
+    ages = [age for group in groups for age in token_ages(group, version)]
+    counts = collections.Counter(ages)
+    spans = [len({s.policy_version for s in t.segments}) for group in groups for t in group.trajectories]
+    rewards = [t.reward for group in groups for t in group.trajectories]
+    return {
+        'reward/mean': sum(rewards) / len(rewards),
+        'staleness/token_age_mean': sum(ages) / max(1, len(ages)),
+        'staleness/token_age_max': max(ages, default=0),
+        'staleness/token_age_histogram': [counts[age] for age in range(max(ages, default=0) + 1)],
+        'staleness/versions_per_trajectory_mean': sum(spans) / len(spans),
+        'staleness/versions_per_trajectory_max': max(spans),
+    }

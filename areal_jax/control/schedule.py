@@ -1,0 +1,69 @@
+"""Controlled staleness, for study: which version generates the batch of which update."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+import re
+from collections.abc import Callable
+
+from areal_jax.types import PublishedWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Lock-step: the batch of update v -> v+1 is generated wholly with version max(0, v - delay(v))."""
+
+    delay: Callable[[int], int]  # versions, by update
+    longest: int  # the largest delay: the ring holds longest + 1 versions
+
+
+def parse_schedule(text: str, seed: int) -> Schedule | None:
+    """None for 'natural'; else 'fixed(k)', 'uniform(0,k)' (k drawn per batch) or 'trace(file)' (an integer a line).
+
+    Raises ValueError that names the text and the known forms.
+    """
+    if text == 'natural':
+        return None
+    if match := re.fullmatch(r'fixed\((\d+)\)', text):
+        fixed = int(match[1])
+        return Schedule(lambda update: fixed, fixed)
+    if match := re.fullmatch(r'uniform\(0, ?(\d+)\)', text):
+        longest = int(match[1])
+        return Schedule(lambda update: _uniform(seed, update, longest), longest)
+    if match := re.fullmatch(r'trace\((.+)\)', text):
+        delays = [int(line) for line in pathlib.Path(match[1]).read_text().split()]
+        if not delays or min(delays) < 0:
+            raise ValueError(f'staleness.schedule={text!r}: the file needs at least one integer, all >= 0')
+        return Schedule(lambda update: delays[update % len(delays)], max(delays))
+    raise ValueError(
+        f'staleness.schedule={text!r} is not known; use natural, fixed(k), uniform(0,k) or trace(file), e.g. fixed(4)'
+    )
+
+
+class VersionRing:
+    """The published versions that a later batch may still ask for."""
+
+    def __init__(self, schedule: Schedule):
+        self._schedule = schedule
+        self._weights: dict[int, PublishedWeights] = {}
+
+    def version_for(self, update: int) -> int:
+        return max(0, update - self._schedule.delay(update))
+
+    def add(self, published: PublishedWeights) -> int:
+        """Keep the version; returns the lowest one that is still needed."""
+        self._weights[published.version] = published
+        lowest = max(0, published.version - self._schedule.longest)
+        self._weights = {version: weights for version, weights in self._weights.items() if version >= lowest}
+        return lowest
+
+    def weights(self, version: int) -> PublishedWeights:
+        return self._weights[version]
+
+
+def _uniform(seed: int, update: int, longest: int) -> int:
+    """An integer in 0..longest, a function of seed and update alone."""
+    digest = hashlib.sha256(f'{seed}/{update}'.encode()).digest()
+    return int.from_bytes(digest[:8], 'big') % (longest + 1)

@@ -1,0 +1,258 @@
+import asyncio
+import signal
+import threading
+import time
+
+import pytest
+
+from areal_jax.control.clocks.loop import CallDeadlineError, DeadlockError, StallError
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog
+from areal_jax.control.queues import BoundedQueue
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.types import Work
+
+LANES = {'a': 1, 'b': 1, 'wide': 2}
+
+
+def virtual(prices=None):
+    return VirtualClock(LANES, EventLog(), prices or {'x': 1.0})
+
+
+def real(stall_timeout_s=30.0):
+    return RealClock(LANES, EventLog(), stall_timeout_s)
+
+
+def execute(clock, program):
+    return clock.execute(program(clock, Supervisor(clock)))
+
+
+async def _gather(clock, supervisor, coros):
+    done, results = clock.event('all done'), []
+
+    async def one(coro):
+        results.append(await coro)
+        if len(results) == len(coros):
+            done.set()
+
+    for index, coro in enumerate(coros):
+        supervisor.start(f'worker {index}', one(coro))
+    await clock.wait(done)
+    return results
+
+
+def test_a_lane_serves_in_order_of_request_and_lanes_overlap():
+    # lane a: 2 s then 1 s = ends at 2 and 3; lane b: 2.5 s, in between
+    async def program(clock, supervisor):
+        async def work(lane, seconds):
+            await clock.run(lane, lambda: None, Work('x', seconds))
+            return lane, clock.now()
+
+        return await _gather(clock, supervisor, [work('a', 2), work('a', 1), work('b', 2.5)])
+
+    assert execute(virtual(), program) == [('a', 2.0), ('b', 2.5), ('a', 3.0)]
+
+
+def test_a_lane_of_width_two_runs_two_at_once():
+    async def program(clock, supervisor):
+        async def work(seconds):
+            await clock.run('wide', lambda: None, Work('x', seconds))
+            return clock.now()
+
+        return await _gather(clock, supervisor, [work(2), work(3), work(2)])
+
+    assert execute(virtual(), program) == [2.0, 3.0, 4.0]  # the third starts at 2
+
+
+def test_equal_times_are_released_in_order_of_request():
+    async def program(clock, supervisor):
+        async def work(lane, name):
+            await clock.run(lane, lambda: None, Work('x', 1))
+            return name
+
+        return await _gather(clock, supervisor, [work('b', 'first'), work('a', 'second')])
+
+    assert execute(virtual(), program) == ['first', 'second']
+
+
+@pytest.mark.parametrize('make', [virtual, real])
+def test_wait_tells_event_from_deadline(make):
+    async def program(clock, supervisor):
+        late, soon = clock.event('late'), clock.event('soon')
+
+        async def setter():
+            await clock.run('a', lambda: None, Work('x', 0.01))
+            soon.set()
+            return None
+
+        supervisor.start('setter', setter())
+        return await clock.wait(soon, 60.0), await clock.wait(late, 0.02), await clock.wait(soon)
+
+    assert execute(make(), program) == (True, False, True)
+
+
+def test_virtual_deadline_is_exact():
+    async def program(clock, supervisor):
+        await clock.wait(clock.event('never'), 7.25)
+        return clock.now()
+
+    assert execute(virtual(), program) == 7.25
+
+
+@pytest.mark.parametrize('make', [virtual, real])
+def test_deadlock_names_its_waiters(make):
+    async def program(clock, supervisor):
+        supervisor.start('patient', clock.wait(clock.event('godot')))
+        await clock.wait(clock.event('the end'))
+
+    with pytest.raises(DeadlockError, match="'the end' awaited by main; 'godot' awaited by patient"):
+        execute(make(), program)
+
+
+def test_stall_names_the_busy_lane():
+    release = threading.Event()
+
+    async def program(clock, supervisor):
+        await clock.run('a', release.wait, Work('x'))
+
+    with pytest.raises(StallError, match=r"run.stall_timeout_s.*lane 'a' busy with 'x'"):
+        execute(real(stall_timeout_s=0.1), program)
+    release.set()
+
+
+@pytest.mark.parametrize('make', [virtual, real])
+def test_an_exception_in_work_reaches_its_caller_and_frees_the_lane(make):
+    async def program(clock, supervisor):
+        with pytest.raises(ZeroDivisionError):
+            await clock.run('a', lambda: 1 / 0, Work('x', 0.01))
+        return await clock.run('a', lambda: 'next', Work('x', 0.01))
+
+    assert execute(make(), program) == 'next'
+
+
+def test_a_call_holds_virtual_time_at_its_modelled_end():
+    # the call takes 50 ms of wall time and 1 s of virtual time; work of 2 s on another lane must end after it
+    async def program(clock, supervisor):
+        read, write = asyncio.get_running_loop().create_future(), threading.Timer
+        loop = asyncio.get_running_loop()
+        write(0.05, lambda: loop.call_soon_threadsafe(read.set_result, 'reply')).start()
+
+        async def call():
+            return await clock.call('a', read, Work('x', 1), 10.0), clock.now()
+
+        async def work():
+            await clock.run('b', lambda: None, Work('x', 2))
+            return 'work', clock.now()
+
+        return await _gather(clock, supervisor, [work(), call()])
+
+    assert execute(virtual(), program) == [('reply', 1.0), ('work', 2.0)]
+
+
+def test_a_call_past_its_wall_deadline_ends_a_virtual_run_by_name():
+    async def program(clock, supervisor):
+        await clock.call('a', asyncio.get_running_loop().create_future(), Work('x', 1), 0.05)
+
+    with pytest.raises(CallDeadlineError, match="call 'x' on lane 'a'"):
+        execute(virtual(), program)
+
+
+def test_a_call_past_its_deadline_raises_timeout_on_the_real_clock_and_frees_the_lane():
+    async def program(clock, supervisor):
+        with pytest.raises(TimeoutError, match=r"call 'x' on lane 'a' exceeded its deadline of 0\.05 s"):
+            await clock.call('a', asyncio.get_running_loop().create_future(), Work('x', 1), 0.05)
+        return await clock.run('a', lambda: 'next', Work('x'))
+
+    assert execute(real(), program) == 'next'
+
+
+def test_real_lanes_have_their_own_thread():
+    async def program(clock, supervisor):
+        async def name(lane):
+            return await clock.run(lane, lambda: threading.current_thread().name, Work('x'))
+
+        return sorted(await _gather(clock, supervisor, [name('a'), name('b'), name('a')]))
+
+    assert execute(real(), program) == ['a#0', 'a#0', 'b#0']
+
+
+def test_real_lag_sees_a_callback_that_blocks_the_loop():
+    async def program(clock, supervisor):
+        async def blocker():
+            await clock.run('a', lambda: None, Work('x'))
+            time.sleep(0.2)  # lane b completes meanwhile and has to wait
+            return None
+
+        return await _gather(clock, supervisor, [blocker(), clock.run('b', lambda: time.sleep(0.05), Work('x'))])
+
+    clock = real()
+    execute(clock, program)
+    assert clock.max_lag_s > 0.1
+
+
+@pytest.mark.parametrize('make', [virtual, real])
+def test_a_signal_enters_as_a_completion(make):
+    async def program(clock, supervisor):
+        stop = clock.event('stop')
+        clock.on_signal(signal.SIGUSR1, stop)
+        signal.raise_signal(signal.SIGUSR1)
+        return await clock.wait(stop, 5.0)
+
+    clock = make()
+    assert execute(clock, program) is True
+    assert [e['name'] for e in clock.log.events if e['kind'] == 'signal'] == ['SIGUSR1']
+
+
+def test_undeclared_lane_and_unpriced_work_are_named():
+    async def lane(clock, supervisor):
+        await clock.run('c', lambda: None, Work('x'))
+
+    async def price(clock, supervisor):
+        await clock.run('a', lambda: None, Work('y'))
+
+    with pytest.raises(ValueError, match="lane 'c' was not declared"):
+        execute(virtual(), lane)
+    with pytest.raises(ValueError, match="work 'y' has no price"):
+        execute(virtual(), price)
+
+
+def test_the_first_exception_ends_the_run():
+    async def program(clock, supervisor):
+        async def main():
+            async def fails():
+                await clock.run('a', lambda: None, Work('x', 1))
+                raise KeyError('engine died')
+
+            supervisor.start('fails', fails())
+            await clock.run('b', lambda: None, Work('x', 5))
+
+        await supervisor.run(main())
+
+    with pytest.raises(KeyError, match='engine died'):
+        execute(virtual(), program)
+
+
+def test_a_bounded_queue_keeps_order_and_makes_its_producer_wait():
+    async def program(clock, supervisor):
+        queue = BoundedQueue(clock, 'edge', 2)
+        done, put_at, got = clock.event('done'), [], []
+
+        async def produce():
+            for item in range(4):
+                await queue.put(item)
+                put_at.append(clock.now())
+
+        async def consume():
+            for _ in range(4):
+                await clock.run('a', lambda: None, Work('x', 1))
+                got.append(await queue.get())
+            done.set()
+
+        supervisor.start('produce', produce())
+        supervisor.start('consume', consume())
+        await clock.wait(done)
+        return got, put_at
+
+    # two fit at once, the third when the first is taken at 1 s, the fourth at 2 s
+    assert execute(virtual(), program) == ([0, 1, 2, 3], [0.0, 0.0, 1.0, 2.0])

@@ -1,0 +1,232 @@
+"""The production controller around toys whose every token can be predicted (tests/toys.py)."""
+
+import collections
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.control.clocks.loop import DeadlockError
+from areal_jax.types import NOT_GENERATED, Trajectory, TrajectoryGroup
+from tests.toys import PRICES, STOP, ToyLearner, ToyRun, length, logprob, token, toy_prompt
+
+STATES = {'draw': 'pending', 'admit': 'running', 'buffer': 'buffered', 'drop': 'dropped'}
+ALLOWED = {
+    ('none', 'pending'), ('pending', 'running'), ('running', 'buffered'), ('buffered', 'trained'),
+    ('running', 'dropped'), ('buffered', 'dropped'),
+}  # fmt: skip
+
+
+def assert_conserved(events):
+    """Each draw is in exactly one state after every event, and moves along the arrows of the loop only."""
+    state = collections.defaultdict(lambda: 'none')
+    for event in events:
+        moves = {event['draw']: STATES[event['kind']]} if event['kind'] in STATES else {}
+        if event['kind'] == 'consume':
+            moves = dict.fromkeys(event['draws'], 'trained')
+        for draw, new in moves.items():
+            assert (state[draw], new) in ALLOWED, (event, state[draw])
+            state[draw] = new
+    return collections.Counter(state.values())
+
+
+def weights_by_version(run):
+    """w of each version, recovered by training a fresh toy learner on the recorded batches."""
+    learner, versions = ToyLearner(), [0]
+    for step in run.steps:
+        learner.update(step.groups, step.step - 1)
+        versions.append(learner.w)
+    return versions
+
+
+def test_every_token_logprob_and_version_is_predicted():
+    run = ToyRun(steps=8).run()
+    w = weights_by_version(run)
+    assert w[-1] == run.learner.w
+    assert sum(e['kind'] == 'interrupt' for e in run.log.events) > 0
+    assert any(len(t.segments) > 1 for g in run.groups for t in g.trajectories)
+    for group in run.groups:
+        for trajectory in group.trajectories:
+            assert_predicted(trajectory, w)
+
+
+def assert_predicted(trajectory: Trajectory, w, stale=None):
+    draw, sample, prompt = trajectory.prompt.draw, trajectory.sample, len(trajectory.prompt.tokens)
+    versions = trajectory.policy_versions
+    assert len(trajectory.answer_tokens) == length(draw, sample)
+    assert trajectory.answer_tokens[-1] == STOP
+    assert trajectory.finish_reason == 'stop'
+    assert list(versions[prompt:]) == sorted(versions[prompt:])
+    assert (versions[:prompt] == NOT_GENERATED).all()
+    for position in range(prompt, len(trajectory.tokens)):
+        version = versions[position]
+        if position + 1 < len(trajectory.tokens):
+            assert trajectory.tokens[position] == token(w[version], draw, sample, position)
+        np.testing.assert_allclose(trajectory.behavior_logprobs[position], logprob(w[version], position), rtol=1e-6)
+
+
+def test_kept_kv_is_stale_and_recomputed_kv_is_not():
+    # a stale cache shows as -1000 per version in the toy's log-probs
+    lowest = {}
+    for policy in ['recompute', 'keep']:
+        run = ToyRun(steps=8, kv_policy=policy).run()
+        lowest[policy] = min(t.behavior_logprobs.min() for g in run.groups for t in g.trajectories)
+    assert lowest['recompute'] > -10
+    assert lowest['keep'] < -1000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 20.0), min_size=1, max_size=5),
+    st.sampled_from([0.0, 1.0, 2.0, 4.0, math.inf]),
+    st.integers(1, 2),
+    st.floats(0.0001, 0.02),
+    st.sampled_from([None, 0, 1, 3]),
+    st.lists(st.integers(0, 20), max_size=3),
+)
+def test_staleness_and_conservation_in_any_order_of_arrival(delays, eta, engines, train_token_s, max_age, fail):
+    run = ToyRun(
+        steps=5, eta=eta, engines=engines, delays=delays, fail=fail, max_token_age=max_age,
+        over_age='off' if max_age is None else 'drop', prices=PRICES | {'train': train_token_s},
+    ).run()  # fmt: skip
+    counts = assert_conserved(run.log.events)
+    assert counts['trained'] == 5 * 3
+    assert counts['trained'] + counts['dropped'] == sum(counts.values())  # nothing is left over at the end
+    assert_admission_bound(run.log.events, groups_per_update=3, eta=eta)
+    drawn = [e['draw'] for e in run.log.events if e['kind'] == 'draw']
+    assert drawn == list(range(len(drawn)))
+    assert not {g.draw for g in run.groups} & set(fail)
+    if max_age is not None:
+        assert max(s.metrics['staleness/token_age_max'] for s in run.steps) <= max_age
+
+
+def assert_admission_bound(events, groups_per_update, eta):
+    """Equation 3 recounted from the log alone."""
+    admitted, version = 0, 0
+    for event in events:
+        if event['kind'] == 'admit':
+            admitted += 1
+            assert (admitted - 1) // groups_per_update <= version + eta
+        elif event['kind'] == 'drop':
+            admitted -= 1
+        elif event['kind'] == 'publish':
+            version = event['version']
+
+
+def synchronous_loop(steps, groups_per_update, group_size):
+    """A plain loop: generate B groups with the current weights, train, repeat."""
+    learner, draw = ToyLearner(), 0
+    for version in range(steps):
+        groups = []
+        for _ in range(groups_per_update):
+            trajectories = tuple(generate_plainly(learner.w, version, draw, sample) for sample in range(group_size))
+            groups.append(TrajectoryGroup(draw, trajectories))
+            draw += 1
+        learner.update(groups, version)
+    return learner.w
+
+
+def generate_plainly(w, version, draw, sample):
+    from areal_jax.types import Segment
+
+    prompt, count = toy_prompt(draw), length(draw, sample)
+    positions = range(len(prompt.tokens), len(prompt.tokens) + count)
+    tokens = [token(w, draw, sample, p) for p in positions[:-1]] + [STOP]
+    logprobs = np.array([logprob(w, p) for p in positions], np.float32)
+    segment = Segment(np.array(tokens, np.int32), logprobs, version)
+    return Trajectory(prompt, sample, (segment,), float(sum(tokens) % 2), 'stop', '', 0.0, 0.0)
+
+
+@pytest.mark.parametrize('engines', [1, 2])
+def test_eta_0_equals_the_synchronous_loop(engines):
+    run = ToyRun(steps=5, eta=0, engines=engines, delays=[1, 9, 4]).run()
+    assert run.learner.w == synchronous_loop(5, 3, 2)
+    assert ToyRun(steps=5, eta=1).run().learner.w != run.learner.w  # the comparison can fail
+
+
+def test_two_virtual_runs_are_equal_event_by_event():
+    first, second = ToyRun(steps=6, engines=2, delays=[1, 3]).run(), ToyRun(steps=6, engines=2, delays=[1, 3]).run()
+    assert first.log.events == second.log.events
+    assert first.learner.w == second.learner.w
+
+
+@pytest.mark.parametrize('delay', [0, 1, 3])
+def test_fixed_k_is_a_spike_at_k(delay):
+    run = ToyRun(steps=8, eta=math.inf, schedule=f'fixed({delay})', max_running=3).run()
+    for step in run.steps:
+        version_before = step.step - 1
+        expected = version_before - max(0, version_before - delay)
+        histogram = step.metrics['staleness/token_age_histogram']
+        assert histogram[:-1] == [0] * expected
+        assert len(histogram) == expected + 1
+    assert not any(e['kind'] == 'interrupt' for e in run.log.events)
+
+
+def test_fixed_0_equals_eta_0():
+    fixed = ToyRun(steps=5, eta=math.inf, schedule='fixed(0)').run()
+    assert fixed.learner.w == synchronous_loop(5, 3, 2)
+
+
+def test_uniform_draws_every_delay_and_trace_follows_its_file(tmp_path):
+    run = ToyRun(steps=20, eta=math.inf, schedule='uniform(0,2)').run()
+    assert {s.metrics['staleness/token_age_max'] for s in run.steps[2:]} == {0, 1, 2}
+    (tmp_path / 'delays').write_text('0 0 2 1')
+    run = ToyRun(steps=4, eta=math.inf, schedule=f'trace({tmp_path}/delays)').run()
+    assert [s.metrics['staleness/token_age_max'] for s in run.steps] == [0, 0, 2, 1]
+
+
+def test_a_dropped_group_is_refilled_and_labelled():
+    run = ToyRun(steps=4, fail=[0, 5]).run()
+    assert run.steps[-1].dropped == {'verifier_failed': 2}
+    assert assert_conserved(run.log.events) == {'trained': 12, 'dropped': 2}
+
+
+def test_a_missing_publication_is_a_deadlock_that_names_its_waiters():
+    run = ToyRun(steps=4, eta=0)
+    run.gate.publish = lambda version: None  # admission never reopens
+    with pytest.raises(DeadlockError, match=r"'a full batch in the buffer.*'admission \(staleness"):
+        run.run()
+
+
+@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
+@pytest.mark.parametrize('engines', [1, 2])
+def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_policy):
+    options = {'steps': 8, 'engines': engines, 'delays': [1, 4], 'checkpoint_every': 1, 'kv_policy': kv_policy}
+    options['prices'] = PRICES | {'train': 0.0005}  # generation is the slower side: something is always under way
+    whole = ToyRun(**options).run()
+    assert len(whole.checkpoints) == 8
+    partial = 0
+    for checkpoint in whole.checkpoints[:-1]:
+        state = checkpoint['run_state']
+        partial += sum(bool(e.segments) for g in state['running'] for e in g.open_episodes())
+        seq, time_s = state['next_seq'], state['clock_s']
+        resumed = ToyRun(**options, resume=checkpoint).run()
+        assert resumed.learner.w == whole.learner.w
+        later = [e for e in whole.log.events if e['seq'] >= seq]
+        assert what_happened(resumed.log.events, time_s) == what_happened(later, time_s)
+        assert_conserved([e for e in whole.log.events if e['seq'] < seq] + resumed.log.events)
+    assert partial > 0  # some answers were in the middle
+
+
+def what_happened(events, after_s):
+    """Without numbers of runs and dispatches, and without the restart's own events."""
+    kinds, fields = ('admit', 'decode', 'finish', 'consume', 'publish', 'buffer'), ('run', 'seq', 'dispatch')
+    events = [e for e in events if e['time'] > after_s and e['kind'] in kinds]
+    return [{key: value for key, value in e.items() if key not in fields} for e in events]
+
+
+def test_a_stop_saves_what_is_running_and_the_resumed_run_ends_as_if_never_stopped():
+    run = ToyRun(steps=6)
+    stop = run.controller.stop_requested
+    run.log.listeners.append(lambda e: stop.set() if (e['kind'], e.get('version')) == ('publish', 3) else None)
+    run.run()
+    assert run.finished is False
+    (checkpoint,) = run.checkpoints
+    assert checkpoint['step'] in (3, 4)
+    resumed = ToyRun(steps=6, resume=checkpoint).run()
+    assert resumed.finished is True
+    counts = assert_conserved([*run.log.events, *resumed.log.events])
+    assert counts == {'trained': 18}
+    assert [s.step for s in [*run.steps, *resumed.steps]] == [1, 2, 3, 4, 5, 6]

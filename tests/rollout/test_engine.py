@@ -1,0 +1,158 @@
+"""The scheduler between two dispatches, with a backend whose tokens are known (tests/toys.py)."""
+
+import numpy as np
+import pytest
+
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.rollout.engine import Engine
+from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
+from tests.toys import PRICES, STOP, ToyBackend, length, token
+
+SAMPLING = SamplingParams(max_new_tokens=7, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(STOP,))
+DRAW = 4  # samples 1, 3 and 5 of draw 4 have 3, 2 and 1 tokens; sample 0 has 7
+
+
+def request(sample, draw=DRAW, prefix=(), prompt=(1, 2, 3), sampling=SAMPLING):
+    return GenerationRequest(draw, sample, 0, np.array(prompt, np.int32), sampling, prefix)
+
+
+class Rig:
+    """One engine under the virtual clock and a script that drives it."""
+
+    def __init__(self, slots=4, kv_policy='recompute', decode_steps=1):
+        self.log = EventLog()
+        self.clock = VirtualClock({'engine/0': 1, 'publish': 1, 'script': 1}, self.log, PRICES | {'script': 1.0})
+        self.backend = ToyBackend(slots)
+        self.engine = Engine(
+            'engine/0', self.backend, self.clock, self.log, receive=lambda p: p.handle, version=0, params=(0, 0),
+            kv_policy=kv_policy, decode_steps=decode_steps,
+        )  # fmt: skip
+
+    def run(self, script):
+        supervisor = Supervisor(self.clock)
+
+        async def program():
+            self.engine.start(supervisor)
+            return await script(self)
+
+        return self.clock.execute(supervisor.run(program()))
+
+    async def pass_time(self, seconds):
+        await self.clock.run('script', lambda: None, Work('script', seconds))
+
+    def kinds(self, kind):
+        return [e for e in self.log.events if e['kind'] == kind]
+
+
+async def collect(running):
+    return [segment async for segment in running]
+
+
+def test_the_prompt_of_a_group_is_prefilled_once_even_when_its_samples_come_in_turns():
+    async def script(rig):
+        running = [rig.engine.generate(request(sample)) for sample in range(6)]
+        return [await collect(r) for r in running]
+
+    rig = Rig(slots=2)
+    segments = rig.run(script)
+    assert [sum(len(s.tokens) for s in one) for one in segments] == [length(DRAW, sample) for sample in range(6)]
+    assert rig.backend.prefills == [[[1, 2]]]  # the prompt without its last token, once for six samples
+
+
+def test_slots_are_refilled_while_others_decode():
+    async def script(rig):
+        for one in [rig.engine.generate(request(sample)) for sample in range(4)]:
+            await collect(one)
+
+    rig = Rig(slots=2)
+    rig.run(script)
+    # lengths 7, 3, 6, 2: slot 0 serves 7 tokens, slot 1 serves 3 and then 6, slot 0 the last 2: 9 dispatches, not 13
+    assert len(rig.kinds('decode')) == 9
+
+
+@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
+@pytest.mark.parametrize('after', [1, 3, 5])
+def test_new_weights_split_the_answer_into_segments_at_a_dispatch(kv_policy, after):
+    async def script(rig):
+        running = rig.engine.generate(request(0))
+        await rig.pass_time(after * PRICES['decode'])
+        await rig.engine.load_weights(PublishedWeights(1, '', (3, 1)))
+        return await collect(running)
+
+    rig = Rig(kv_policy=kv_policy)
+    first, second = rig.run(script)
+    assert (first.policy_version, second.policy_version) == (0, 1)
+    split = len(first.tokens)
+    assert 1 <= split <= 6
+    expected = [token(0 if i < split else 3, DRAW, 0, 3 + i) for i in range(6)] + [STOP]
+    assert [*first.tokens, *second.tokens] == expected
+    (interrupt,) = rig.kinds('interrupt')
+    assert interrupt['requests'] == [f'0/{DRAW}/0']
+    rebuilt = [[1, 2, 3, *first.tokens[:-1].tolist()]]
+    assert rig.backend.prefills == [[[1, 2]], *([rebuilt] if kv_policy == 'recompute' else [])]
+    stale = second.behavior_logprobs.min() < -1000
+    assert stale == (kv_policy == 'keep')
+
+
+@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
+def test_interrupting_with_equal_weights_changes_nothing_but_versions(kv_policy):
+    async def script(rig, times):
+        running = [rig.engine.generate(request(sample)) for sample in range(5)]
+        for version in range(times):
+            await rig.pass_time(0.013)
+            await rig.engine.load_weights(PublishedWeights(version + 1, '', (0, 0)))
+        return [np.concatenate([s.tokens for s in await collect(r)]).tolist() for r in running]
+
+    rig = Rig(slots=3, kv_policy=kv_policy)
+    assert rig.run(lambda r: script(r, 4)) == Rig(slots=3).run(lambda r: script(r, 0))
+    assert len(rig.kinds('interrupt')) >= 2
+
+
+def test_a_request_with_a_prefix_goes_on_after_it():
+    prefix = Segment(np.array([5, 6], np.int32), np.zeros(2, np.float32), 0)
+
+    async def script(rig):
+        return await collect(rig.engine.generate(request(0, prefix=(prefix,))))
+
+    (segment,) = Rig().run(script)
+    assert len(segment.tokens) == 7 - 2  # the budget counts what was there
+    assert segment.tokens[0] == token(0, DRAW, 0, 5)
+
+
+def test_a_paused_engine_has_delivered_everything_and_goes_on_in_the_same_order():
+    async def script(rig):
+        running = [rig.engine.generate(request(sample)) for sample in range(3)]
+        await rig.pass_time(0.025)
+        rig.engine.request_pause()
+        await rig.engine.paused()
+        before, dispatches = [r.tokens[3:] for r in running], len(rig.kinds('decode'))
+        delivered = [[int(t) for s in r._segments for t in s.tokens] for r in running]
+        await rig.pass_time(1.0)
+        assert len(rig.kinds('decode')) == dispatches
+        assert [r.sample for r in rig.engine.open_requests()] == [0, 1, 2][: len(rig.engine.open_requests())]
+        rig.engine.resume()
+        return before, delivered, [await collect(r) for r in running]
+
+    before, delivered, segments = Rig(slots=2).run(script)
+    assert before == delivered
+    assert any(before)
+    assert [sum(len(s.tokens) for s in one) for one in segments] == [length(DRAW, sample) for sample in range(3)]
+
+
+def test_cancel_frees_the_slot():
+    async def script(rig):
+        first, second = rig.engine.generate(request(0)), rig.engine.generate(request(2))
+        await rig.pass_time(0.025)
+        rig.engine.cancel(first.request.request_id)
+        return await collect(first), await collect(second)
+
+    first, second = Rig(slots=1).run(script)
+    assert 0 < sum(len(s.tokens) for s in first) < 7
+    assert sum(len(s.tokens) for s in second) == length(DRAW, 2)
+
+
+def test_a_prompt_that_does_not_fit_is_named_with_the_fix():
+    with pytest.raises(ValueError, match=r'draw 4: a prompt of 30 tokens and 7 new ones.*=32; raise it to 37'):
+        Rig().engine.generate(request(0, prompt=range(30)))

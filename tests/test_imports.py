@@ -1,0 +1,137 @@
+"""House rules: imports run one way, host code is free of jax, every wait goes through the clock."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
+LAYERS = [
+    {'types', 'config'},
+    {'tasks', 'control', 'sharding', 'telemetry'},
+    {'models'},
+    {'rollout', 'learning', 'publication', 'checkpoint'},
+    {'simulation', 'evaluation'},
+    {'app'},
+    {'main'},
+]
+NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
+JAX_FREE = ['types', 'config', 'control', 'tasks', 'telemetry']
+FORBIDDEN = {
+    'asyncio.wait', 'asyncio.as_completed', 'asyncio.TaskGroup', 'asyncio.sleep', 'asyncio.wait_for', 'asyncio.timeout',
+    'asyncio.to_thread', 'loop.call_later', 'loop.call_at', 'loop.run_in_executor', 'time', 'random', 'numpy.random',
+    'concurrent.futures', 'threading', 'id', 'hash', 'set of tasks',
+}  # fmt: skip
+
+
+def modules():
+    return sorted(PACKAGE.rglob('*.py'))
+
+
+def unit(path):
+    """'control' for areal_jax/control/gate.py, 'main' for areal_jax/main_train.py."""
+    name = path.relative_to(PACKAGE).parts[0].removesuffix('.py')
+    return 'main' if name.startswith('main_') else name
+
+
+def layer(name):
+    return next(index for index, names in enumerate(LAYERS) if name in names)
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f'{node.module}.{alias.name}' for alias in node.names)
+
+
+def edges():
+    found = set()
+    for path in modules():
+        for name in imported(path):
+            if name.startswith('areal_jax.'):
+                found.add((unit(path), name.split('.')[1], path.relative_to(PACKAGE).as_posix()))
+    return {(a, b, where) for a, b, where in found if a != b and a != '__init__'}
+
+
+def test_imports_run_one_way():
+    wrong = [(a, b, where) for a, b, where in edges() if layer(b) > layer(a)]
+    assert wrong == []
+    assert len(edges()) > 10  # the parser sees imports at all
+
+
+def test_neighbours_that_never_import_each_other():
+    pairs = {frozenset((a, b)) for a, b, _ in edges()}
+    assert [pair for pair in NEVER_TOGETHER if frozenset(pair) in pairs] == []
+
+
+def test_no_module_of_one_name_fits_all():
+    assert [p for p in modules() if p.stem in {'utils', 'util', 'common', 'helpers', 'misc'}] == []
+
+
+@pytest.mark.parametrize('package', JAX_FREE)
+def test_host_code_is_free_of_jax(package):
+    names = [
+        '.'.join(('areal_jax', *p.relative_to(PACKAGE).with_suffix('').parts)).removesuffix('.__init__')
+        for p in modules()
+        if unit(p) == package
+    ]
+    program = f'import sys\nfor name in {names}: __import__(name)\nprint({{"jax", "flax", "torch"}} & set(sys.modules))'
+    done = subprocess.run(
+        [sys.executable, '-c', program], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
+    )
+    assert done.stdout.strip() == 'set()'
+
+
+@pytest.mark.parametrize('module', ['engine', 'pool', 'workflow', 'backend'])
+def test_rollout_outside_decode_is_free_of_jax(module):
+    program = f'import sys, areal_jax.rollout.{module}\nprint("jax" in sys.modules)'
+    done = subprocess.run(
+        [sys.executable, '-c', program], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
+    )
+    assert done.stdout.strip() == 'False'
+
+
+def violations(source):
+    """Calls and imports by which the host side would wait or draw randomness beside the clock."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [a.name for a in node.names]
+            module = getattr(node, 'module', None)
+            found += [n for n in [module, *names, *(f'{module}.{n}' for n in names)] if n in FORBIDDEN]
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            found += [name] if name in FORBIDDEN or name.endswith(('.call_later', '.run_in_executor')) else []
+        elif isinstance(node, ast.AsyncFunctionDef) and any(isinstance(n, ast.Yield) for n in ast.walk(node)):
+            found.append(f'async generator {node.name}')
+        elif isinstance(node, ast.Set | ast.SetComp) and 'create_task' in ast.unparse(node):
+            found.append('set of tasks')
+    return found
+
+
+def host_side():
+    for path in modules():
+        parts = path.relative_to(PACKAGE).parts
+        if parts[0] in ('control', 'rollout') and parts[1] not in ('clocks', 'decode'):
+            yield path
+
+
+def test_every_wait_goes_through_the_clock():
+    assert {path.name: violations(path.read_text()) for path in host_side() if violations(path.read_text())} == {}
+    assert len(list(host_side())) > 8
+
+
+@pytest.mark.parametrize(
+    'source',
+    [
+        'import time', 'from random import random', 'asyncio.sleep(1)', 'asyncio.wait_for(x, 1)',
+        't = {create_task(x)}',
+        'async def f():\n yield 1', 'loop.call_later(1, f)', 'id(x)', 'import numpy.random',
+    ],
+)  # fmt: skip
+def test_the_check_sees_each_forbidden_call(source):
+    assert violations(source)

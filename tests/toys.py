@@ -1,0 +1,263 @@
+"""A toy engine and learner whose tokens can be worked out by hand.
+
+Weights are one integer w. The token at position p of (draw, sample) is 1 + (7 w + 3 draw + sample + p) % 9, except
+that the answer ends with token 0 when it has `length(draw, sample)` tokens. The log-prob is -(1 + w % 5) - p / 100,
+minus 1000 for every version by which the KV cache is stale. The learner turns w into a hash of all that it trains on,
+so equal weights mean equal batches, tokens, log-probs and versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.controller import Controller, LoopSettings, StepRecord
+from areal_jax.control.events import EventLog
+from areal_jax.control.gate import StalenessGate
+from areal_jax.control.schedule import VersionRing, parse_schedule
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.rollout.backend import DecodeOutput, SlotInit
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.types import Clock, Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
+
+STOP = 0
+LONGEST = 7
+PRICES = {
+    'decode': 0.01, 'prefill': 0.001, 'train': 0.002, 'publish': 0.005, 'load': 0.005, 'snapshot': 0.001,
+    'reward': 0.002, 'save': 0.03,
+}  # fmt: skip
+
+
+def length(draw: int, sample: int) -> int:
+    """Tokens of the answer, its stop token included: 1..LONGEST."""
+    return 1 + (draw * 5 + sample * 3) % LONGEST
+
+
+def token(w: int, draw: int, sample: int, position: int) -> int:
+    return 1 + (7 * w + 3 * draw + sample + position) % 9
+
+
+def logprob(w: int, position: int, stale: int = 0) -> float:
+    return -(1 + w % 5) - position / 100 - 1000 * stale
+
+
+class ToyBackend:
+    """Weights are (w, version); the state is a tuple with one entry per slot: None, or where the slot stands."""
+
+    context_tokens = 32
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.prefills: list[list[list[int]]] = []
+
+    def initial_state(self) -> tuple:
+        return (None,) * self.slots
+
+    def prefill(self, weights: tuple[int, int], sequences: Sequence[np.ndarray]) -> list[Any]:
+        assert len(sequences) <= self.slots
+        self.prefills.append([s.tolist() for s in sequences])
+        return [(weights[1], s.tolist()) for s in sequences]
+
+    def insert(self, prefix: Any, state: tuple, inits: Sequence[SlotInit]) -> tuple:
+        version, cached = prefix
+        new = list(state)
+        for init in inits:
+            assert cached == init.tokens[:-1].tolist()
+            new[init.slot] = {'init': init, 'tokens': init.tokens.tolist(), 'kv': version}
+        return tuple(new)
+
+    def release(self, state: tuple, slots: Sequence[int]) -> tuple:
+        return tuple(None if slot in slots else entry for slot, entry in enumerate(state))
+
+    def generate(self, weights: tuple[int, int], state: tuple, steps: int, width: int) -> tuple[tuple, DecodeOutput]:
+        shape = steps, self.slots
+        output = DecodeOutput(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, bool))
+        new = [None if entry is None else entry | {'tokens': list(entry['tokens'])} for entry in state]
+        for slot, entry in enumerate(new):
+            for step in range(steps):
+                if new[slot] is None:
+                    break
+                init, tokens = entry['init'], entry['tokens']
+                request, position = init.request, len(tokens)
+                assert position < width or width == self.context_tokens
+                answered = position + 1 - len(request.prompt_tokens)
+                last = answered == length(request.draw, request.sample)
+                tokens.append(STOP if last else token(weights[0], request.draw, request.sample, position))
+                output.tokens[step, slot] = tokens[-1]
+                output.logprobs[step, slot] = logprob(weights[0], position, weights[1] - entry['kv'])
+                output.valid[step, slot] = True
+                if last or len(tokens) == init.limit:
+                    new[slot] = None
+        return tuple(new), output
+
+    def width_for(self, longest: int) -> int:
+        return min(self.context_tokens, -(-longest // 8) * 8)
+
+    def prefill_bucket(self, longest: int) -> int:
+        return -(-longest // 8) * 8
+
+    def warm_up(self, weights: Any) -> int:
+        return 0
+
+
+class ToyLearner:
+    def __init__(self, w: int = 0):
+        self.w = w
+        self.trained: list[list[int]] = []
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
+        self.trained.append([group.draw for group in groups])
+        content = [
+            (g.draw, t.sample, t.reward, t.tokens.tolist(), t.behavior_logprobs.tolist(), t.policy_versions.tolist())
+            for g in groups
+            for t in g.trajectories
+        ]
+        self.w = int.from_bytes(hashlib.sha256(repr((self.w, content)).encode()).digest()[:6], 'big')
+        return {'loss': 0.0}
+
+    def publish(self, version: int) -> int:
+        return self.w
+
+    def save(self) -> int:
+        return self.w
+
+    def restore(self, saved: int) -> None:
+        self.w = saved
+
+
+class ToyChannel:
+    def transfer(self, version: int, copy: int) -> PublishedWeights:
+        return PublishedWeights(version, str(copy), (copy, version))
+
+    def receive(self, published: PublishedWeights) -> tuple[int, int]:
+        return published.handle
+
+    def release(self, version: int) -> None: ...
+
+
+class ToyStream:
+    """Prompts of 1 + draw % 3 tokens."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def draw(self) -> Prompt:
+        draw, self.next = self.next, self.next + 1
+        return toy_prompt(draw)
+
+    def state(self) -> dict[str, int]:
+        return {'next': self.next}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.next = state['next']
+
+
+def toy_prompt(draw: int) -> Prompt:
+    return Prompt(draw, np.arange(1, 2 + draw % 3, dtype=np.int32), 'toy', {})
+
+
+class ToyVerifier:
+    """The reward is the sum of the answer's tokens modulo 2; how long it takes is up to `delays`."""
+
+    def __init__(self, clock: Clock, delays: Sequence[float] = (1.0,), fail: Sequence[int] = ()):
+        self._clock, self._delays, self._fail = clock, delays, fail
+
+    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: str) -> Verdict:
+        amount = self._delays[(prompt.draw * 7 + len(answer_tokens)) % len(self._delays)]
+        work = Work('reward', amount)
+        verdict = Verdict(0.0, 2, 'crash') if prompt.draw in self._fail else Verdict(float(answer_tokens.sum() % 2))
+        return await self._clock.call('reward', _ready(verdict), work, 10.0)
+
+
+async def _ready(value: Any) -> Any:
+    return value
+
+
+class ToyRun:
+    """The production controller, gate, buffer, pool and engine around the toys."""
+
+    def __init__(
+        self,
+        *,
+        steps: int = 6,
+        groups_per_update: int = 3,
+        group_size: int = 2,
+        eta: float = 2,
+        engines: int = 1,
+        slots: int = 4,
+        decode_steps: int = 2,
+        kv_policy: str = 'recompute',
+        schedule: str = 'natural',
+        delays: Sequence[float] = (1.0,),
+        fail: Sequence[int] = (),
+        prices: Mapping[str, float] = PRICES,
+        max_running: int = 8,
+        max_token_age: int | None = None,
+        over_age: str = 'off',
+        checkpoint_every: int = 0,
+        resume: Mapping[str, Any] | None = None,
+        log: EventLog | None = None,
+    ):
+        state = resume['run_state'] if resume else None
+        self.log = log or EventLog(next_seq=state['next_seq'] if state else 0)
+        self.steps: list[StepRecord] = []
+        self.checkpoints: list[dict[str, Any]] = []
+        lanes = {'learner': 1, 'reward': 2, 'publish': 1, 'disk': 1} | {f'engine/{i}': 1 for i in range(engines)}
+        self.clock = VirtualClock(lanes, self.log, prices, start_s=state['clock_s'] if state else 0.0)
+        self.supervisor = Supervisor(self.clock)
+        self.learner, channel = ToyLearner(), ToyChannel()
+        self.gate = StalenessGate(
+            groups_per_update=groups_per_update, eta=eta, max_running=max_running, buffer_capacity=64,
+            max_admitted=steps * groups_per_update,
+        )  # fmt: skip
+        version = state['version'] if state else 0
+        if resume:
+            self.learner.restore(resume['arrays'])
+        self.backends = [ToyBackend(slots) for _ in range(engines)]
+        self.engines = [
+            Engine(
+                f'engine/{i}', backend, self.clock, self.log, receive=channel.receive, version=version,
+                params=(self.learner.w, version), kv_policy=kv_policy, decode_steps=decode_steps,
+            )
+            for i, backend in enumerate(self.backends)
+        ]  # fmt: skip
+        pool = Pool(self.engines, self.log)
+        parsed = parse_schedule(schedule, seed=0)
+        ring = VersionRing(parsed) if parsed else None
+        if ring:
+            ring.add(PublishedWeights(0, '0', (self.learner.w, 0)))
+        sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(STOP,))
+        self.controller = Controller(
+            LoopSettings(
+                steps, group_size, groups_per_update, max_token_age, over_age, checkpoint_every
+            ),
+            clock=self.clock, log=self.log, supervisor=self.supervisor, stream=ToyStream(), pool=pool,
+            workflow=SingleTurn(pool, sampling, seed=0), verifier=ToyVerifier(self.clock, delays, fail),
+            learner=self.learner, channel=channel, gate=self.gate, ring=ring,
+            update_tokens=lambda groups: sum(len(t.tokens) for g in groups for t in g.trajectories),
+            on_step=self.steps.append, save_checkpoint=self._save,
+        )  # fmt: skip
+        if state:
+            self.controller.restore(state)
+
+    def _save(self, step: int, arrays: Any, run_state: Mapping[str, Any]) -> None:
+        self.checkpoints.append({'step': step, 'arrays': arrays, 'run_state': run_state})
+
+    async def program(self) -> bool:
+        for engine in self.engines:
+            engine.start(self.supervisor)
+        return await self.controller.run()
+
+    def run(self) -> ToyRun:
+        self.finished = self.clock.execute(self.supervisor.run(self.program()))
+        return self
+
+    @property
+    def groups(self) -> list[TrajectoryGroup]:
+        return [group for step in self.steps for group in step.groups]
