@@ -1,0 +1,127 @@
+"""Beside the loop: what in a run's numbers a reader should be warned of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_jax.telemetry import names
+from areal_jax.telemetry.events import Event, conservation
+from areal_jax.telemetry.facts import RunFacts
+
+LAG_BUDGET_S = 0.2  # of the event loop after warm-up
+AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
+COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def find_caveats(events: Sequence[Event], metrics: Records, report: Mapping[str, Any], facts: RunFacts) -> list[str]:
+    """One sentence per caveat, the gravest first."""
+    checks = (
+        _broken_conservation(events),
+        _errors(events),
+        _compilations(facts),
+        _at_bound(metrics, facts.eta),
+        _never_interrupted(report, facts.eta),
+        _unmeasured_mismatch(report),
+        _lag(facts),
+        _gain(report),
+        _collapse(report),
+        _drops(report),
+    )
+    return [caveat for caveat in checks if caveat]
+
+
+def sits_at_bound(metrics: Records, eta: float) -> bool:
+    """Whether every update that could hold tokens of age eta holds (nearly) nothing else.
+
+    Update u trains at version u - 1, so tokens of age eta exist from update eta + 1 on.
+    """
+    if not math.isfinite(eta) or eta < 1:
+        return False
+    age = int(eta)
+    histograms = [m.get(names.TOKEN_AGE_HISTOGRAM) for m in metrics if m[names.STEP] > age]
+    trained = [counts for counts in histograms if counts and sum(counts)]
+    return bool(trained) and all(
+        len(counts) > age and counts[age] >= AT_BOUND_SHARE * sum(counts) for counts in trained
+    )
+
+
+def _broken_conservation(events: Sequence[Event]) -> str:
+    violations = conservation(events)
+    if not violations:
+        return ''
+    return f'{len(violations)} moves of draws break the rule that each is in one state, first: {violations[0]}.'
+
+
+def _errors(events: Sequence[Event]) -> str:
+    errors = [event.get('message', '') for event in events if event['kind'] == 'error']
+    return f'The run logged {len(errors)} errors, last: {errors[-1]}' if errors else ''
+
+
+def _compilations(facts: RunFacts) -> str:
+    if facts.compilations <= facts.compilation_budget:
+        return ''
+    return (
+        f'{facts.compilations} programs were compiled after warm-up (budget {facts.compilation_budget}): '
+        'some shape was not declared as a bucket, and the times include compilation.'
+    )
+
+
+def _at_bound(metrics: Records, eta: float) -> str:
+    if not sits_at_bound(metrics, eta):
+        return ''
+    return (
+        f'Every update from {int(eta) + 1} on trained on tokens exactly eta = {eta:g} versions old: generation '
+        'outpaces training and the pipeline sits at its bound, so a smaller eta should '
+        'give fresher data at the same speed.'
+    )
+
+
+def _never_interrupted(report: Mapping[str, Any], eta: float) -> str:
+    if report['interruptions'] or eta < 1 or not report['steps']:
+        return ''
+    return (
+        'No request was ever interrupted: new weights never met unfinished answers, so interruption was not exercised.'
+    )
+
+
+def _unmeasured_mismatch(report: Mapping[str, Any]) -> str:
+    if report['mismatch']['n'] or not report['steps']:
+        return ''
+    return (
+        'The mismatch of log-probs between engine and learner was never measured: no update held tokens of the '
+        'version it was trained at.'
+    )
+
+
+def _lag(facts: RunFacts) -> str:
+    if facts.event_loop_lag_max is None or facts.event_loop_lag_max <= LAG_BUDGET_S:
+        return ''
+    return f'The event loop lagged by up to {facts.event_loop_lag_max:.2g} s (budget {LAG_BUDGET_S} s).'
+
+
+def _gain(report: Mapping[str, Any]) -> str:
+    gain = report['accuracy'] and report['accuracy']['sampled']['gain']
+    if not gain or gain['low'] is None or not gain['low'] <= 0 <= gain['high']:
+        return ''
+    return 'The held-out gain is not distinguishable from zero: its 95% interval contains 0.'
+
+
+def _collapse(report: Mapping[str, Any]) -> str:
+    shares = report['most_frequent_answer_share']
+    if shares['before'] is None or shares['after'] is None or shares['after'] - shares['before'] < COLLAPSE_RISE:
+        return ''
+    return (
+        f'The most frequent answer rose from {shares["before"]:.0%} to {shares["after"]:.0%} of all answers: '
+        'the policy may be collapsing to one answer.'
+    )
+
+
+def _drops(report: Mapping[str, Any]) -> str:
+    dropped, drawn = sum(report['groups']['dropped'].values()), report['groups']['drawn']
+    if not drawn or dropped <= 0.1 * drawn:
+        return ''
+    return f'{dropped} of {drawn} groups were dropped; what is lost may be biased (by length, by difficulty).'

@@ -1,0 +1,53 @@
+"""Beside the loop: files of one JSON object a line, which survive the death of their writer."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """One dict a line. A last line torn by the death of its writer is left out; any other bad line is an error.
+
+    Raises:
+        ValueError: a line before the last is not JSON; the message names file and line.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(errors='replace').rstrip('\n').split('\n')
+    if lines == ['']:
+        return []
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f'{path}: line {number} of {len(lines)} is not JSON ({error}); remove it') from error
+    return records
+
+
+def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the file by these records, all or nothing; no file stays no file."""
+    if not path.exists():
+        return
+    replacement = path.with_suffix('.tmp')
+    replacement.write_text(''.join(json.dumps(record) + '\n' for record in records))
+    replacement.replace(path)
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: numpy scalars and arrays become numbers and lists, NaN and infinity become None."""
+    if hasattr(value, 'tolist'):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,123 @@
+"""Beside the loop: where the time of an update went, what it could ideally have been, and why it was not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_jax.telemetry.events import Event, LaneInterval, Window, busy_share, lane_intervals, lane_seconds, window
+from areal_jax.telemetry.facts import RunFacts
+from areal_jax.telemetry.numerals import format_number, format_percent
+
+OWN_DEVICES = 'lanes own their devices: max(lane seconds)'
+VIRTUAL = 'virtual clock, every lane has its own modelled time: max(lane seconds)'
+SHARED = 'lanes share the cores: max(lane seconds measured alone, CPU seconds / cores)'
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """Seconds of an update; None where nothing was measured."""
+
+    generate: float | None  # lane seconds, mean over the engine lanes
+    train: float | None  # lane seconds of the learner
+    publish: float | None  # lane seconds of publication
+    ideal: float | None
+    achieved: float | None  # window seconds / updates
+    ideal_rule: str
+    bound: str  # what the ideal is made of: a lane, 'generate alone', 'CPU seconds / cores'; '' without an ideal
+    cause: str  # of the gap between achieved and ideal, one sentence
+
+
+def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Limit:
+    """Lane seconds, ideal and achieved time of an update.
+
+    Ideal where lanes own their devices (or time is virtual) is the busiest lane; where they share cores it is the
+    larger of the lanes' times measured alone and the processor time spread over all cores.
+    """
+    intervals, within = lane_intervals(events), window(events)
+    if not updates or not within.seconds:
+        return Limit(
+            None, None, None, None, None, _rule(facts), '', 'No update was published, so no time was measured.'
+        )
+    per_update = {lane: seconds / updates for lane, seconds in lane_seconds(intervals, within).items()}
+    engines = [seconds for lane, seconds in per_update.items() if lane.startswith('engine/')]
+    bounds = per_update if _rule(facts) != SHARED else _shared_bounds(updates, facts)
+    bound = max(bounds, key=lambda name: bounds[name], default='')
+    ideal, achieved = bounds.get(bound), within.seconds / updates
+    fill = fill_seconds(intervals, within) / updates
+    return Limit(
+        sum(engines) / len(engines) if engines else None, per_update.get('learner'), per_update.get('publish'),
+        ideal, achieved, _rule(facts), bound, explain_gap(ideal, achieved, bound, fill),
+    )  # fmt: skip
+
+
+def busy_shares(events: Sequence[Event]) -> dict[str, float | None]:
+    """Occupied share of the window: 'rollout' (mean over engine lanes) and 'learner'; None without such a lane."""
+    intervals, within = lane_intervals(events), window(events)
+    lanes = sorted({interval.lane for interval in intervals})
+    engines = [busy_share(intervals, lane, within) for lane in lanes if lane.startswith('engine/')]
+    shares = [share for share in engines if share is not None]
+    return {
+        'rollout': sum(shares) / len(shares) if shares else None,
+        'learner': busy_share(intervals, 'learner', within) if 'learner' in lanes else None,
+    }
+
+
+def fill_seconds(intervals: Sequence[LaneInterval], within: Window) -> float:
+    """Seconds of the window before the learner first trains: the pipeline fills."""
+    starts = [interval.start for interval in intervals if interval.lane == 'learner' and interval.work == 'train']
+    if not starts or not within.spans:
+        return 0.0
+    return within.overlap(within.spans[0][0], min(starts))
+
+
+def explain_gap(ideal: float | None, achieved: float, bound: str, fill: float) -> str:
+    """One sentence on achieved against ideal, all in seconds of an update."""
+    if not ideal:
+        return 'No ideal could be computed: neither lane seconds alone nor CPU seconds were measured.'
+    start = (
+        f'Achieved {format_number(achieved)} s an update against an ideal of {format_number(ideal)} s '
+        f'({format_percent(ideal / achieved)}, bound by {bound})'
+    )
+    gap = achieved - ideal
+    if gap <= 0.02 * achieved:
+        return f'{start}: no gap to speak of.'
+    filling = min(fill, gap) if bound == 'learner' else 0.0
+    rest = gap - filling
+    parts = (
+        [f'{format_number(filling)} s is the pipeline filling before the first update'] if filling > 0.1 * gap else []
+    )
+    if rest > 0.1 * gap:
+        parts.append(f'{format_number(rest)} s is {_waiting(bound)}')
+    return f'{start}: of the gap of {format_number(gap)} s, {" and ".join(parts)}.'
+
+
+def _waiting(bound: str) -> str:
+    if bound.startswith('engine/'):
+        return 'engines without an admitted request (staleness bound, buffer or running groups)'
+    if bound == 'learner':
+        return 'the learner waiting for finished groups'
+    if '/ cores' in bound:
+        return 'cores standing idle while a lane waits for another or runs on fewer cores than there are'
+    if bound.endswith('alone'):
+        return 'lanes slowing each other down on the shared cores or waiting for each other'
+    return f'the lane {bound} waiting for work'
+
+
+def _rule(facts: RunFacts) -> str:
+    if facts.clock == 'virtual':
+        return VIRTUAL
+    return OWN_DEVICES if facts.lanes_own_devices else SHARED
+
+
+def _shared_bounds(updates: int, facts: RunFacts) -> dict[str, float]:
+    bounds = {f'{name} alone': seconds for name, seconds in facts.alone_seconds.items() if seconds is not None}
+    if facts.cpu_seconds is not None:
+        bounds['CPU seconds / cores'] = facts.cpu_seconds / facts.cores / updates
+    return bounds
+
+
+def as_report(limit: Limit) -> Mapping[str, Any]:
+    """The part of the report called `time`."""
+    return {name: value for name, value in dataclasses.asdict(limit).items() if name not in ('bound', 'cause')}

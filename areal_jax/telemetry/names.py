@@ -1,0 +1,59 @@
+"""Beside the loop: the names of the metrics of an update, each with its unit and meaning.
+
+A name is `stage/quantity_unit`. A metric is a string, so it serves as a key as it is. Counts are those since the last
+update, unless the description says otherwise.
+"""
+
+from __future__ import annotations
+
+
+class Metric(str):
+    """The name of a metric, with `unit` and a one-line `description`."""
+
+    unit: str
+    description: str
+
+    def __new__(cls, name: str, unit: str, description: str) -> Metric:
+        metric = super().__new__(cls, name)
+        metric.unit, metric.description = unit, description
+        return metric
+
+
+STEP = Metric('step', 'updates', 'number of the update, from 1; its policy version')
+TIME = Metric('time', 's', 'clock seconds since the loop started')
+
+REWARD_MEAN = Metric('reward/mean', 'reward', 'mean over the trajectories of the batch')
+REWARD_STD = Metric('reward/std', 'reward', 'standard deviation over the trajectories of the batch')
+
+TOKEN_AGE_MEAN = Metric('staleness/token_age_mean', 'versions', 'mean age of the trained tokens')
+TOKEN_AGE_MAX = Metric('staleness/token_age_max', 'versions', 'age of the oldest trained token')
+TOKEN_AGE_HISTOGRAM = Metric('staleness/token_age_histogram', 'tokens', 'list: trained tokens of age 0, 1, 2, ...')
+TOKENS_MASKED = Metric('staleness/masked_tokens', 'tokens', 'generated tokens kept out of the loss for their age')
+VERSIONS_MEAN = Metric('staleness/versions_per_trajectory_mean', 'versions', 'policy versions in one trajectory, mean')
+VERSIONS_MAX = Metric('staleness/versions_per_trajectory_max', 'versions', 'policy versions in one trajectory, largest')
+
+GENERATE_RATE = Metric('throughput/generate_tokens_per_second', 'tokens/s', 'tokens decoded per clock second')
+TRAIN_RATE = Metric('throughput/train_tokens_per_second', 'tokens/s', 'loss tokens trained per clock second')
+
+TOKENS_GENERATED = Metric('tokens/generated', 'tokens', 'tokens decoded')
+TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'tokens in the loss')
+GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups in the batch')
+GROUPS_DROPPED = 'groups/dropped/'  # prefix; what follows is the reason
+
+BUFFER_GROUPS = Metric('buffer/groups', 'groups', 'finished groups waiting when the batch was formed')
+INTERRUPTIONS = Metric('interruptions', 'interruptions', 'times that new weights met unfinished requests on an engine')
+PUBLISH_PAUSE = Metric('publish/pause_seconds', 's', 'longest stop of an engine to load new weights')
+COMPILATIONS = Metric('compilations', 'programs', 'XLA programs compiled')
+
+MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-prob, tokens of the current version')
+MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
+MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
+MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
+
+METRICS: dict[str, Metric] = {name: name for name in tuple(globals().values()) if isinstance(name, Metric)}
+PREFIXES = (GROUPS_DROPPED, 'loss/', 'train/', 'update/')  # the learner names what it measures under the last three
+
+
+def is_declared(name: str) -> bool:
+    """Whether a metric of this name belongs to the schema."""
+    return name in METRICS or any(name.startswith(prefix) and name != prefix for prefix in PREFIXES)

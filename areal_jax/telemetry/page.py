@@ -1,0 +1,151 @@
+"""Beside the loop: the report of a run as a page to read (report.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_jax.telemetry.numerals import format_number, format_percent
+
+Report = Mapping[str, Any]
+
+
+def render_page(report: Report, pictures: Sequence[str]) -> str:
+    """Markdown of one page; `pictures` are paths relative to it."""
+    sections = [
+        '# Run report',
+        _what_ran(report),
+        _warnings(report['warnings']),
+        '## Results',
+        _table(('', 'before', 'after', 'gain'), _accuracy_rows(report)),
+        'Intervals are 95%: Wilson or Student for one answer a problem, problems as clusters for several, paired over '
+        'problems for the gain.',
+        _table(('learning', ''), _learning_rows(report)),
+        '## Staleness and interruption',
+        _table(('', ''), _staleness_rows(report)),
+        '## Time and limit',
+        report['cause_of_gap'],
+        _table(('lane seconds an update', ''), _time_rows(report['time'])),
+        f'Ideal by the rule "{report["time"]["ideal_rule"]}".',
+        _table(('', ''), _rate_rows(report)),
+        '## Groups',
+        _table(('', 'groups'), _group_rows(report['groups'])),
+        *(f'![{picture}]({picture})' for picture in pictures),
+        '## Versions',
+        ', '.join(f'{package} {version}' for package, version in report['versions'].items()) or 'not recorded',
+    ]
+    return '\n\n'.join(section for section in sections if section) + '\n'
+
+
+def _what_ran(report: Report) -> str:
+    hardware = ', '.join(f'{name} {value}' for name, value in report['hardware'].items()) or 'hardware not recorded'
+    eta = 'unbounded' if report['eta'] is None else format_number(report['eta'])
+    return (
+        f'`{report["config"]}`, seed {report["seed"]}, eta {eta}, {report["clock"]} clock: '
+        f'{report["steps"]} updates in {format_number(report["wall_seconds"])} s of wall time '
+        f'({format_number(report["window_seconds"])} s from the first admission to the last '
+        'publication without evaluation). '
+        f'On {hardware}. Commit `{report["git_commit"]}`, weights `{(report["weights_sha256"] or "none")[:16]}`.'
+    )
+
+
+def _warnings(warnings: Sequence[str]) -> str:
+    if not warnings:
+        return ''
+    return '\n'.join(['## Warnings', '', *(f'- {warning}' for warning in warnings)])
+
+
+def _accuracy_rows(report: Report) -> list[tuple[str, ...]]:
+    accuracy, shares = report['accuracy'], report['most_frequent_answer_share']
+    rows: list[tuple[str, ...]] = []
+    if accuracy:
+        greedy, sampled = accuracy['greedy'], accuracy['sampled']
+        rows.append(('held-out accuracy, greedy', _interval(greedy['before']), _interval(greedy['after']), ''))
+        rows.append(
+            (
+                'held-out accuracy, sampled',
+                _interval(sampled['before']),
+                _interval(sampled['after']),
+                _interval(sampled['gain'], '+'),
+            )
+        )
+    if shares['before'] is not None or shares['after'] is not None:
+        rows.append(('most frequent answer', format_percent(shares['before']), format_percent(shares['after']), ''))
+    return rows
+
+
+def _learning_rows(report: Report) -> list[tuple[str, ...]]:
+    reward, mismatch = report['reward'], report['mismatch']
+    return [
+        ('reward, first to last update', f'{format_number(reward["first"])} to {format_number(reward["last"])}'),
+        (
+            'tokens generated / trained',
+            f'{report["tokens"]["generated"]} / {format_number(report["tokens"]["trained"])}',
+        ),
+        (
+            'log-prob mismatch engine to learner, mean / max',
+            f'{format_number(mismatch["mean"])} / {format_number(mismatch["max"])} nats, '
+            f'{format_percent(mismatch["exact_share"])} exactly equal (n = {mismatch["n"]})',
+        ),
+    ]
+
+
+def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
+    age, versions, pause = report['token_age'], report['versions_per_trajectory'], report['publish_pause_seconds']
+    return [
+        ('age of trained tokens, mean / max (versions)', f'{format_number(age["mean"])} / {format_number(age["max"])}'),
+        (
+            'versions in one trajectory, mean / max',
+            f'{format_number(versions["mean"])} / {format_number(versions["max"])}',
+        ),
+        (
+            'interruptions',
+            f'{report["interruptions"]}, in {report["steps_with_interruption"]} of {report["steps"]} updates',
+        ),
+        (
+            'pause of an engine for new weights, median / max (s)',
+            f'{format_number(pause["median"])} / {format_number(pause["max"])}',
+        ),
+    ]
+
+
+def _time_rows(time: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    ideal, achieved = time['ideal'], time['achieved']
+    share = f' ({ideal / achieved:.0%} of what was possible)' if ideal and achieved else ''
+    rows = [(name, format_number(time[name])) for name in ('generate', 'train', 'publish', 'ideal')]
+    return [*rows, ('achieved', f'{format_number(achieved)}{share}')]
+
+
+def _rate_rows(report: Report) -> list[tuple[str, ...]]:
+    rate, busy, memory = report['throughput'], report['busy'], report['peak_memory_bytes']
+    return [
+        (
+            'tokens generated / trained per second',
+            f'{format_number(rate["generate_tokens_per_second"])} / {format_number(rate["train_tokens_per_second"])}',
+        ),
+        ('lane occupied: rollout / learner', f'{format_percent(busy["rollout"])} / {format_percent(busy["learner"])}'),
+        ('peak memory of the process tree', f'{memory / 2**30:.2f} GiB' if memory is not None else '-'),
+        ('largest lag of the event loop (s)', format_number(report['event_loop_lag_seconds']['max'])),
+        ('compilations after warm-up', str(report['compilations'])),
+    ]
+
+
+def _group_rows(groups: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    dropped = [(f'dropped: {reason}', str(count)) for reason, count in groups['dropped'].items()]
+    return [('drawn', str(groups['drawn'])), ('trained', str(groups['trained'])), *dropped]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ''
+    lines = [head, ['---'] * len(head), *rows]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
+def _interval(interval: Mapping[str, Any] | None, sign: str = '') -> str:
+    if not interval:
+        return '-'
+    mean = format(interval['mean'], f'{sign}.3f')
+    if interval['low'] is None:
+        return f'{mean} (n = {interval["n"]})'
+    return f'{mean} [{interval["low"]:{sign}.3f}, {interval["high"]:{sign}.3f}] (n = {interval["n"]})'

@@ -1,0 +1,241 @@
+"""Beside the loop: pictures of a run: reward, age of the trained tokens, requests in their slots."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_jax.telemetry import names
+from areal_jax.telemetry.events import Event, outside_evaluation
+from areal_jax.telemetry.slots import SlotSpan, slot_spans
+
+DIRECTORY = 'plots'
+DPI = 100
+# Okabe and Ito's palette: tells apart for every kind of colour vision.
+BLUE, ORANGE, GREEN, RED, GREY = '#0072B2', '#E69F00', '#009E73', '#D55E00', '#777777'
+MAX_VERSIONS = 8  # shown in slots.png: more colours are hard to tell apart
+MAX_SLOTS = 32  # rows in slots.png
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def write_plots(
+    events: Sequence[Event], metrics: Records, report: Mapping[str, Any], workdir: pathlib.Path
+) -> list[str]:
+    """Write WORKDIR/plots/*.png; returns the paths relative to the work directory of those that have data."""
+    directory = workdir / DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    drawn = {
+        'reward.png': plot_reward(metrics, report.get('accuracy'), directory / 'reward.png'),
+        'token_age.png': plot_token_age(metrics, report.get('eta'), directory / 'token_age.png'),
+        'slots.png': plot_slots(events, directory / 'slots.png'),
+    }
+    return [f'{DIRECTORY}/{name}' for name, has_data in drawn.items() if has_data]
+
+
+def plot_reward(metrics: Records, accuracy: Mapping[str, Any] | None, path: pathlib.Path) -> bool:
+    """Mean reward of each batch; beside it held-out accuracy before and after. False: no data, no file."""
+    points = [(m[names.STEP], m[names.REWARD_MEAN]) for m in metrics if m.get(names.REWARD_MEAN) is not None]
+    if not points:
+        return False
+    figure = _figure(4.8)
+    grid = figure.add_gridspec(1, 3)
+    axes = figure.add_subplot(grid[0, :2] if accuracy else grid[0, :])
+    steps, rewards = zip(*points, strict=True)
+    axes.plot(steps, rewards, 'o-', color=BLUE, markersize=4, linewidth=1, alpha=0.55, label='one update')
+    if len(points) >= 10:
+        axes.plot(steps, _moving_mean(rewards), color=RED, linewidth=2.2, label=f'mean of the last {SMOOTHING} updates')
+        axes.legend(frameon=False)
+    _label(axes, 'Reward while training', 'update', 'mean reward of the batch')
+    _whole_ticks(axes.xaxis)
+    if accuracy:
+        _draw_accuracy(figure.add_subplot(grid[0, 2]), accuracy)
+    _save(figure, path)
+    return True
+
+
+SMOOTHING = 5  # updates in the moving mean of the reward
+
+
+def plot_token_age(metrics: Records, eta: float | None, path: pathlib.Path) -> bool:
+    """Share of the trained tokens by age, a column per update, with the mean. False: no data, no file."""
+    rows = [m for m in metrics if m.get(names.TOKEN_AGE_HISTOGRAM) and sum(m[names.TOKEN_AGE_HISTOGRAM])]
+    if not rows:
+        return False
+    import numpy as np
+
+    ages = max(len(row[names.TOKEN_AGE_HISTOGRAM]) for row in rows)
+    share = np.zeros((ages, len(rows)))
+    for column, row in enumerate(rows):
+        counts = np.asarray(row[names.TOKEN_AGE_HISTOGRAM], float)
+        share[: len(counts), column] = counts / counts.sum()
+    steps = np.array([row[names.STEP] for row in rows])
+    figure = _figure(4.8)
+    axes = figure.add_subplot()
+    mesh = axes.pcolormesh(
+        np.append(steps, steps[-1] + 1) - 0.5, np.arange(ages + 1) - 0.5, np.ma.masked_equal(share, 0),
+        cmap='cividis_r', vmin=0, vmax=1, edgecolors='white', linewidth=0.5,
+    )  # fmt: skip
+    mean = (share * np.arange(ages)[:, None]).sum(0)
+    axes.plot(steps, mean, 'o-', color=RED, markersize=4, linewidth=1.5, label='mean age')
+    if eta is not None and math.isfinite(eta) and eta <= ages + 1:
+        axes.axhline(eta, color='black', linestyle=':', linewidth=1.5, label=f'eta = {eta:g}')
+    figure.colorbar(mesh, ax=axes, label="share of the update's tokens", pad=0.02)
+    axes.legend(loc='upper left', bbox_to_anchor=(0, 1.12), ncols=2, frameon=False)
+    _label(axes, 'Age of the trained tokens', 'update', 'age (versions behind)')
+    _whole_ticks(axes.xaxis)
+    _whole_ticks(axes.yaxis)
+    _save(figure, path)
+    return True
+
+
+def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
+    """Requests in the slots of the engines over time, coloured by policy version, after Figure 3 of arXiv 2505.24298.
+
+    Shows the middle of a long run (MAX_VERSIONS versions). False: no decoding in the log, no file.
+    """
+    spans = slot_spans(list(outside_evaluation(events)))
+    if not spans:
+        return False
+    start, end = shown_span(spans, events)
+    spans = [span for span in spans if span.end > start and span.start < end]
+    from matplotlib import colormaps
+    from matplotlib.colors import BoundaryNorm
+
+    rows = {key: row for row, key in enumerate(sorted({(span.engine, span.slot) for span in spans})[:MAX_SLOTS])}
+    versions = range(min(span.version for span in spans), max(span.version for span in spans) + 1)
+    colormap = colormaps['viridis'].resampled(len(versions))
+    norm = BoundaryNorm([version - 0.5 for version in (*versions, versions[-1] + 1)], len(versions))
+    figure = _figure(2.2 + 0.24 * max(8, len(rows)))
+    axes = figure.add_subplot()
+    _draw_spans(axes, [span for span in spans if (span.engine, span.slot) in rows], rows, colormap, norm)
+    _draw_publications(axes, events, start, end, len(rows))
+    _draw_interruptions(axes, spans, rows)
+    axes.set(xlim=(start, end), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_yticks(range(len(rows)), [f'{engine} slot {slot}' for engine, slot in rows], fontsize=8)
+    _label(axes, 'Requests in the decoding slots', 'clock time (s)', '', pad=26)
+    mappable = _mappable(norm, colormap)
+    figure.colorbar(mappable, ax=axes, ticks=list(versions), label='policy version of the tokens', pad=0.02)
+    axes.legend(
+        loc='upper center', bbox_to_anchor=(0.5, -0.55 / figure.get_size_inches()[1] * 2), ncols=3, frameon=False
+    )
+    _save(figure, path)
+    return True
+
+
+def shown_span(spans: Sequence[SlotSpan], events: Sequence[Event]) -> tuple[float, float]:
+    """Clock seconds that slots.png shows: all, or between publications in the middle of a run of many versions."""
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    times = [event['time'] for event in events if event['kind'] == 'publish' and start < event['time'] < end]
+    if len(times) >= MAX_VERSIONS:
+        first = (len(times) - MAX_VERSIONS) // 2
+        return times[first], times[first + MAX_VERSIONS - 1]
+    return start, end
+
+
+def _draw_spans(
+    axes: Any, spans: list[SlotSpan], rows: Mapping[tuple[str, int], int], colormap: Any, norm: Any
+) -> None:
+    axes.barh(
+        [rows[span.engine, span.slot] for span in spans],
+        [span.end - span.start for span in spans],
+        left=[span.start for span in spans],
+        height=0.78, color=[colormap(norm(span.version)) for span in spans],
+    )  # fmt: skip
+    first: dict[tuple[str, int, str], float] = {}
+    for span in spans:
+        first.setdefault((span.engine, span.slot, span.request), span.start)
+    axes.vlines(
+        list(first.values()),
+        [rows[engine, slot] - 0.39 for engine, slot, _ in first],
+        [rows[engine, slot] + 0.39 for engine, slot, _ in first],
+        color='white', linewidth=1.6, zorder=3,
+    )  # fmt: skip
+
+
+def _draw_publications(axes: Any, events: Sequence[Event], start: float, end: float, rows: int) -> None:
+    published = [e for e in events if e['kind'] == 'publish' and start <= e['time'] <= end]
+    for index, event in enumerate(published):
+        label = 'weights published' if index == 0 else None
+        axes.axvline(event['time'], color='black', linestyle='--', linewidth=1, label=label, zorder=4)
+        axes.annotate(
+            f'v{event["version"]}', (event['time'], 1), (0, 4), xycoords=('data', 'axes fraction'),
+            textcoords='offset points', ha='center', fontsize=9,
+        )  # fmt: skip
+
+
+def _draw_interruptions(axes: Any, spans: list[SlotSpan], rows: Mapping[tuple[str, int], int]) -> None:
+    """Where a request went on under another version than it had before."""
+    marks = []
+    last: dict[str, SlotSpan] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        before = last.get(span.request)
+        if before and before.version != span.version and (span.engine, span.slot) in rows:
+            marks.append((span.start, rows[span.engine, span.slot]))
+        last[span.request] = span
+    if marks:
+        times, places = zip(*marks, strict=True)
+        axes.plot(
+            times, places, 'D', color=RED, markeredgecolor='white', markersize=6, zorder=5,
+            label='request interrupted, goes on under the new version',
+        )  # fmt: skip
+
+
+def _draw_accuracy(axes: Any, accuracy: Mapping[str, Any]) -> None:
+    for column, kind in enumerate(('greedy', 'sampled')):
+        for shift, when, color in ((-0.17, 'before', GREY), (0.17, 'after', GREEN)):
+            interval = accuracy[kind].get(when)
+            if not interval:
+                continue
+            mean, low, high = interval['mean'], interval['low'], interval['high']
+            axes.bar(column + shift, mean, 0.3, color=color, label=when if column == 0 else None)
+            if low is not None:
+                error = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
+                axes.errorbar(column + shift, mean, error, color='black', capsize=4, linewidth=1.2)
+    axes.set_xticks([0, 1], ['greedy', 'sampled'])
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+    axes.legend(frameon=False)
+    _label(axes, 'Held-out accuracy, 95% intervals', '', 'mean score of the problems')
+
+
+def _moving_mean(values: Sequence[float]) -> list[float]:
+    means = []
+    for index in range(len(values)):
+        recent = values[max(0, index - SMOOTHING + 1) : index + 1]
+        means.append(sum(recent) / len(recent))
+    return means
+
+
+def _figure(height: float) -> Any:
+    """1200 px wide. Without pyplot: no global state and no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, height), dpi=DPI, layout='constrained')
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _mappable(norm: Any, colormap: Any) -> Any:
+    from matplotlib.cm import ScalarMappable
+
+    return ScalarMappable(norm, colormap)
+
+
+def _label(axes: Any, title: str, x: str, y: str, pad: float = 8) -> None:
+    axes.set_title(title, fontsize=13, loc='center', pad=pad)
+    axes.set_xlabel(x, fontsize=11)
+    axes.set_ylabel(y, fontsize=11)
+    axes.spines[['top', 'right']].set_visible(False)
+
+
+def _whole_ticks(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _save(figure: Any, path: pathlib.Path) -> None:
+    figure.savefig(path, dpi=DPI)

@@ -1,0 +1,60 @@
+"""Beside the loop: one line per update on the terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from areal_jax.telemetry import names
+from areal_jax.telemetry.numerals import format_duration
+
+HEADER = (
+    'reward: mean of the batch | age: versions behind of the trained tokens | gen, train: tokens per second | '
+    'interrupts: since the last update'
+)
+
+
+class Progress:
+    """Prints a header and then a line per update; plain lines, so a file or a pipe reads as well as a terminal."""
+
+    def __init__(self, steps: int, stream: TextIO | None = None, first_step: int = 0, first_time: float = 0.0):
+        """`first_step` and `first_time`: what a resumed run had behind it when it went on."""
+        self._steps, self._stream = steps, stream
+        self._first_step, self._first_time = first_step, first_time
+        self._has_header = False
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print the line of one update."""
+        if not self._has_header:
+            self._print(HEADER)
+            self._has_header = True
+        done, seconds = step - self._first_step, metrics.get(names.TIME)
+        left = None if seconds is None or done < 1 else (seconds - self._first_time) / done * (self._steps - step)
+        self._print(format_line(step, self._steps, metrics, left))
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream or sys.stdout, flush=True)
+
+
+def format_line(step: int, steps: int, metrics: Mapping[str, Any], left_seconds: float | None) -> str:
+    """One update in one line; `-` for a value that is missing or not finite."""
+    width = len(str(steps))
+    parts = [
+        f'step {step:>{width}}/{steps}',
+        f'reward {_number(metrics, names.REWARD_MEAN, "4.2f")}',
+        f'age {_number(metrics, names.TOKEN_AGE_MEAN, "3.1f")} (max {_number(metrics, names.TOKEN_AGE_MAX, ".0f")})',
+        f'gen {_number(metrics, names.GENERATE_RATE, "3.0f")} tok/s',
+        f'train {_number(metrics, names.TRAIN_RATE, "3.0f")} tok/s',
+        f'interrupts {_number(metrics, names.INTERRUPTIONS, ".0f")}',
+        f'left {format_duration(left_seconds)}',
+    ]
+    return '  '.join(parts)
+
+
+def _number(metrics: Mapping[str, Any], name: str, form: str) -> str:
+    value = metrics.get(name)
+    if value is None or not math.isfinite(value):
+        return '-'.rjust(int(form.split('.')[0] or 0))
+    return format(value, form)

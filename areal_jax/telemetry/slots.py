@@ -1,0 +1,61 @@
+"""Beside the loop: which request an engine's slot decoded when, and with which policy version."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from areal_jax.telemetry.events import Event, LaneInterval, lane_intervals
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSpan:
+    """Consecutive dispatches that decoded one request in one slot under one policy version."""
+
+    engine: str
+    slot: int
+    request: str
+    version: int
+    start: float  # clock seconds
+    end: float
+    dispatches: int
+
+
+def slot_spans(events: Sequence[Event]) -> list[SlotSpan]:
+    """Spans of all slots by engine, slot and time; a request without a slot in between makes a new span."""
+    open_spans: dict[tuple[str, int], SlotSpan] = {}
+    spans = []
+    for event, interval in decode_intervals(events):
+        for slot, request in enumerate(event['slots']):
+            key = (event['engine'], slot)
+            span = open_spans.get(key)
+            if span and (span.request, span.version) == (request, event['version']):
+                open_spans[key] = dataclasses.replace(span, end=interval.end, dispatches=span.dispatches + 1)
+                continue
+            if span:
+                spans.append(open_spans.pop(key))
+            if request is not None:
+                open_spans[key] = SlotSpan(*key, request, event['version'], interval.start, interval.end, 1)
+    return sorted([*spans, *open_spans.values()], key=lambda span: (span.engine, span.slot, span.start))
+
+
+def decode_intervals(events: Sequence[Event]) -> list[tuple[Event, LaneInterval]]:
+    """Each decode event with the occupation of the engine's lane that did it: the newest before it, else the next.
+
+    An engine logs a dispatch next to its occupation of the lane; either may stand first.
+    """
+    lanes: dict[str, collections.deque[LaneInterval]] = collections.defaultdict(collections.deque)
+    for interval in lane_intervals(events):
+        if interval.work == 'decode':
+            lanes[interval.lane].append(interval)
+    pairs = []
+    for event in events:
+        if event['kind'] != 'decode':
+            continue
+        waiting = lanes[event['engine']]
+        while len(waiting) > 1 and waiting[1].done_seq < event['seq']:
+            waiting.popleft()
+        if waiting:
+            pairs.append((event, waiting.popleft()))
+    return pairs

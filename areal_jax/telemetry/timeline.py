@@ -1,0 +1,126 @@
+"""Beside the loop: the event log as a Chrome trace, which Perfetto (ui.perfetto.dev) opens."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from areal_jax.telemetry.events import DrawLedger, Event, LaneInterval, lane_intervals
+from areal_jax.telemetry.json_lines import plain
+from areal_jax.telemetry.slots import SlotSpan, slot_spans
+
+FILE = 'timeline.json'
+_INSTANTS = ('interrupt', 'publish', 'load', 'drop', 'save', 'restore', 'evaluate', 'signal', 'join', 'leave', 'error')
+
+
+def build_timeline(events: Sequence[Event]) -> dict[str, Any]:
+    """The trace: a process per kind of lane with a thread per lane, a process per engine with a thread per slot.
+
+    Times are microseconds. Work of a lane of width n that overlaps lies on n threads. Interruptions, publications,
+    loads and the like are instants on a process of their own; buffer size and version are counters.
+    """
+    tracks = _Tracks()
+    entries = [
+        *(_work_entry(interval, tracks.lane(interval)) for interval in _by_start(lane_intervals(events))),
+        *(_span_entry(span, tracks.slot(span)) for span in slot_spans(events)),
+    ]
+    for event in events:
+        if event['kind'] in _INSTANTS:
+            entries.append(_instant_entry(event, tracks.thread('events', event.get('engine') or event['kind'])))
+    entries += _counters(events, tracks.process('counters'))
+    entries.sort(key=lambda entry: entry['ts'])
+    return {'displayTimeUnit': 'ms', 'traceEvents': [*tracks.metadata, *entries]}
+
+
+def write_timeline(events: Sequence[Event], workdir: pathlib.Path | str) -> pathlib.Path:
+    """Write WORKDIR/timeline.json; returns its path."""
+    path = pathlib.Path(workdir) / FILE
+    path.write_text(json.dumps(plain(build_timeline(events)), separators=(',', ':'), allow_nan=False))
+    return path
+
+
+class _Tracks:
+    """Numbers for processes and threads in the order in which they are first needed, with the metadata naming them."""
+
+    def __init__(self) -> None:
+        self.metadata: list[dict[str, Any]] = []
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[int, str], int] = {}
+        self._free_from: dict[tuple[str, int], float] = {}  # end of the last work on a row of a lane
+
+    def process(self, name: str) -> int:
+        if name not in self._processes:
+            self._processes[name] = len(self._processes) + 1
+            self._describe('process_name', self._processes[name], 0, name)
+        return self._processes[name]
+
+    def thread(self, process: str, name: str) -> tuple[int, int]:
+        key = (self.process(process), name)
+        if key not in self._threads:
+            self._threads[key] = len(self._threads) + 1
+            self._describe('thread_name', key[0], self._threads[key], name)
+        return key[0], self._threads[key]
+
+    def lane(self, interval: LaneInterval) -> tuple[int, int]:
+        """The thread of a lane's work: the first row that is free; asked for in order of start."""
+        row = 0
+        while self._free_from.get((interval.lane, row), interval.start) > interval.start + 1e-6:
+            row += 1
+        self._free_from[interval.lane, row] = interval.end
+        kind = interval.lane.split('/')[0]
+        return self.thread(f'lanes: {kind}', interval.lane if row == 0 else f'{interval.lane} +{row}')
+
+    def slot(self, span: SlotSpan) -> tuple[int, int]:
+        return self.thread(f'slots: {span.engine}', f'slot {span.slot:03}')
+
+    def _describe(self, kind: str, process: int, thread: int, name: str) -> None:
+        self.metadata.append({'name': kind, 'ph': 'M', 'pid': process, 'tid': thread, 'args': {'name': name}})
+
+
+def _by_start(intervals: Iterable[LaneInterval]) -> list[LaneInterval]:
+    return sorted(intervals, key=lambda interval: interval.start)
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _work_entry(interval: LaneInterval, track: tuple[int, int]) -> dict[str, Any]:
+    return {
+        'name': interval.work, 'cat': 'lane', 'ph': 'X', 'pid': track[0], 'tid': track[1],
+        'ts': _microseconds(interval.start), 'dur': _microseconds(interval.end - interval.start),
+        'args': {'amount': interval.amount, **interval.detail},
+    }  # fmt: skip
+
+
+def _span_entry(span: SlotSpan, track: tuple[int, int]) -> dict[str, Any]:
+    return {
+        'name': f'{span.request} v{span.version}', 'cat': 'slot', 'ph': 'X', 'pid': track[0], 'tid': track[1],
+        'ts': _microseconds(span.start), 'dur': _microseconds(span.end - span.start),
+        'args': {'request': span.request, 'version': span.version, 'dispatches': span.dispatches},
+    }  # fmt: skip
+
+
+def _instant_entry(event: Event, track: tuple[int, int]) -> dict[str, Any]:
+    arguments = {name: value for name, value in event.items() if name not in ('time', 'lane', 'kind')}
+    return {
+        'name': event['kind'], 'cat': 'event', 'ph': 'i', 's': 'g' if event['kind'] == 'publish' else 't',
+        'pid': track[0], 'tid': track[1], 'ts': _microseconds(event['time']), 'args': arguments,
+    }  # fmt: skip
+
+
+def _counters(events: Iterable[Event], process: int) -> list[dict[str, Any]]:
+    """A sample of buffer size or version after every event that changed it."""
+    ledger, entries, last = DrawLedger(), [], {'buffered groups': 0, 'version': 0}
+    for event in events:
+        ledger.apply(event)
+        values = {'buffered groups': ledger.count('buffered')}
+        values['version'] = event['version'] if event['kind'] == 'publish' else last['version']
+        for name, value in values.items():
+            if value != last[name]:
+                entry = {'name': name, 'ph': 'C', 'pid': process, 'tid': 0, 'ts': _microseconds(event['time'])}
+                entries.append({**entry, 'args': {name: value}})
+        last = values
+    return entries

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_jax.telemetry.caveats import sits_at_bound
+from areal_jax.telemetry.facts import RunFacts
+from areal_jax.telemetry.report import build_report
+from tests.telemetry.logs import two_facts, two_metrics, two_updates
+
+
+def _warnings(events: list[dict[str, Any]] | None = None, facts: RunFacts | None = None) -> list[str]:
+    return build_report(two_updates() if events is None else events, two_metrics(), facts or two_facts())['warnings']
+
+
+def _ages(*histograms: list[int]) -> list[dict[str, Any]]:
+    return [{'step': step, 'staleness/token_age_histogram': h} for step, h in enumerate(histograms, start=1)]
+
+
+def test_the_pipeline_sits_at_its_bound():
+    # eta = 2: updates 1 and 2 cannot hold tokens of age 2; from the third on nothing else
+    assert sits_at_bound(_ages([5], [0, 5], [0, 0, 5], [0, 0, 5]), eta=2)
+    assert not sits_at_bound(_ages([5], [0, 5], [0, 0, 5], [0, 1, 4]), eta=2)
+    assert not sits_at_bound(_ages([5], [5], [5], [5]), eta=2)
+    assert not sits_at_bound(_ages([5], [0, 5]), eta=2)  # too short to tell
+    assert not sits_at_bound(_ages([5], [5]), eta=0)  # synchronous: 0 is not old
+    assert not sits_at_bound(_ages([5], [0, 5]), eta=float('inf'))
+
+
+def test_nothing_to_warn_of_but_an_uncertain_gain_and_the_drop():
+    # gain .5 +- 1.24 contains 0; 1 of 4 groups dropped is more than a tenth
+    gain, drops = _warnings()
+    assert gain.startswith('The held-out gain is not distinguishable from zero')
+    assert drops.startswith('1 of 4 groups were dropped')
+
+
+@pytest.mark.parametrize(
+    ('changes', 'warning'),
+    [
+        ({'compilations': 3, 'compilation_budget': 2}, '3 programs were compiled after warm-up (budget 2)'),
+        ({'event_loop_lag_max': 0.5}, 'The event loop lagged by up to 0.5 s'),
+    ],
+)
+def test_budgets(changes: dict[str, Any], warning: str):
+    assert any(found.startswith(warning) for found in _warnings(facts=two_facts(**changes)))
+
+
+def test_never_interrupted():
+    calm = [event for event in two_updates() if event['kind'] != 'interrupt']
+    assert any(found.startswith('No request was ever interrupted') for found in _warnings(calm))
+    synchronous = _warnings(calm, two_facts(eta=0.0))
+    assert not any('interrupted' in found for found in synchronous)  # eta = 0 has nothing to interrupt
+
+
+def test_broken_conservation_comes_first():
+    broken = [event for event in two_updates() if event['kind'] != 'admit']
+    assert _warnings(broken)[0].startswith('3 moves of draws break the rule')
+
+
+def test_errors_are_repeated():
+    events = [*two_updates(), {'seq': 99, 'time': 40.0, 'lane': None, 'kind': 'error', 'message': 'learner died'}]
+    assert 'The run logged 1 errors, last: learner died' in _warnings(events)

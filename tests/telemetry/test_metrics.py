@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+import pathlib
+import struct
+
+import numpy as np
+import pytest
+
+from areal_jax.telemetry.metrics import MetricsWriter, read_metrics
+
+
+def test_lines_are_there_before_the_writer_closes(tmp_path: pathlib.Path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(1, {'reward/mean': np.float32(0.5), 'mismatch/max_abs': math.nan, 'h': np.array([3, 1])})
+    assert read_metrics(tmp_path / 'metrics.jsonl') == [
+        {'step': 1, 'reward/mean': 0.5, 'mismatch/max_abs': None, 'h': [3, 1]}
+    ]
+    assert 'NaN' not in (tmp_path / 'metrics.jsonl').read_text()
+    writer.close()
+    assert not (tmp_path / 'tensorboard').exists()
+
+
+def test_a_resumed_run_writes_the_updates_after_its_checkpoint_again(tmp_path: pathlib.Path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in (1, 2, 3):
+        writer.write(step, {'x': step})
+    writer.truncate(1)
+    writer.write(2, {'x': 20})
+    writer.close()
+    assert [(m['step'], m['x']) for m in read_metrics(tmp_path / 'metrics.jsonl')] == [(1, 1), (2, 20)]
+
+
+def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: pathlib.Path):
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"step": 2, "x"')
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(2, {'x': 5})
+    writer.close()
+    assert read_metrics(tmp_path / 'metrics.jsonl') == [{'step': 1}, {'step': 2, 'x': 5}]
+
+
+def test_tensorboard_gets_numbers_and_histograms(tmp_path: pathlib.Path):
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write(1, {'reward/mean': 0.25, 'nothing': math.nan, 'ages': [1, 3]})
+    writer.write(2, {'reward/mean': 0.5})
+    writer.truncate(1)
+    writer.write(2, {'reward/mean': 0.75})
+    writer.close()
+    events = [event for path in sorted((tmp_path / 'tensorboard').iterdir()) for event in _tensorboard_events(path)]
+    values = {(event.step, value.tag): value for event in events for value in event.summary.value}
+    assert values[1, 'reward/mean'].simple_value == 0.25
+    # 1 token of age 0 and 3 of age 1: n = 4, sum = 3, sum of squares = 3
+    histogram = values[1, 'ages'].histo
+    assert (histogram.num, histogram.sum, histogram.sum_squares, histogram.max) == (4, 3, 3, 1)
+    assert list(histogram.bucket) == [1, 3]
+    assert {tag for _, tag in values} == {'reward/mean', 'ages'}
+    assert any(event.session_log.status and event.step == 2 for event in events)  # TensorBoard forgets step 2 there
+    assert values[2, 'reward/mean'].simple_value == pytest.approx(0.75)
+
+
+def _tensorboard_events(path: pathlib.Path) -> list:
+    """Records of a TFRecord file: length (8 bytes), its checksum (4), data, checksum (4)."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, events = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack('<Q', data[:8])
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_jax.telemetry.plots import MAX_VERSIONS, shown_span, write_plots
+from areal_jax.telemetry.report import build_report
+from areal_jax.telemetry.slots import slot_spans
+from tests.telemetry.logs import dispatch, event_log, publish, two_facts, two_metrics, two_updates
+
+
+def test_pictures_are_pictures(tmp_path: pathlib.Path):
+    from matplotlib.image import imread
+
+    report = build_report(two_updates(), two_metrics(), two_facts())
+    paths = write_plots(two_updates(), two_metrics(), report, tmp_path)
+    assert paths == ['plots/reward.png', 'plots/token_age.png', 'plots/slots.png']
+    for path in paths:
+        pixels = imread(tmp_path / path)
+        assert pixels.shape[1] == 1200
+        assert pixels.shape[0] >= 300
+        colors = np.unique((pixels[::3, ::3, :3] * 255).astype(np.uint8).reshape(-1, 3), axis=0)
+        assert len(colors) > 30
+        ink = (pixels[..., :3].min(-1) < 0.9).mean()
+        assert 0.01 < ink < 0.9, (path, ink)
+
+
+def test_no_data_no_picture(tmp_path: pathlib.Path):
+    report: dict[str, Any] = {'accuracy': None, 'eta': None}
+    assert write_plots([], [], report, tmp_path) == []
+    assert list((tmp_path / 'plots').iterdir()) == []
+
+
+@pytest.mark.parametrize(('publications', 'start', 'end'), [(3, 0, 20), (MAX_VERSIONS + 4, 3, 3 + MAX_VERSIONS - 1)])
+def test_a_long_run_shows_its_middle(publications: int, start: float, end: float):
+    # published at 1, 2, 3, ...: 12 publications leave out (12 - 8) // 2 = 2 at the front, so from the one at 3 s
+    entries = [*(publish(t, t) for t in range(1, publications + 1)), *dispatch(0, 20, 0, ['a'], 1, 0)]
+    events = event_log(*sorted(entries, key=lambda entry: entry[0]))
+    assert shown_span(slot_spans(events), events) == (start, end)

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from areal_jax import main_report
+from areal_jax.telemetry.report import build_report, write_report
+from tests.telemetry.logs import event_log, two_facts, two_metrics, two_updates
+
+
+@pytest.fixture(scope='module')
+def report() -> dict[str, Any]:
+    return build_report(two_updates(), two_metrics(), two_facts())
+
+
+def test_the_keys_are_the_contract(report: dict[str, Any]):
+    def keys(value: Any) -> Any:
+        return {name: keys(entry) for name, entry in value.items()} if isinstance(value, dict) else None
+
+    interval = dict.fromkeys(('mean', 'low', 'high', 'n'))
+    expected = {
+        'groups': {'drawn': None, 'trained': None, 'dropped': {'over_age': None}},
+        'tokens': dict.fromkeys(('generated', 'trained')),
+        'reward': dict.fromkeys(('first', 'last')),
+        'accuracy': {
+            'greedy': {'before': interval, 'after': interval},
+            'sampled': {'before': interval, 'after': interval, 'gain': interval},
+        },
+        'most_frequent_answer_share': dict.fromkeys(('before', 'after')),
+        'token_age': dict.fromkeys(('mean', 'max')),
+        'versions_per_trajectory': dict.fromkeys(('mean', 'max')),
+        'publish_pause_seconds': dict.fromkeys(('median', 'max')),
+        'mismatch': dict.fromkeys(('mean', 'max', 'exact_share', 'n')),
+        'throughput': dict.fromkeys(('generate_tokens_per_second', 'train_tokens_per_second')),
+        'busy': dict.fromkeys(('rollout', 'learner')),
+        'time': dict.fromkeys(('generate', 'train', 'publish', 'ideal', 'achieved', 'ideal_rule')),
+        'event_loop_lag_seconds': {'max': None},
+        'versions': {'jax': None},
+        'hardware': {'cores': None, 'platform': None},
+    }
+    plain = (
+        'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
+        'git_commit config seed eta clock window_seconds cause_of_gap warnings'
+    )
+    assert keys(report) == expected | dict.fromkeys(plain.split())
+
+
+def test_groups_tokens_reward(report: dict[str, Any]):
+    # draws 0..3: two trained, one dropped, one still pending; tokens 8 + 8 + 4 + 3, the evaluations' 200 left out
+    assert (report['steps'], report['wall_seconds']) == (2, 40.0)
+    assert report['groups'] == {'drawn': 4, 'trained': 2, 'dropped': {'over_age': 1}}
+    assert report['tokens'] == {'generated': 23, 'trained': 16}
+    assert report['reward'] == {'first': 0.25, 'last': 0.75}
+
+
+def test_accuracy(report: dict[str, Any]):
+    # greedy 1 of 3, then 3 of 3; sampled means (.5 + 0 + 0) / 3 = 1/6 and (1 + 0 + 1) / 3 = 2/3; gain 1/2
+    accuracy = report['accuracy']
+    assert accuracy['greedy']['before']['mean'] == pytest.approx(1 / 3)
+    assert accuracy['greedy']['after']['mean'] == 1.0
+    assert accuracy['greedy']['after']['high'] == 1.0
+    assert accuracy['sampled']['before']['mean'] == pytest.approx(1 / 6)
+    assert accuracy['sampled']['after']['mean'] == pytest.approx(2 / 3)
+    assert accuracy['sampled']['gain']['mean'] == pytest.approx(1 / 2)
+    assert accuracy['sampled']['gain']['high'] == pytest.approx(1 / 2 + 1.242069, abs=1e-6)  # see test_statistics
+    assert report['most_frequent_answer_share'] == {'before': 0.5, 'after': 0.6}
+
+
+def test_staleness_and_interruption(report: dict[str, Any]):
+    # 12 tokens of age 0 and 4 of age 1: 4 / 16; versions 1 and 2 with one group each; pauses .5 and .1
+    assert report['token_age'] == {'mean': 0.25, 'max': 1}
+    assert report['versions_per_trajectory'] == {'mean': 1.5, 'max': 2}
+    assert (report['interruptions'], report['steps_with_interruption']) == (1, 1)
+    assert report['publish_pause_seconds'] == pytest.approx({'median': 0.3, 'max': 0.5})
+
+
+def test_mismatch_is_weighted_by_tokens(report: dict[str, Any]):
+    # (10 * .04 + 30 * .08) / 40 = .07, (10 * .5 + 30 * .9) / 40 = .8
+    assert report['mismatch'] == pytest.approx({'mean': 0.07, 'max': 0.5, 'exact_share': 0.8, 'n': 40})
+
+
+def test_mismatch_of_no_token_is_null():
+    metrics = [{**line, 'mismatch/n': 0.0} for line in two_metrics()]
+    found = build_report(two_updates(), metrics, two_facts())
+    assert found['mismatch'] == {'mean': None, 'max': None, 'exact_share': None, 'n': 0}
+    assert any('mismatch' in warning for warning in found['warnings'])
+
+
+def test_rates_and_time(report: dict[str, Any]):
+    # window 20 s: 23 / 20 and 16 / 20 tokens a second; lanes and ideal: see test_limit
+    assert report['window_seconds'] == 20
+    assert report['throughput'] == pytest.approx({'generate_tokens_per_second': 1.15, 'train_tokens_per_second': 0.8})
+    assert report['busy'] == pytest.approx({'rollout': 0.9, 'learner': 0.475})
+    assert (report['time']['ideal'], report['time']['achieved']) == (pytest.approx(8), pytest.approx(10))
+
+
+def test_evaluation_off_is_null():
+    found = build_report(two_updates(), two_metrics(), two_facts(evaluation_before=None, evaluation_after=None))
+    assert found['accuracy'] is None
+    assert found['most_frequent_answer_share'] == {'before': None, 'after': None}
+
+
+def test_a_run_that_stopped_early_has_no_gain():
+    found = build_report(two_updates(), two_metrics(), two_facts(evaluation_after=None))
+    assert found['accuracy']['greedy']['before']['n'] == 3
+    assert found['accuracy']['greedy']['after'] is None
+    assert found['accuracy']['sampled']['gain'] is None
+
+
+@pytest.mark.parametrize('events', [[], event_log((0.0, 'draw', {'draw': 0}))])
+def test_a_run_that_did_nothing_still_has_a_report(tmp_path: pathlib.Path, events: list[dict[str, Any]]):
+    (tmp_path / 'events.jsonl').write_text(''.join(json.dumps(event) + '\n' for event in events))
+    found = write_report(tmp_path, two_facts(evaluation_before=None, evaluation_after=None))
+    assert (found['steps'], found['tokens']['generated']) == (0, 0)
+    assert (found['token_age']['max'], found['time']['achieved'], found['busy']['learner']) == (None, None, None)
+    assert '![' not in (tmp_path / 'report.md').read_text()
+
+
+def _write_logs(workdir: pathlib.Path) -> None:
+    (workdir / 'events.jsonl').write_text(''.join(json.dumps(event) + '\n' for event in two_updates()))
+    (workdir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in two_metrics()))
+
+
+def test_the_page_tells_the_run(tmp_path: pathlib.Path):
+    _write_logs(tmp_path)
+    write_report(tmp_path, two_facts(), plots=False)
+    page = (tmp_path / 'report.md').read_text()
+    for expected in (
+        '`configs/two.py`, seed 7, eta 1, real clock: 2 updates in 40 s of wall time',
+        'cores 2, platform Linux',
+        '| held-out accuracy, sampled | 0.167 [',
+        '| +0.500 [-0.742, +1.742] (n = 3) |',
+        '| achieved | 10 (80% of what was possible) |',
+        '| dropped: over_age | 1 |',
+        '- 1 of 4 groups were dropped',
+        'of the gap of 2 s',
+        '3.00 GiB',
+        'jax 0.10.2',
+    ):
+        assert expected in page
+    assert '![' not in page
+    assert json.loads((tmp_path / 'report.json').read_text())['steps'] == 2
+    assert json.loads((tmp_path / 'timeline.json').read_text())['traceEvents']
+
+
+def test_the_entry_rebuilds_what_was_deleted(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    _write_logs(tmp_path)
+    two_facts().save(tmp_path)
+    written = write_report(tmp_path)
+    for name in ('report.json', 'report.md', 'timeline.json', 'plots/slots.png'):
+        (tmp_path / name).unlink()
+    assert main_report.main([f'--workdir={tmp_path}']) == 0
+    assert capsys.readouterr().out.strip() == f'{tmp_path}/report.md'
+    assert json.loads((tmp_path / 'report.json').read_text()) == written
+    assert (tmp_path / 'plots/slots.png').stat().st_size > 0
+
+
+def test_the_entry_says_what_is_missing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    assert main_report.main([f'--workdir={tmp_path}']) == 1
+    assert 'facts.json does not exist' in capsys.readouterr().err
+
+
+def test_telemetry_loads_nothing_heavy():
+    program = (
+        'import pkgutil, importlib, sys, areal_jax.telemetry as t, areal_jax.main_report\n'
+        'for m in pkgutil.iter_modules(t.__path__): importlib.import_module(f"areal_jax.telemetry.{m.name}")\n'
+        'heavy = {"jax", "jaxlib", "flax", "matplotlib", "tensorboardX", "psutil", "scipy"} & set(sys.modules)\n'
+        'assert not heavy, heavy\n'
+        'assert "areal_jax.telemetry.plots" in sys.modules'
+    )
+    subprocess.run([sys.executable, '-c', program], check=True)
