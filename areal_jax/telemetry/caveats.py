@@ -35,14 +35,15 @@ def find_caveats(events: Sequence[Event], metrics: Records, report: Mapping[str,
 
 
 def sits_at_bound(metrics: Records, eta: float) -> bool:
-    """Whether every update that could hold tokens of age eta holds (nearly) nothing else.
+    """Whether every update in the second half of the run holds (nearly) nothing but tokens of age eta.
 
-    Update u trains at version u - 1, so tokens of age eta exist from update eta + 1 on.
+    Update u trains at version u - 1, so tokens of age eta exist from update eta + 1 on: earlier ones do not count.
     """
     if not math.isfinite(eta) or eta < 1:
         return False
     age = int(eta)
-    histograms = [m.get(names.TOKEN_AGE_HISTOGRAM) for m in metrics if m[names.STEP] > age]
+    late = metrics[len(metrics) // 2 :]
+    histograms = [m.get(names.TOKEN_AGE_HISTOGRAM) for m in late if m[names.STEP] > age]
     trained = [counts for counts in histograms if counts and sum(counts)]
     return bool(trained) and all(
         len(counts) > age and counts[age] >= AT_BOUND_SHARE * sum(counts) for counts in trained
@@ -74,7 +75,7 @@ def _at_bound(metrics: Records, eta: float) -> str:
     if not sits_at_bound(metrics, eta):
         return ''
     return (
-        f'Every update from {int(eta) + 1} on trained on tokens exactly eta = {eta:g} versions old: generation '
+        f'In the second half of the run every trained token was exactly eta = {eta:g} versions old: generation '
         'outpaces training and the pipeline sits at its bound, so a smaller eta should '
         'give fresher data at the same speed.'
     )

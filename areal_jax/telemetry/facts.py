@@ -29,7 +29,9 @@ class RunFacts:
     seed: int
     eta: float  # staleness.eta; inf = unbounded
     clock: str = 'real'  # 'real' | 'virtual'
-    wall_seconds: float | None = None  # of the whole run on a wall clock; None = span of the event log
+    wall_seconds: float | None = (
+        None  # of the whole run on a wall clock; None = span of the event log, if its clock is real
+    )
     evaluation_before: EvaluationScores | None = None
     evaluation_after: EvaluationScores | None = None
     compilations: int = 0  # XLA programs compiled after warm-up

@@ -39,11 +39,13 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
 
 def _what_ran(report: Report) -> str:
     hardware = ', '.join(f'{name} {value}' for name, value in report['hardware'].items()) or 'hardware not recorded'
+    seconds = report['wall_seconds']
+    wall = '' if seconds is None else f' in {format_number(seconds)} s of wall time'
     eta = 'unbounded' if report['eta'] is None else format_number(report['eta'])
     return (
         f'`{report["config"]}`, seed {report["seed"]}, eta {eta}, {report["clock"]} clock: '
-        f'{report["steps"]} updates in {format_number(report["wall_seconds"])} s of wall time '
-        f'({format_number(report["window_seconds"])} s from the first admission to the last '
+        f'{report["steps"]} updates{wall} '
+        f'({format_number(report["window_seconds"])} clock seconds from the first admission to the last '
         'publication without evaluation). '
         f'On {hardware}. Commit `{report["git_commit"]}`, weights `{(report["weights_sha256"] or "none")[:16]}`.'
     )

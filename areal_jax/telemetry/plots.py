@@ -76,15 +76,17 @@ def plot_token_age(metrics: Records, eta: float | None, path: pathlib.Path) -> b
     axes = figure.add_subplot()
     mesh = axes.pcolormesh(
         np.append(steps, steps[-1] + 1) - 0.5, np.arange(ages + 1) - 0.5, np.ma.masked_equal(share, 0),
-        cmap='cividis_r', vmin=0, vmax=1, edgecolors='white', linewidth=0.5,
+        cmap='Blues', vmin=0, vmax=1, edgecolors='white', linewidth=0.5,
     )  # fmt: skip
     mean = (share * np.arange(ages)[:, None]).sum(0)
     axes.plot(steps, mean, 'o-', color=RED, markersize=4, linewidth=1.5, label='mean age')
     if eta is not None and math.isfinite(eta) and eta <= ages + 1:
-        axes.axhline(eta, color='black', linestyle=':', linewidth=1.5, label=f'eta = {eta:g}')
+        label = f'above: more than eta = {eta:g} versions behind'
+        axes.axhline(int(eta) + 0.5, color='black', linestyle='--', linewidth=1.5, label=label)
+        axes.set_ylim(-0.5, max(ages - 0.5, int(eta) + 0.6))
     figure.colorbar(mesh, ax=axes, label="share of the update's tokens", pad=0.02)
-    axes.legend(loc='upper left', bbox_to_anchor=(0, 1.12), ncols=2, frameon=False)
-    _label(axes, 'Age of the trained tokens', 'update', 'age (versions behind)')
+    axes.legend(loc='lower right', bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+    _label(axes, 'Age of the trained tokens', 'update', 'age (versions behind)', side='left')
     _whole_ticks(axes.xaxis)
     _whole_ticks(axes.yaxis)
     _save(figure, path)
@@ -102,25 +104,28 @@ def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     start, end = shown_span(spans, events)
     spans = [span for span in spans if span.end > start and span.start < end]
     from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm
 
-    rows = {key: row for row, key in enumerate(sorted({(span.engine, span.slot) for span in spans})[:MAX_SLOTS])}
+    keys = sorted({(span.engine, span.slot) for span in spans})
+    rows = {key: row for row, key in enumerate(keys[:MAX_SLOTS])}
     versions = range(min(span.version for span in spans), max(span.version for span in spans) + 1)
     colormap = colormaps['viridis'].resampled(len(versions))
     norm = BoundaryNorm([version - 0.5 for version in (*versions, versions[-1] + 1)], len(versions))
     figure = _figure(2.2 + 0.24 * max(8, len(rows)))
     axes = figure.add_subplot()
     _draw_spans(axes, [span for span in spans if (span.engine, span.slot) in rows], rows, colormap, norm)
-    _draw_publications(axes, events, start, end, len(rows))
+    _draw_publications(axes, events, start, end)
     _draw_interruptions(axes, spans, rows)
     axes.set(xlim=(start, end), ylim=(len(rows) - 0.4, -0.6))
     axes.set_yticks(range(len(rows)), [f'{engine} slot {slot}' for engine, slot in rows], fontsize=8)
-    _label(axes, 'Requests in the decoding slots', 'clock time (s)', '', pad=26)
-    mappable = _mappable(norm, colormap)
-    figure.colorbar(mappable, ax=axes, ticks=list(versions), label='policy version of the tokens', pad=0.02)
-    axes.legend(
-        loc='upper center', bbox_to_anchor=(0.5, -0.55 / figure.get_size_inches()[1] * 2), ncols=3, frameon=False
+    part = '' if start == min(span.start for span in spans) else ', middle of the run'
+    part += f', {MAX_SLOTS} of {len(keys)} slots' if len(keys) > MAX_SLOTS else ''
+    _label(axes, f'Requests in the decoding slots{part}', 'clock time (s)', '', pad=26)
+    figure.colorbar(
+        ScalarMappable(norm, colormap), ax=axes, ticks=list(versions), label='policy version of the tokens', pad=0.02
     )
+    figure.legend(loc='outside lower center', ncols=2, frameon=False)
     _save(figure, path)
     return True
 
@@ -155,7 +160,7 @@ def _draw_spans(
     )  # fmt: skip
 
 
-def _draw_publications(axes: Any, events: Sequence[Event], start: float, end: float, rows: int) -> None:
+def _draw_publications(axes: Any, events: Sequence[Event], start: float, end: float) -> None:
     published = [e for e in events if e['kind'] == 'publish' and start <= e['time'] <= end]
     for index, event in enumerate(published):
         label = 'weights published' if index == 0 else None
@@ -218,14 +223,8 @@ def _figure(height: float) -> Any:
     return figure
 
 
-def _mappable(norm: Any, colormap: Any) -> Any:
-    from matplotlib.cm import ScalarMappable
-
-    return ScalarMappable(norm, colormap)
-
-
-def _label(axes: Any, title: str, x: str, y: str, pad: float = 8) -> None:
-    axes.set_title(title, fontsize=13, loc='center', pad=pad)
+def _label(axes: Any, title: str, x: str, y: str, pad: float = 8, side: str = 'center') -> None:
+    axes.set_title(title, fontsize=13, loc=side, pad=pad)
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
     axes.spines[['top', 'right']].set_visible(False)

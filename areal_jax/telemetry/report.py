@@ -57,7 +57,7 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
     limit = measure_limit(events, len(metrics), facts)
     report = {
         'steps': len(metrics),
-        'wall_seconds': facts.wall_seconds if facts.wall_seconds is not None else _span(events),
+        'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
         'groups': _groups(events),
         'tokens': {'generated': _generated(training), 'trained': _total(metrics, names.TOKENS_TRAINED)},
         'reward': _ends(metrics, names.REWARD_MEAN),

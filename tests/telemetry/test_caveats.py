@@ -21,6 +21,7 @@ def _ages(*histograms: list[int]) -> list[dict[str, Any]]:
 def test_the_pipeline_sits_at_its_bound():
     # eta = 2: updates 1 and 2 cannot hold tokens of age 2; from the third on nothing else
     assert sits_at_bound(_ages([5], [0, 5], [0, 0, 5], [0, 0, 5]), eta=2)
+    assert sits_at_bound(_ages([5], [0, 5], [0, 1, 4], [0, 0, 5], [0, 0, 5], [0, 0, 5]), eta=2)  # from the 4th on
     assert not sits_at_bound(_ages([5], [0, 5], [0, 0, 5], [0, 1, 4]), eta=2)
     assert not sits_at_bound(_ages([5], [5], [5], [5]), eta=2)
     assert not sits_at_bound(_ages([5], [0, 5]), eta=2)  # too short to tell
