@@ -144,6 +144,108 @@ def flatten(config: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, 
             yield path, value
 
 
+def validate(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for what cannot run, naming the fields, their values and the fix."""
+    for problem in _problems(config.copy_and_resolve_references()):
+        raise ConfigError(problem)
+
+
+CHOICES = {
+    'run.clock': ('real', 'virtual'),
+    'model.source': ('random', 'gguf'),
+    'task.verifier': ('process', 'inline'),
+    'rollout.kv_policy': ('recompute', 'keep'),
+    'staleness.over_age': ('off', 'drop', 'mask'),
+    'learner.packing': ('shared_prompt', 'ordinary'),
+    'learner.accumulate': ('dispatch', 'scan'),
+    'loss.proximal': ('recompute', 'loglinear', 'behavior'),
+    'loss.advantage': ('group', 'group_mean', 'rloo'),
+    'loss.aggregation': ('token_mean', 'sequence_mean'),
+    'optimizer.name': ('adamw', 'sgd'),
+    'publication.channel': ('device', 'files'),
+}
+AT_LEAST_ONE = (
+    *('run.steps', 'rollout.engines', 'rollout.slots', 'rollout.decode_steps', 'rollout.group_size'),
+    *('rollout.max_running_groups', 'rollout.max_new_tokens', 'buffer.capacity', 'learner.groups_per_update'),
+    *('learner.n_minibatches', 'learner.rows_per_microbatch', 'mesh.data', 'mesh.fsdp', 'checkpoint.keep'),
+    *('task.verifier_workers', 'task.verifier_attempts'),
+)
+
+
+def _problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    values = dict(flatten(c))
+    for path, choices in CHOICES.items():
+        if values[path] not in choices:
+            yield f'{path}={values[path]!r} is not known; use one of {", ".join(choices)}'
+    for path in AT_LEAST_ONE:
+        if values[path] < 1:
+            yield f'{path}={values[path]} must be at least 1'
+    if values['rollout.temperature'] <= 0:
+        yield f'rollout.temperature={c.rollout.temperature} must be above 0: training needs a sampled policy'
+    if not 0 < c.rollout.top_p <= 1 or c.rollout.top_k < 0:
+        yield f'rollout.top_p={c.rollout.top_p}, rollout.top_k={c.rollout.top_k}: use 0 < top_p <= 1 and top_k >= 0'
+    if c.staleness.eta < 0:
+        yield f'staleness.eta={c.staleness.eta} must be at least 0; 0 is synchronous'
+    yield from _combination_problems(c)
+
+
+def _combination_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Pairs of fields, each legal alone, that cannot go together."""
+    lock_step = c.staleness.schedule != 'natural'
+    if lock_step and c.staleness.eta != default_config().staleness.eta:
+        yield (
+            f'staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.eta='
+            f'{c.staleness.eta} would not be used; remove one of them'
+        )
+    if lock_step and c.checkpoint.every:
+        yield (
+            f'staleness.schedule={c.staleness.schedule!r} needs a ring of versions that a checkpoint does not hold; '
+            f'set checkpoint.every=0 (it is {c.checkpoint.every}) or staleness.schedule=natural'
+        )
+    if (c.staleness.over_age == 'off') != (c.staleness.max_token_age is None):
+        yield (
+            f'staleness.max_token_age={c.staleness.max_token_age} and staleness.over_age={c.staleness.over_age!r} go '
+            'together: set a bound and drop or mask, or neither'
+        )
+    if c.rollout.group_size < 2 and c.learner.filter_equal_rewards:
+        yield (
+            f'rollout.group_size={c.rollout.group_size} with loss.advantage={c.loss.advantage!r} gives every answer '
+            'the advantage 0; use rollout.group_size >= 2'
+        )
+    if c.buffer.capacity < c.learner.groups_per_update:
+        yield (
+            f'buffer.capacity={c.buffer.capacity} can never hold learner.groups_per_update='
+            f'{c.learner.groups_per_update} groups; raise the capacity'
+        )
+    if c.rollout.max_new_tokens >= c.rollout.context_tokens:
+        yield (
+            f'rollout.max_new_tokens={c.rollout.max_new_tokens} leaves no room for a prompt in rollout.context_tokens='
+            f'{c.rollout.context_tokens}; raise the context'
+        )
+    if max(c.rollout.prefill_buckets) < c.rollout.context_tokens - 1:
+        yield (
+            f'rollout.prefill_buckets={tuple(c.rollout.prefill_buckets)} must hold an unfinished answer: raise the '
+            f'largest to rollout.context_tokens - 1 = {c.rollout.context_tokens - 1}'
+        )
+    if c.learner.row_tokens < c.rollout.context_tokens:
+        yield (
+            f'learner.row_tokens={c.learner.row_tokens} must hold one trajectory of rollout.context_tokens='
+            f'{c.rollout.context_tokens}; raise it'
+        )
+    if c.learner.row_loss_tokens < c.rollout.max_new_tokens:
+        yield (
+            f'learner.row_loss_tokens={c.learner.row_loss_tokens} must hold one answer of rollout.max_new_tokens='
+            f'{c.rollout.max_new_tokens}; raise it'
+        )
+    if c.learner.rows_per_microbatch % (c.mesh.data * c.mesh.fsdp):
+        yield (
+            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of mesh.data * mesh.fsdp '
+            f'= {c.mesh.data * c.mesh.fsdp}'
+        )
+    if c.model.source == 'gguf' and not c.model.path:
+        yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
+
+
 class TrackedConfig:
     """A read-only view of a resolved config that remembers which fields were read."""
 

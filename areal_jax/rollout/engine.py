@@ -116,6 +116,11 @@ class Engine:
         self._parked = clock.event(f'{name}: paused')
         self._resumed = clock.event(f'{name}: resumed')
 
+    @property
+    def params(self) -> Any:
+        """The weights in use."""
+        return self._weights.params
+
     # What the pool calls.
 
     def start(self, supervisor: Supervisor) -> None:

@@ -41,6 +41,12 @@ class Pool:
         for engine in self.engines.values():
             await engine.paused()
 
+    def cancel_all(self) -> None:
+        """Forget every open request."""
+        for engine in self.engines.values():
+            for request in engine.open_requests():
+                engine.cancel(request.request_id)
+
     def resume(self) -> None:
         for engine in self.engines.values():
             engine.resume()

@@ -35,8 +35,10 @@ class RealClock(LoopClock):
     def now(self) -> float:
         return self._now
 
-    def reset_lag(self) -> None:
-        """Forget the lag of the warm-up."""
+    def restart(self) -> None:
+        """Time goes on from here: what was spent since the clock was made (building, compiling) does not count."""
+        self._origin = time.monotonic() - self._now
+        self._last_release = time.monotonic()
         self.max_lag_s, self.longest_lag_work = 0.0, ''
 
     def _begin(self, interval: Interval) -> None:

@@ -1,0 +1,219 @@
+"""From a config to the parts of a run. Each function reads the fields that its part uses, and only those."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax.config import ConfigError, TrackedConfig
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.controller import LoopSettings
+from areal_jax.control.events import EventLog
+from areal_jax.control.gate import StalenessGate
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.optimizer import make_optimizer
+from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.models.gguf import find_package_file, load_gguf
+from areal_jax.publication.device import DeviceChannel
+from areal_jax.publication.files import FilesChannel
+from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.sharding.mesh import make_mesh
+from areal_jax.tasks.registry import make_task, value_names
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.token_reversal import characters
+from areal_jax.tasks.tokenizer import CharacterTokenizer, GgufTokenizer, Tokenizer
+from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
+from areal_jax.types import SamplingParams
+
+
+@dataclasses.dataclass
+class Model:
+    """A decoder with its initial weights and its tokenizer."""
+
+    decoder: Decoder
+    params: Any
+    tokenizer: Tokenizer
+
+
+def build_model(config: TrackedConfig) -> Model:
+    """Weights and tokenizer as model.source says; raises TokenizerError when the two do not fit."""
+    if config.model.source == 'gguf':
+        path = config.model.path
+        file = find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
+        model_config, params, fields = load_gguf(file)
+        model = Model(Decoder(model_config), params, GgufTokenizer(fields))
+    else:
+        tokenizer = CharacterTokenizer(characters(config.task.symbols))
+        decoder = Decoder(_random_shape(config, tokenizer.vocab_size))
+        model = Model(decoder, decoder.init(config.run.seed, config.model.init_scale), tokenizer)
+    model.tokenizer.fits(model.decoder.config.vocab_size)
+    return model
+
+
+def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size,
+        d_model=config.model.d_model,
+        n_layers=config.model.n_layers,
+        n_heads=config.model.n_heads,
+        n_kv_heads=config.model.n_kv_heads,
+        head_dim=config.model.head_dim,
+        d_ff=config.model.d_ff,
+        rope_theta=config.model.rope_theta,
+        context_tokens=config.rollout.context_tokens,
+    )
+
+
+def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+    """The task, once a prompt of it is known to fit the engines' context."""
+    name = config.task.name
+    task = make_task(name, tokenizer, **{field: getattr(config.task, field) for field in value_names(name)})
+    longest = max(len(prompt.tokens) for prompt in task.held_out(64, 0))
+    room = config.rollout.context_tokens - config.rollout.max_new_tokens
+    if longest > room:
+        raise ConfigError(
+            f'a prompt of task.name={name!r} has {longest} tokens, but rollout.context_tokens='
+            f'{config.rollout.context_tokens} less rollout.max_new_tokens={config.rollout.max_new_tokens} leaves '
+            f'{room}; raise rollout.context_tokens to at least {longest + config.rollout.max_new_tokens}'
+        )
+    return task
+
+
+def build_log_and_clock(
+    config: TrackedConfig, path: pathlib.Path, next_seq: int, start_s: float
+) -> tuple[EventLog, LoopClock]:
+    log = EventLog(path, next_seq)
+    engines = {engine_name(index): 1 for index in range(config.rollout.engines)}
+    lanes = engines | {'learner': 1, 'reward': config.task.verifier_workers, 'publish': 1, 'disk': 1}
+    if config.run.clock == 'real':
+        return log, RealClock(lanes, log, config.run.stall_timeout_s, start_s)
+    prices = config.virtual
+    per_unit = {
+        'decode': prices.decode_step_s,
+        'prefill': prices.prefill_token_s,
+        'train': prices.train_token_s,
+        **dict.fromkeys(('publish', 'load', 'snapshot'), prices.publish_s),
+        'reward': prices.reward_s,
+        'save': prices.save_s,
+    }
+    return log, VirtualClock(lanes, log, per_unit, start_s)
+
+
+def engine_name(index: int) -> str:
+    return f'engine/{index}'
+
+
+def build_verifier(
+    config: TrackedConfig, clock: LoopClock, task: Task, decode: Callable[[np.ndarray], str]
+) -> ProcessVerifier | InlineVerifier:
+    if config.task.verifier == 'inline':
+        return InlineVerifier(task.score, decode)
+    return ProcessVerifier(
+        clock,
+        task.scorer,
+        decode,
+        workers=config.task.verifier_workers,
+        deadline_s=config.task.verifier_deadline_s,
+        attempts=config.task.verifier_attempts,
+    )
+
+
+def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
+    optimizer = config.optimizer
+    adam = {'b1': optimizer.b1, 'b2': optimizer.b2, 'eps': optimizer.eps} if optimizer.name == 'adamw' else {}
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
+    learner, loss = config.learner, config.loss
+    return SpmdLearner(
+        model.decoder,
+        model.params,
+        mesh,
+        optimizer=make_optimizer(
+            optimizer.name,
+            **adam,
+            weight_decay=optimizer.weight_decay,
+            clip_norm=optimizer.clip_norm,
+            warmup_steps=optimizer.warmup_steps,
+        ),
+        learning_rate=optimizer.learning_rate,
+        row_tokens=learner.row_tokens,
+        row_loss_tokens=learner.row_loss_tokens,
+        rows_per_microbatch=learner.rows_per_microbatch,
+        n_minibatches=learner.n_minibatches,
+        packing=learner.packing,
+        accumulate=learner.accumulate,
+        max_microbatches=learner.groups_per_update * config.rollout.group_size,
+        filter_equal_rewards=learner.filter_equal_rewards,
+        advantage=loss.advantage,
+        temperature=config.rollout.temperature,
+        clip_epsilon=loss.clip_epsilon,
+        clip_epsilon_high=loss.clip_epsilon_high,
+        proximal=loss.proximal,
+        behavior_weight_cap=loss.behavior_weight_cap,
+        aggregation=loss.aggregation,
+        entropy_coefficient=loss.entropy_coefficient,
+        max_token_age=config.staleness.max_token_age,
+        over_age=config.staleness.over_age,
+        strategy=config.mesh.strategy,
+    )
+
+
+def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
+    verify = config.publication.verify
+    if config.publication.channel == 'device':
+        device = jax.local_devices()[0]
+        return DeviceChannel(jax.sharding.SingleDeviceSharding(device), verify=verify)
+    directory = pathlib.Path(config.publication.directory or workdir / 'publication')
+    return FilesChannel(directory, decoder.config, verify=verify)
+
+
+def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
+    rollout = config.rollout
+    return JaxDecodeBackend(
+        decoder,
+        slots=rollout.slots,
+        context_tokens=rollout.context_tokens,
+        prefill_buckets=tuple(rollout.prefill_buckets),
+        decode_steps=rollout.decode_steps,
+        filtered=rollout.top_k > 0 or rollout.top_p < 1,
+    )
+
+
+def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        stop_tokens=(tokenizer.eos_id,),
+    )
+
+
+def build_gate(config: TrackedConfig) -> StalenessGate:
+    lock_step = config.staleness.schedule != 'natural'
+    batch = config.learner.groups_per_update
+    return StalenessGate(
+        groups_per_update=batch,
+        eta=float('inf') if lock_step else config.staleness.eta,
+        max_running=config.rollout.max_running_groups,
+        buffer_capacity=config.buffer.capacity,
+        max_admitted=config.run.steps * batch,
+    )
+
+
+def build_settings(config: TrackedConfig) -> LoopSettings:
+    return LoopSettings(
+        steps=config.run.steps,
+        group_size=config.rollout.group_size,
+        groups_per_update=config.learner.groups_per_update,
+        max_token_age=config.staleness.max_token_age,
+        over_age=config.staleness.over_age,
+        checkpoint_every=config.checkpoint.every,
+    )

@@ -1,0 +1,22 @@
+"""Errors that are the user's to mend: one sentence, no traceback."""
+
+from __future__ import annotations
+
+from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.config import ConfigError
+from areal_jax.control.clocks.loop import CallDeadlineError, StallError
+from areal_jax.models.gguf import GgufError
+from areal_jax.publication.errors import PublicationError
+from areal_jax.tasks.tokenizer import TokenizerError
+from areal_jax.tasks.verifier import VerifierError
+
+USER_ERRORS = (
+    ConfigError,
+    CheckpointError,
+    CallDeadlineError,
+    StallError,
+    GgufError,
+    PublicationError,
+    TokenizerError,
+    VerifierError,
+)

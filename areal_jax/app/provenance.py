@@ -1,0 +1,42 @@
+"""Where a run came from: commit, package versions, hardware."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+PACKAGES = ('areal_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'ml_collections')
+
+
+def git_commit() -> str | None:
+    """The commit of the source tree, '-dirty' when it has changes; None outside a checkout."""
+    root = pathlib.Path(__file__).parents[2]
+    command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of the packages that decide what a run computes, and of Python."""
+    versions = {'python': platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def hardware() -> dict[str, Any]:
+    """Cores this process may use, instruction set and accelerator."""
+    import jax
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    return {'cores': cores, 'machine': platform.machine(), 'devices': [str(d) for d in jax.local_devices()]}

@@ -1,0 +1,303 @@
+"""One run from a config to its report: build, warm up, evaluate, loop, evaluate, report."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import platform
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import config_dict
+
+from areal_jax.app import build
+from areal_jax.app.alone import alone_seconds
+from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.observer import StepObserver
+from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.app.run_state import decode_snapshot, encode_snapshot
+from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.config import ConfigError, TrackedConfig, flatten, validate
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.controller import Controller
+from areal_jax.control.events import truncate_events
+from areal_jax.control.schedule import VersionRing, parse_schedule
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.publication.manifest import weights_sha256
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.telemetry.events import lane_intervals, load_events, window
+from areal_jax.telemetry.facts import EvaluationScores, RunFacts
+from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.progress import Progress
+from areal_jax.telemetry.report import write_report
+from areal_jax.telemetry.resources import ResourceSampler
+
+EVALUATIONS = 'evaluations.json'
+
+
+class Session:
+    """Everything of one run. Use `train`; the parts are attributes so that a test can look at them.
+
+    Args:
+      config: as an experiment file gives it, overrides applied.
+      workdir: where the run leaves what it leaves.
+      resume: go on from the newest checkpoint in the workdir.
+      source: where the config came from, for the report.
+    """
+
+    def __init__(
+        self, config: config_dict.ConfigDict, workdir: pathlib.Path, *, resume: bool = False, source: str = ''
+    ):
+        validate(config)
+        self.started = time.monotonic()
+        self.workdir, self._source, self._resume = workdir, source, resume
+        self.config = TrackedConfig(config)
+        self._prepare_workdir(config)
+        self._store = CheckpointStore(workdir / 'checkpoints', keep=self.config.checkpoint.keep)
+        self.resources, self.compilations = ResourceSampler(), CompilationCounter()
+        self.version_at_start = 0
+        self._build()
+
+    # Building, in the order in which parts need each other.
+
+    def _build(self) -> None:
+        config = self.config
+        self.resources.start()
+        self.compilations.__enter__()
+        model = build.build_model(config)
+        task = build.build_task(config, model.tokenizer)
+        snapshot, arrays = self._load_checkpoint(model)
+        log_path = self.workdir / 'events.jsonl'
+        next_seq = snapshot['next_seq'] if snapshot else 0
+        truncate_events(log_path, next_seq)
+        start_s = snapshot['clock_s'] if snapshot else 0.0
+        self.log, self.clock = build.build_log_and_clock(config, log_path, next_seq, start_s)
+        self.verifier = build.build_verifier(config, self.clock, task, model.tokenizer.decode)
+        self.verifier.start()
+        self.supervisor = Supervisor(self.clock)
+        self.learner = build.build_learner(config, model)
+        model.params = None  # the learner has its copy
+        if arrays is not None:
+            self.learner.restore(arrays)
+            del arrays
+        self._channel = build.build_channel(config, self.workdir, model.decoder)
+        ring, engines = self._build_engines(model)
+        self.pool = Pool(engines, self.log)
+        self._engines = engines
+        sampling = build.build_sampling(config, model.tokenizer)
+        seed = config.run.seed
+        self.metrics = MetricsWriter(self.workdir, config.telemetry.tensorboard)
+        self.metrics.truncate(self.version_at_start)
+        self.observer = StepObserver(
+            self.metrics, self._progress(start_s), self.compilations, self.resources.cpu_seconds, start_s
+        )
+        self.log.listeners.append(self.observer.on_event)
+        self.controller = Controller(
+            build.build_settings(config),
+            clock=self.clock,
+            log=self.log,
+            supervisor=self.supervisor,
+            stream=task.prompts('train', seed),
+            pool=self.pool,
+            workflow=SingleTurn(self.pool, sampling, seed),
+            verifier=self.verifier,
+            learner=self.learner,
+            channel=self._channel,
+            gate=build.build_gate(config),
+            ring=ring,
+            update_tokens=self.learner.update_tokens,
+            on_step=self.observer.on_step,
+            save_checkpoint=self._save_checkpoint,
+        )
+        if snapshot:
+            self.controller.restore(snapshot)
+        self._build_evaluator(task, sampling, seed, model)
+        self._plots = config.telemetry.plots
+        self._compilation_budget = config.run.compilation_budget
+        config.require_all_read()
+
+    def _build_engines(self, model: build.Model) -> tuple[VersionRing | None, list[Engine]]:
+        config, version = self.config, self.version_at_start
+        published = self._channel.transfer(version, self.learner.publish(version))
+        schedule = parse_schedule(config.staleness.schedule, config.run.seed)
+        ring = VersionRing(schedule) if schedule else None
+        if ring:
+            ring.add(published)
+        backend = build.build_backend(config, model.decoder)
+        engines = [
+            Engine(
+                build.engine_name(index),
+                backend,
+                self.clock,
+                self.log,
+                receive=self._channel.receive,
+                version=version,
+                params=self._channel.receive(published),
+                kv_policy=config.rollout.kv_policy,
+                decode_steps=config.rollout.decode_steps,
+            )
+            for index in range(config.rollout.engines)
+        ]
+        self._backend = backend
+        return ring, engines
+
+    def _build_evaluator(self, task: Any, sampling: Any, seed: int, model: build.Model) -> None:
+        evaluation = self.config.evaluation
+        self.evaluator = None
+        if evaluation.problems:
+            self.evaluator = Evaluator(
+                pool=self.pool,
+                verifier=self.verifier,
+                clock=self.clock,
+                supervisor=self.supervisor,
+                log=self.log,
+                problems=task.held_out(evaluation.problems, seed),
+                sampling=sampling,
+                samples=evaluation.samples,
+                seed=seed,
+                decode=model.tokenizer.decode,
+            )
+
+    def _progress(self, start_s: float) -> Progress | None:
+        config = self.config
+        if not config.telemetry.progress:
+            return None
+        return Progress(config.run.steps, first_step=self.version_at_start, first_time=start_s)
+
+    # Running.
+
+    def train(self) -> dict[str, Any] | None:
+        """Run to the end (the report) or to a requested stop (None; the checkpoint is saved)."""
+        try:
+            self._warm_up()
+            finished = self.clock.execute(self.supervisor.run(self._program()))
+        except BaseException as error:
+            self.log.write('error', message=f'{type(error).__name__}: {error}')
+            raise
+        finally:
+            self.close()
+        return self._report() if finished else None
+
+    def close(self) -> None:
+        """Free processes, threads and files."""
+        self.verifier.close()
+        self.metrics.close()
+        self.log.close()
+        self.resources.stop()
+        self.compilations.__exit__()
+
+    def _warm_up(self) -> None:
+        began = time.monotonic()
+        programs = self.learner.warm_up() + self._backend.warm_up(self._engines[0].params)
+        self.compilations.reset()
+        if isinstance(self.clock, RealClock):
+            self.clock.restart()
+        print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
+
+    async def _program(self) -> bool:
+        stop = self.controller.stop_requested
+        self.clock.on_signal(signal.SIGINT, stop)
+        self.clock.on_signal(signal.SIGTERM, stop)
+        for engine in self._engines:
+            engine.start(self.supervisor)
+        if self.version_at_start == 0:
+            await self._evaluate('before')
+        if not await self.controller.run():
+            return False
+        return await self._evaluate('after')
+
+    async def _evaluate(self, phase: str) -> bool:
+        """True when the evaluation is done, or none is wanted."""
+        if self.evaluator is None:
+            return True
+        scores = await self.evaluator.evaluate(phase, self.controller.stop_requested)
+        if scores is None:
+            return False
+        self._write_scores(phase, scores)
+        sampled = [score for row in scores.sampled for score in row]
+        means = sum(sampled) / max(1, len(sampled)), sum(scores.greedy) / len(scores.greedy)
+        print(f'accuracy {phase}: sampled {means[0]:.3f}, greedy {means[1]:.3f}', flush=True)
+        return True
+
+    # What stays.
+
+    def _prepare_workdir(self, config: config_dict.ConfigDict) -> None:
+        """Write config.json, or compare with the one there when resuming."""
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        path, values = self.workdir / 'config.json', self.config.as_dict()
+        if self._resume and path.exists():
+            saved, current = dict(flatten(json.loads(path.read_text()))), dict(flatten(values))
+            if different := sorted(field for field in current if saved.get(field) != current[field]):
+                changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
+                raise ConfigError(
+                    f'--resume with another config than {path}: {changes}; use the same, or a new workdir'
+                )
+        elif not self._resume and (self.workdir / 'events.jsonl').exists():
+            raise ConfigError(
+                f'{self.workdir} holds a run already: go on with --resume, or give another --workdir (or remove it)'
+            )
+        path.write_text(json.dumps(values, indent=1) + '\n')
+
+    def _load_checkpoint(self, model: build.Model) -> tuple[dict[str, Any] | None, Any]:
+        if not self._resume:
+            return None, None
+        step, arrays, run_state = self._store.restore_latest()
+        self.version_at_start = step
+        snapshot = decode_snapshot(run_state)
+        print(f'resumed after update {step} from {self.workdir / "checkpoints"}', flush=True)
+        return snapshot, arrays
+
+    def _save_checkpoint(self, step: int, arrays: Any, snapshot: Mapping[str, Any]) -> None:
+        self._store.save(step, arrays, encode_snapshot(snapshot))
+
+    def _write_scores(self, phase: str, scores: EvaluationScores) -> None:
+        path = self.workdir / EVALUATIONS
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[phase] = {
+            'greedy': scores.greedy,
+            'sampled': scores.sampled,
+            'most_frequent_answer_share': scores.most_frequent_answer_share,
+        }
+        path.write_text(json.dumps(known) + '\n')
+
+    def _read_scores(self, phase: str) -> EvaluationScores | None:
+        path = self.workdir / EVALUATIONS
+        known = json.loads(path.read_text()).get(phase) if path.exists() else None
+        if known is None:
+            return None
+        sampled = tuple(tuple(row) for row in known['sampled'])
+        return EvaluationScores(tuple(known['greedy']), sampled, known['most_frequent_answer_share'])
+
+    def _report(self) -> dict[str, Any]:
+        config = self.config
+        events = load_events(self.workdir / 'events.jsonl')
+        alone = alone_seconds(lane_intervals(events), window(events), config.run.steps)
+        lag = self.clock.max_lag_s if isinstance(self.clock, RealClock) else 0.0
+        facts = RunFacts(
+            config=self._source,
+            seed=config.run.seed,
+            eta=config.staleness.eta,
+            clock=config.run.clock,
+            wall_seconds=time.monotonic() - self.started,
+            evaluation_before=self._read_scores('before'),
+            evaluation_after=self._read_scores('after'),
+            compilations=self.compilations.count,
+            compilation_budget=self._compilation_budget,
+            peak_memory_bytes=self.resources.peak_bytes,
+            event_loop_lag_max=lag,
+            weights_sha256=weights_sha256(self.learner.params),
+            git_commit=git_commit(),
+            versions=package_versions(),
+            hardware=hardware() | {'platform': platform.platform()},
+            alone_seconds=alone,
+            cpu_seconds=self.observer.cpu_seconds_in_window,
+            cores=hardware()['cores'],
+            lanes_own_devices=False,
+        )
+        facts.save(self.workdir)
+        return write_report(self.workdir, facts, plots=self._plots)

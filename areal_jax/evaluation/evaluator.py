@@ -1,0 +1,90 @@
+"""Accuracy on held-out problems, sampled and greedy, under the weights that the engines hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from areal_jax.control.episode import Episode
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.tasks.integers import last_integer
+from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
+from areal_jax.types import Clock, Event, Prompt, SamplingParams, Verifier, concatenate
+
+SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training draw
+
+
+class Evaluator:
+    """One greedy and `samples` sampled answers per problem; the same noise every time, so two evaluations pair up.
+
+    Nothing may publish weights meanwhile: the evaluation is pinned to the version that the engines hold.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        verifier: Verifier,
+        clock: Clock,
+        supervisor: Supervisor,
+        log: EventLog,
+        problems: Sequence[Prompt],
+        sampling: SamplingParams,
+        samples: int,
+        seed: int,
+        decode: Callable[[np.ndarray], str],
+    ):
+        self._pool, self._verifier, self._clock, self._supervisor, self._log = pool, verifier, clock, supervisor, log
+        self._problems, self._samples, self._decode = problems, samples, decode
+        greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+        self._sampled = SingleTurn(pool, sampling, seed + SEED_OFFSET)
+        self._greedy = SingleTurn(pool, greedy, seed + 2 * SEED_OFFSET)
+
+    async def evaluate(self, phase: str, stop: Event) -> EvaluationScores | None:
+        """Scores under the weights in the engines; None if `stop` came first. `phase` is 'before' or 'after'."""
+        self._log.write('evaluate', phase=phase, mode='start')
+        scores = np.zeros((len(self._problems), 1 + self._samples))
+        answers: list[str] = []
+        jobs = [(row, column) for row in range(len(self._problems)) for column in range(1 + self._samples)]
+        left, done = len(jobs), self._clock.event(f'evaluation {phase}')
+
+        async def job(row: int, column: int) -> None:
+            nonlocal left
+            scores[row, column], answer = await self._answer(self._problems[row], column)
+            if column:
+                answers.append(answer)
+            left -= 1
+            if not left:
+                done.set()
+
+        async def watch_stop() -> None:
+            await self._clock.wait(stop)
+            done.set()
+
+        tasks = [self._supervisor.start(f'evaluation {row}.{column}', job(row, column)) for row, column in jobs]
+        watch = self._supervisor.start('evaluation stop', watch_stop())
+        await self._clock.wait(done)
+        watch.cancel()
+        for task in tasks:
+            task.cancel()
+        self._log.write('evaluate', phase=phase, mode='done')
+        if left:
+            self._pool.cancel_all()
+            return None
+        sampled = tuple(tuple(row) for row in scores[:, 1:].tolist())
+        return EvaluationScores(tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers))
+
+    async def _answer(self, prompt: Prompt, column: int) -> tuple[float, str]:
+        """(score, what counts as the answer) of the greedy (0) or a sampled answer."""
+        episode = Episode(column)
+        await (self._sampled if column else self._greedy).run(prompt, episode)
+        tokens = concatenate([segment.tokens for segment in episode.segments], np.int32)
+        assert episode.finish_reason is not None
+        verdict = await self._verifier.verify(prompt, tokens, episode.finish_reason)
+        text = self._decode(tokens)
+        return verdict.reward, last_integer(text) or text

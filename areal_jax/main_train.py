@@ -1,0 +1,48 @@
+"""Train: python -m areal_jax.main_train --config=FILE --workdir=DIR [--resume] [--config.section.field=value ...]."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment file, e.g. configs/tiny_cpu.py.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.')
+_RESUME = flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.')
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) > 1:
+        raise app.UsageError(f'unexpected arguments: {arguments[1:]}')
+    # jax reads its environment when it is first imported
+    if cache := _CONFIG.value.run.compilation_cache:
+        os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(cache).resolve()))
+    from areal_jax.app.errors import USER_ERRORS
+    from areal_jax.app.session import Session
+
+    source = config_flags.get_config_filename(flags.FLAGS['config'])
+    try:
+        session = Session(_CONFIG.value, pathlib.Path(_WORKDIR.value), resume=_RESUME.value, source=source)
+        report = session.train()
+    except USER_ERRORS as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
+    if report is None:
+        print(f'stopped; the same command with --resume goes on from {_WORKDIR.value}/checkpoints')
+    else:
+        print((pathlib.Path(_WORKDIR.value) / 'report.md').read_text())
+    return 0
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    logging.set_verbosity(logging.WARNING)
+    flags.mark_flags_as_required(['config', 'workdir'])
+    app.run(main)
+
+
+if __name__ == '__main__':
+    run()

