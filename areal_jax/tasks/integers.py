@@ -1,0 +1,24 @@
+"""From the text of an answer to the integer it gives, on the way to the reward."""
+
+from __future__ import annotations
+
+import re
+
+# A minus right after a digit, a letter, a point or a bracket is an operator; elsewhere it is a sign.
+_NUMBER = re.compile(r'((?<![\w.)])-)?([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(\.[0-9]+)?')
+
+
+def last_integer(text: str) -> str | None:
+    """The last number of the text in its shortest form, '-?[0-9]+'; None if there is none or it has a fraction.
+
+    '1,234' is 1234, '6.00' is 6, '-0' is 0. A number with a fraction does not fall back on an earlier integer: what
+    stands last is the answer. A string, since an answer may have more digits than int() accepts.
+    """
+    numbers = _NUMBER.findall(text)
+    if not numbers:
+        return None
+    sign, digits, fraction = numbers[-1]
+    if fraction.strip('.0'):
+        return None
+    digits = digits.replace(',', '').lstrip('0')
+    return sign + digits if digits else '0'

@@ -1,0 +1,36 @@
+"""The tasks by name: how the loop's prompts and rewards are chosen by a config."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.tokenizer import Tokenizer
+
+# Each module has build(tokenizer, **values) -> Task and score(problem, answer_text, finish_reason) -> reward.
+TASKS = {
+    'jsonl': 'areal_jax.tasks.jsonl',
+    'reasoning_gym': 'areal_jax.tasks.reasoning_gym',
+    'token_reversal': 'areal_jax.tasks.token_reversal',
+}
+
+
+def make_task(name: str, tokenizer: Tokenizer, **values: Any) -> Task:
+    """The task `name`; `values` are those of `value_names(name)`. Raises ValueError for an unknown name or value."""
+    known = value_names(name)
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f'task {name!r} does not use {unknown}; it takes {list(known)}')
+    return _import_task(name).build(tokenizer, **values)
+
+
+def value_names(name: str) -> tuple[str, ...]:
+    """The config fields that a task uses, in the order of its builder."""
+    return tuple(inspect.signature(_import_task(name).build).parameters)[1:]
+
+
+def _import_task(name: str) -> Any:
+    if name not in TASKS:
+        raise ValueError(f'task.name={name!r} is not known; tasks: {sorted(TASKS)}')
+    return importlib.import_module(TASKS[name])

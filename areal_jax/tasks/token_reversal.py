@@ -1,0 +1,60 @@
+"""Repeat the symbols backwards: the task that a tiny model learns from nothing, in seconds."""
+
+from __future__ import annotations
+
+import itertools
+
+from areal_jax.tasks.task import ListedTask, Problem, hash_fraction
+from areal_jax.tasks.tokenizer import Tokenizer
+from areal_jax.types import FinishReason
+
+ALPHABET = 'abcdefgh'
+MARK = '='  # stands between the symbols and the answer: tells the model where it is
+MAX_STRINGS = 2**16  # all strings are listed: bounds start-up time and memory
+
+
+def characters(symbols: int) -> str:
+    """What a CharacterTokenizer for this task must know."""
+    return ALPHABET[:symbols] + MARK
+
+
+def build(tokenizer: Tokenizer, symbols: int = 2, length: int = 4, held_out_fraction: float = 0.25) -> ListedTask:
+    """Every string of `length` out of `symbols` letters, e.g. 'abbb=' whose answer is 'bbba'.
+
+    The strings with the lowest hashes are held out, round(held_out_fraction * count) of them and at least one, so that
+    the sides never overlap, however few strings there are (2 symbols, length 4: 12 and 4). Raises ValueError when there
+    are too few or too many strings.
+    """
+    if not 2 <= symbols <= len(ALPHABET) or length < 1 or symbols**length > MAX_STRINGS:
+        raise ValueError(
+            f'task.symbols={symbols}, task.length={length}: choose 2 to {len(ALPHABET)} symbols and a length of at '
+            f'least 1 with symbols**length <= {MAX_STRINGS}'
+        )
+    strings = [''.join(letters) for letters in itertools.product(ALPHABET[:symbols], repeat=length)]
+    n_held_out = max(1, round(held_out_fraction * len(strings)))
+    held_out = set(sorted(strings, key=hash_fraction)[:n_held_out])
+    return ListedTask(
+        'token_reversal',
+        score,
+        {
+            'train': [_make_problem(s) for s in strings if s not in held_out],
+            'held_out': [_make_problem(s) for s in strings if s in held_out],
+        },
+        lambda problem: [{'role': 'user', 'content': problem['question']}],
+        tokenizer,
+    )
+
+
+def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
+    """Share of places, the end among them, where answer and truth agree; the longer of the two counts.
+
+    Dense, so that a policy that guesses finds its way; 1 only for the whole truth, ended in its place.
+    """
+    truth = [*problem['answer'], 'end']
+    answer = [*answer_text, 'end'] if finish_reason == 'stop' else list(answer_text)
+    right = sum(a == b for a, b in zip(truth, answer, strict=False))
+    return right / max(len(truth), len(answer))
+
+
+def _make_problem(string: str) -> Problem:
+    return {'question': string + MARK, 'answer': string[::-1]}

@@ -1,0 +1,206 @@
+"""From an answer's tokens to its reward: the arrow between generation and the buffer."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
+from areal_jax.tasks.task import Scorer
+from areal_jax.types import Clock, Event, FinishReason, Prompt, Verdict, Work
+
+LABELS = ('ok', 'timeout', 'crash', 'error')  # of an attempt; 'error': the scorer raised, the worker lives
+LANE = 'reward'
+
+_log = logging.getLogger(__name__)
+
+Decode = Callable[[np.ndarray], str]
+
+
+class VerifierError(RuntimeError):
+    """The workers of a verifier could not be started."""
+
+
+class InlineVerifier:
+    """Scores on the event loop: for scorers that are fast and trusted to return."""
+
+    def __init__(self, score: Scorer, decode: Decode):
+        self.attempts_by_label = dict.fromkeys(LABELS, 0)
+        self._score = score
+        self._decode = decode
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
+        """The verdict on one answer; an exception of the scorer is labelled 'error'."""
+        try:
+            reward = float(self._score(prompt.problem, self._decode(answer_tokens), finish_reason))
+            verdict = Verdict(reward)
+        except Exception as error:
+            _log.warning('scoring draw %d of %s failed: %r', prompt.draw, prompt.task, error)
+            verdict = Verdict(0.0, label='error')
+        self.attempts_by_label[verdict.label] += 1
+        return verdict
+
+
+@dataclasses.dataclass(eq=False)
+class _Slot:
+    """Room for one worker at a time."""
+
+    worker: WorkerProcess
+
+
+@dataclasses.dataclass(eq=False)
+class _Ticket:
+    """A place in the queue for a slot; `slot` is set when its turn has come."""
+
+    turn: Event
+    slot: _Slot | None = None
+
+
+class ProcessVerifier:
+    """Scores in worker processes, first come, first served, each attempt with a deadline.
+
+    An attempt that hangs ('timeout') or whose worker ends ('crash') costs the worker: its whole session is killed, a
+    new one started, and the attempt repeated until there were `attempts`. A scorer that raises ('error') would raise
+    again and is not asked twice. `deadline_s` and `start_deadline_s` are wall seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        scorer: str,
+        decode: Decode,
+        *,
+        workers: int,
+        deadline_s: float,
+        attempts: int,
+        start_deadline_s: float = 120.0,
+    ):
+        if workers < 1 or attempts < 1 or deadline_s <= 0:
+            raise ValueError(
+                f'task.verifier_workers={workers}, task.verifier_attempts={attempts}, '
+                f'task.verifier_deadline_s={deadline_s}: at least one worker, one attempt and some time are needed'
+            )
+        self.attempts_by_label = dict.fromkeys(LABELS, 0)
+        self._clock = clock
+        self._scorer = scorer
+        self._decode = decode
+        self._n_workers = workers
+        self._is_closed = False
+        self._deadline_s = deadline_s
+        self._start_deadline_s = start_deadline_s
+        self._attempts = attempts
+        self._workers: list[WorkerProcess] = []  # every process that may still be in the process table
+        self._free: collections.deque[_Slot] = collections.deque()
+        self._queue: collections.deque[_Ticket] = collections.deque()
+
+    def start(self) -> None:
+        """Start all workers and block until they are ready. Raises VerifierError. Call it before jax is in use."""
+        end_s = time.monotonic() + self._start_deadline_s
+        try:
+            self._free.extend([_Slot(self._spawn()) for _ in range(self._n_workers)])
+            for slot in self._free:
+                slot.worker.wait_until_ready(end_s)
+        except (OSError, WorkerDiedError) as error:
+            self.close()
+            raise VerifierError(
+                f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error}'
+            ) from error
+
+    def close(self) -> None:
+        """Kill all workers and their descendants, for good."""
+        self._is_closed = True
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
+        """The verdict on one answer. A failed one (see `Verdict.failed`) has reward 0, which is no judgement."""
+        request = {
+            'problem': dict(prompt.problem),
+            'text': self._decode(answer_tokens),
+            'finish_reason': finish_reason,
+        }
+        line = json.dumps(request).encode()
+        slot = await self._take_slot()
+        try:
+            for attempt in range(1, self._attempts + 1):
+                verdict = await self._attempt(slot, line, prompt, attempt)
+                self.attempts_by_label[verdict.label] += 1
+                if verdict.label in ('ok', 'error'):
+                    break
+            return verdict
+        finally:
+            self._release_slot(slot)
+
+    async def _attempt(self, slot: _Slot, line: bytes, prompt: Prompt, attempt: int) -> Verdict:
+        try:
+            reply = await self._ask(slot, line, {'draw': prompt.draw, 'attempt': attempt})
+        except (TimeoutError, WorkerDiedError) as error:
+            label = 'timeout' if isinstance(error, TimeoutError) else 'crash'
+            _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, error)
+            slot.worker.kill()
+            slot.worker = self._spawn()  # gets ready while nobody waits
+            return Verdict(0.0, attempt, label)
+        except BaseException:
+            slot.worker.kill()  # cancelled: a reply may be on its way, so the slot's next user starts a new worker
+            raise
+        if 'error' in reply:
+            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, reply['error'])
+            return Verdict(0.0, attempt, 'error')
+        return Verdict(float(reply['reward']), attempt)
+
+    async def _ask(self, slot: _Slot, line: bytes, detail: Mapping[str, Any]) -> Mapping[str, Any]:
+        if slot.worker.is_killed:
+            slot.worker = self._spawn()
+        if not slot.worker.is_ready:
+            start = Work('reward', 0.0, {**detail, 'worker': 'start'})
+            await self._clock.call(LANE, slot.worker.become_ready(), start, self._start_deadline_s)
+        return await self._clock.call(LANE, slot.worker.ask(line), Work('reward', 1.0, detail), self._deadline_s)
+
+    def _spawn(self) -> WorkerProcess:
+        self._workers = [worker for worker in self._workers if not worker.is_gone()]
+        if self._is_closed:
+            raise VerifierError('the verifier was closed while an answer was being scored')
+        self._workers.append(WorkerProcess(self._scorer))
+        return self._workers[-1]
+
+    async def _take_slot(self) -> _Slot:
+        if not self._workers:
+            raise VerifierError('the verifier has no workers: call start() before, close() after the last answer')
+        if self._free:
+            return self._free.popleft()
+        ticket = _Ticket(self._clock.event('a free verifier worker'))
+        self._queue.append(ticket)
+        try:
+            await self._clock.wait(ticket.turn)
+        except BaseException:
+            if ticket.slot is None:
+                self._queue.remove(ticket)
+            else:
+                self._release_slot(ticket.slot)
+            raise
+        assert ticket.slot is not None
+        return ticket.slot
+
+    def _release_slot(self, slot: _Slot) -> None:
+        if not self._queue:
+            self._free.append(slot)
+            return
+        ticket = self._queue.popleft()
+        ticket.slot = slot
+        ticket.turn.set()
