@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Sets everything up and trains SmolLM2-135M-Instruct on one-digit arithmetic, on a CPU.
+# Further arguments go to main_train: --resume, --config.run.steps=24, ...
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+make_environment quickstart
+exec "$PYTHON" -m areal_jax.main_train --config=configs/quickstart.py --workdir=runs/quickstart "$@"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets everything up and passes the tests: lint, types, the fast tests. `bash launch/test.sh -m slow` runs the slow ones.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+make_environment dev
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check --quiet .
+"$PYTHON" -m mypy
+if [ $# -eq 0 ]; then set -- -m "not slow"; fi
+exec "$PYTHON" -m pytest "$@"
