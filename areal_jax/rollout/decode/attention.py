@@ -1,0 +1,40 @@
+"""Inside arrow 3: who sees whom, once over whole prompts and once over the cache of one token per slot.
+
+Shapes: R rows, L tokens of a row, B slots, H heads, K key-value heads, G = H/K, D head size, W cache positions seen.
+Both are matrix products over dense masked scores: prompts are short, and a decode step is bound by the weights.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_MASKED = -1e30  # a score whose weight is exactly 0 after the softmax
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention of every token to itself and those before it in its row, [R, L, H, D].
+
+    Args:
+      q: [R, L, H, D]; k, v: [R, K, L, D], the layout of the cache. Padding stands behind a row's tokens.
+    """
+    rows, length, heads, size = q.shape
+    grouped = q.reshape(rows, length, k.shape[1], -1, size)
+    scores = jnp.einsum('rqkgd,rksd->rkgqs', grouped, k, preferred_element_type=jnp.float32) * size**-0.5
+    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum('rkgqs,rksd->rqkgd', weights, v).reshape(rows, length, heads, size)
+
+
+def cache_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+    """Attention of one token per slot to the cache positions up to its own, [B, H, D].
+
+    Args:
+      q: [B, H, D]; k, v: [B, K, W, D], this token's included; positions: int32 [B], each < W.
+    """
+    slots, heads, size = q.shape
+    grouped = q.reshape(slots, k.shape[1], -1, size)
+    scores = jnp.einsum('bkgd,bksd->bkgs', grouped, k, preferred_element_type=jnp.float32) * size**-0.5
+    seen = jnp.arange(k.shape[2]) <= positions[:, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, _MASKED), axis=-1).astype(v.dtype)
+    return jnp.einsum('bkgs,bksd->bkgd', weights, v).reshape(slots, heads, size)

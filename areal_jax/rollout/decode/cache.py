@@ -1,0 +1,61 @@
+"""Inside arrow 3: the keys and values of what has been read, per layer and slot, and how a prompt gets into them.
+
+Per layer one pair (k, v), each [B slots, K key-value heads, S positions, D]: a head's positions are contiguous, so that
+attention is a matrix product over a view. Separate arrays per layer, because an array of all layers would be copied
+whenever one of them is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LayerCache = tuple[jax.Array, jax.Array]  # k, v
+Cache = tuple[LayerCache, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """The keys and values of one prefilled sequence: a row of the batch it was computed in."""
+
+    rows: Cache  # per layer k, v [R, K, L, D]; shared by the prefixes of the batch, never donated
+    row: int
+    length: int  # positions that count, <= L
+
+
+def empty_cache(n_layers: int, slots: int, heads: int, positions: int, head_dim: int) -> Cache:
+    """Zeros, float32."""
+    shape = (slots, heads, positions, head_dim)
+    return tuple((jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)) for _ in range(n_layers))
+
+
+def write_token(layer: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> LayerCache:
+    """The layer with k, v [B, K, D] of one token per slot at its position, int32 [B]; in place when donated."""
+    slots = jnp.arange(k.shape[0])
+    return layer[0].at[slots, :, positions].set(k), layer[1].at[slots, :, positions].set(v)
+
+
+def insert_row(cache: Cache, rows: Cache, row: jax.Array, length: jax.Array, slots: jax.Array, n: jax.Array) -> Cache:
+    """The cache with one row of `rows` in each of the first `n` slots listed in `slots`, int32 [B].
+
+    Every position of a slot is written, zeros behind `length`: a masked position has weight 0, and 0 times what a
+    former occupant left there must be 0 even if that was not a number. Costs n rows of traffic, not the whole cache.
+    """
+    fitted = jax.tree.map(lambda target, source: _fit(source, row, length, target.shape[2]), cache, rows)
+
+    def write(i: jax.Array, written: Cache) -> Cache:
+        at = (slots[i], 0, 0, 0)
+        return jax.tree.map(lambda target, source: lax.dynamic_update_slice(target, source, at), written, fitted)
+
+    return lax.fori_loop(0, n, write, cache)
+
+
+def _fit(rows: jax.Array, row: jax.Array, length: jax.Array, positions: int) -> jax.Array:
+    """[1, K, S, D]: row `row` of [R, K, L, D], cut or padded to S positions, zero from `length` on."""
+    chosen = lax.dynamic_slice_in_dim(rows, row, 1, axis=0)[:, :, :positions]
+    padding = positions - chosen.shape[2]
+    padded = jnp.pad(chosen, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    return jnp.where(jnp.arange(positions)[:, None] < length, padded, 0)

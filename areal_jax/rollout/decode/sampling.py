@@ -1,0 +1,106 @@
+"""Inside arrow 3: logits -> the next token and its behaviour log-prob, with noise that depends on the request alone.
+
+The key of a token is folded from (seed, draw, sample, index of the token in the trajectory), so its noise does not
+depend on slot, company, engine or interruptions.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from areal_jax.models.logprobs import logprob_of, scale_logits
+
+_BLOCK = 256  # vocabulary entries per block: about the square root of a large vocabulary
+
+
+def request_keys(seeds: jax.Array, draws: jax.Array, samples: jax.Array) -> jax.Array:
+    """Key data uint32 [N, 2] of requests: seeds uint32 [N, 2] (high and low word), draws and samples uint32 [N]."""
+
+    def fold(seed: jax.Array, draw: jax.Array, sample: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl='threefry2x32')
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, draw), sample))
+
+    return jax.vmap(fold)(seeds, draws, samples)
+
+
+def draw_tokens(z: jax.Array, keys: jax.Array, indices: jax.Array, greedy: jax.Array) -> jax.Array:
+    """One token per row from softmax(z), or its argmax where `greedy`: int32 [N].
+
+    Gumbel-max in two levels: with independent standard Gumbel noise g,
+      block ~ argmax_b (logsumexp of z in b + g_b),   token ~ argmax_t (z_t + g_t) over that block,
+    which is P(b) P(t | b) = softmax(z)_t exactly, for V/256 + 256 draws instead of V. Unlike an inverted cumulative
+    sum, a rounding error in z changes the token only at a near tie, however flat the distribution.
+
+    Args:
+      z: float32 [N, V], tempered; -inf is never drawn.
+      keys: request_keys, uint32 [N, 2]. indices: int32 [N], index in the trajectory of the token to draw.
+      greedy: bool [N].
+    """
+    block = min(_BLOCK, z.shape[-1])
+    blocks = -(-z.shape[-1] // block)
+    padding = blocks * block - z.shape[-1]
+    blocked = jnp.pad(z, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(-1, blocks, block)
+
+    noise = jax.vmap(functools.partial(_noise, n=blocks + block))(keys, indices)
+    noise = jnp.where(greedy[:, None], 0.0, noise)
+    mass = jnp.where(greedy[:, None], jnp.max(blocked, axis=-1), jax.nn.logsumexp(blocked, axis=-1))
+    chosen = jnp.argmax(mass + noise[:, :blocks], axis=-1)
+    within = jnp.take_along_axis(blocked, chosen[:, None, None], axis=1)[:, 0]
+    return (chosen * block + jnp.argmax(within + noise[:, blocks:], axis=-1)).astype(jnp.int32)
+
+
+def _noise(key: jax.Array, index: jax.Array, n: int) -> jax.Array:
+    wrapped = jax.random.wrap_key_data(key, impl='threefry2x32')
+    return jax.random.gumbel(jax.random.fold_in(wrapped, index), (n,), jnp.float32)
+
+
+def cut_support(logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Logits with -inf outside the support that top-k, then top-p of what is left, allow.
+
+    Top-p keeps the fewest most probable tokens whose mass under softmax(logits / temperature) reaches `top_p`. Tokens
+    tied at the threshold are all kept. Greedy rows are left whole.
+
+    Args:
+      logits: float32 [N, V]. temperature, top_p: float32 [N]; top_k: int32 [N]. 0 and 1.0 turn top_k and top_p off.
+    """
+    z = scale_logits(logits, temperature)
+    ones = jnp.ones_like(z)
+    z = jnp.where(((top_k == 0)[:, None]) | _heaviest(z, ones, top_k.astype(jnp.float32)), z, -jnp.inf)
+    mass = jax.nn.softmax(z, axis=-1)
+    kept = jnp.isfinite(z) & ((top_p >= 1.0)[:, None] | _heaviest(z, mass, top_p * jnp.sum(mass, axis=-1)))
+    return jnp.where((temperature == 0)[:, None] | kept, logits, -jnp.inf)
+
+
+def _heaviest(z: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+    """bool [N, V]: the largest z of each row that together weigh at least `target`, or the whole row if it weighs less.
+
+    Bisection on the bits of the threshold: 32 sums over the row are exact and far cheaper than sorting it.
+    """
+    bits = lax.bitcast_convert_type(z, jnp.int32)
+    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
+        enough = jnp.sum(jnp.where(ordered >= middle[:, None], weights, 0.0), axis=-1) >= target
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low, _ = lax.fori_loop(0, 32, halve, (jnp.min(ordered, axis=-1), jnp.max(ordered, axis=-1) + 1))
+    return ordered >= low[:, None]
+
+
+def sample_tokens(
+    logits: jax.Array, keys: jax.Array, indices: jax.Array, temperature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens int32 [N] drawn from softmax(logits / temperature) and their log-probs float32 [N] under it.
+
+    Where `cut_support` has cut the logits the log-probs are those of the truncated, renormalised distribution: the
+    policy that acted, whose support is what an importance ratio divides by. Temperature 0 takes the argmax and
+    records log-probs of temperature 1.
+    """
+    tokens = draw_tokens(scale_logits(logits, temperature), keys, indices, temperature == 0)
+    return tokens, logprob_of(logits, tokens, temperature)

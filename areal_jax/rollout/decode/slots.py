@@ -1,0 +1,92 @@
+"""Inside arrow 3: what a slot knows of its request beside the cache, as vectors over the slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.rollout.backend import SlotInit
+from areal_jax.rollout.decode import sampling
+from areal_jax.rollout.decode.cache import Cache
+
+Vector = Any  # numpy on the host, jax.Array on the device
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """One entry per slot, B of them."""
+
+    token: Vector  # int32 [B], next decode input; its keys and values are not in the cache yet
+    position: Vector  # int32 [B], its index in the trajectory
+    limit: Vector  # int32 [B], tokens at which the trajectory ends
+    live: Vector  # bool [B]; a dead slot is computed with the others and changes nothing but its own cache
+    key: Vector  # uint32 [B, 2], of the request
+    temperature: Vector  # float32 [B]
+    top_k: Vector  # int32 [B]
+    top_p: Vector  # float32 [B]
+    stop_tokens: Vector  # int32 [B, max_stop_tokens], -1 where unused
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that decoding changes; donated by each call, so only the newest may be used."""
+
+    cache: Cache
+    slots: Slots
+
+
+def empty_slots(n: int, max_stop_tokens: int) -> Slots:
+    """All dead, on the host."""
+    return Slots(
+        token=np.zeros(n, np.int32),
+        position=np.zeros(n, np.int32),
+        limit=np.zeros(n, np.int32),
+        live=np.zeros(n, bool),
+        key=np.zeros((n, 2), np.uint32),
+        temperature=np.ones(n, np.float32),
+        top_k=np.zeros(n, np.int32),
+        top_p=np.ones(n, np.float32),
+        stop_tokens=np.full((n, max_stop_tokens), -1, np.int32),
+    )
+
+
+def slot_values(inits: Sequence[SlotInit], n: int, max_stop_tokens: int) -> tuple[np.ndarray, Slots, np.ndarray]:
+    """(slots int32 [n], values, seeds uint32 [n, 4]) of up to n inits, padded with slot n, which does not exist.
+
+    A row of seeds is (seed's high word, low word, draw, sample); `occupy` makes the key of it.
+    """
+    at, values, seeds = np.full(n, n, np.int32), empty_slots(n, max_stop_tokens), np.zeros((n, 4), np.uint32)
+    for i, init in enumerate(inits):
+        request, params = init.request, init.request.sampling
+        at[i] = init.slot
+        values.token[i], values.position[i], values.limit[i] = init.tokens[-1], len(init.tokens) - 1, init.limit
+        values.live[i] = True
+        values.temperature[i], values.top_k[i], values.top_p[i] = params.temperature, params.top_k, params.top_p
+        values.stop_tokens[i, : len(params.stop_tokens)] = params.stop_tokens
+        seeds[i] = [word & 0xFFFFFFFF for word in (request.seed >> 32, request.seed, request.draw, request.sample)]
+    return at, values, seeds
+
+
+def occupy(slots: Slots, at: jax.Array, values: Slots, seeds: jax.Array) -> Slots:
+    """The slots with the rows of `slot_values` in place."""
+    values = dataclasses.replace(values, key=sampling.request_keys(seeds[:, :2], seeds[:, 2], seeds[:, 3]))
+    return jax.tree.map(lambda old, new: old.at[at].set(new, mode='drop'), slots, values)
+
+
+def advance(slots: Slots, tokens: jax.Array) -> Slots:
+    """The slots after each live one has generated its entry of `tokens`, int32 [B]."""
+    stopped = jnp.any(slots.stop_tokens == tokens[:, None], axis=-1)
+    length = slots.position + 2  # tokens of the trajectory with the new one: its input was at `position`
+    return dataclasses.replace(
+        slots,
+        token=jnp.where(slots.live, tokens, slots.token),
+        position=jnp.where(slots.live, slots.position + 1, slots.position),
+        live=slots.live & ~stopped & (length < slots.limit),
+    )
