@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from areal_jax.tasks.integers import last_integer
-from areal_jax.tasks.task import ListedTask, Problem, hash_fraction
+from areal_jax.tasks.task import ListedTask, Problem, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
@@ -15,7 +15,7 @@ _FINAL_ANSWER = '####'  # what stands before the final answer of a worked soluti
 
 
 def build(tokenizer: Tokenizer, path: str, system_prompt: str = '', held_out_fraction: float = 0.25) -> ListedTask:
-    """The distinct questions of the file, split by a hash of the question. Raises ValueError for a bad line."""
+    """The distinct questions of the file, split by a hash of the question. Raises TaskError for a bad line."""
     sides: dict[Any, list[Problem]] = {'train': [], 'held_out': []}
     for problem in read_problems(pathlib.Path(path)):
         sides['held_out' if hash_fraction(problem['question']) < held_out_fraction else 'train'].append(problem)
@@ -25,9 +25,10 @@ def build(tokenizer: Tokenizer, path: str, system_prompt: str = '', held_out_fra
 
 
 def read_problems(path: pathlib.Path) -> list[dict[str, str]]:
-    """question and answer (as `last_integer` gives it) of every line; of equal questions the first. Blank lines are skipped."""
+    """question and answer (as `last_integer` gives it) of each line that is not blank; of equal questions the first."""
     problems: dict[str, dict[str, str]] = {}
-    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), start=1):
+    # Not splitlines: a JSON string may hold the other line ends of Unicode as they are.
+    for number, line in enumerate(path.read_text(encoding='utf-8').split('\n'), start=1):
         if line.strip():
             problem = _parse_line(line, f'{path}:{number}')
             problems.setdefault(problem['question'], problem)
@@ -44,8 +45,8 @@ def _parse_line(line: str, place: str) -> dict[str, str]:
         row = json.loads(line)
         question, answer = str(row['question']), str(row['answer'])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{place}: expected an object with question and answer, got {line[:80]!r}') from error
+        raise TaskError(f'{place}: expected an object with question and answer, got {line[:80]!r}') from error
     final = last_integer(answer.rpartition(_FINAL_ANSWER)[2])
     if final is None:
-        raise ValueError(f'{place}: the answer {answer[-80:]!r} does not end in an integer, which this task compares')
+        raise TaskError(f'{place}: the answer {answer[-80:]!r} does not end in an integer, which this task compares')
     return {'question': question, 'answer': final}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_jax.tasks.integers import last_integer
-from areal_jax.tasks.task import ListedTask, Problem, hash_fraction
+from areal_jax.tasks.task import ListedTask, Problem, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
@@ -25,10 +25,10 @@ _PATIENCE = 20
 def build(
     tokenizer: Tokenizer, datasets: Sequence[str] = (), system_prompt: str = '', held_out_fraction: float = 0.25
 ) -> ListedTask:
-    """All distinct questions of the data sets, split by their expression. Raises ValueError for an unknown data set."""
+    """All distinct questions of the data sets, split by their expression. Raises TaskError for an unknown data set."""
     unknown = [name for name in datasets if name not in DATASETS]
     if unknown or not datasets:
-        raise ValueError(f'task.datasets={tuple(datasets)!r}: choose one or more of {sorted(DATASETS)}')
+        raise TaskError(f'task.datasets={tuple(datasets)!r}: choose one or more of {sorted(DATASETS)}')
     problems = [problem for name in sorted(set(datasets)) for problem in list_problems(name)]
     sides: dict[Any, list[Problem]] = {'train': [], 'held_out': []}
     for problem in problems:

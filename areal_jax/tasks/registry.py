@@ -6,7 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from areal_jax.tasks.task import Task
+from areal_jax.tasks.task import Task, TaskError
 from areal_jax.tasks.tokenizer import Tokenizer
 
 # Each module has build(tokenizer, **values) -> Task and score(problem, answer_text, finish_reason) -> reward.
@@ -18,10 +18,10 @@ TASKS = {
 
 
 def make_task(name: str, tokenizer: Tokenizer, **values: Any) -> Task:
-    """The task `name`; `values` are those of `value_names(name)`. Raises ValueError for an unknown name or value."""
+    """The task `name`; `values` are those of `value_names(name)`. Raises TaskError for an unknown name or value."""
     known = value_names(name)
     if unknown := sorted(set(values) - set(known)):
-        raise ValueError(f'task {name!r} does not use {unknown}; it takes {list(known)}')
+        raise TaskError(f'task {name!r} does not use {unknown}; it takes {list(known)}')
     return _import_task(name).build(tokenizer, **values)
 
 
@@ -32,5 +32,5 @@ def value_names(name: str) -> tuple[str, ...]:
 
 def _import_task(name: str) -> Any:
     if name not in TASKS:
-        raise ValueError(f'task.name={name!r} is not known; tasks: {sorted(TASKS)}')
+        raise TaskError(f'task.name={name!r} is not known; tasks: {sorted(TASKS)}')
     return importlib.import_module(TASKS[name])

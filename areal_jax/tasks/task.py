@@ -16,6 +16,10 @@ Problem = Mapping[str, Any]  # JSON-able: what a scorer needs to know
 Scorer = Callable[[Problem, str, FinishReason], float]  # (problem, text of the answer, how it ended) -> reward
 
 
+class TaskError(ValueError):
+    """A task that cannot be built or continued as asked; the message names the fields and the fix."""
+
+
 class Task(Protocol):
     """Prompts whose answers can be scored."""
 
@@ -54,9 +58,9 @@ class ListedTask:
         self._tokenizer = tokenizer
 
     def prompts(self, split: Split, seed: int) -> ShuffledStream:
-        """An endless stream over the problems of one side of the split. Raises ValueError when it has none."""
+        """An endless stream over the problems of one side of the split. Raises TaskError when it has none."""
         if not self.problems[split]:
-            raise ValueError(f'task {self.name!r} has no problem on the side {split!r}; change task.held_out_fraction')
+            raise TaskError(f'task {self.name!r} has no problem on the side {split!r}; change task.held_out_fraction')
         return ShuffledStream(self.problems[split], self._make_prompt, seed)
 
     def held_out(self, n: int, seed: int) -> list[Prompt]:
@@ -100,10 +104,10 @@ class ShuffledStream:
         return {'draw': self._next, 'seed': self._seed, 'size': self.size}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; raises ValueError when it comes from a stream of other prompts."""
+        """Go on from `state`; raises TaskError when it comes from a stream of other prompts."""
         for field, here in (('seed', self._seed), ('size', self.size)):
             if state[field] != here:
-                raise ValueError(
+                raise TaskError(
                     f'the saved prompt stream has {field}={state[field]}, this one {field}={here}: its next draw would '
                     'be another prompt. Restore with the run.seed and the task of the saved run'
                 )

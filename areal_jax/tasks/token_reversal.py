@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from areal_jax.tasks.task import ListedTask, Problem, hash_fraction
+from areal_jax.tasks.task import ListedTask, Problem, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import FinishReason
 
@@ -22,11 +22,11 @@ def build(tokenizer: Tokenizer, symbols: int = 2, length: int = 4, held_out_frac
     """Every string of `length` out of `symbols` letters, e.g. 'abbb=' whose answer is 'bbba'.
 
     The strings with the lowest hashes are held out, round(held_out_fraction * count) of them and at least one, so that
-    the sides never overlap, however few strings there are (2 symbols, length 4: 12 and 4). Raises ValueError when there
+    the sides never overlap, however few strings there are (2 symbols, length 4: 12 and 4). Raises TaskError when there
     are too few or too many strings.
     """
     if not 2 <= symbols <= len(ALPHABET) or length < 1 or symbols**length > MAX_STRINGS:
-        raise ValueError(
+        raise TaskError(
             f'task.symbols={symbols}, task.length={length}: choose 2 to {len(ALPHABET)} symbols and a length of at '
             f'least 1 with symbols**length <= {MAX_STRINGS}'
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
-from areal_jax.tasks.task import Scorer
+from areal_jax.tasks.task import Scorer, TaskError
 from areal_jax.types import Clock, Event, FinishReason, Prompt, Verdict, Work
 
 LABELS = ('ok', 'timeout', 'crash', 'error')  # of an attempt; 'error': the scorer raised, the worker lives
@@ -89,7 +89,7 @@ class ProcessVerifier:
         start_deadline_s: float = 120.0,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
-            raise ValueError(
+            raise TaskError(
                 f'task.verifier_workers={workers}, task.verifier_attempts={attempts}, '
                 f'task.verifier_deadline_s={deadline_s}: at least one worker, one attempt and some time are needed'
             )

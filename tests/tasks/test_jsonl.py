@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from areal_jax.tasks import jsonl
+from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.tokenizer import CharacterTokenizer
+
+ROWS = [
+    {'question': 'Ann has 3 bags of 12 nuts. How many nuts?', 'answer': '3 bags of 12 are 3*12=36.\n#### 36'},
+    {'question': 'A town of 800 people grows by 434. How many live there?', 'answer': '800+434=1234\n#### 1,234'},
+    {'question': 'It was 5 degrees and fell by 9. How cold is it?', 'answer': '5-9=-4\n#### -4'},
+    {'question': 'How many legs have 2 dogs?', 'answer': '8'},
+    {'question': 'How many legs have 2 dogs?', 'answer': '9'},  # asked before: the first counts
+]
+ASCII = ''.join(map(chr, range(32, 127)))
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / 'rows.jsonl'
+    path.write_text('\n'.join(json.dumps(row) for row in ROWS) + '\n\n')
+    return path
+
+
+def test_answers_are_plain_digits(path):
+    assert [problem['answer'] for problem in jsonl.read_problems(path)] == ['36', '1234', '-4', '8']
+
+
+def test_line_separator_inside_a_string_ends_no_line(path):
+    path.write_text(json.dumps({'question': 'a\u2028b', 'answer': '1'}, ensure_ascii=False) + '\r\n', encoding='utf-8')
+    assert jsonl.read_problems(path) == [{'question': 'a\u2028b', 'answer': '1'}]
+
+
+def test_task_splits_and_prompts(path):
+    tokenizer = CharacterTokenizer(ASCII)
+    # hash fractions of the distinct questions: .73, .44, .84, .46
+    task = jsonl.build(tokenizer, str(path), system_prompt='Think. ', held_out_fraction=0.5)
+    questions = {side: [p['question'][:5] for p in task.problems[side]] for side in ('train', 'held_out')}
+    assert questions == {'train': ['Ann h', 'It wa'], 'held_out': ['A tow', 'How m']}
+    prompt = task.held_out(1, seed=0)[0]
+    assert tokenizer.decode(prompt.tokens) == 'Think. ' + prompt.problem['question']
+
+
+@pytest.mark.parametrize(
+    ('text', 'finish_reason', 'reward'),
+    [
+        ('1234', 'stop', 1.0),
+        ('800 + 434 = 1,234\n#### 1,234', 'stop', 1.0),
+        ('$1234.00', 'stop', 1.0),
+        ('1234 people in 2 towns', 'stop', 0.0),
+        ('1,234', 'length', 0.0),
+        ('', 'stop', 0.0),
+        ('9' * 5000, 'stop', 0.0),
+    ],
+)
+def test_reward_by_hand(text, finish_reason, reward):
+    assert jsonl.score({'answer': '1234'}, text, finish_reason) == reward
+
+
+@pytest.mark.parametrize(
+    ('line', 'message'),
+    [
+        ('{"question": "q"}', r'rows\.jsonl:2: expected an object with question and answer'),
+        ('[1, 2]', r'rows\.jsonl:2: expected an object'),
+        ('not json', r'rows\.jsonl:2: expected an object'),
+        ('{"question": "q", "answer": "so\\n#### 2.5"}', r'rows\.jsonl:2: the answer .* does not end in an integer'),
+    ],
+)
+def test_bad_line_is_named(path, line, message):
+    path.write_text(json.dumps(ROWS[0]) + '\n' + line + '\n')
+    with pytest.raises(TaskError, match=message):
+        jsonl.read_problems(path)

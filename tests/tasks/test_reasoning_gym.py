@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from areal_jax.tasks import reasoning_gym
+from areal_jax.tasks.task import ListedTask, TaskError
+from areal_jax.tasks.tokenizer import CharacterTokenizer
+
+MIX = ('basic_arithmetic', 'chain_sum', 'products')
+ASCII = ''.join(map(chr, range(32, 127)))
+
+
+@pytest.fixture(scope='module')
+def task() -> ListedTask:
+    return reasoning_gym.build(CharacterTokenizer(ASCII), MIX, system_prompt='Answer with the number only.')
+
+
+def test_every_question_is_found(task):
+    counts = {name: len(reasoning_gym.list_problems(name)) for name in MIX}
+    # basic_arithmetic: terms 0..10, + and -: 11 * 11 * 2; chain_sum: 0..9: 10 * 10 * 2; products: 10 * 10
+    assert counts == {'basic_arithmetic': 242, 'chain_sum': 200, 'products': 100}
+    problems = [*task.problems['train'], *task.problems['held_out']]
+    assert len({problem['question'] for problem in problems}) == len(problems) == 542
+    json.dumps(problems)
+
+
+def test_no_expression_on_both_sides_and_both_wordings_on_one(task):
+    train = {problem['expression'] for problem in task.problems['train']}
+    held_out = {problem['expression'] for problem in task.problems['held_out']}
+    assert train & held_out == set()
+    # 242 + 100: every expression of chain_sum is one of basic_arithmetic too
+    assert len(train) + len(held_out) == 342
+    for side in ('train', 'held_out'):
+        wordings: dict[str, set[str]] = {}
+        for problem in task.problems[side]:
+            wordings.setdefault(problem['expression'], set()).add(problem['dataset'])
+        sums = [e for e in wordings if '*' not in e and '10' not in e]
+        assert len(sums) > 20
+        assert all(wordings[e] == {'basic_arithmetic', 'chain_sum'} for e in sums)
+
+
+def test_sizes_of_the_split(task):
+    # a quarter of 542 is 135.5; the sides are whole expressions, so not exactly
+    assert (len(task.problems['train']), len(task.problems['held_out'])) == (414, 128)
+
+
+def test_side_depends_on_the_expression_alone(task):
+    alone = reasoning_gym.build(CharacterTokenizer(ASCII), ('products',))
+    for side in ('train', 'held_out'):
+        assert [p for p in task.problems[side] if p['dataset'] == 'products'] == list(alone.problems[side])
+
+
+def test_normal_form_of_an_expression():
+    assert reasoning_gym.normalize_expression('7+8') == reasoning_gym.normalize_expression(' 7 +  8 ') == '7 + 8'
+    assert reasoning_gym.normalize_expression('3*10') == '3 * 10'
+
+
+def test_prompt_is_the_question_under_the_system_prompt(task):
+    prompt = task.prompts('train', seed=0).draw()
+    text = CharacterTokenizer(ASCII).decode(prompt.tokens)
+    assert text == 'Answer with the number only.' + prompt.problem['question']
+
+
+@pytest.mark.parametrize(
+    ('text', 'finish_reason', 'reward'),
+    [
+        ('6', 'stop', 1.0),
+        ('The answer is 6', 'stop', 1.0),  # the data set's scorer alone would say 0.067
+        ('<answer>6</answer>', 'stop', 1.0),
+        ('2 * 3 = 6.', 'stop', 1.0),
+        (' 06 ', 'stop', 1.0),
+        ('6.0', 'stop', 1.0),
+        ('5', 'stop', 0.0),
+        ('6 or 5', 'stop', 0.0),  # the last one counts
+        ('-6', 'stop', 0.0),
+        ('16', 'stop', 0.0),  # contains the answer: partial credit is none
+        ('6.5', 'stop', 0.0),
+        ('', 'stop', 0.0),
+        ('six', 'stop', 0.0),
+        ('6', 'length', 0.0),  # no EOS
+    ],
+)
+@pytest.mark.parametrize('dataset', MIX)
+def test_reward_by_hand(dataset, text, finish_reason, reward):
+    assert reasoning_gym.score({'dataset': dataset, 'answer': '6'}, text, finish_reason) == reward
+
+
+@pytest.mark.parametrize(('text', 'reward'), [('-4', 1.0), ('3 - 7 = -4', 1.0), ('4', 0.0), ('3-4', 0.0)])
+def test_reward_of_negative_numbers(text, reward):
+    assert reasoning_gym.score({'dataset': 'basic_arithmetic', 'answer': '-4'}, text, 'stop') == reward
+
+
+def test_every_listed_answer_is_right_and_its_successor_wrong(task):
+    for problem in [*task.problems['train'], *task.problems['held_out']]:
+        assert task.score(problem, problem['answer'], 'stop') == 1.0
+        assert task.score(problem, str(int(problem['answer']) + 1), 'stop') == 0.0
+
+
+@pytest.mark.parametrize('datasets', [(), ('chain_sum', 'sudoku')])
+def test_unknown_data_sets_are_named(datasets):
+    with pytest.raises(TaskError, match=r"task\.datasets=.*choose one or more of \['basic_arithmetic'"):
+        reasoning_gym.build(CharacterTokenizer(ASCII), datasets)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from areal_jax.tasks import registry, token_reversal
+from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.tasks.worker import load_scorer
+
+
+def test_task_is_built_from_its_values():
+    tokenizer = CharacterTokenizer(token_reversal.characters(3))
+    task = registry.make_task('token_reversal', tokenizer, symbols=3, length=2)
+    assert task.name == 'token_reversal'
+    assert len(task.held_out(99, seed=0)) == 2  # round(9 / 4)
+
+
+def test_value_names_are_the_fields_a_task_uses():
+    assert registry.value_names('reasoning_gym') == ('datasets', 'system_prompt', 'held_out_fraction')
+    assert registry.value_names('token_reversal') == ('symbols', 'length', 'held_out_fraction')
+    assert registry.value_names('jsonl') == ('path', 'system_prompt', 'held_out_fraction')
+
+
+def test_scorer_of_a_task_is_what_a_worker_loads():
+    task = registry.make_task('token_reversal', CharacterTokenizer('ab='))
+    assert load_scorer(task.scorer)({'answer': 'ab'}, 'ab', 'stop') == 1.0
+
+
+def test_unknown_name_names_the_known():
+    with pytest.raises(TaskError, match=r"task\.name='chess' .*\['jsonl', 'reasoning_gym', 'token_reversal'\]"):
+        registry.make_task('chess', CharacterTokenizer('a'))
+
+
+def test_value_that_the_task_does_not_use_is_named():
+    with pytest.raises(TaskError, match=r"'token_reversal' does not use \['datasets'\]; it takes \['symbols'"):
+        registry.make_task('token_reversal', CharacterTokenizer('ab='), datasets=('products',))

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_jax.tasks.tokenizer import CharacterTokenizer, GgufTokenizer, TokenizerError, chat_messages
+
+# 'What is 12 + 7?' as the user's message under the model's own system message, as other programs encode it.
+CHECK_IDS = (
+    '1 9690 198 2683 359 253 5356 5646 11173 3365 3511 308 34519 28 7018 411 407 19712 8182 2 198 1 4093 198 1780 314 '
+    '216 33 34 1232 216 39 47 2 198 1 520 9531 198'
+)
+MINIMAL: dict[str, Any] = {
+    'tokens': ['a', 'b', 'ab', '<s>', '<|x|>'],
+    'merges': ['a b'],
+    'token_types': [1, 1, 1, 3, 4],
+    'pre': 'gpt-2',
+    'eos_id': 3,
+    'bos_id': None,
+    'chat_template': "{% for m in messages %}\n{{ m['content'] }}{% endfor %}{{ bos_token }}",
+}
+
+
+@pytest.fixture(scope='module')
+def smollm2(smollm2_fields: dict[str, Any]) -> GgufTokenizer:
+    return GgufTokenizer(smollm2_fields)
+
+
+def test_chat_prompt_has_the_39_ids_of_other_implementations(smollm2):
+    tokens = smollm2.encode_chat(chat_messages('What is 12 + 7?'))
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == [int(token) for token in CHECK_IDS.split()]
+
+
+def test_system_prompt_replaces_the_templates_own(smollm2):
+    tokens = smollm2.encode_chat(chat_messages('Calculate 7 + 8.', 'Answer with the number only.'))
+    # one special token opens and one closes a turn: system, user, and the opened turn of the answer
+    assert (tokens.tolist().count(1), tokens.tolist().count(2)) == (3, 2)
+    assert smollm2.decode(tokens) == (
+        '<|im_start|>system\nAnswer with the number only.<|im_end|>\n'
+        '<|im_start|>user\nCalculate 7 + 8.<|im_end|>\n<|im_start|>assistant\n'
+    )
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '',
+        'def f(x):\n    return x  # comment',
+        'Grüße, naïve café',
+        '数学は楽しい',
+        '😀 emoji 👩‍👩‍👧',
+        '3.14159 2024',
+        '  a\t\n ',
+    ],
+)
+def test_round_trip(smollm2, text):
+    assert smollm2.decode(smollm2.encode(text)) == text
+
+
+def test_each_digit_is_one_token(smollm2):
+    # the id of digit d is 32 + d
+    assert smollm2.encode('9072').tolist() == [41, 32, 39, 34]
+
+
+def test_decode_leaves_out_only_an_eos_at_the_end(smollm2):
+    six = smollm2.encode('6')[0]
+    assert smollm2.eos_id == 2
+    assert smollm2.decode(np.array([six, 2])) == '6'
+    # A special token inside keeps its neighbours apart: '66' would be another number.
+    assert smollm2.decode(np.array([six, 1, six])) == '6<|im_start|>6'
+    assert smollm2.decode(np.array([2, six])) == '<|im_end|>6'
+
+
+def test_model_with_too_few_embeddings_is_refused(smollm2):
+    assert smollm2.vocab_size == 49152
+    smollm2.fits(49152)
+    smollm2.fits(50000)
+    with pytest.raises(TokenizerError, match='49151 embeddings, the tokenizer 49152'):
+        smollm2.fits(49151)
+
+
+def test_minimal_fields_by_hand():
+    tokenizer = GgufTokenizer(MINIMAL)
+    assert tokenizer.encode('abba').tolist() == [2, 1, 0]  # 'ab' is merged, 'b' and 'a' are not
+    assert tokenizer.encode('b<|x|>').tolist() == [1, 4]  # a user-defined token is never cut
+    # the line end after a block belongs to the block
+    assert tokenizer.encode_chat(chat_messages('ab')).tolist() == [2]
+
+
+@pytest.mark.parametrize('pre', ['default', 'llama-bpe'])
+def test_unknown_pre_tokenizer_is_refused(pre):
+    with pytest.raises(TokenizerError, match=rf"pre='{pre}'.*known: \['gpt-2', 'smollm'\]"):
+        GgufTokenizer({**MINIMAL, 'pre': pre})
+
+
+@pytest.mark.parametrize('field', ['tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template'])
+def test_missing_field_is_named(field):
+    with pytest.raises(TokenizerError, match=rf"lacks \['{field}'\]"):
+        GgufTokenizer({name: value for name, value in MINIMAL.items() if name != field})
+
+
+def test_template_runs_in_a_sandbox_and_can_refuse():
+    refusing = GgufTokenizer({**MINIMAL, 'chat_template': "{{ raise_exception('no system') }}"})
+    with pytest.raises(TokenizerError, match='no system'):
+        refusing.encode_chat(chat_messages('a'))
+    from jinja2.exceptions import SecurityError
+
+    escaping = GgufTokenizer({**MINIMAL, 'chat_template': "{{ ''.__class__.__mro__ }}"})
+    with pytest.raises(SecurityError):
+        escaping.encode_chat(chat_messages('a'))
+
+
+def test_characters_by_hand():
+    tokenizer = CharacterTokenizer('ab=')
+    # 0 is EOS, then a, b, =
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (0, 4)
+    assert tokenizer.encode_chat(chat_messages('ba=')).tolist() == [2, 1, 3]
+    assert tokenizer.encode_chat(chat_messages('=', 'ab')).tolist() == [1, 2, 3]  # contents in a row
+    assert tokenizer.decode(np.array([2, 1, 0])) == 'ba'
+    assert tokenizer.decode(np.array([2, 0, 1])) == 'b<eos>a'
+    with pytest.raises(TokenizerError, match='3 embeddings, the tokenizer 4'):
+        tokenizer.fits(3)
+
+
+def test_characters_without_an_id_are_named():
+    with pytest.raises(TokenizerError, match=r"\['c', 'd'\] that are not among 'ab'"):
+        CharacterTokenizer('ab').encode('adc')
+    with pytest.raises(TokenizerError, match='each once'):
+        CharacterTokenizer('aa')

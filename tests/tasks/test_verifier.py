@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import ast
+import asyncio
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_jax.control.clocks.loop import CallDeadlineError
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog
+from areal_jax.tasks import process, verifier
+from areal_jax.tasks.process import WorkerProcess
+from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier, VerifierError
+from areal_jax.types import Prompt, Verdict
+from tests.tasks import bad_scorer
+from tests.tasks.fake_clock import FakeClock
+from tests.tasks.process_table import all_end, is_alive, read_pids
+
+SCORER = 'tests.tasks.bad_scorer:score'
+
+
+def decode(tokens: np.ndarray) -> str:
+    return ''.join(map(chr, tokens))
+
+
+def encode(text: str) -> np.ndarray:
+    return np.array([ord(character) for character in text], np.int32)
+
+
+def make_prompt(draw: int = 0, **problem: Any) -> Prompt:
+    return Prompt(draw, np.zeros(1, np.int32), 'bad', problem)
+
+
+def ask(judge: Any, text: str = 'abc', draw: int = 0, **problem: Any) -> Any:
+    return judge.verify(make_prompt(draw, **problem), encode(text), 'stop')
+
+
+@pytest.fixture
+def make(request):
+    """Started verifiers that are closed when the test ends."""
+
+    def build(clock: Any = None, *, workers: int = 1, deadline_s: float = 30.0, attempts: int = 2) -> ProcessVerifier:
+        judge = ProcessVerifier(
+            clock or FakeClock(), SCORER, decode, workers=workers, deadline_s=deadline_s, attempts=attempts
+        )
+        request.addfinalizer(judge.close)
+        judge.start()
+        return judge
+
+    return build
+
+
+def test_reward_comes_back_through_the_clocks_reward_lane(make):
+    clock = FakeClock()
+    judge = make(clock)
+    assert asyncio.run(ask(judge, 'abcd', draw=5, do='length')) == Verdict(4.0)
+    [(lane, work)] = clock.calls
+    assert (lane, work.kind, work.amount, work.detail) == ('reward', 'reward', 1.0, {'draw': 5, 'attempt': 1})
+    assert judge.attempts_by_label == {'ok': 1, 'timeout': 0, 'crash': 0, 'error': 0}
+
+
+def test_text_larger_than_a_pipe_holds(make):
+    # a pipe holds 64 KiB
+    assert asyncio.run(ask(make(), 'é' * 300_000, do='length')).reward == 300_000
+
+
+def test_answers_are_scored_in_order_of_request(make, tmp_path):
+    judge, record = make(workers=1), tmp_path / 'record'
+
+    async def main():
+        jobs = [ask(judge, str(n), draw=n, do='sleep', seconds=0.02, record=str(record)) for n in range(5)]
+        return await asyncio.gather(*jobs)
+
+    assert [verdict.reward for verdict in asyncio.run(main())] == [1.0] * 5
+    assert [line.split()[1] for line in record.read_text().splitlines()] == ['0', '1', '2', '3', '4']
+
+
+def test_two_workers_score_at_once(make, tmp_path):
+    judge, record = make(workers=2), tmp_path / 'record'
+
+    async def main():
+        await asyncio.gather(*(ask(judge, do='sleep', seconds=0.3, record=str(record)) for _ in range(2)))
+
+    asyncio.run(main())
+    assert len({line.split()[0] for line in record.read_text().splitlines()}) == 2
+
+
+def test_hanging_worker_is_killed_with_its_children_and_replaced(make, tmp_path):
+    judge, pids = make(deadline_s=0.4, attempts=2), tmp_path / 'pids'
+
+    async def main():
+        failed = await ask(judge, do='hang', pids=str(pids))
+        return failed, await ask(judge, do='length')
+
+    failed, after = asyncio.run(main())
+    assert failed == Verdict(0.0, attempts=2, label='timeout')
+    assert failed.failed
+    assert after == Verdict(3.0)
+    assert judge.attempts_by_label == {'ok': 1, 'timeout': 2, 'crash': 0, 'error': 0}
+    started = read_pids(pids, 4)  # worker and child of both attempts
+    assert len(set(started)) == 4
+    assert all_end(started)
+
+
+def test_second_attempt_may_succeed(make, tmp_path):
+    judge = make(deadline_s=0.4, attempts=2)
+    verdict = asyncio.run(ask(judge, do='hang_once', marker=str(tmp_path / 'marker')))
+    assert verdict == Verdict(1.0, attempts=2, label='ok')
+    assert judge.attempts_by_label == {'ok': 1, 'timeout': 1, 'crash': 0, 'error': 0}
+
+
+def test_crash_is_seen_at_once_although_a_child_lives_on(make, tmp_path):
+    judge, pids = make(deadline_s=30.0, attempts=2), tmp_path / 'pids'
+    verdict = asyncio.run(asyncio.wait_for(ask(judge, do='crash', pids=str(pids)), 10))
+    assert verdict == Verdict(0.0, attempts=2, label='crash')
+    assert judge.attempts_by_label == {'ok': 0, 'timeout': 0, 'crash': 2, 'error': 0}
+    assert all_end(read_pids(pids, 4))
+
+
+def test_worker_that_died_while_idle_costs_an_attempt_and_no_answer(make):
+    judge = make()
+
+    async def main():
+        pid = judge._workers[0]._process.pid
+        process.os.kill(pid, process.signal.SIGKILL)
+        assert all_end([pid])
+        return await ask(judge, do='length')
+
+    assert asyncio.run(main()) == Verdict(3.0, attempts=2)
+
+
+def test_scorer_that_raises_is_labelled_and_its_worker_stays(make, tmp_path):
+    judge, record = make(), tmp_path / 'record'
+
+    async def main():
+        return [await ask(judge, do=do, record=str(record)) for do in ('raise', 'length')]
+
+    # a reward of 0 that is no judgement: not asked again, since it would raise again
+    assert asyncio.run(main()) == [Verdict(0.0, attempts=1, label='error'), Verdict(3.0)]
+    assert len({line.split()[0] for line in record.read_text().splitlines()}) == 1
+
+
+@pytest.mark.parametrize('seconds_before_cancel', [0.0, 0.1])
+def test_cancelled_answer_leaves_no_reply_for_the_next(make, seconds_before_cancel):
+    judge = make()
+
+    async def main():
+        first = asyncio.ensure_future(ask(judge, 'a' * 7, do='sleep', seconds=0.3))
+        second = asyncio.ensure_future(ask(judge, 'b', do='length'))
+        third = asyncio.ensure_future(ask(judge, 'cc', do='length'))
+        await asyncio.sleep(seconds_before_cancel)
+        first.cancel()
+        second.cancel()  # waits for the worker
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        return await third
+
+    assert asyncio.run(main()) == Verdict(2.0)  # the length of 'cc'
+
+
+def test_close_kills_everything(make, tmp_path):
+    judge, pids = make(workers=2), tmp_path / 'pids'
+    workers = [worker._process.pid for worker in judge._workers]
+
+    async def main():
+        hanging = asyncio.ensure_future(ask(judge, do='hang', pids=str(pids)))
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            await asyncio.sleep(0.02)
+        assert all(map(is_alive, workers))
+        judge.close()
+        with pytest.raises(VerifierError, match='was closed'):
+            await hanging
+        with pytest.raises(VerifierError, match='has no workers'):
+            await ask(judge, do='length')
+
+    asyncio.run(main())
+    assert all_end([*workers, *read_pids(pids, 2)])
+
+
+def test_scorer_that_cannot_be_loaded_is_an_error_of_start():
+    judge = ProcessVerifier(FakeClock(), 'no.such:score', decode, workers=2, deadline_s=1.0, attempts=1)
+    with pytest.raises(VerifierError, match=r"scorer 'no\.such:score'.*has ended; its traceback"):
+        judge.start()
+
+
+def test_start_has_a_deadline():
+    judge = ProcessVerifier(FakeClock(), SCORER, decode, workers=1, deadline_s=1.0, attempts=1, start_deadline_s=0.001)
+    with pytest.raises(VerifierError, match=r'within 0\.001 s: .* was not ready in time'):
+        judge.start()
+
+
+def test_settings_without_sense_are_named():
+    with pytest.raises(TaskError, match=r'task\.verifier_workers=0'):
+        ProcessVerifier(FakeClock(), SCORER, decode, workers=0, deadline_s=1.0, attempts=1)
+
+
+def test_killed_worker_tells_whoever_waits():
+    worker = WorkerProcess(SCORER)
+
+    async def main():
+        waiting = asyncio.ensure_future(worker.become_ready())
+        await asyncio.sleep(0)
+        worker.kill()
+        with pytest.raises(process.WorkerDiedError, match='was killed'):
+            await waiting
+        with pytest.raises(process.WorkerDiedError, match='was killed'):
+            await worker.ask(b'{}')
+
+    asyncio.run(main())
+    worker.close()
+    assert worker.is_gone()
+
+
+def test_inline_verifier_labels_like_the_other():
+    judge = InlineVerifier(bad_scorer.score, decode)
+
+    async def main():
+        return [await ask(judge, do='length'), await ask(judge, do='raise')]
+
+    assert asyncio.run(main()) == [Verdict(3.0), Verdict(0.0, label='error')]
+    assert judge.attempts_by_label == {'ok': 1, 'timeout': 0, 'crash': 0, 'error': 1}
+
+
+# Under the clocks of the program.
+
+
+def test_real_clock_cuts_a_hanging_call_and_goes_on(make, tmp_path):
+    log = EventLog()
+    clock = RealClock({'reward': 2}, log, stall_timeout_s=30.0)
+    judge, pids = make(clock, workers=2, deadline_s=0.4, attempts=1), tmp_path / 'pids'
+
+    async def main():
+        jobs = [ask(judge, do='hang', pids=str(pids)), *(ask(judge, 'x' * n, do='length') for n in range(4))]
+        return [await job for job in [asyncio.ensure_future(job) for job in jobs]]
+
+    verdicts = clock.execute(main())
+    assert verdicts == [Verdict(0.0, label='timeout'), *(Verdict(float(n)) for n in range(4))]
+    assert all_end(read_pids(pids, 2))
+
+
+def test_real_clock_survives_a_cancelled_answer(make):
+    clock = RealClock({'reward': 1}, EventLog(), stall_timeout_s=30.0)
+    judge = make(clock)
+
+    async def main():
+        first = asyncio.ensure_future(ask(judge, 'aaa', do='sleep', seconds=0.3))
+        await clock.wait(clock.event('never'), 0.1)
+        first.cancel()
+        return await ask(judge, 'b', do='length')
+
+    assert clock.execute(main()) == Verdict(1.0)
+
+
+def test_virtual_clock_prices_answers_whatever_they_take(make):
+    log = EventLog()
+    clock = VirtualClock({'reward': 1}, log, {'reward': 0.5})
+    judge = make(clock)
+
+    async def main():
+        slow = asyncio.ensure_future(ask(judge, do='sleep', seconds=0.2))
+        fast = asyncio.ensure_future(ask(judge, do='length'))
+        return await slow, await fast
+
+    assert clock.execute(main()) == (Verdict(3.0), Verdict(3.0))
+    assert clock.now() == 1.0  # 2 answers of .5 s each on a lane of width 1
+
+
+def test_virtual_clock_ends_the_run_at_a_deadline(make):
+    clock = VirtualClock({'reward': 1}, EventLog(), {'reward': 0.5})
+    judge = make(clock, deadline_s=0.3)
+    with pytest.raises(CallDeadlineError, match="call 'reward'"):
+        clock.execute(ask(judge, do='hang'))
+
+
+def test_no_timer_of_asyncio_is_used():
+    allowed = {'Future', 'get_running_loop'}
+    for module in (verifier, process):
+        tree = ast.parse(pathlib.Path(module.__file__).read_text())
+        used = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == 'asyncio'
+        }
+        assert used <= allowed
+        assert not {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {
+            'call_later', 'call_at', 'run_in_executor', 'create_task', 'sleep',
+        }  # fmt: skip
