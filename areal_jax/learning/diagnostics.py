@@ -6,11 +6,12 @@ A quantity that is not defined (the mean over no tokens) is absent from the metr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from areal_jax.learning.advantages import rewards_of
-from areal_jax.types import PackedBatch, TrajectoryGroup
+from areal_jax.types import PackedBatch, TrajectoryGroup, concatenate
 
 
 def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -20,31 +21,39 @@ def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGro
         'update/trained_groups': float(len(kept)),
         'update/filtered_equal_rewards': float(len(groups) - len(kept)),
     }
-    rewards = np.concatenate([np.zeros(0), *(rewards_of(g) for g in groups)])
+    rewards = concatenate([rewards_of(g) for g in groups], np.float64)
     if len(rewards):
         metrics['reward/mean'] = float(rewards.mean())
         metrics['reward/std'] = float(rewards.std())
     return metrics
 
 
-def age_metrics(batches: Sequence[PackedBatch], version: int) -> dict[str, float]:
-    """Age of the trained tokens when the batch was formed: version - policy version; and tokens masked for their age.
+def age_metrics(batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
+    """Age of the trained tokens when the batch was formed (version - policy version), and how versions mix.
 
+    The histogram is a list: trained tokens of age 0, 1, 2, ...
     Raises ValueError for a token of a version that is not published yet.
     """
-    real = np.concatenate([np.zeros(0, bool), *((b.trajectory_ids >= 0).ravel() for b in batches)])
-    trained = np.concatenate([np.zeros(0, bool), *(b.loss_mask.ravel() for b in batches)])
-    ages = version - np.concatenate([np.zeros(0, np.int32), *(b.policy_versions.ravel() for b in batches)])
-    if (ages[real] < 0).any():
-        newest = version - int(ages[real].min())
+    trained = _join([b.loss_mask for b in batches], bool)
+    ids = _join([b.trajectory_ids for b in batches], np.int32)
+    ages = version - _join([b.policy_versions for b in batches], np.int32)
+    if (ages[ids >= 0] < 0).any():
+        newest = version - int(ages[ids >= 0].min())
         raise ValueError(f'a token has policy version {newest}, but the update starts from version {version}')
-    metrics = {
+    metrics: dict[str, Any] = {
         'update/trained_tokens': float(trained.sum()),
-        'staleness/masked_tokens': float((real & ~trained).sum()),
+        'staleness/masked_tokens': float(((ids >= 0) & ~trained).sum()),
     }
     if trained.any():
-        metrics['staleness/token_age_mean'] = float(ages[trained].mean())
-        metrics['staleness/token_age_max'] = float(ages[trained].max())
+        versions_of = np.unique(np.stack([ids[trained], ages[trained]]), axis=1)[0]  # one entry per (trajectory, age)
+        counts = np.unique(versions_of, return_counts=True)[1]
+        metrics |= {
+            'staleness/token_age_mean': float(ages[trained].mean()),
+            'staleness/token_age_max': float(ages[trained].max()),
+            'staleness/token_age_histogram': np.bincount(ages[trained]).astype(float).tolist(),
+            'staleness/versions_per_trajectory_mean': float(counts.mean()),
+            'staleness/versions_per_trajectory_max': float(counts.max()),
+        }
     return metrics
 
 
@@ -67,3 +76,7 @@ def mismatch_metrics(batches: Sequence[PackedBatch], logprobs: Sequence[np.ndarr
         'mismatch/max_abs': float(all_differences.max()),
         'mismatch/exact_share': float((all_differences == 0).mean()),
     }
+
+
+def _join(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return concatenate([a.ravel() for a in arrays], dtype)

@@ -120,11 +120,12 @@ class SpmdLearner:
         """Tokens that `update` would read, to price it beforehand: what the filter leaves, prompts shared or not."""
         return count_tokens(self._kept(groups), self._mode)
 
-    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
         """Trains on one batch with `n_minibatches` optimizer steps; `version` is that of the weights before it.
 
         Nothing to train (no group, none with a signal, all tokens too old) leaves weights and optimizer state as they
-        are, bit for bit. Metrics of quantities that are not defined are absent.
+        are, bit for bit. Metrics are floats, but for the histogram of
+        token ages, a list; those of quantities that are not defined are absent.
 
         Raises ValueError for a trajectory that does not fit a row, a reward that is not finite, or a token of a version
         after `version`; weights are untouched then.
@@ -173,7 +174,7 @@ class SpmdLearner:
     def _kept(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         return [g for g in groups if has_signal(g) or not self._filter_equal_rewards]
 
-    def _train(self, batches: Sequence[PackedBatch], version: int) -> dict[str, float]:
+    def _train(self, batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
         later = batches[1:] if self._recomputes else []
         recomputed = [self._logprobs_before(batch, version) for batch in later]
         results = []

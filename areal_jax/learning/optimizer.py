@@ -44,7 +44,7 @@ class Optimizer:
 
         Returns (params, state, metrics): metrics hold the norm before clipping and the learning rate after warm-up.
         """
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         if self.clip_norm > 0:
             scale = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1.0)

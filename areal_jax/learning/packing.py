@@ -63,12 +63,12 @@ class PackingReport:
 
     def metrics(self) -> dict[str, float]:
         return {
-            'packing/rows': float(self.rows),
-            'packing/microbatches': float(self.microbatches),
-            'packing/tokens': float(self.tokens),
-            'packing/saved_tokens': float(self.saved_tokens),
-            'packing/utilization': self.tokens / max(self.capacity_tokens, 1),
-            'packing/loss_utilization': self.loss_tokens / max(self.capacity_loss_tokens, 1),
+            'train/rows': float(self.rows),
+            'train/microbatches': float(self.microbatches),
+            'train/row_tokens': float(self.tokens),
+            'train/saved_tokens': float(self.saved_tokens),
+            'train/packing_utilization': self.tokens / max(self.capacity_tokens, 1),
+            'train/loss_utilization': self.loss_tokens / max(self.capacity_loss_tokens, 1),
         }
 
 

@@ -18,7 +18,7 @@ from areal_jax.learning.proximal import proximal_logprobs
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import token_logprobs
 from areal_jax.sharding.mesh import AXES
-from areal_jax.sharding.rules import data_shards, replicated, row_sharding
+from areal_jax.sharding.rules import replicated, row_sharding
 from areal_jax.types import PackedBatch
 
 Rows = Mapping[str, Any]  # fields of a micro-batch [R, ...], see `training_rows`
@@ -62,14 +62,14 @@ def training_rows(
 
 def training_scalars(
     *, denominator: float, version: int, temperature: float, weights_are_proximal: bool
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Typed, so that no value recompiles a program."""
     return {
         'denominator': np.float32(denominator),
         'version': np.int32(version),
         'temperature': np.float32(temperature),
         'weights_are_proximal': np.bool_(weights_are_proximal),
-    }  # type: ignore[dict-item]
+    }
 
 
 def forward(

@@ -1,4 +1,4 @@
-"""Small trajectories and a decoder of one table, for the tests of this folder."""
+"""Small trajectories and a small decoder, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.models.decoder import Decoder, ModelConfig
 from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup
 
 
@@ -66,3 +67,12 @@ def random_groups(seed: int, n: int, *, group_size: int = 4, vocabulary: int = 1
             trajectories.append(trajectory(prompt, spans, reward=reward, draw=draw, sample=sample))
         groups.append(TrajectoryGroup(draw, tuple(trajectories)))
     return groups
+
+
+def tiny_decoder(n_layers: int) -> Decoder:
+    """Grouped queries, 11 tokens."""
+    return Decoder(
+        ModelConfig(
+            vocab_size=11, d_model=16, n_layers=n_layers, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24, rope_theta=1e4
+        )
+    )

@@ -57,5 +57,5 @@ def test_infinite_reward_is_named():
 
 
 def test_unknown_estimator_is_named():
-    with pytest.raises(ValueError, match="loss.advantage='gae' is unknown; use one of group, group_mean, rloo"):
+    with pytest.raises(ValueError, match=r"loss.advantage='gae' is unknown; use one of group, group_mean, rloo"):
         group_advantages(_group(0, 1), 'gae')

@@ -62,8 +62,8 @@ def test_shared_prompt_row_by_hand():
     np.testing.assert_array_equal(row.advantages, [0, 0, 1, 2, 2, 2, 0])
     # unshared: 3 + 2 + 4 = 9 tokens to read, here 5
     assert (report.tokens, report.saved_tokens, report.rows, report.microbatches) == (5, 4, 1, 1)
-    assert report.metrics()['packing/utilization'] == 5 / 8
-    assert report.metrics()['packing/loss_utilization'] == 6 / 7
+    assert report.metrics()['train/packing_utilization'] == 5 / 8
+    assert report.metrics()['train/loss_utilization'] == 6 / 7
 
 
 def test_ordinary_row_by_hand():
@@ -127,7 +127,7 @@ def test_denominators_of_both_aggregations():
     for aggregation, expected in (('token_mean', 1.25), ('sequence_mean', 1.5)):
         weights, denominator = denominator_weights(batch, aggregation)
         np.testing.assert_allclose((losses * weights[0, 0]).sum() / denominator, expected, rtol=1e-6)
-    with pytest.raises(ValueError, match="loss.aggregation='sum' is unknown"):
+    with pytest.raises(ValueError, match=r"loss.aggregation='sum' is unknown"):
         denominator_weights(batch, 'sum')
 
 
@@ -212,5 +212,5 @@ def test_microbatch_views_have_no_leading_axis():
 
 
 def test_unknown_mode_is_named():
-    with pytest.raises(ValueError, match="learner.packing='padded' is unknown; use one of shared_prompt, ordinary"):
+    with pytest.raises(ValueError, match=r"learner.packing='padded' is unknown; use one of shared_prompt, ordinary"):
         _pack([], mode='padded')

@@ -52,5 +52,5 @@ def test_no_gradient_flows_through_the_centre(kind):
 
 
 def test_unknown_kind_is_named():
-    with pytest.raises(ValueError, match="loss.proximal='ema' is unknown; use one of recompute, loglinear, behavior"):
+    with pytest.raises(ValueError, match=r"loss.proximal='ema' is unknown; use one of recompute, loglinear, behavior"):
         _proximal('ema', True)

@@ -18,5 +18,5 @@ def test_too_many_devices_names_both_numbers():
 
 
 def test_no_devices_is_refused():
-    with pytest.raises(ValueError, match='mesh.fsdp=0 must be at least 1'):
+    with pytest.raises(ValueError, match=r'mesh.fsdp=0 must be at least 1'):
         make_mesh(fsdp=0)

@@ -51,7 +51,7 @@ def test_rows_lie_over_all_devices():
 
 
 def test_unknown_strategy_is_named():
-    with pytest.raises(ValueError, match="mesh.strategy='tensor' is unknown; use one of fsdp, replicated"):
+    with pytest.raises(ValueError, match=r"mesh.strategy='tensor' is unknown; use one of fsdp, replicated"):
         param_shardings(_PARAMS, make_mesh(), 'tensor')
 
 

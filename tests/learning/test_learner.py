@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.optimizer import make_optimizer
+from areal_jax.sharding.mesh import make_mesh
+from areal_jax.types import TrajectoryGroup
+from tests.learning.examples import group, random_groups, segment, tiny_decoder, trajectory
+
+_DECODER = tiny_decoder(n_layers=1)
+_PARAMS = _DECODER.init(seed=2, scale=2.0)
+_GROUPS = random_groups(5, 5)  # policy versions 0..2
+_SGD = make_optimizer('sgd', clip_norm=0)
+_ADAM = make_optimizer('adamw', clip_norm=1.0)
+
+
+def _learner(mesh=None, **settings) -> SpmdLearner:
+    defaults = {
+        'optimizer': _SGD,
+        'learning_rate': 0.1,
+        'row_tokens': 40,
+        'row_loss_tokens': 24,
+        'vocab_chunk': 4,
+        'filter_equal_rewards': True,
+    }
+    return SpmdLearner(_DECODER, _PARAMS, mesh or make_mesh(), **(defaults | settings))
+
+
+def _weights(learner: SpmdLearner):
+    return learner.save()['params']
+
+
+def _assert_close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+def _assert_bit_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope='module')
+def one_row_at_a_time():
+    """Prompts are repeated and every micro-batch is one row of a trajectory or two."""
+    learner = _learner(packing='ordinary', row_tokens=16, row_loss_tokens=12, n_minibatches=2)
+    return learner.update(_GROUPS, version=2), _weights(learner)
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {},
+        {'rows_per_microbatch': 3},
+        {'accumulate': 'scan', 'rows_per_microbatch': 2},
+        {'rows_per_microbatch': 8, 'mesh': (1, 8)},
+        {'rows_per_microbatch': 8, 'mesh': (2, 4), 'accumulate': 'scan', 'packing': 'ordinary', 'row_tokens': 20},
+    ],
+    ids=['shared prompts', '3 rows', 'scan', 'fsdp=8', 'data=2 fsdp=4 scan'],
+)
+def test_update_does_not_depend_on_packing_split_or_devices(one_row_at_a_time, settings):
+    settings = dict(settings)
+    learner = _learner(make_mesh(*settings.pop('mesh', (1, 1))), n_minibatches=2, **settings)
+    metrics = learner.update(_GROUPS, version=2)
+    expected, weights = one_row_at_a_time
+    for name, value in expected.items():
+        if not name.startswith('train/'):  # rows and micro-batches
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    _assert_close(_weights(learner), weights, atol=1e-5)
+    change = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), weights, jax.device_get(_PARAMS))
+    assert max(jax.tree.leaves(change)) > 0.01  # far more than the tolerance
+
+
+def test_later_minibatches_keep_the_centre_of_the_weights_before_the_update():
+    current = [_at_version(g, 2) for g in _GROUPS]
+    # one step: policy and proximal policy are the same weights, nothing can be clipped, w = prox / behavior
+    once = _learner(learning_rate=0.5).update(current, version=2)
+    assert once['loss/clip_fraction'] == 0
+    # two steps: in the second the policy has moved away from a centre that has not
+    twice = _learner(learning_rate=0.5, n_minibatches=2).update(current, version=2)
+    assert twice['update/optimizer_steps'] == 2
+    assert twice['loss/clip_fraction'] > 0
+    # behavior weights and mismatch are those of the weights before the update, for both minibatches
+    for name in ('loss/behavior_weight_mean', 'loss/effective_sample_size', 'mismatch/mean_abs', 'mismatch/n'):
+        np.testing.assert_allclose(twice[name], once[name], rtol=1e-5, err_msg=name)
+
+
+def _at_version(g: TrajectoryGroup, version: int) -> TrajectoryGroup:
+    """All generated tokens from one version."""
+    moved = []
+    for t in g.trajectories:
+        segments = [dataclasses.replace(s, policy_version=version) if s.policy_version >= 0 else s for s in t.segments]
+        moved.append(dataclasses.replace(t, segments=tuple(segments)))
+    return TrajectoryGroup(g.draw, tuple(moved))
+
+
+def test_data_metrics_by_hand():
+    # rewards 0 1 | 1 1: mean 3/4; the second group has no signal. Ages at version 5: 1 (two tokens), 3 (one token)
+    mixed = TrajectoryGroup(
+        0,
+        (
+            trajectory([1], [segment([2, 3], 4)], reward=0.0),
+            trajectory([1], [segment([4], 2)], reward=1.0, sample=1),
+        ),
+    )
+    metrics = _learner().update([mixed, group([1], [[2], [3]], [1.0, 1.0], draw=1, version=4)], version=5)
+    assert metrics['reward/mean'] == 0.75
+    assert (metrics['update/groups'], metrics['update/trained_groups']) == (2, 1)
+    assert metrics['update/filtered_equal_rewards'] == 1
+    assert metrics['update/trained_tokens'] == 3
+    assert metrics['staleness/token_age_max'] == 3
+    np.testing.assert_allclose(metrics['staleness/token_age_mean'], (1 + 1 + 3) / 3)
+    assert metrics.pop('staleness/token_age_histogram') == [0, 2, 0, 1]
+    assert metrics['staleness/versions_per_trajectory_max'] == 1
+    assert metrics['mismatch/n'] == 0
+    assert 'mismatch/mean_abs' not in metrics
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_mismatch_is_zero_where_the_engine_says_what_the_learner_says():
+    learner = _learner(learning_rate=0.0)
+    first = learner.update(_GROUPS, version=2)
+    assert first['mismatch/mean_abs'] > 0.1  # behavior log-probs of the examples are noise
+    # a trajectory of the examples has one to three versions
+    counts = [len(set(t.policy_versions) - {-1}) for g in _GROUPS for t in g.trajectories]
+    assert first['staleness/versions_per_trajectory_max'] == max(counts) == 3
+    np.testing.assert_allclose(first['staleness/versions_per_trajectory_mean'], np.mean(counts))
+    # tokens of version 2 alone count
+    tokens = np.concatenate([t.policy_versions for g in _GROUPS for t in g.trajectories])
+    assert first['mismatch/n'] == (tokens == 2).sum()
+    # one token with the log-prob of the weights, one with that + .5: mean .25, half of them exact
+    prompt, logprob = [1, 2], _logprobs_after([1, 2])
+    pair = (
+        trajectory(prompt, [segment([3], 2, [logprob[3]])], reward=0.0),
+        trajectory(prompt, [segment([4], 2, [logprob[4] + 0.5])], reward=1.0, sample=1),
+    )
+    metrics = learner.update([TrajectoryGroup(0, pair)], version=2)
+    assert metrics['mismatch/n'] == 2
+    np.testing.assert_allclose(metrics['mismatch/mean_abs'], 0.25, atol=1e-5)
+    np.testing.assert_allclose(metrics['mismatch/max_abs'], 0.5, atol=1e-5)
+
+
+def _logprobs_after(prompt, params=_PARAMS) -> np.ndarray:
+    """float32 [V] of the token after the prompt."""
+    return np.asarray(_last_logprobs(params, jnp.array(prompt, jnp.int32)))
+
+
+@jax.jit
+def _last_logprobs(params, tokens):
+    def attend(q, k, v, cache):
+        k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+        scores = jnp.einsum('qhd,khd->hqk', q, k) / jnp.sqrt(q.shape[-1])
+        causal = jnp.tril(jnp.ones((len(q), len(q)), bool))
+        return jnp.einsum('hqk,khd->qhd', jax.nn.softmax(jnp.where(causal, scores, -1e30)), v), cache
+
+    hidden, _ = _DECODER.hidden(params, tokens, jnp.arange(len(tokens)), attend)
+    return jax.nn.log_softmax(hidden[-1] @ _DECODER.head(params).T)
+
+
+def test_nothing_to_train_changes_no_bit():
+    learner = _learner(optimizer=_ADAM, max_token_age=1, over_age='mask')
+    learner.update(_GROUPS, version=2)  # Adam has momentum now
+    before = learner.save()
+    equal = group([1, 2], [[3], [4, 5]], [1.0, 1.0], version=9)
+    too_old = group([1, 2], [[3], [4, 5]], [0.0, 1.0], version=7)
+    alone = group([1, 2], [[3]], [1.0], version=9)
+    for groups in ([], [equal], [too_old], [alone], [equal, too_old, alone]):
+        metrics = learner.update(groups, version=9)
+        assert metrics['update/optimizer_steps'] == 0
+        assert metrics['update/trained_tokens'] == 0
+        assert metrics['mismatch/n'] == 0
+        assert 'loss/value' not in metrics
+    _assert_bit_equal(learner.save(), before)
+
+
+def test_equal_rewards_have_no_gradient_even_unfiltered():
+    learner = _learner(filter_equal_rewards=False)
+    metrics = learner.update([group([1, 2], [[3], [4, 5]], [1.0, 1.0])], version=0)
+    assert metrics['update/optimizer_steps'] == 1
+    assert metrics['update/grad_norm'] == 0
+    _assert_bit_equal(_weights(learner), jax.device_get(_PARAMS))
+
+
+def test_non_finite_gradient_skips_the_step_and_is_counted():
+    learner = _learner(optimizer=_ADAM)
+    before = learner.save()
+    poisoned = TrajectoryGroup(
+        0,
+        (
+            trajectory([1, 2], [segment([3], 0, [np.nan])], reward=0.0),
+            trajectory([1, 2], [segment([4], 0)], reward=1.0, sample=1),
+        ),
+    )
+    metrics = learner.update([poisoned], version=0)
+    assert (metrics['update/skipped_steps'], metrics['update/optimizer_steps']) == (1, 0)
+    _assert_bit_equal(learner.save(), before)
+    # the gradient is not left over in the accumulator
+    assert learner.update([group([1, 2], [[3], [4]])], version=0)['update/optimizer_steps'] == 1
+
+
+def test_future_token_is_refused_and_weights_are_untouched():
+    learner = _learner()
+    with pytest.raises(ValueError, match='policy version 2, but the update starts from version 1'):
+        learner.update(_GROUPS, version=1)
+    _assert_bit_equal(_weights(learner), jax.device_get(_PARAMS))
+
+
+def test_published_weights_are_not_touched_by_later_updates():
+    learner = _learner()
+    published = learner.publish(0)
+    held = jax.tree.map(np.array, published)
+    learner.update(_GROUPS, version=2)
+    _assert_bit_equal(jax.tree.map(np.array, published), held)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(published))
+    _assert_bit_equal(held, jax.device_get(_PARAMS))  # nor was the caller's tree, which the learner copied
+    moved = jax.tree.map(lambda a, b: bool((np.array(a) != b).any()), learner.publish(1), held)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_restored_learner_goes_on_as_the_saved_one():
+    first, second = _learner(optimizer=_ADAM), _learner(optimizer=_ADAM)
+    first.update(_GROUPS[:3], version=2)
+    saved = first.save()
+    kept = jax.tree.map(np.array, saved)
+    second.restore(saved)
+    for learner in (first, second):
+        learner.update(_GROUPS[3:], version=3)
+    _assert_bit_equal(second.save(), first.save())
+    _assert_bit_equal(saved, kept)  # no update writes into what was saved or restored from
+    sharded = _learner(make_mesh(fsdp=8), optimizer=_ADAM, rows_per_microbatch=8)
+    sharded.restore(saved)
+    sharded.update(_GROUPS[3:], version=3)
+    # Adam divides by sqrt(v): rounding of tiny gradients shows, so weights move by at most the rate, .1, times it
+    _assert_close(_weights(sharded), _weights(first), atol=1e-3)
+
+
+def test_restore_of_other_shapes_is_refused_and_changes_nothing():
+    learner = _learner(optimizer=_ADAM)
+    before = learner.save()
+    other = learner.save()
+    other['params']['embedding'] = np.zeros((12, 16), np.float32)
+    with pytest.raises(ValueError, match=r"saved params differ from the learner's in 2 names or shapes.*embedding"):
+        learner.restore(other)
+    without_moments = {'params': before['params'], 'optimizer': _learner().save()['optimizer']}
+    with pytest.raises(ValueError, match='saved optimizer differ'):
+        learner.restore(without_moments)
+    _assert_bit_equal(learner.save(), before)
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {'n_minibatches': 2},  # the log-prob pass too
+        {'accumulate': 'scan', 'max_microbatches': 2, 'row_tokens': 64, 'row_loss_tokens': 64},
+    ],
+    ids=['dispatch', 'scan'],
+)
+def test_nothing_compiles_after_warm_up(settings):
+    learner = _learner(optimizer=_ADAM, **settings)
+    # copy, initial state; dispatch: zeros, accumulate, apply, log-probs; scan: 1 and 2 micro-batches
+    assert learner.warm_up() == (6 if settings.get('n_minibatches') else 4)
+    compiled = []
+
+    def listener(event: str, duration: float, **_) -> None:
+        if 'backend_compile' in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        for version, groups in enumerate([_GROUPS, _GROUPS[:1], [], _GROUPS[1:]], start=2):
+            learner.update(groups, version)
+            learner.publish(version)
+            learner.save()
+        assert compiled == []
+        jax.jit(lambda x: x + version)(1.0)
+        assert len(compiled) == 1  # a compilation would have been seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def test_update_tokens_prices_what_the_filter_leaves():
+    groups = [group([1, 2, 3], [[4, 5], [6]]), group([1, 2, 3], [[4], [5]], [1.0, 1.0], draw=1)]
+    assert _learner().update_tokens(groups) == 3 + 1 + 0  # the prompt once; an answer's last token is never read
+    assert _learner(filter_equal_rewards=False).update_tokens(groups) == 4 + 3
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'rows_per_microbatch': 3, 'mesh': (1, 2)}, r'learner.rows_per_microbatch=3 must be a multiple of the 2 dev'),
+        ({'accumulate': 'loop'}, r"learner.accumulate='loop' is unknown; use one of dispatch, scan"),
+        ({'proximal': 'ema'}, r"loss.proximal='ema' is unknown"),
+        ({'aggregation': 'sum'}, r"loss.aggregation='sum' is unknown"),
+        ({'over_age': 'keep'}, r"staleness.over_age='keep' is unknown"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(settings, message):
+    settings = dict(settings)
+    with pytest.raises(ValueError, match=message):
+        _learner(make_mesh(*settings.pop('mesh', (1, 1))), **settings)
+
+
+@pytest.mark.parametrize('proximal', ['recompute', 'loglinear', 'behavior'])
+def test_bandit_learns(proximal):
+    # one prompt, one-token answers, reward 1 for token 3: a share of 1/11 before, nearly 1 after
+    learner = _learner(optimizer=_ADAM, learning_rate=0.02, proximal=proximal, row_tokens=8, row_loss_tokens=16)
+    rng = np.random.default_rng(0)
+    rewards, stale = [], _PARAMS
+    for version in range(14):
+        # data one version old, as in an asynchronous run
+        logprobs = _logprobs_after([1], stale)
+        answers = rng.choice(11, size=16, p=np.exp(logprobs) / np.exp(logprobs).sum())
+        members = [
+            trajectory([1], [segment([a], max(version - 1, 0), [logprobs[a]])], reward=float(a == 3), sample=i)
+            for i, a in enumerate(answers)
+        ]
+        stale = learner.publish(version)
+        metrics = learner.update([TrajectoryGroup(version, tuple(members))], version)
+        rewards.append(metrics['reward/mean'])
+        if proximal == 'behavior' and metrics['update/optimizer_steps']:
+            assert metrics['loss/behavior_weight_max'] == 1
+    assert np.mean(rewards[:3]) < 0.4
+    assert np.mean(rewards[-3:]) > 0.8

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.learning.losses import decoupled_ppo_loss
+from areal_jax.learning.packing import denominator_weights, pack
+from areal_jax.learning.train_step import forward, training_rows
+from tests.learning.examples import random_groups, tiny_decoder
+
+_DECODER = tiny_decoder(n_layers=2)
+_TEMPERATURE = 0.7
+_GROUPS = random_groups(3, 3)
+_ADVANTAGES = [np.random.default_rng(9).normal(size=len(g.trajectories)).astype(np.float32) for g in _GROUPS]
+_TRAJECTORIES = [t for g in _GROUPS for t in g.trajectories]
+
+
+@pytest.fixture(scope='module')
+def params():
+    return _DECODER.init(seed=1, scale=2.0)
+
+
+def _attend_causally(q, k, v, cache):
+    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    scores = jnp.einsum('qhd,khd->hqk', q, k) / jnp.sqrt(q.shape[-1])
+    causal = jnp.tril(jnp.ones((len(q), len(q)), bool))
+    return jnp.einsum('hqk,khd->qhd', jax.nn.softmax(jnp.where(causal, scores, -1e30)), v), cache
+
+
+def _unpacked_loss(params):
+    """One trajectory at a time, padded at its end where causal attention cannot see; logits [trajectory, T, V]."""
+    length = max(len(t.tokens) for t in _TRAJECTORIES)
+
+    def padded(arrays):
+        return np.stack([np.pad(a, (0, length - len(a))) for a in arrays])
+
+    tokens, mask = padded([t.tokens for t in _TRAJECTORIES]), padded([t.loss_mask for t in _TRAJECTORIES])
+    behavior = padded([t.behavior_logprobs for t in _TRAJECTORIES])[:, 1:]
+
+    def logits_of(one):
+        hidden, _ = _DECODER.hidden(params, one, jnp.arange(length), _attend_causally)
+        return hidden @ _DECODER.head(params).T / _TEMPERATURE
+
+    logits = jax.lax.map(logits_of, tokens)
+    policy = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+    advantages = np.concatenate(_ADVANTAGES)[:, None] * np.ones_like(behavior)
+    loss, _ = decoupled_ppo_loss(policy, behavior, behavior, advantages, mask[:, 1:], float(mask.sum()))
+    return loss, (policy, logits)
+
+
+@jax.jit
+def _packed_loss_and_gradient(params, rows, denominator):
+    def loss(params):
+        def body(total, one):
+            policy, _ = forward(_DECODER, params, one, _TEMPERATURE, vocab_chunk=4)
+            behavior = one['behavior_logprobs']
+            part, _ = decoupled_ppo_loss(policy, behavior, behavior, one['advantages'], one['loss_mask'], denominator)
+            return total + part, policy
+
+        return jax.lax.scan(body, jnp.float32(0), rows)
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+@pytest.fixture(scope='module')
+def unpacked(params):
+    return jax.jit(jax.value_and_grad(_unpacked_loss, has_aux=True))(params)
+
+
+@pytest.mark.parametrize(
+    ('mode', 'row_tokens', 'rows_per_microbatch'),
+    [
+        ('ordinary', 14, 1),  # at most one or two trajectories a row
+        ('ordinary', 40, 2),
+        ('shared_prompt', 24, 1),  # some groups are split over rows
+        ('shared_prompt', 48, 3),
+    ],
+)
+def test_packed_equals_one_trajectory_at_a_time(params, unpacked, mode, row_tokens, rows_per_microbatch):
+    (batch,), _ = pack(
+        _GROUPS,
+        _ADVANTAGES,
+        mode=mode,
+        row_tokens=row_tokens,
+        row_loss_tokens=24,
+        rows_per_microbatch=rows_per_microbatch,
+    )
+    (loss, (policy, _)), gradient = unpacked
+    (packed, found), packed_gradient = _packed_loss_and_gradient(params, *training_rows(batch, 'token_mean'))
+    np.testing.assert_allclose(packed, loss, rtol=1e-5)
+    for index, t in enumerate(_TRAJECTORIES):
+        predicted = np.flatnonzero(t.loss_mask) - 1
+        expected = np.asarray(policy)[index, predicted]
+        np.testing.assert_allclose(np.asarray(found)[batch.trajectory_ids == index], expected, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), packed_gradient, gradient)
+
+
+def test_last_token_of_an_answer_has_gradient(params):
+    # raising the log-prob of the last token alone moves the weights: it is a target although it is never read
+    (batch,), _ = pack(
+        _GROUPS[:1], _ADVANTAGES[:1], mode='shared_prompt', row_tokens=64, row_loss_tokens=32, rows_per_microbatch=1
+    )
+    rows, _ = training_rows(batch, 'token_mean')
+    one = {name: array[0] for name, array in rows.items()}
+    last = np.flatnonzero(batch.trajectory_ids[0, 0] == 0)[-1]
+    assert one['targets'][0, last] == _TRAJECTORIES[0].tokens[-1]
+    gradient = jax.jit(jax.grad(lambda p, r: forward(_DECODER, p, r, 1.0, vocab_chunk=4)[0][0, last]))(params, one)
+    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient)) > 1e-3
+
+
+def test_entropy_is_of_the_distribution_at_the_temperature(params, unpacked):
+    (_, (_, logits)), _ = unpacked
+    (batch,), _ = pack(
+        _GROUPS, _ADVANTAGES, mode='shared_prompt', row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3
+    )
+    rows, _ = training_rows(batch, 'token_mean')
+    one = {name: array[0] for name, array in rows.items()}
+    _, entropy = jax.jit(lambda p, r: forward(_DECODER, p, r, _TEMPERATURE, vocab_chunk=4))(params, one)
+    expected = jax.scipy.special.entr(jax.nn.softmax(logits)).sum(-1)[0, np.flatnonzero(_TRAJECTORIES[0].loss_mask) - 1]
+    np.testing.assert_allclose(entropy[batch.trajectory_ids[0] == 0], expected, atol=1e-5)
+
+
+def test_rows_carry_the_weights_of_their_aggregation():
+    (batch,), _ = pack(_GROUPS, _ADVANTAGES, mode='ordinary', row_tokens=40, row_loss_tokens=24, rows_per_microbatch=1)
+    rows, denominator = training_rows(batch, 'sequence_mean')
+    weights, expected = denominator_weights(batch, 'sequence_mean')
+    np.testing.assert_array_equal(rows['token_weights'], weights)
+    assert denominator == expected == len(_TRAJECTORIES)
+    np.testing.assert_allclose(weights.sum(), len(_TRAJECTORIES), rtol=1e-5)  # every trajectory weighs 1
