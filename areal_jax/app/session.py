@@ -17,7 +17,7 @@ from areal_jax.app.alone import alone_seconds
 from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.provenance import git_commit, hardware, package_versions
-from areal_jax.app.run_state import decode_snapshot, encode_snapshot
+from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import ConfigError, TrackedConfig, flatten, validate
 from areal_jax.control.clocks.real import RealClock
@@ -70,6 +70,7 @@ class Session:
         self.resources.start()
         self.compilations.__enter__()
         model = build.build_model(config)
+        self.decoder = model.decoder
         task = build.build_task(config, model.tokenizer)
         snapshot, arrays = self._load_checkpoint(model)
         log_path = self.workdir / 'events.jsonl'
@@ -248,12 +249,12 @@ class Session:
             return None, None
         step, arrays, run_state = self._store.restore_latest()
         self.version_at_start = step
-        snapshot = decode_snapshot(run_state)
+        snapshot = decode_run_state(run_state)
         print(f'resumed after update {step} from {self.workdir / "checkpoints"}', flush=True)
         return snapshot, arrays
 
     def _save_checkpoint(self, step: int, arrays: Any, snapshot: Mapping[str, Any]) -> None:
-        self._store.save(step, arrays, encode_snapshot(snapshot))
+        self._store.save(step, arrays, encode_run_state(snapshot))
 
     def _write_scores(self, phase: str, scores: EvaluationScores) -> None:
         path = self.workdir / EVALUATIONS
@@ -290,7 +291,7 @@ class Session:
             compilation_budget=self._compilation_budget,
             peak_memory_bytes=self.resources.peak_bytes,
             event_loop_lag_max=lag,
-            weights_sha256=weights_sha256(self.learner.params),
+            weights_sha256=weights_sha256(self.learner.publish(config.run.steps)),
             git_commit=git_commit(),
             versions=package_versions(),
             hardware=hardware() | {'platform': platform.platform()},

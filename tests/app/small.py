@@ -1,0 +1,84 @@
+"""A run of seconds under the virtual clock, with real decode engine and learner."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+
+from areal_jax import config as schema
+from areal_jax.app.session import Session
+
+
+def small_config(**fields):
+    """The smallest run that is interrupted; `fields` like staleness__eta=0.0."""
+    config = schema.default_config()
+    config.run.steps = 5
+    config.run.clock = 'virtual'
+    config.model.d_model, config.model.d_ff = 32, 64
+    config.model.n_heads, config.model.n_kv_heads, config.model.head_dim = 2, 1, 16
+    config.task.verifier = 'inline'
+    config.rollout.slots = 6
+    config.rollout.decode_steps = 2
+    config.rollout.context_tokens = 16
+    config.rollout.prefill_buckets = (8, 16)
+    config.rollout.max_new_tokens = 8
+    config.rollout.group_size = 4
+    config.rollout.max_running_groups = 4
+    config.learner.groups_per_update = 2
+    config.learner.row_tokens = 64
+    config.learner.row_loss_tokens = 32
+    config.optimizer.learning_rate = 3e-3
+    config.evaluation.problems = 0
+    config.telemetry.progress = False
+    config.telemetry.tensorboard = False
+    config.telemetry.plots = False
+    config.update_from_flattened_dict({name.replace('__', '.'): value for name, value in fields.items()})
+    return config
+
+
+class SmallRun:
+    """A session that remembers what it trained on and the weights of every version."""
+
+    def __init__(self, workdir: pathlib.Path, resume: bool = False, **fields):
+        self.workdir = workdir
+        self.session = Session(small_config(**fields), workdir, resume=resume)
+        self.batches, self.weights = [], {}
+        learner = self.session.learner
+        update, publish = learner.update, learner.publish
+        learner.update = lambda groups, version: (self.batches.append(groups), update(groups, version))[1]
+
+        def remember(version):
+            copy = publish(version)
+            self.weights[version] = to_host(copy)
+            return copy
+
+        learner.publish = remember
+        self.weights[self.session.version_at_start] = to_host(publish(0))
+
+    def train(self):
+        self.report = self.session.train()
+        return self
+
+    @property
+    def events(self):
+        return [json.loads(line) for line in (self.workdir / 'events.jsonl').read_text().splitlines()]
+
+    @property
+    def final(self):
+        return self.weights[max(self.weights)]
+
+
+def to_host(params):
+    import jax
+
+    return jax.tree.map(np.array, params)
+
+
+def equal(a, b):
+    """Bit for bit."""
+    import jax
+
+    same = jax.tree.map(lambda x, y: x.dtype == y.dtype and x.tobytes() == y.tobytes(), a, b)
+    return all(jax.tree.leaves(same))
