@@ -207,7 +207,7 @@ class JaxDecodeBackend:
     def _no_rows(self) -> Cache:
         """What prefixes of no tokens consist of, in the shapes of the smallest prefill."""
         c = self._decoder.config
-        zeros = jnp.asarray(np.zeros((1, c.n_kv_heads, self._buckets[0], c.head_dim), np.float32))
+        zeros = jax.device_put(np.zeros((1, c.n_kv_heads, self._buckets[0], c.head_dim), np.float32))
         return ((zeros, zeros),) * c.n_layers
 
     # The programs.

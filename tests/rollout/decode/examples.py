@@ -1,0 +1,123 @@
+"""A decoder of two layers, a backend for it, and its log-probs by a plain forward over the whole sequence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.rollout.backend import SlotInit
+from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.types import GenerationRequest, SamplingParams
+
+CONTEXT = 24
+DECODER = Decoder(
+    ModelConfig(vocab_size=32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, rope_theta=1e4)
+)
+PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
+
+
+@functools.cache
+def weights(seed=0):
+    return DECODER.init(seed, scale=2.0)  # far from uniform: a wrong context shows
+
+
+@functools.cache
+def backend(filtered=False, slots=4):
+    return JaxDecodeBackend(
+        DECODER,
+        slots=slots,
+        context_tokens=CONTEXT,
+        prefill_buckets=(8, CONTEXT),
+        decode_steps=5,
+        decode_widths=(12, CONTEXT),
+        max_stop_tokens=2,
+        filtered=filtered,
+    )
+
+
+def request(draw=0, sample=0, *, seed=11, prompt=PROMPT, new=12, temperature=1.0, top_k=0, top_p=1.0, stop=()):
+    sampling = SamplingParams(new, temperature, top_k, top_p, tuple(stop))
+    return GenerationRequest(draw, sample, seed, np.asarray(prompt, np.int32), sampling)
+
+
+class Decoding:
+    """Slots of a backend and what each has generated: what an engine does, without its coroutine."""
+
+    def __init__(self, backend, params=None):
+        self.backend, self.weights = backend, weights() if params is None else params
+        self.state = backend.initial_state()
+        self.requests, self.tokens, self.logprobs = {}, {}, {}
+
+    def start(self, requests):
+        """Prefill each distinct prompt once and put the requests, {slot: request}, into their slots."""
+        for slot, wanted in requests.items():
+            self.requests[slot], self.tokens[slot], self.logprobs[slot] = wanted, [*wanted.prompt_tokens], []
+        self._build(requests)
+
+    def rebuild(self, *slots):
+        """The KV of what the slots have so far, computed anew under the present weights."""
+        self.state = self.backend.release(self.state, slots)
+        self._build(slots)
+
+    def _build(self, slots):
+        by_tokens = {}
+        for slot in slots:
+            tokens = np.array(self.tokens[slot], np.int32)
+            limit = len(self.requests[slot].prompt_tokens) + self.requests[slot].sampling.max_new_tokens
+            by_tokens.setdefault(tokens[:-1].tobytes(), []).append(SlotInit(slot, self.requests[slot], tokens, limit))
+        members = list(by_tokens.values())
+        prefixes = self.backend.prefill(self.weights, [inits[0].tokens[:-1] for inits in members])
+        for prefix, inits in zip(prefixes, members, strict=True):
+            self.state = self.backend.insert(prefix, self.state, inits)
+
+    def decode(self, steps, width=CONTEXT):
+        self.state, output = self.backend.generate(self.weights, self.state, steps, width)
+        for slot in self.tokens:
+            valid = output.valid[:, slot]
+            self.tokens[slot] += output.tokens[valid, slot].tolist()
+            self.logprobs[slot] += output.logprobs[valid, slot].tolist()
+        return output
+
+    def finish(self):
+        while self.decode(5).valid.any():
+            pass
+        return self
+
+    def answer(self, slot):
+        return self.tokens[slot][len(self.requests[slot].prompt_tokens) :]
+
+
+def generate(wanted, slot=0, **kwargs):
+    """(tokens, log-probs) of one request alone."""
+    decoding = Decoding(backend(**kwargs))
+    decoding.start({slot: wanted})
+    decoding.finish()
+    return decoding.answer(slot), decoding.logprobs[slot]
+
+
+@jax.jit
+def _forward(params, tokens):
+    def attend(q, k, v, _):
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        scores = jnp.einsum('qhd,khd->hqk', q, k) / np.sqrt(q.shape[-1])
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -jnp.inf)
+        return jnp.einsum('hqk,khd->qhd', jax.nn.softmax(scores, axis=-1), v), None
+
+    hidden, _ = DECODER.hidden(params, tokens, jnp.arange(len(tokens)), attend)
+    return DECODER.logits(params, hidden)
+
+
+def next_token_logits(tokens, params=None):
+    """float32 [T, V] of T tokens: row t scores token t + 1."""
+    padded = np.zeros(CONTEXT, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(_forward(weights() if params is None else params, padded))[: len(tokens)]
+
+
+def forward_logprobs(tokens, prompt_length, params=None, temperature=1.0):
+    """log softmax(logits / temperature) of every token behind the prompt."""
+    z = next_token_logits(tokens, params).astype(np.float64) / temperature
+    z -= np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) + z.max(-1, keepdims=True)
+    return np.array([z[t - 1, tokens[t]] for t in range(prompt_length, len(tokens))])
