@@ -29,12 +29,12 @@ def default_config() -> config_dict.ConfigDict:
     c.model.source = 'random'  # 'random' | 'gguf': weights and tokenizer from a GGUF file
     c.model.path = ''  # gguf: path of the file, or 'package:NAME/FILE' inside an installed package
     c.model.n_layers = 2  # random: the shape of the decoder
-    c.model.d_model = 64
-    c.model.d_ff = 128
-    c.model.n_heads = 4
-    c.model.n_kv_heads = 2
-    c.model.head_dim = 16
-    c.model.rope_theta = 10000.0
+    c.model.d_model = 64  # width of the residual stream
+    c.model.d_ff = 128  # width of the gated MLP
+    c.model.n_heads = 4  # query heads
+    c.model.n_kv_heads = 2  # key-value heads, divides n_heads
+    c.model.head_dim = 16  # even
+    c.model.rope_theta = 10000.0  # base of the rotary angles
     c.model.init_scale = 1.0  # random: multiplies the standard deviation of every matrix
 
     c.task = config_dict.ConfigDict()
@@ -58,7 +58,7 @@ def default_config() -> config_dict.ConfigDict:
     c.rollout.kv_policy = 'recompute'  # 'recompute' | 'keep' the KV cache of unfinished answers under new weights
     c.rollout.group_size = 8  # answers per prompt, >= 1
     c.rollout.max_running_groups = 16  # admitted and unfinished groups, bounds memory whatever eta is
-    c.rollout.max_new_tokens = 16
+    c.rollout.max_new_tokens = 16  # of an answer, its stop token included
     c.rollout.temperature = 1.0  # > 0; part of the policy in all four log-probs
     c.rollout.top_k = 0  # 0 = off
     c.rollout.top_p = 1.0  # 1 = off
@@ -93,11 +93,11 @@ def default_config() -> config_dict.ConfigDict:
 
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = 'adamw'  # 'adamw' | 'sgd'
-    c.optimizer.learning_rate = 2e-5
-    c.optimizer.b1 = 0.9
-    c.optimizer.b2 = 0.95
-    c.optimizer.eps = 1e-8
-    c.optimizer.weight_decay = 0.0
+    c.optimizer.learning_rate = 2e-5  # after warm-up, constant
+    c.optimizer.b1 = 0.9  # adamw: decay of the first moment
+    c.optimizer.b2 = 0.95  # adamw: decay of the second moment
+    c.optimizer.eps = 1e-8  # adamw: added to the root of the second moment
+    c.optimizer.weight_decay = 0.0  # decoupled; 0 = off
     c.optimizer.clip_norm = 1.0  # global gradient norm; 0 = off
     c.optimizer.warmup_steps = 0  # linear warm-up, optimizer steps
 
@@ -126,11 +126,11 @@ def default_config() -> config_dict.ConfigDict:
 
     c.virtual = config_dict.ConfigDict()  # prices of work under the virtual clock, seconds
     c.virtual.decode_step_s = 0.01  # one step of all slots
-    c.virtual.prefill_token_s = 0.0002
-    c.virtual.train_token_s = 0.0005
+    c.virtual.prefill_token_s = 0.0002  # one token of a padded row
+    c.virtual.train_token_s = 0.0005  # one packed token, forward and backward
     c.virtual.publish_s = 0.02  # one transfer, receive or snapshot
     c.virtual.reward_s = 0.001  # one answer
-    c.virtual.save_s = 0.05
+    c.virtual.save_s = 0.05  # one checkpoint
     return c.lock()
 
 

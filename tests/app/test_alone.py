@@ -1,0 +1,24 @@
+from areal_jax.app.alone import alone_seconds
+from areal_jax.telemetry.events import LaneInterval, Window
+
+
+def interval(lane, work, start, end, amount):
+    return LaneInterval(lane, work, start, end, amount, 0, {})
+
+
+def test_work_is_priced_where_the_other_lane_was_idle():
+    # decoding alone cost 0.5 s a step, under training 1.0; 2 + 4 steps in 2 updates = 6 * 0.5 / 2 = 1.5 s an update
+    # training cost 0.25 s a token alone, 0.4 beside decoding; 10 + 8 tokens = 18 * 0.25 / 2 = 2.25 s an update
+    intervals = [
+        interval('engine/0', 'decode', 0.0, 1.0, 2),
+        interval('engine/0', 'decode', 2.0, 6.0, 4),
+        interval('learner', 'train', 2.0, 6.0, 10),
+        interval('learner', 'train', 7.0, 9.0, 8),
+    ]
+    assert alone_seconds(intervals, Window(((0.0, 10.0),)), 2) == {'generate': 1.5, 'train': 2.25}
+
+
+def test_a_price_may_come_from_the_evaluation_but_its_work_does_not_count():
+    intervals = [interval('engine/0', 'decode', 0.0, 1.0, 2), interval('engine/0', 'decode', 5.0, 9.0, 2)]
+    intervals.append(interval('learner', 'train', 5.0, 9.0, 1))
+    assert alone_seconds(intervals, Window(((4.0, 10.0),)), 1) == {'generate': 1.0, 'train': None}

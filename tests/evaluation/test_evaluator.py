@@ -1,0 +1,76 @@
+"""The evaluator around the toy engine: every answer, and so every score, is known (tests/toys.py)."""
+
+import numpy as np
+
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.pool import Pool
+from areal_jax.types import SamplingParams, Verdict, Work
+from tests.toys import LONGEST, PRICES, STOP, ToyBackend, length, toy_prompt
+
+
+class LengthVerifier:
+    """1 when the answer has more than two tokens."""
+
+    async def verify(self, prompt, answer_tokens, finish_reason):
+        return Verdict(float(len(answer_tokens) > 2))
+
+
+def evaluate(stop_after_s=None, slots=4):
+    log = EventLog()
+    clock = VirtualClock({'engine/0': 1, 'publish': 1, 'script': 1}, log, PRICES | {'script': 1.0})
+    supervisor = Supervisor(clock)
+    engine = Engine(
+        'engine/0', ToyBackend(slots), clock, log, receive=None, version=0, params=(0, 0), kv_policy='recompute',
+        decode_steps=1,
+    )  # fmt: skip
+    pool = Pool([engine], log)
+    evaluator = Evaluator(
+        pool=pool, verifier=LengthVerifier(), clock=clock, supervisor=supervisor, log=log,
+        problems=[toy_prompt(draw) for draw in range(5)],
+        sampling=SamplingParams(LONGEST, 1.0, 0, 1.0, (STOP,)), samples=3, seed=0,
+        decode=lambda tokens: ' '.join(map(str, tokens)),
+    )  # fmt: skip
+    stop = clock.event('stop')
+
+    async def program():
+        engine.start(supervisor)
+        if stop_after_s is not None:
+
+            async def stop_later():
+                await clock.run('script', lambda: None, Work('script', stop_after_s))
+                stop.set()
+
+            supervisor.start('stop', stop_later())
+        scores = await evaluator.evaluate('before', stop)
+        return scores, pool.order()
+
+    return *clock.execute(supervisor.run(program())), log
+
+
+def test_each_problem_is_answered_greedily_once_and_sampled():
+    scores, open_requests, log = evaluate()
+    # the toy's answer of (draw, sample) has length(draw, sample) tokens; column 0 is greedy, 1..3 are sampled
+    assert scores.greedy == tuple(float(length(draw, 0) > 2) for draw in range(5))
+    assert scores.sampled == tuple(tuple(float(length(d, s) > 2) for s in (1, 2, 3)) for d in range(5))
+    assert open_requests == []
+    assert [e['mode'] for e in log.events if e['kind'] == 'evaluate'] == ['start', 'done']
+
+
+def test_the_most_frequent_answer_is_counted_by_its_last_integer():
+    # every toy answer ends with the token 0
+    scores, _, _ = evaluate()
+    assert scores.most_frequent_answer_share == 1.0
+
+
+def test_a_stop_ends_the_evaluation_and_leaves_no_request_behind():
+    scores, _, log = evaluate(stop_after_s=0.035)
+    assert scores is None
+    assert log.events[-1]['kind'] != 'decode'
+
+
+def test_the_number_of_slots_changes_no_score():
+    np.testing.assert_array_equal(evaluate(slots=1)[0].sampled, evaluate(slots=9)[0].sampled)

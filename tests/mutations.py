@@ -1,0 +1,154 @@
+"""Shows that the tests can fail: each mutation below is made in a copy of the tree and must turn its tests red.
+
+python -m tests.mutations            # all; prints a table, exit code 1 if a mutation survives
+python -m tests.mutations eos        # those whose name contains 'eos'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    before: str  # must stand in the file exactly once
+    after: str
+    tests: str  # arguments of pytest
+
+
+MUTATIONS = [
+    Mutation(
+        'drop the behaviour weight',
+        'areal_jax/learning/losses.py',
+        'token_loss = -behavior_weight * clipped_ratio * advantages',
+        'token_loss = -clipped_ratio * advantages',
+        'tests/learning/test_losses.py',
+    ),
+    Mutation(
+        'shift versions by one',
+        'areal_jax/types.py',
+        'return concatenate([prompt, *spans], np.int32)',
+        'return np.roll(concatenate([prompt, *spans], np.int32), -1)',
+        'tests/control/test_controller.py',
+    ),
+    Mutation(
+        'tag tokens with the version before',
+        'areal_jax/rollout/engine.py',
+        'running.extend(tokens, logprobs, weights.version)',
+        'running.extend(tokens, logprobs, max(0, weights.version - 1))',
+        'tests/control/test_controller.py',
+    ),
+    Mutation(
+        'constant random key',
+        'areal_jax/rollout/decode/sampling.py',
+        'jax.random.fold_in(wrapped, index)',
+        'wrapped',
+        'tests/rollout/decode',
+    ),
+    Mutation(
+        'one key for all samples of a group',
+        'areal_jax/rollout/decode/sampling.py',
+        'jax.random.fold_in(jax.random.fold_in(key, draw), sample)',
+        'jax.random.fold_in(key, draw)',
+        'tests/rollout/decode',
+    ),
+    Mutation(
+        'keep stale KV',
+        'areal_jax/rollout/engine.py',
+        'self._stale = interrupted',
+        'self._stale = []',
+        'tests/control/test_controller.py tests/rollout/test_engine.py',
+    ),
+    Mutation(
+        'reuse prefixes of another version',
+        'areal_jax/rollout/engine.py',
+        '        self._prefixes.clear()\n        self._swapped_s',
+        '        self._prefixes = {(weights.version, k): p for (_, k), p in self._prefixes.items()}\n'
+        '        self._swapped_s',
+        'tests/control/test_controller.py tests/rollout/test_engine.py',
+    ),
+    Mutation(
+        'denominator of the micro-batch',
+        'areal_jax/learning/train_step.py',
+        "normalizer = (rows['loss_mask'], scalars['denominator'], rows['token_weights'])",
+        "normalizer = (rows['loss_mask'], rows['loss_mask'].sum() + 0.0, rows['token_weights'])",
+        'tests/learning',
+    ),
+    Mutation(
+        'drop EOS from the loss',
+        'areal_jax/learning/packing.py',
+        'predicted = np.flatnonzero(trajectory.loss_mask)',
+        'predicted = np.flatnonzero(trajectory.loss_mask)[:-1]',
+        'tests/learning',
+    ),
+    Mutation(
+        'drop EOS while decoding',
+        'areal_jax/rollout/engine.py',
+        'valid = output.valid[:, slot]',
+        'valid = output.valid[:, slot] & ~np.isin(output.tokens[:, slot], running.request.sampling.stop_tokens)',
+        'tests/control/test_controller.py tests/rollout/test_engine.py',
+    ),
+    Mutation(
+        'admit one group too many',
+        'areal_jax/control/gate.py',
+        'self.stale_capacity() > 0',
+        'self.stale_capacity() >= 0',
+        'tests/control/test_gate.py',
+    ),
+    Mutation(
+        'train a group twice',
+        'areal_jax/control/buffer.py',
+        'return [heapq.heappop(self._heap)[1] for _ in range(count)]',
+        'return [group for _, group in heapq.nsmallest(count, self._heap)]',
+        'tests/control',
+    ),
+    Mutation(
+        'forget partial answers in a checkpoint',
+        'areal_jax/control/episode.py',
+        'segments=list(episode.segments))',
+        'segments=[])',
+        'tests/control/test_controller.py',
+    ),
+]
+
+
+def survives(mutation: Mutation) -> bool:
+    """Whether the tests pass although the code is wrong. Raises ValueError when the mutation does not apply."""
+    source = (ROOT / mutation.file).read_text()
+    if source.count(mutation.before) != 1:
+        raise ValueError(
+            f'{mutation.name}: {mutation.before!r} stands {source.count(mutation.before)} times in its file'
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        for part in ('areal_jax', 'tests', 'configs', 'pyproject.toml'):
+            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            copy(ROOT / part, pathlib.Path(directory) / part)
+        (pathlib.Path(directory) / mutation.file).write_text(source.replace(mutation.before, mutation.after))
+        command = [sys.executable, '-m', 'pytest', '-x', '-q', '-m', 'not slow', '-p', 'no:cacheprovider']
+        done = subprocess.run([*command, *mutation.tests.split()], cwd=directory, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise ValueError(f'{mutation.name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}')
+    failed = re.findall(r'^FAILED (\S+)', done.stdout, re.MULTILINE)
+    print(f'{"SURVIVES" if done.returncode == 0 else "red":8}  {mutation.name:40}  {", ".join(failed)}', flush=True)
+    return done.returncode == 0
+
+
+def main(arguments: list[str]) -> int:
+    chosen = [m for m in MUTATIONS if all(word.lower() in m.name.lower() for word in arguments)]
+    survivors = [mutation.name for mutation in chosen if survives(mutation)]
+    print(f'{len(chosen) - len(survivors)} of {len(chosen)} mutations turn a test red')
+    return 1 if survivors or not chosen else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))
