@@ -67,6 +67,7 @@ def test_reward_by_hand(text, finish_reason, reward):
         ('[1, 2]', r'rows\.jsonl:2: expected an object'),
         ('not json', r'rows\.jsonl:2: expected an object'),
         ('{"question": "q", "answer": "so\\n#### 2.5"}', r'rows\.jsonl:2: the answer .* does not end in an integer'),
+        ('{"question": "q", "answer": "7 or so\\n#### unknown"}', r'rows\.jsonl:2: the answer'),
     ],
 )
 def test_bad_line_is_named(path, line, message):

@@ -13,13 +13,13 @@ CHECK_IDS = (
     '216 33 34 1232 216 39 47 2 198 1 520 9531 198'
 )
 MINIMAL: dict[str, Any] = {
-    'tokens': ['a', 'b', 'ab', '<s>', '<|x|>'],
-    'merges': ['a b'],
-    'token_types': [1, 1, 1, 3, 4],
+    'tokens': ['a', 'b', 'ab', '<s>', '<|x|>', 'Ċ', 'Ġ', '1', '2', '12'],  # Ċ is a line end, Ġ a blank
+    'merges': ['a b', '1 2'],
+    'token_types': [1, 1, 1, 3, 4, 1, 1, 1, 1, 1],
     'pre': 'gpt-2',
     'eos_id': 3,
     'bos_id': None,
-    'chat_template': "{% for m in messages %}\n{{ m['content'] }}{% endfor %}{{ bos_token }}",
+    'chat_template': "  {% for m in messages %}\n{{ m['content'] }}{% endfor %}{{ bos_token }}",
 }
 
 
@@ -86,8 +86,13 @@ def test_minimal_fields_by_hand():
     tokenizer = GgufTokenizer(MINIMAL)
     assert tokenizer.encode('abba').tolist() == [2, 1, 0]  # 'ab' is merged, 'b' and 'a' are not
     assert tokenizer.encode('b<|x|>').tolist() == [1, 4]  # a user-defined token is never cut
-    # the line end after a block belongs to the block
+    # the blanks before a block and the line end after it belong to the block
     assert tokenizer.encode_chat(chat_messages('ab')).tolist() == [2]
+
+
+def test_digits_stay_single_only_where_the_model_was_trained_so():
+    assert GgufTokenizer({**MINIMAL, 'pre': 'gpt-2'}).encode('12').tolist() == [9]
+    assert GgufTokenizer({**MINIMAL, 'pre': 'smollm'}).encode('12').tolist() == [7, 8]
 
 
 @pytest.mark.parametrize('pre', ['default', 'llama-bpe'])

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
 import pathlib
+import signal
 from typing import Any
 
 import numpy as np
@@ -69,6 +71,21 @@ def test_text_larger_than_a_pipe_holds(make):
     assert asyncio.run(ask(make(), 'é' * 300_000, do='length')).reward == 300_000
 
 
+def test_worker_that_does_not_read_holds_nobody_up(make):
+    judge = make()
+    pid = judge._workers[0]._process.pid
+
+    async def main():
+        os.kill(pid, signal.SIGSTOP)
+        job = asyncio.ensure_future(ask(judge, 'é' * 300_000, do='length'))
+        await asyncio.sleep(0.1)  # comes back: the event loop turns although the pipe is full
+        assert not job.done()
+        os.kill(pid, signal.SIGCONT)
+        return await job
+
+    assert asyncio.run(main()).reward == 300_000
+
+
 def test_answers_are_scored_in_order_of_request(make, tmp_path):
     judge, record = make(workers=1), tmp_path / 'record'
 
@@ -127,7 +144,7 @@ def test_worker_that_died_while_idle_costs_an_attempt_and_no_answer(make):
 
     async def main():
         pid = judge._workers[0]._process.pid
-        process.os.kill(pid, process.signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         assert all_end([pid])
         return await ask(judge, do='length')
 
@@ -163,6 +180,22 @@ def test_cancelled_answer_leaves_no_reply_for_the_next(make, seconds_before_canc
         return await third
 
     assert asyncio.run(main()) == Verdict(2.0)  # the length of 'cc'
+
+
+def test_answer_cancelled_in_its_turn_passes_the_worker_on(make):
+    judge = make()
+
+    async def main():
+        first = asyncio.ensure_future(ask(judge, do='length'))
+        second = asyncio.ensure_future(ask(judge, do='length'))
+        third = asyncio.ensure_future(ask(judge, 'cc', do='length'))
+        first.add_done_callback(lambda _: second.cancel())  # the worker is already its own
+        await first
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        return await third
+
+    assert asyncio.run(asyncio.wait_for(main(), 10)) == Verdict(2.0)
 
 
 def test_close_kills_everything(make, tmp_path):
@@ -216,6 +249,21 @@ def test_killed_worker_tells_whoever_waits():
     asyncio.run(main())
     worker.close()
     assert worker.is_gone()
+
+
+def test_worker_killed_between_readiness_and_reading_reads_nothing():
+    worker = WorkerProcess(SCORER)
+
+    async def main():
+        waiting = asyncio.ensure_future(worker.become_ready())
+        await asyncio.sleep(0)
+        worker._readiness.set_result(None)
+        worker.kill()  # its descriptor may belong to another file from now on
+        with pytest.raises(process.WorkerDiedError, match='was killed'):
+            await waiting
+
+    asyncio.run(main())
+    worker.close()
 
 
 def test_inline_verifier_labels_like_the_other():
