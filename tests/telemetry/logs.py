@@ -41,7 +41,8 @@ def publish(time: float, version: int) -> tuple[float, str, dict[str, Any]]:
 
 
 def two_updates() -> list[dict[str, Any]]:
-    """Window 10..30 s. Draw 0 -> update 1, draw 1 -> update 2, draw 2 interrupted at 24 s and dropped, 3 pending.
+    """Window 10..30 s. Draw 0 -> update 1, draw 1 -> update 2, draw 2 interrupted at 24 s and dropped, 3 running after
+    the window, 4 pending. The engine was idle when version 2 came.
 
     engine/0: 10-14, 14-18, 18-24 (v0), rebuild 24-24.5, 24.5-28 (v1): 18 s.
     learner: train 18-22, snapshot 22-22.5, train 24-29: 9.5 s. publish: 22.5-23, load 23-23.5, 29-30: 2 s.
@@ -49,6 +50,7 @@ def two_updates() -> list[dict[str, Any]]:
     interrupt = {'engine': 'engine/0', 'requests': ['0/2/0'], 'from_version': 0, 'to_version': 1}
     return event_log(
         (0, 'join', {'engine': 'engine/0'}),
+        load(0, 0, 9.0),
         (0, 'evaluate', {'phase': 'before', 'mode': 'start'}),
         *dispatch(0, 2, 0, ['0/-1/0', None], 100, 0),
         (2, 'evaluate', {'phase': 'before', 'mode': 'done'}),
@@ -78,11 +80,15 @@ def two_updates() -> list[dict[str, Any]]:
         *work('learner', 'train', 24, 29, 10),
         (29, 'drop', {'draw': 2, 'reason': 'over_age', 'detail': ''}),
         (29, 'draw', {'draw': 3}),
+        (29, 'admit', {'draw': 3}),
+        (29, 'draw', {'draw': 4}),
         *work('publish', 'publish', 29, 30, 11),
         publish(30, 2),
-        load(30.5, 2, 0.1),
+        (30.2, 'interrupt', {**interrupt, 'requests': [], 'from_version': 1, 'to_version': 2}),
+        load(30.2, 2, 0.1),
+        *dispatch(30.2, 30.8, 12, ['0/3/0', None], 5, 2),
         (31, 'evaluate', {'phase': 'after', 'mode': 'start'}),
-        *dispatch(31, 33, 12, ['0/-1/0', None], 100, 2),
+        *dispatch(31, 33, 13, ['0/-1/0', None], 100, 2),
         (33, 'evaluate', {'phase': 'after', 'mode': 'done'}),
     )
 

@@ -22,6 +22,7 @@ def test_the_pipeline_sits_at_its_bound():
     # eta = 2: updates 1 and 2 cannot hold tokens of age 2; from the third on nothing else
     assert sits_at_bound(_ages([5], [0, 5], [0, 0, 5], [0, 0, 5]), eta=2)
     assert sits_at_bound(_ages([5], [0, 5], [0, 1, 4], [0, 0, 5], [0, 0, 5], [0, 0, 5]), eta=2)  # from the 4th on
+    assert sits_at_bound(_ages([5], [0, 5], [0, 0, 5]), eta=2)  # update 2 is in the second half but could not be older
     assert not sits_at_bound(_ages([5], [0, 5], [0, 0, 5], [0, 1, 4]), eta=2)
     assert not sits_at_bound(_ages([5], [5], [5], [5]), eta=2)
     assert not sits_at_bound(_ages([5], [0, 5]), eta=2)  # too short to tell
@@ -30,10 +31,10 @@ def test_the_pipeline_sits_at_its_bound():
 
 
 def test_nothing_to_warn_of_but_an_uncertain_gain_and_the_drop():
-    # gain .5 +- 1.24 contains 0; 1 of 4 groups dropped is more than a tenth
+    # gain .5 +- 1.24 contains 0; 1 of 5 groups dropped is more than a tenth
     gain, drops = _warnings()
     assert gain.startswith('The held-out gain is not distinguishable from zero')
-    assert drops.startswith('1 of 4 groups were dropped')
+    assert drops.startswith('1 of 5 groups were dropped')
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_window_leaves_out_evaluation_inside_and_publication_of_the_first_weight
 
 
 def test_no_publication_no_window():
-    events = event_log((1, 'admit', {'draw': 0}), publish(0, 0))
+    events = event_log((1, 'admit', {'draw': 0}), publish(2, 0))
     assert window(events).seconds == 0
     assert busy_share([], 'learner', window(events)) is None
 
@@ -103,9 +103,9 @@ def test_rounding_of_touching_intervals_is_no_second_width():
 
 def test_every_draw_ends_in_one_state():
     found = ledger(two_updates())
-    assert found.states == {0: 'trained', 1: 'trained', 2: 'dropped', 3: 'pending'}
+    assert found.states == {0: 'trained', 1: 'trained', 2: 'dropped', 3: 'running', 4: 'pending'}
     assert found.reasons == {2: 'over_age'}
-    assert [found.count(state) for state in ('pending', 'running', 'buffered', 'trained', 'dropped')] == [1, 0, 0, 2, 1]
+    assert [found.count(state) for state in ('pending', 'running', 'buffered', 'trained', 'dropped')] == [1, 1, 0, 2, 1]
     assert conservation(two_updates()) == []
 
 

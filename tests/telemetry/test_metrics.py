@@ -41,7 +41,7 @@ def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: pathlib.Path):
 
 def test_tensorboard_gets_numbers_and_histograms(tmp_path: pathlib.Path):
     writer = MetricsWriter(tmp_path, tensorboard=True)
-    writer.write(1, {'reward/mean': 0.25, 'nothing': math.nan, 'ages': [1, 3]})
+    writer.write(1, {'reward/mean': 0.25, 'nothing': math.nan, 'ages': [1, 3, 2]})
     writer.write(2, {'reward/mean': 0.5})
     writer.truncate(1)
     writer.write(2, {'reward/mean': 0.75})
@@ -49,10 +49,10 @@ def test_tensorboard_gets_numbers_and_histograms(tmp_path: pathlib.Path):
     events = [event for path in sorted((tmp_path / 'tensorboard').iterdir()) for event in _tensorboard_events(path)]
     values = {(event.step, value.tag): value for event in events for value in event.summary.value}
     assert values[1, 'reward/mean'].simple_value == 0.25
-    # 1 token of age 0 and 3 of age 1: n = 4, sum = 3, sum of squares = 3
+    # 1 token of age 0, 3 of age 1, 2 of age 2: n = 6, sum = 3 + 4, sum of squares = 3 + 8
     histogram = values[1, 'ages'].histo
-    assert (histogram.num, histogram.sum, histogram.sum_squares, histogram.max) == (4, 3, 3, 1)
-    assert list(histogram.bucket) == [1, 3]
+    assert (histogram.num, histogram.sum, histogram.sum_squares, histogram.max) == (6, 7, 11, 2)
+    assert list(histogram.bucket) == [1, 3, 2]
     assert {tag for _, tag in values} == {'reward/mean', 'ages'}
     assert any(event.session_log.status and event.step == 2 for event in events)  # TensorBoard forgets step 2 there
     assert values[2, 'reward/mean'].simple_value == pytest.approx(0.75)

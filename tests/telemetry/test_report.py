@@ -51,10 +51,11 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
 
 
 def test_groups_tokens_reward(report: dict[str, Any]):
-    # draws 0..3: two trained, one dropped, one still pending; tokens 8 + 8 + 4 + 3, the evaluations' 200 left out
+    # draws 0..4: two trained, one dropped, one running, one pending
+    # tokens 8 + 8 + 4 + 3 in the window and 5 after it, the evaluations' 200 left out
     assert (report['steps'], report['wall_seconds']) == (2, 40.0)
-    assert report['groups'] == {'drawn': 4, 'trained': 2, 'dropped': {'over_age': 1}}
-    assert report['tokens'] == {'generated': 23, 'trained': 16}
+    assert report['groups'] == {'drawn': 5, 'trained': 2, 'dropped': {'over_age': 1}}
+    assert report['tokens'] == {'generated': 28, 'trained': 16}
     assert report['reward'] == {'first': 0.25, 'last': 0.75}
 
 
@@ -73,6 +74,7 @@ def test_accuracy(report: dict[str, Any]):
 
 def test_staleness_and_interruption(report: dict[str, Any]):
     # 12 tokens of age 0 and 4 of age 1: 4 / 16; versions 1 and 2 with one group each; pauses .5 and .1
+    # (that of the first weights is no pause); version 2 met an idle engine, which is no interruption
     assert report['token_age'] == {'mean': 0.25, 'max': 1}
     assert report['versions_per_trajectory'] == {'mean': 1.5, 'max': 2}
     assert (report['interruptions'], report['steps_with_interruption']) == (1, 1)
@@ -137,7 +139,7 @@ def test_the_page_tells_the_run(tmp_path: pathlib.Path):
         '| +0.500 [-0.742, +1.742] (n = 3) |',
         '| achieved | 10 (80% of what was possible) |',
         '| dropped: over_age | 1 |',
-        '- 1 of 4 groups were dropped',
+        '- 1 of 5 groups were dropped',
         'of the gap of 2 s',
         '3.00 GiB',
         'jax 0.10.2',

@@ -13,6 +13,7 @@ def test_spans_of_requests_by_slot_and_version():
         SlotSpan('engine/0', 0, '0/0/0', 0, 10, 18, 2),
         SlotSpan('engine/0', 0, '0/2/0', 0, 18, 24, 1),
         SlotSpan('engine/0', 0, '0/2/0', 1, 24.5, 28, 1),
+        SlotSpan('engine/0', 0, '0/3/0', 2, 30.2, 30.8, 1),
         SlotSpan('engine/0', 0, '0/-1/0', 2, 31, 33, 1),
     ]
     slot_1 = [span for span in slot_spans(two_updates()) if span.slot == 1]
