@@ -315,6 +315,8 @@ class Engine:
             if running is not None and self._slots[slot] is running:
                 valid = output.valid[:, slot]
                 tokens, logprobs = output.tokens[valid, slot].tolist(), output.logprobs[valid, slot].tolist()
+                if not tokens:
+                    raise RuntimeError(f'{self.name}: slot {slot} is running, but its backend holds it for dead')
                 running.extend(tokens, logprobs, weights.version)
                 self._finish_if_ended(slot, running)
 
