@@ -38,7 +38,7 @@ TRAIN_RATE = Metric('throughput/train_tokens_per_second', 'tokens/s', 'loss toke
 TOKENS_GENERATED = Metric('tokens/generated', 'tokens', 'tokens decoded')
 TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'tokens in the loss')
 GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups in the batch')
-GROUPS_DROPPED = 'groups/dropped/'  # prefix; what follows is the reason
+GROUPS_DROPPED = 'groups/dropped/'  # prefix; what follows is the reason; groups, since the start of the run
 
 BUFFER_GROUPS = Metric('buffer/groups', 'groups', 'finished groups waiting when the batch was formed')
 INTERRUPTIONS = Metric('interruptions', 'interruptions', 'times that new weights met unfinished requests on an engine')
