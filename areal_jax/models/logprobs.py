@@ -1,39 +1,129 @@
-"""Under arrows 3 and 7: the one definition of a token's log-prob, whole for decoding and chunked for training."""
+"""Under arrows 3 and 7: the one definition of a token's log-prob, whole for decoding and in tiles for training."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+_TILE_BYTES = 2**26  # of float32 logits that exist at a time: large enough to keep the matrix products efficient
+_LOWEST = -1e30  # below every logit, and finite: 0 * -inf is NaN
 
-def scale_logits(logits: jax.Array, temperature: Any) -> jax.Array:
-    """float32 logits / temperature; temperature (a scalar or [...] for logits [..., V]) 0 = greedy counts as 1."""
-    temperature = jnp.asarray(temperature, jnp.float32)
-    return logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)[..., None]
+_Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_State = TypeVar('_State', bound=tuple[jax.Array, ...])
 
 
 def logprob_of(logits: jax.Array, target: jax.Array, temperature: Any) -> jax.Array:
     """log softmax(logits / temperature)[target], float32 [...], for logits [..., V] and target int [...].
 
-    Temperature is part of the policy; 0 means greedy, whose log-probs are those of temperature 1.
+    `temperature` is a scalar or [...]; it is part of the policy. 0 means greedy, whose log-probs are taken at 1.
     """
     z = scale_logits(logits, temperature)
     chosen = jnp.take_along_axis(z, target[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(z, axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames='chunk')
-def token_logprobs(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: Any, *, chunk: int = 8192
-) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of each target and entropy of its distribution, float32 [N] each, without the [N, V] logits.
+def scale_logits(logits: jax.Array, temperature: Any) -> jax.Array:
+    """logits / temperature in float32: the logits of the policy, whose softmax it is."""
+    return logits.astype(jnp.float32) / effective_temperature(temperature)[..., None]
 
-    `hidden` [N, d], `head` [V, d], `targets` int [N]; at most `chunk` of the V columns exist at a time. The same
-    numbers as `logprob_of(hidden @ head.T, targets, temperature)`, differentiable in `hidden` and `head`.
+
+def effective_temperature(temperature: Any) -> jax.Array:
+    """float32; 0 (greedy) counts as 1."""
+    temperature = jnp.asarray(temperature, jnp.float32)
+    return jnp.where(temperature > 0, temperature, 1.0)
+
+
+def token_logprobs(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: Any, *, chunk: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Log-prob of each target and entropy of its whole distribution, float32 [N] each, without logits [N, V].
+
+    `logprob_of(hidden @ head.T, targets, temperature)` for hidden [N, d], head [V, d] and targets int [N] in [0, V),
+    differentiable in `hidden` and `head`. `chunk` columns of the vocabulary exist at a time; None takes as many as
+    64 MB hold. Saves only the log-sum-exp and the entropy and works the tiles out again for the gradient.
     """
-    z = scale_logits(jnp.einsum('nd,vd->nv', hidden, head, preferred_element_type=jnp.float32), temperature)
-    logp = jax.nn.log_softmax(z, axis=-1)
-    return jnp.take_along_axis(logp, targets[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+    if chunk is None:
+        chunk = max(_TILE_BYTES // (4 * len(targets)) // 128, 1) * 128
+    temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
+    return _token_logprobs(hidden, head, targets, temperature, min(chunk, len(head)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_logprobs(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(hidden, head, targets, temperature, chunk)[0]
+
+
+def _forward(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    def fold(state: _Sums, columns: jax.Array, first: Any) -> _Sums:
+        top, total, moment, chosen = state  # largest z; sums of e^(z - top) and (z - top) e^(z - top); z of the target
+        z = _logits(hidden, columns, temperature)
+        new_top = jnp.maximum(top, z.max(axis=-1))
+        shifted = z - new_top[:, None]
+        weights, shrink = jnp.exp(shifted), jnp.exp(top - new_top)
+        moment = shrink * (moment + total * (top - new_top)) + jnp.sum(weights * shifted, axis=-1)
+        column = targets - first
+        inside = (column >= 0) & (column < len(columns))
+        found = jnp.take_along_axis(z, jnp.where(inside, column, 0)[:, None], axis=-1)[:, 0]
+        return new_top, shrink * total + weights.sum(axis=-1), moment, jnp.where(inside, found, chosen)
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    top, total, moment, chosen = _fold_tiles(fold, (zeros + _LOWEST, zeros, zeros, zeros), head, chunk)
+    lse = top + jnp.log(total)
+    entropy = jnp.log(total) - moment / total  # lse - mean of z, without the cancellation of two large numbers
+    return (chosen - lse, entropy), (hidden, head, targets, temperature, lse, entropy)
+
+
+def _backward(chunk: int, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    hidden, head, targets, temperature, lse, entropy = saved
+    d_logprob, d_entropy = (g[:, None] for g in gradients)
+
+    def fold(state: tuple[jax.Array, jax.Array], columns: jax.Array, first: Any) -> tuple[jax.Array, jax.Array]:
+        # d log p_t / dz_j = [j = t] - p_j      dH / dz_j = -p_j (log p_j + H)
+        d_hidden, d_head = state
+        log_p = _logits(hidden, columns, temperature) - lse[:, None]
+        is_target = first + jnp.arange(len(columns)) == targets[:, None]
+        d_z = -jnp.exp(log_p) * (d_logprob + d_entropy * (log_p + entropy[:, None]))
+        d_logits = ((d_z + jnp.where(is_target, d_logprob, 0.0)) / temperature[:, None]).astype(hidden.dtype)
+        d_hidden = d_hidden + _product('nv,vd->nd', d_logits, columns)
+        d_columns = _product('nv,nd->vd', d_logits, hidden).astype(head.dtype)
+        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_columns, first, 0)
+
+    start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head))
+    d_hidden, d_head = _fold_tiles(fold, start, head, chunk)
+    return d_hidden.astype(hidden.dtype), d_head, None, None
+
+
+_token_logprobs.defvjp(_forward, _backward)
+
+
+def _fold_tiles(fold: Callable[[_State, jax.Array, Any], _State], state: _State, head: jax.Array, chunk: int) -> _State:
+    """Folds `chunk` rows of `head` at a time into the state, in a loop, then the rest.
+
+    The rest is a smaller tile of its own, so nothing is padded: padded columns of -inf would give NaN, of zeros a
+    wrong sum. A loop, because XLA would keep all tiles of a straight program alive at once.
+    """
+    if chunk == len(head):
+        return fold(state, head, 0)
+    whole = len(head) // chunk
+
+    def tile(index: jax.Array, state: _State) -> _State:
+        return fold(state, jax.lax.dynamic_slice_in_dim(head, index * chunk, chunk), index * chunk)
+
+    state = jax.lax.fori_loop(0, whole, tile, state)
+    return fold(state, head[whole * chunk :], whole * chunk) if len(head) % chunk else state
+
+
+def _logits(hidden: jax.Array, columns: jax.Array, temperature: jax.Array) -> jax.Array:
+    return scale_logits(_product('nd,vd->nv', hidden, columns), temperature)
+
+
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

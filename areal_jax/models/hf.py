@@ -1,0 +1,124 @@
+"""Under arrow 8: weights under the names of Hugging Face's Llama, one tensor a layer: the interchange form.
+
+Publication to files, export and other servers speak it. Tensors there are [out, in], ours [in, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from areal_jax.models.decoder import Decoder, ModelConfig, Params
+
+# path inside a layer -> name inside a layer
+_LAYER_NAMES = {
+    ('attention_norm',): 'input_layernorm.weight',
+    ('attention', 'query'): 'self_attn.q_proj.weight',
+    ('attention', 'key'): 'self_attn.k_proj.weight',
+    ('attention', 'value'): 'self_attn.v_proj.weight',
+    ('attention', 'output'): 'self_attn.o_proj.weight',
+    ('mlp_norm',): 'post_attention_layernorm.weight',
+    ('mlp', 'gate'): 'mlp.gate_proj.weight',
+    ('mlp', 'up'): 'mlp.up_proj.weight',
+    ('mlp', 'down'): 'mlp.down_proj.weight',
+}
+
+
+class WeightsError(ValueError):
+    """Tensors that are not those of the model; the message names them."""
+
+
+def to_hf_names(params: Params, config: ModelConfig) -> dict[str, Any]:
+    """{'model.layers.0.self_attn.q_proj.weight': [out, in], ...}, matrices as transposed views where numpy allows."""
+    return {name: _turned(_leaf(params, path), path) for name, path in _names(config)}
+
+
+def from_hf_names(tensors: Mapping[str, Any], config: ModelConfig) -> Params:
+    """The nested dict of the same values, bit-equal to what `to_hf_names` was given; numpy leaves are contiguous.
+
+    Raises WeightsError that names missing, surplus or wrongly shaped tensors.
+    """
+    names = dict(_names(config))
+    shapes = {name: _turned_shape(_leaf(Decoder(config).abstract(), path).shape, path) for name, path in names.items()}
+    _require_the_same(tensors, shapes)
+    params: Params = {}
+    for name, path in names.items():
+        leaf = _turned(tensors[name], path)
+        node = params
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = np.ascontiguousarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+    return params
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of these weights, for transformers 4 (rope_theta, torch_dtype) and 5 (the others)."""
+    return {
+        'architectures': ['LlamaForCausalLM'],
+        'model_type': 'llama',
+        'vocab_size': config.vocab_size,
+        'hidden_size': config.d_model,
+        'intermediate_size': config.d_ff,
+        'num_hidden_layers': config.n_layers,
+        'num_attention_heads': config.n_heads,
+        'num_key_value_heads': config.n_kv_heads,
+        'head_dim': config.head_dim,
+        'hidden_act': 'silu',
+        'rms_norm_eps': config.rms_eps,
+        'rope_theta': config.rope_theta,
+        'rope_parameters': {'rope_type': 'default', 'rope_theta': config.rope_theta},
+        'max_position_embeddings': config.context_tokens,
+        'tie_word_embeddings': config.tie_embeddings,
+        'attention_bias': False,
+        'mlp_bias': False,
+        'bos_token_id': None,  # the tokenizer's business; absent they would default to 1 and 2
+        'eos_token_id': None,
+        'torch_dtype': 'float32',
+        'dtype': 'float32',
+    }
+
+
+def _names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name, path) of every leaf, in the order of the forward pass."""
+    yield 'model.embed_tokens.weight', ('embedding',)
+    for index in range(config.n_layers):
+        for path, name in _LAYER_NAMES.items():
+            yield f'model.layers.{index}.{name}', ('layers', str(index), *path)
+    yield 'model.norm.weight', ('final_norm',)
+    if not config.tie_embeddings:
+        yield 'lm_head.weight', ('head',)
+
+
+def _leaf(params: Params, path: tuple[str, ...]) -> Any:
+    node: Any = params
+    for key in path:
+        node = node[key]
+    return node
+
+
+def _turned(tensor: Any, path: tuple[str, ...]) -> Any:
+    """[in, out] <-> [out, in]; vectors, embedding and head lie the same way on both sides."""
+    return tensor.T if _is_matrix(path) else tensor
+
+
+def _turned_shape(shape: tuple[int, ...], path: tuple[str, ...]) -> tuple[int, ...]:
+    return shape[::-1] if _is_matrix(path) else shape
+
+
+def _is_matrix(path: tuple[str, ...]) -> bool:
+    return len(path) > 1 and path[-2] in ('attention', 'mlp')
+
+
+def _require_the_same(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    faults = [f'missing {name}' for name in shapes if name not in tensors]
+    faults += [f'surplus {name}' for name in tensors if name not in shapes]
+    faults += [
+        f'{name} has shape {list(tensors[name].shape)} instead of {list(shape)}'
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if faults:
+        more = f', and {len(faults) - 8} more' if len(faults) > 8 else ''
+        raise WeightsError(f'these are not the weights of the model: {"; ".join(faults[:8])}{more}')
