@@ -186,10 +186,13 @@ def test_answer_cancelled_in_its_turn_passes_the_worker_on(make):
     judge = make()
 
     async def main():
-        first = asyncio.ensure_future(ask(judge, do='length'))
+        async def cancel_the_next_when_done():
+            await ask(judge, do='length')
+            second.cancel()  # the worker is its own by now, but it has not run yet
+
+        first = asyncio.ensure_future(cancel_the_next_when_done())
         second = asyncio.ensure_future(ask(judge, do='length'))
         third = asyncio.ensure_future(ask(judge, 'cc', do='length'))
-        first.add_done_callback(lambda _: second.cancel())  # the worker is already its own
         await first
         with pytest.raises(asyncio.CancelledError):
             await second
@@ -227,6 +230,7 @@ def test_start_has_a_deadline():
     judge = ProcessVerifier(FakeClock(), SCORER, decode, workers=1, deadline_s=1.0, attempts=1, start_deadline_s=0.001)
     with pytest.raises(VerifierError, match=r'within 0\.001 s: .* was not ready in time'):
         judge.start()
+    assert judge._workers == []
 
 
 def test_settings_without_sense_are_named():
@@ -241,6 +245,8 @@ def test_killed_worker_tells_whoever_waits():
         waiting = asyncio.ensure_future(worker.become_ready())
         await asyncio.sleep(0)
         worker.kill()
+        # The number of the closed descriptor is free for another file: nobody may watch it any more.
+        assert not asyncio.get_running_loop().remove_reader(worker._out)
         with pytest.raises(process.WorkerDiedError, match='was killed'):
             await waiting
         with pytest.raises(process.WorkerDiedError, match='was killed'):
