@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import importlib
+import itertools
 import pathlib
 import random
 import resource
@@ -129,7 +130,7 @@ def test_any_missing_or_empty_file_is_reported_or_harmless(tmp_path):
                 messages[name].append(str(error))
             shutil.rmtree(torn)
     assert len(messages) >= 4  # run_state.json, contents.json, the tree's metadata, the arrays
-    for message in sum(messages.values(), []):
+    for message in itertools.chain(*messages.values()):
         assert f'{torn}/step_00000007 is damaged' in message
         assert message.endswith('remove it and go on from step 6')
 

@@ -1,0 +1,144 @@
+"""Arrow 8, what the weights of a version are: a digest of every leaf that both ends of a channel can compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from areal_jax.publication.errors import PublicationError
+from areal_jax.sharding.rules import path_name
+
+_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads the positions over all words
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> the unsigned view of an element
+_BLOCK = 1 << 20  # elements that the numpy digest holds at once, bounds its memory
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafDigest:
+    """What a leaf must look like at the other end."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    content: tuple[int, int]  # uint32: sum of the words; sum of the words mixed with their positions
+
+
+Manifest = Mapping[str, LeafDigest]  # by path, 'layers/0/attention/query'
+
+
+def device_manifest(params: Any) -> dict[str, LeafDigest]:
+    """The manifest of a tree of jax arrays; one jitted program, on the devices where they lie.
+
+    The content of a leaf of words w_i (its bits, widened to 32; i is the position in row-major order) is
+        (sum_i w_i,  sum_i mix(w_i + G i))  mod 2^32,  mix = the finalizer of MurmurHash3 (Appleby), a bijection.
+    Changing one element always changes the second sum; moving elements changes it but for a chance of 2^-32.
+
+    Raises PublicationError for an element wider than 32 bits.
+    """
+    leaves = _by_path(params)
+    sums = np.asarray(_device_sums(tuple(leaves.values()))) if leaves else ()
+    return {path: _leaf_digest(leaf, pair) for (path, leaf), pair in zip(leaves.items(), sums, strict=True)}
+
+
+def host_manifest(params: Any) -> dict[str, LeafDigest]:
+    """The same manifest as `device_manifest`, of numpy arrays and without jax programs."""
+    return {path: _leaf_digest(leaf, _host_sums(np.asarray(leaf))) for path, leaf in _by_path(params).items()}
+
+
+def manifest_hash(manifest: Manifest) -> str:
+    """sha256, in hex, of the manifest's sorted JSON."""
+    return hashlib.sha256(json.dumps(encode_manifest(manifest), sort_keys=True).encode()).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> dict[str, Any]:
+    """As a JSON-able dict."""
+    return {
+        path: {'shape': list(leaf.shape), 'dtype': leaf.dtype, 'content': list(leaf.content)}
+        for path, leaf in manifest.items()
+    }
+
+
+def decode_manifest(record: Mapping[str, Any]) -> dict[str, LeafDigest]:
+    """The inverse of `encode_manifest`; raises KeyError, TypeError or ValueError for anything else."""
+    return {
+        path: LeafDigest(tuple(leaf['shape']), leaf['dtype'], (leaf['content'][0], leaf['content'][1]))
+        for path, leaf in record.items()
+    }
+
+
+def require_equal(sent: Manifest, received: Manifest, version: int) -> None:
+    """Raises PublicationError that names the version, the first leaf that differs, and how."""
+    for path in sorted({*sent, *received}):
+        if sent.get(path) != received.get(path):
+            raise PublicationError(
+                f'weights of version {version}: leaf {path!r} is not what was published '
+                f'(sent {sent.get(path, "nothing")}, received {received.get(path, "nothing")}). Publish the version '
+                'again; if it happens again, check the memory or the disk that carries the weights'
+            )
+
+
+def weights_sha256(params: Any) -> str:
+    """sha256, in hex, over the bytes of all leaves in the order of their paths: for reports."""
+    digest = hashlib.sha256()
+    for leaf in _by_path(params).values():
+        digest.update(np.ascontiguousarray(leaf).view(np.uint8).data if np.size(leaf) else b'')
+    return digest.hexdigest()
+
+
+def _by_path(params: Any) -> dict[str, Any]:
+    """Leaves by path, paths in order."""
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for path, leaf in leaves.items():
+        if np.dtype(leaf.dtype).itemsize not in _WORDS:
+            raise PublicationError(
+                f'leaf {path!r} has dtype {leaf.dtype}: elements above 32 bits are not published; cast it to float32'
+            )
+    return dict(sorted(leaves.items()))
+
+
+def _leaf_digest(leaf: Any, pair: Iterable[Any]) -> LeafDigest:
+    words, mixed = pair
+    return LeafDigest(tuple(leaf.shape), str(leaf.dtype), (int(words), int(mixed)))
+
+
+@jax.jit
+def _device_sums(leaves: tuple[jax.Array, ...]) -> jax.Array:
+    """uint32 [leaves, 2]."""
+    return jnp.stack([_device_leaf_sums(leaf) for leaf in leaves])
+
+
+def _device_leaf_sums(leaf: jax.Array) -> jax.Array:
+    # positions come from one iota per axis and not from a reshape, so that a sharded leaf is not gathered
+    if leaf.dtype == bool:
+        leaf = leaf.astype(jnp.uint8)
+    words = lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize]).astype(jnp.uint32)
+    position = jnp.zeros(leaf.shape, jnp.uint32)
+    for axis, size in enumerate(leaf.shape):
+        position = position * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+    mixed = _mix(words + position * np.uint32(_GOLDEN))
+    return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)])
+
+
+def _host_sums(leaf: np.ndarray) -> tuple[int, int]:
+    words = np.ascontiguousarray(leaf).reshape(-1).view(_WORDS[leaf.dtype.itemsize])
+    plain = mixed = 0
+    for start in range(0, words.size, _BLOCK):
+        block = words[start : start + _BLOCK].astype(np.uint32)
+        position = np.arange(start, start + block.size, dtype=np.uint64).astype(np.uint32)
+        plain += int(block.sum(dtype=np.uint64))
+        mixed += int(_mix(block + position * np.uint32(_GOLDEN)).sum(dtype=np.uint64))
+    return plain % 2**32, mixed % 2**32
+
+
+def _mix(words: Any) -> Any:
+    """MurmurHash3's 32-bit finalizer, for numpy and jax arrays alike."""
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return words ^ (words >> np.uint32(16))

@@ -1,0 +1,88 @@
+"""Weights inside one process: bit for bit, on the devices asked for, until released."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.publication.device import DeviceChannel
+from areal_jax.publication.errors import PublicationError
+from areal_jax.publication.manifest import host_manifest, manifest_hash
+
+# awkward bits: NaN with payload, -0.0, a subnormal
+_BITS = np.array([0x7FC12345, 0x80000000, 0x00000001, 0x3F800000], np.uint32)
+
+
+def _params(scale=1.0):
+    matrix = np.arange(32, dtype=np.float32).reshape(8, 4) * np.float32(scale)
+    return {'layers': {'0': {'up': matrix, 'down': matrix.T}}, 'norm': _BITS.view(np.float32)}
+
+
+def _assert_bit_equal(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_weights_arrive_as_they_were_sent():
+    channel = DeviceChannel(verify=True)
+    sent = jax.device_put(_params())
+    published = channel.transfer(7, sent)
+    assert (published.version, published.manifest_hash) == (7, manifest_hash(host_manifest(_params())))
+    received = channel.receive(published)
+    _assert_bit_equal(received, _params())
+    # no second copy of the weights where none was asked for
+    assert received['norm'].unsafe_buffer_pointer() == sent['norm'].unsafe_buffer_pointer()
+
+
+def test_weights_move_from_the_learners_mesh_to_the_engines_device():
+    # cut over 4 devices for training, whole on the fifth for decoding
+    mesh = jax.make_mesh((4,), ('fsdp',), devices=jax.devices()[:4])
+    cut, whole = jax.NamedSharding(mesh, jax.P('fsdp')), jax.NamedSharding(mesh, jax.P())
+    place = {'layers': {'0': {'up': cut, 'down': cut}}, 'norm': whole}
+    channel = DeviceChannel(jax.sharding.SingleDeviceSharding(jax.devices()[4]), verify=True)
+    received = channel.receive(channel.transfer(1, jax.device_put(_params(), place)))
+    _assert_bit_equal(received, _params())
+    assert {device for leaf in jax.tree.leaves(received) for device in leaf.devices()} == {jax.devices()[4]}
+
+
+def test_a_flipped_bit_is_caught_and_its_leaf_named():
+    channel = DeviceChannel(verify=True)
+    published = channel.transfer(3, jax.device_put(_params()))
+    received = channel.receive(published)
+    received['layers']['0']['down'] = received['layers']['0']['down'].at[1, 2].multiply(1 + 2.0**-23)  # the last bit
+    with pytest.raises(PublicationError, match=r"version 3: leaf 'layers/0/down' is not what was published"):
+        channel.receive(published)
+
+
+def test_what_arrives_is_verified_and_not_what_was_sent():
+    class FaultyMove(DeviceChannel):
+        def transfer(self, version, copy):
+            published = super().transfer(version, copy)
+            held = self._versions[version]
+            self._versions[version] = dataclasses.replace(held, params=jax.tree.map(jnp.flip, held.params))
+            return published
+
+    channel = FaultyMove(verify=True)
+    with pytest.raises(PublicationError, match="leaf 'layers/0/down'"):
+        channel.receive(channel.transfer(1, jax.device_put(_params())))
+
+
+def test_released_versions_are_gone_and_newer_ones_stay():
+    channel = DeviceChannel()
+    published = [channel.transfer(version, jax.device_put(_params(version))) for version in (1, 2, 3)]
+    channel.release(2)
+    for version in (2, 3):
+        _assert_bit_equal(channel.receive(published[version - 1]), _params(version))
+    with pytest.raises(PublicationError, match=r'version 1 .* holds \[2, 3\]'):
+        channel.receive(published[0])
+
+
+def test_the_same_version_of_another_run_is_refused():
+    other = DeviceChannel().transfer(1, jax.device_put(_params(2.0)))
+    channel = DeviceChannel()
+    channel.transfer(1, jax.device_put(_params(1.0)))
+    with pytest.raises(PublicationError, match='version 1'):
+        channel.receive(other)

@@ -1,0 +1,183 @@
+"""Weights through the file system: bit for bit, whole or absent, and an error that names what is wrong."""
+
+import json
+import pathlib
+import random
+import resource
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from areal_jax.publication.device import DeviceChannel
+from areal_jax.publication.errors import PublicationError
+from areal_jax.publication.files import FilesChannel, read_hf_directory
+from areal_jax.publication.manifest import host_manifest, manifest_hash
+from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
+
+KILLED_WRITER = pathlib.Path(__file__).with_name('killed_writer.py')
+
+
+def test_weights_arrive_as_they_were_sent(tmp_path):
+    params = host_params()
+    params['final_norm'][:4] = np.array([0x7FC12345, 0x80000000, 1, 0x7F800000], np.uint32).view(np.float32)
+    channel = FilesChannel(tmp_path / 'new', CONFIG, verify=True)
+    published = channel.transfer(7, jax.device_put(params))
+    assert (published.version, published.handle) == (7, str(tmp_path / 'new' / 'v000007'))
+    received = channel.receive(published)
+    assert_bit_equal(received, params)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(received))
+
+
+def test_the_hash_of_a_version_does_not_depend_on_the_channel(tmp_path):
+    params = jax.device_put(host_params())
+    by_file = FilesChannel(tmp_path, CONFIG).transfer(1, params)
+    assert by_file.manifest_hash == DeviceChannel().transfer(1, params).manifest_hash
+
+
+def test_the_directory_is_what_servers_load(tmp_path):
+    params = host_params()
+    FilesChannel(tmp_path, CONFIG).transfer(1, jax.device_put(params))
+    files = {path.name for path in (tmp_path / 'v000001').iterdir()}
+    assert files == {'model.safetensors', 'config.json', 'manifest.json'}
+    tensors = load_file(tmp_path / 'v000001' / 'model.safetensors')
+    # [out, in] there, [in, out] here; a view dumped as it lies would have the right shape and wrong rows
+    up = params['layers']['1']['mlp']['up']
+    np.testing.assert_array_equal(tensors['model.layers.1.mlp.up_proj.weight'], up.T)
+    assert json.loads((tmp_path / 'v000001' / 'config.json').read_text())['hidden_size'] == CONFIG.d_model
+    manifest = json.loads((tmp_path / 'v000001' / 'manifest.json').read_text())
+    assert (manifest['version'], manifest['manifest_hash']) == (1, manifest_hash(host_manifest(params)))
+
+
+def test_weights_go_to_the_shardings_asked_for(tmp_path):
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    channel = FilesChannel(tmp_path, CONFIG, shardings=place)
+    received = channel.receive(channel.transfer(1, jax.device_put(host_params())))
+    assert {device for leaf in jax.tree.leaves(received) for device in leaf.devices()} == {jax.devices()[3]}
+
+
+def test_a_flipped_bit_is_caught_and_its_leaf_named(tmp_path):
+    channel = FilesChannel(tmp_path, CONFIG, verify=True)
+    published = channel.transfer(5, jax.device_put(host_params()))
+    path = tmp_path / 'v000005' / 'model.safetensors'
+    content = bytearray(path.read_bytes())
+    norm = np.asarray(host_params()['final_norm']).tobytes()
+    content[bytes(content).index(norm) + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(PublicationError, match="version 5: leaf 'final_norm' is not what was published"):
+        channel.receive(published)
+    FilesChannel(tmp_path, CONFIG).receive(published)  # only who verifies can know
+
+
+@pytest.mark.parametrize('name', ['model.safetensors', 'manifest.json'])
+@pytest.mark.parametrize('damage', ['missing', 'cut short', 'text'])
+def test_a_torn_directory_is_named(tmp_path, name, damage):
+    channel = FilesChannel(tmp_path, CONFIG)
+    published = channel.transfer(2, jax.device_put(host_params()))
+    path = tmp_path / 'v000002' / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != 'missing':
+        path.write_bytes(content[: len(content) // 2] if damage == 'cut short' else b'"weights"')
+    with pytest.raises(PublicationError, match=f'{tmp_path}/v000002 does not hold version 2 as it was published'):
+        channel.receive(published)
+
+
+def test_the_same_version_of_another_run_is_refused(tmp_path):
+    published = FilesChannel(tmp_path, CONFIG).transfer(1, jax.device_put(host_params(seed=0)))
+    FilesChannel(tmp_path, CONFIG).transfer(1, jax.device_put(host_params(seed=1)))
+    with pytest.raises(PublicationError, match=r'give every run a publication\.directory of its own'):
+        FilesChannel(tmp_path, CONFIG).receive(published)
+
+
+def test_release_removes_old_versions_but_never_the_newest(tmp_path):
+    channel = FilesChannel(tmp_path, CONFIG, keep=2)
+    published = [channel.transfer(version, jax.device_put(host_params(version))) for version in range(5)]
+    channel.release(1)
+    assert _names(tmp_path) == ['v000001', 'v000002', 'v000003', 'v000004']
+    channel.release(4)  # 3 could go, but two stay
+    assert _names(tmp_path) == ['v000003', 'v000004']
+    assert_bit_equal(channel.receive(published[4]), host_params(4))
+    with pytest.raises(PublicationError, match='does not hold version 2'):
+        channel.receive(published[2])
+
+
+def test_a_resumed_run_replaces_versions_of_the_future_it_came_from(tmp_path):
+    before = FilesChannel(tmp_path, CONFIG)
+    for version in (4, 5, 6):
+        before.transfer(version, jax.device_put(host_params(version)))
+    after = FilesChannel(tmp_path, CONFIG, verify=True)
+    published = after.transfer(5, jax.device_put(host_params(50)))
+    assert _names(tmp_path) == ['v000004', 'v000005']
+    assert_bit_equal(after.receive(published), host_params(50))
+
+
+def test_a_foreign_directory_is_neither_replaced_nor_removed(tmp_path):
+    foreign = tmp_path / 'v000003'
+    foreign.mkdir()
+    (foreign / 'thesis.tex').write_text('years of work')
+    channel = FilesChannel(tmp_path, CONFIG, keep=1)
+    with pytest.raises(PublicationError, match=f'{foreign} exists and holds no model.safetensors'):
+        channel.transfer(3, jax.device_put(host_params()))
+    channel.transfer(4, jax.device_put(host_params()))
+    channel.release(4)
+    assert (foreign / 'thesis.tex').exists()
+
+
+def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=12345)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
+    with pytest.raises(PublicationError, match=rf'{tmp_path} has 12345 bytes free, one version .* needs 1\d{{6}}:'):
+        FilesChannel(tmp_path, CONFIG).transfer(1, jax.device_put(host_params()))
+    assert _names(tmp_path) == []
+
+
+def test_a_write_that_fails_leaves_the_version_before(tmp_path):
+    # the limit on the size of a file makes write() fail half-way, as a disk that fills up does
+    channel = FilesChannel(tmp_path, CONFIG)
+    published = channel.transfer(1, jax.device_put(host_params()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(PublicationError, match=rf'writing {tmp_path}/v000002 failed .* \d+ bytes free'):
+            channel.transfer(2, jax.device_put(host_params()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert _names(tmp_path) == ['v000001']
+    assert_bit_equal(channel.receive(published), host_params())
+
+
+def test_kill_at_any_moment_leaves_whole_versions(tmp_path):
+    delays = [random.Random(0).uniform(0, 0.02) for _ in range(8)]
+    repository = KILLED_WRITER.parents[2]
+    environment = {'PYTHONPATH': str(repository), 'PATH': '/usr/bin:/bin', 'JAX_PLATFORMS': 'cpu'}
+    command = [sys.executable, str(KILLED_WRITER), str(tmp_path), *map(str, delays)]
+    subprocess.run(command, cwd=repository, env=environment, check=True, timeout=100)
+    interrupted = 0
+    for number in range(len(delays)):
+        directory = tmp_path / str(number)
+        versions = [name for name in _names(directory) if not name.startswith('.')]
+        interrupted += len(_names(directory)) - len(versions)
+        assert versions == [f'v{version:06d}' for version in range(len(versions))]
+        for version, name in enumerate(versions):
+            weights = {
+                value for leaf in jax.tree.leaves(read_hf_directory(directory / name, CONFIG)) for value in leaf.flat
+            }
+            assert weights == {version}
+            assert json.loads((directory / name / 'manifest.json').read_text()) == {'version': version}
+        FilesChannel(directory, CONFIG).transfer(0, jax.device_put(host_params()))  # goes on, cleaning up
+        assert _names(directory) == ['v000000']
+    assert interrupted > 0  # else no kill hit a write
+
+
+def test_keep_below_one_is_refused(tmp_path):
+    with pytest.raises(ValueError, match='keep=0'):
+        FilesChannel(tmp_path, CONFIG, keep=0)
+
+
+def _names(directory):
+    return sorted(path.name for path in directory.iterdir())

@@ -1,0 +1,142 @@
+"""The digest of weights: equal on host and device, and different for different weights."""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.publication.errors import PublicationError
+from areal_jax.publication.manifest import (
+    decode_manifest,
+    device_manifest,
+    encode_manifest,
+    host_manifest,
+    manifest_hash,
+    require_equal,
+    weights_sha256,
+)
+
+
+def test_two_words_by_hand():
+    # words of int32 [-1, 2]: 4294967295 and 2, sum 4294967297 = 1 mod 2^32.
+    # mixed, with G = 0x9E3779B9 = 2654435769: words[0] + 0 G = 4294967295, words[1] + 1 G = 2654435771;
+    # each through MurmurHash3's finalizer in Python's unbounded integers
+    expected = (_murmur(4294967295) + _murmur(2654435771)) % 2**32
+    leaf = host_manifest({'a': np.array([-1, 2], np.int32)})['a']
+    assert leaf.content == (1, expected)
+    assert (leaf.shape, leaf.dtype) == ((2,), 'int32')
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16', 'int32', 'uint32', 'int8', 'bool'])
+@pytest.mark.parametrize('shape', [(), (7,), (3, 4), (2, 3, 5), (0, 3)])
+def test_host_and_device_agree(shape, dtype):
+    # random bytes: every bit pattern, NaN and subnormals too
+    values = np.random.default_rng(0).integers(-128, 127, shape).astype(dtype)
+    params = {'a': values, 'b': {'c': values}}
+    assert device_manifest(jax.device_put(params)) == host_manifest(params)
+
+
+def test_host_and_device_agree_beyond_one_block_and_on_any_bits():
+    words = np.random.default_rng(0).integers(0, 2**32, 3 * 2**20 + 5, dtype=np.uint32)
+    params = {'a': words.view(np.float32)}  # NaNs with payload and subnormals among them
+    assert device_manifest(jax.device_put(params)) == host_manifest(params)
+
+
+def test_a_sharded_leaf_has_the_digest_of_the_whole():
+    # 8 devices, each with one row: positions count in the whole leaf, not in the shard
+    mesh = jax.make_mesh((8,), ('x',))
+    value = np.arange(24, dtype=np.float32).reshape(8, 3)
+    sharded = jax.device_put(value, jax.NamedSharding(mesh, jax.P('x')))
+    assert device_manifest({'a': sharded}) == host_manifest({'a': value})
+
+
+def test_a_transposed_view_is_digested_in_its_own_order():
+    value = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert host_manifest({'a': value.T}) == host_manifest({'a': np.ascontiguousarray(value.T)})
+    assert host_manifest({'a': value.T}) == device_manifest({'a': jnp.asarray(value).T})
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 99), st.integers(0, 31))
+def test_any_flipped_bit_changes_both_sums(place, bit):
+    words = np.arange(1, 101, dtype=np.uint32)
+    flipped = words.copy()
+    flipped[place] ^= np.uint32(1) << np.uint32(bit)
+    before, after = (host_manifest({'a': w.view(np.float32)})['a'].content for w in (words, flipped))
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 99), st.integers(0, 99))
+def test_swapped_elements_keep_the_first_sum_and_change_the_second(one, other):
+    # x and -x differ in the top bit alone: weights w_i (i or any multiple) would not see them swapped
+    values = np.where(np.arange(100) % 2, 1.0, -1.0).astype(np.float32)
+    swapped = values.copy()
+    swapped[[one, other]] = values[[other, one]]
+    before, after = (host_manifest({'a': v})['a'].content for v in (values, swapped))
+    assert before[0] == after[0]
+    assert (before[1] == after[1]) == (values[one] == values[other])
+
+
+def test_the_hash_knows_names_shapes_dtypes_and_contents_but_not_the_order_of_keys():
+    zeros = np.zeros(6, np.float32)
+    hashes = [
+        manifest_hash(host_manifest(params))
+        for params in (
+            {'a': zeros},
+            {'b': zeros},
+            {'a': zeros.reshape(2, 3)},
+            {'a': zeros.view(np.int32)},
+            {'a': zeros + 1},
+            {'a': zeros, 'b': zeros},
+        )
+    ]
+    assert len(set(hashes)) == len(hashes)
+    ones = zeros + 1
+    assert manifest_hash(host_manifest({'a': zeros, 'b': ones})) == manifest_hash(
+        host_manifest({'b': ones, 'a': zeros})
+    )
+    assert manifest_hash(host_manifest({'a': zeros, 'b': ones})) != manifest_hash(
+        host_manifest({'a': ones, 'b': zeros})
+    )
+
+
+def test_a_manifest_survives_json():
+    manifest = host_manifest({'a': {'b': np.ones((2, 3), ml_dtypes.bfloat16)}})
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+def test_the_first_leaf_that_differs_is_named():
+    sent = host_manifest({'a': np.ones(2, np.float32), 'b': np.ones(2, np.float32)})
+    require_equal(sent, dict(sent), 7)
+    with pytest.raises(PublicationError, match=r"version 7: leaf 'b' .*received nothing"):
+        require_equal(sent, {'a': sent['a']}, 7)
+    with pytest.raises(PublicationError, match=r"leaf 'a' .*sent nothing"):
+        require_equal({'b': sent['b']}, sent, 7)
+
+
+def test_wide_elements_are_refused_by_name():
+    with pytest.raises(PublicationError, match="leaf 'a/b' has dtype float64"):
+        host_manifest({'a': {'b': np.zeros(2)}})
+
+
+def test_weights_sha256_is_that_of_the_bytes_in_path_order():
+    a, b = np.arange(3, dtype=np.float32), np.arange(4, dtype=np.float32).reshape(2, 2)
+    expected = hashlib.sha256(a.tobytes() + b.tobytes()).hexdigest()
+    assert weights_sha256({'y': b, 'x': {'z': a}}) == expected
+    assert weights_sha256({'x': {'z': jnp.asarray(a)}, 'y': jnp.asarray(b)}) == expected
+    assert weights_sha256({'y': b.T, 'x': {'z': a}}) != expected
+
+
+def _murmur(word):
+    word ^= word >> 16
+    word = word * 0x85EBCA6B % 2**32
+    word ^= word >> 13
+    word = word * 0xC2B2AE35 % 2**32
+    return word ^ (word >> 16)
