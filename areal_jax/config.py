@@ -41,7 +41,8 @@ def default_config() -> config_dict.ConfigDict:
     c.task.name = 'token_reversal'  # see tasks/registry.py
     c.task.system_prompt = ''  # '' = the chat template's own
     c.task.datasets = ()  # reasoning_gym: mix of basic_arithmetic, chain_sum, products
-    c.task.held_out_fraction = 0.25  # reasoning_gym: share of expressions kept for evaluation
+    c.task.path = ''  # jsonl: a file with a JSON object {question, answer} a line
+    c.task.held_out_fraction = 0.25  # share of the problems kept for evaluation
     c.task.symbols = 2  # token_reversal: size of the alphabet
     c.task.length = 4  # token_reversal: symbols in a prompt
     c.task.verifier = 'process'  # 'process': in worker processes with a deadline | 'inline': trusted and fast only

@@ -183,7 +183,7 @@ class Verdict:
 
     reward: float
     attempts: int = 1  # more than 1: earlier attempts hung or crashed
-    label: str = 'ok'  # 'ok', 'timeout', 'crash': why the last attempt has no reward
+    label: str = 'ok'  # 'timeout', 'crash', 'error' (the scorer raised): why the last attempt has no reward
 
     @property
     def failed(self) -> bool:

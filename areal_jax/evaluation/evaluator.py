@@ -14,7 +14,7 @@ from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.integers import last_integer
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
-from areal_jax.types import Clock, Event, Prompt, SamplingParams, Verifier, concatenate
+from areal_jax.types import Clock, Event, Prompt, SamplingParams, Verdict, Verifier, concatenate
 
 SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training draw
 
@@ -50,12 +50,16 @@ class Evaluator:
         self._log.write('evaluate', phase=phase, mode='start')
         scores = np.zeros((len(self._problems), 1 + self._samples))
         answers: list[str] = []
+        failed: list[str] = []
         jobs = [(row, column) for row in range(len(self._problems)) for column in range(1 + self._samples)]
         left, done = len(jobs), self._clock.event(f'evaluation {phase}')
 
         async def job(row: int, column: int) -> None:
             nonlocal left
-            scores[row, column], answer = await self._answer(self._problems[row], column)
+            verdict, answer = await self._answer(self._problems[row], column)
+            scores[row, column] = verdict.reward
+            if verdict.failed:
+                failed.append(verdict.label)
             if column:
                 answers.append(answer)
             left -= 1
@@ -72,19 +76,19 @@ class Evaluator:
         watch.cancel()
         for task in tasks:
             task.cancel()
-        self._log.write('evaluate', phase=phase, mode='done')
+        self._log.write('evaluate', phase=phase, mode='done', unverified=failed)  # these count as 0
         if left:
             self._pool.cancel_all()
             return None
         sampled = tuple(tuple(row) for row in scores[:, 1:].tolist())
         return EvaluationScores(tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers))
 
-    async def _answer(self, prompt: Prompt, column: int) -> tuple[float, str]:
-        """(score, what counts as the answer) of the greedy (0) or a sampled answer."""
+    async def _answer(self, prompt: Prompt, column: int) -> tuple[Verdict, str]:
+        """(verdict, what counts as the answer) of the greedy (0) or a sampled answer."""
         episode = Episode(column)
         await (self._sampled if column else self._greedy).run(prompt, episode)
         tokens = concatenate([segment.tokens for segment in episode.segments], np.int32)
         assert episode.finish_reason is not None
         verdict = await self._verifier.verify(prompt, tokens, episode.finish_reason)
         text = self._decode(tokens)
-        return verdict.reward, last_integer(text) or text
+        return verdict, last_integer(text) or text
