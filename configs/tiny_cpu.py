@@ -13,7 +13,7 @@ from areal_jax import config as schema
 
 def get_config() -> config_dict.ConfigDict:
     config = schema.default_config()
-    config.run.steps = 150
+    config.run.steps = 200
     config.task.name = 'token_reversal'
     config.task.verifier = 'inline'
     config.rollout.slots = 16
@@ -23,7 +23,8 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.max_new_tokens = 8
     config.learner.row_tokens = 128
     config.learner.row_loss_tokens = 96
-    config.optimizer.learning_rate = 2e-3
+    config.loss.entropy_coefficient = 0.03  # without it the policy settles on one answer for all prompts
+    config.optimizer.learning_rate = 1e-3
     config.evaluation.problems = 4
     config.evaluation.samples = 16
     return config
