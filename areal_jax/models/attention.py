@@ -15,7 +15,7 @@ import jax.numpy as jnp
 IMPLEMENTATIONS = ('auto', 'dense', 'blocked')
 BLOCKED_FROM_TOKENS = 256  # 'auto' takes 'blocked' for rows of so many; below, its loops cost more than they save
 _BLOCK = 64  # tokens: side of a tile of 'blocked'
-_INVISIBLE = -1e30  # score of a key that the query does not see; finite, so that no difference of two is NaN
+_INVISIBLE = -3e38  # score of a key the query does not see: lower than any other, finite, so no difference is NaN
 
 
 def packed_attention(
@@ -84,9 +84,11 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, parent: jax.Array, scale: float, impl: str
 ) -> tuple[jax.Array, Any]:
     # 0 * NaN is NaN: a bad value may not stand in `v` beside others. It moves into its key, whose scores are masked
-    # where the key is invisible and turn the whole query to NaN where it is visible.
-    bad = ~_all_finite(v)
-    k, v = jnp.where(bad, jnp.nan, k), jnp.where(bad, 0.0, v)
+    # where the key is invisible and turn the whole query to NaN where it is visible. Infinities count as NaN: a score
+    # of -inf would lose to the masked ones.
+    good_keys, good_values = _all_finite(k) & _all_finite(v), _all_finite(v)
+    q = jnp.where(_all_finite(q), q, jnp.nan)
+    k, v = jnp.where(good_keys, k, jnp.nan), jnp.where(good_values, v, 0.0)
     place = jnp.arange(q.shape[2])
     rows, keys = _Rows(q, place, segment, parent), _Keys(k, v, place, segment)
     out, lse = _forward_dense(rows, keys, scale) if impl == 'dense' else _forward_blocked(rows, keys, scale)

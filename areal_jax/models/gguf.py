@@ -173,6 +173,7 @@ def _dequantize(path: pathlib.Path, tensor: Any) -> np.ndarray:
     import gguf
 
     try:
-        return gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        # a copy: float32 tensors come as views of the mapped file
+        return np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
     except NotImplementedError as error:
         raise GgufError(f'{path}: {tensor.name} is of type {tensor.tensor_type.name}, not readable here') from error

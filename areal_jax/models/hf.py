@@ -5,6 +5,7 @@ Publication to files, export and other servers speak it. Tensors there are [out,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,11 +41,9 @@ def from_hf_names(tensors: Mapping[str, Any], config: ModelConfig) -> Params:
 
     Raises WeightsError that names missing, surplus or wrongly shaped tensors.
     """
-    names = dict(_names(config))
-    shapes = {name: _turned_shape(_leaf(Decoder(config).abstract(), path).shape, path) for name, path in names.items()}
-    _require_the_same(tensors, shapes)
+    _require_the_same(tensors, _hf_shapes(config))
     params: Params = {}
-    for name, path in names.items():
+    for name, path in _names(config):
         leaf = _turned(tensors[name], path)
         node = params
         for key in path[:-1]:
@@ -91,6 +90,13 @@ def _names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield 'lm_head.weight', ('head',)
 
 
+@functools.lru_cache(maxsize=4)  # the channel of files asks at every publication
+def _hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    abstract = Decoder(config).abstract()
+    shapes = {name: (_leaf(abstract, path).shape, path) for name, path in _names(config)}
+    return {name: shape[::-1] if _is_matrix(path) else shape for name, (shape, path) in shapes.items()}
+
+
 def _leaf(params: Params, path: tuple[str, ...]) -> Any:
     node: Any = params
     for key in path:
@@ -101,10 +107,6 @@ def _leaf(params: Params, path: tuple[str, ...]) -> Any:
 def _turned(tensor: Any, path: tuple[str, ...]) -> Any:
     """[in, out] <-> [out, in]; vectors, embedding and head lie the same way on both sides."""
     return tensor.T if _is_matrix(path) else tensor
-
-
-def _turned_shape(shape: tuple[int, ...], path: tuple[str, ...]) -> tuple[int, ...]:
-    return shape[::-1] if _is_matrix(path) else shape
 
 
 def _is_matrix(path: tuple[str, ...]) -> bool:
