@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -71,6 +72,15 @@ def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
     )
 
 
+@contextlib.contextmanager
+def _naming_fields() -> Iterator[None]:
+    """For parts whose ValueError names the config fields at fault: no traceback is needed to mend it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
     """The task, once a prompt of it is known to fit the engines' context."""
     name = config.task.name
@@ -128,40 +138,42 @@ def build_verifier(
 def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
     optimizer = config.optimizer
     adam = {'b1': optimizer.b1, 'b2': optimizer.b2, 'eps': optimizer.eps} if optimizer.name == 'adamw' else {}
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
     learner, loss = config.learner, config.loss
-    return SpmdLearner(
-        model.decoder,
-        model.params,
-        mesh,
-        optimizer=make_optimizer(
-            optimizer.name,
-            **adam,
-            weight_decay=optimizer.weight_decay,
-            clip_norm=optimizer.clip_norm,
-            warmup_steps=optimizer.warmup_steps,
-        ),
-        learning_rate=optimizer.learning_rate,
-        row_tokens=learner.row_tokens,
-        row_loss_tokens=learner.row_loss_tokens,
-        rows_per_microbatch=learner.rows_per_microbatch,
-        n_minibatches=learner.n_minibatches,
-        packing=learner.packing,
-        accumulate=learner.accumulate,
-        max_microbatches=learner.groups_per_update * config.rollout.group_size,
-        filter_equal_rewards=learner.filter_equal_rewards,
-        advantage=loss.advantage,
-        temperature=config.rollout.temperature,
-        clip_epsilon=loss.clip_epsilon,
-        clip_epsilon_high=loss.clip_epsilon_high,
-        proximal=loss.proximal,
-        behavior_weight_cap=loss.behavior_weight_cap,
-        aggregation=loss.aggregation,
-        entropy_coefficient=loss.entropy_coefficient,
-        max_token_age=config.staleness.max_token_age,
-        over_age=config.staleness.over_age,
-        strategy=config.mesh.strategy,
-    )
+    with _naming_fields():
+        mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
+    with _naming_fields():
+        return SpmdLearner(
+            model.decoder,
+            model.params,
+            mesh,
+            optimizer=make_optimizer(
+                optimizer.name,
+                **adam,
+                weight_decay=optimizer.weight_decay,
+                clip_norm=optimizer.clip_norm,
+                warmup_steps=optimizer.warmup_steps,
+            ),
+            learning_rate=optimizer.learning_rate,
+            row_tokens=learner.row_tokens,
+            row_loss_tokens=learner.row_loss_tokens,
+            rows_per_microbatch=learner.rows_per_microbatch,
+            n_minibatches=learner.n_minibatches,
+            packing=learner.packing,
+            accumulate=learner.accumulate,
+            max_microbatches=learner.groups_per_update * config.rollout.group_size,
+            filter_equal_rewards=learner.filter_equal_rewards,
+            advantage=loss.advantage,
+            temperature=config.rollout.temperature,
+            clip_epsilon=loss.clip_epsilon,
+            clip_epsilon_high=loss.clip_epsilon_high,
+            proximal=loss.proximal,
+            behavior_weight_cap=loss.behavior_weight_cap,
+            aggregation=loss.aggregation,
+            entropy_coefficient=loss.entropy_coefficient,
+            max_token_age=config.staleness.max_token_age,
+            over_age=config.staleness.over_age,
+            strategy=config.mesh.strategy,
+        )
 
 
 def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
@@ -175,14 +187,16 @@ def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder
 
 def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
     rollout = config.rollout
-    return JaxDecodeBackend(
-        decoder,
-        slots=rollout.slots,
-        context_tokens=rollout.context_tokens,
-        prefill_buckets=tuple(rollout.prefill_buckets),
-        decode_steps=rollout.decode_steps,
-        filtered=rollout.top_k > 0 or rollout.top_p < 1,
-    )
+    filtered = rollout.top_k > 0 or rollout.top_p < 1
+    with _naming_fields():
+        return JaxDecodeBackend(
+            decoder,
+            slots=rollout.slots,
+            context_tokens=rollout.context_tokens,
+            prefill_buckets=tuple(rollout.prefill_buckets),
+            decode_steps=rollout.decode_steps,
+            filtered=filtered,
+        )
 
 
 def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParams:

@@ -7,6 +7,7 @@ from areal_jax.config import ConfigError
 from areal_jax.control.clocks.loop import CallDeadlineError, StallError
 from areal_jax.models.gguf import GgufError
 from areal_jax.publication.manifest import PublicationError
+from areal_jax.rollout.engine import PromptTooLongError
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.tokenizer import TokenizerError
 from areal_jax.tasks.verifier import VerifierError
@@ -17,6 +18,7 @@ USER_ERRORS = (
     CallDeadlineError,
     StallError,
     GgufError,
+    PromptTooLongError,
     PublicationError,
     TaskError,
     TokenizerError,

@@ -21,6 +21,10 @@ from areal_jax.types import Clock, EngineStatus, FinishReason, GenerationRequest
 KvPolicy = Literal['recompute', 'keep']
 
 
+class PromptTooLongError(ValueError):
+    """A prompt whose answer does not fit the cache of the engine."""
+
+
 class RunningRequest:
     """A request inside an engine; iterate for its segments. An iterator object: nothing depends on its collection."""
 
@@ -129,12 +133,12 @@ class Engine:
     def generate(self, request: GenerationRequest) -> RunningRequest:
         """Queue the request.
 
-        Raises ValueError when prompt and answer do not fit the cache.
+        Raises PromptTooLongError when prompt and answer do not fit the cache.
         """
         length = len(request.prompt_tokens)
         limit = length + request.sampling.max_new_tokens
         if length < 1 or limit > self._backend.context_tokens:
-            raise ValueError(
+            raise PromptTooLongError(
                 f'draw {request.draw}: a prompt of {length} tokens and {request.sampling.max_new_tokens} new ones '
                 f'(rollout.max_new_tokens) do not fit rollout.context_tokens={self._backend.context_tokens}; raise it '
                 f'to {limit} or shorten the prompt'
