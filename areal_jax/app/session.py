@@ -18,7 +18,7 @@ from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
-from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import ConfigError, TrackedConfig, flatten, validate
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import Controller
@@ -84,7 +84,10 @@ class Session:
         self.learner = build.build_learner(config, model)
         model.params = None  # the learner has its copy
         if arrays is not None:
-            self.learner.restore(arrays)
+            try:
+                self.learner.restore(arrays)
+            except ValueError as error:
+                raise CheckpointError(f'{self.workdir}/checkpoints is of another model: {error}') from error
             del arrays
         self._channel = build.build_channel(config, self.workdir, model.decoder)
         ring, engines = self._build_engines(model)
