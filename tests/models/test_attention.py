@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,15 +51,17 @@ def by_loops(q, k, v, segment, parent):
     return out
 
 
+@functools.partial(jax.jit, static_argnames='impl')  # one program for all tests of an implementation
 def attend(q, k, v, segment, parent, impl):
     return packed_attention(q, k, v, segment, parent, scale=SCALE, impl=impl)
 
 
+@functools.partial(jax.jit, static_argnames='impl')
 def gradients(q, k, v, segment, parent, impl):
     """Of a function in which every output has its own weight, so that none cancels."""
     cotangent = np.random.default_rng(9).normal(size=q.shape)
     loss = lambda q, k, v: jnp.sum(cotangent * jnp.tanh(attend(q, k, v, segment, parent, impl)))
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
 
 @pytest.mark.parametrize('impl', IMPLS)
@@ -74,7 +78,7 @@ def test_a_segment_in_company_equals_the_segment_alone(impl):
     for length in (70, 1, 40, 30, 9):  # the last is padding, a segment like any other
         own = slice(start, start + length)
         ones = np.ones(length, np.int32)
-        alone = attend(q[own], k[own], v[own], ones, ones, 'dense')
+        alone = by_loops(q[own], k[own], v[own], ones, ones)
         np.testing.assert_allclose(together[own], alone, atol=1e-5)
         start += length
 
@@ -86,7 +90,7 @@ def test_an_answer_under_a_shared_prompt_equals_prompt_and_answer_in_one(impl):
     for prompt, answer in ((range(50), range(50, 70)), (range(50), range(70, 100)), (range(100, 125), range(125, 135))):
         rows = [*prompt, *answer]
         ones = np.ones(len(rows), np.int32)
-        alone = attend(q[rows], k[rows], v[rows], ones, ones, 'dense')
+        alone = by_loops(q[rows], k[rows], v[rows], ones, ones)
         np.testing.assert_allclose(together[np.array(rows)], alone, atol=1e-5)
 
 
@@ -108,16 +112,13 @@ def test_gradients_equal_those_of_a_plain_softmax(segment, parent, impl):
         np.testing.assert_allclose(ours, plain, atol=2e-5)
 
 
-_compiled = jax.jit(attend, static_argnames='impl')
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 6)), min_size=T, max_size=T), st.integers(0, 99))
 def test_blocked_equals_dense_for_any_ids(pairs, seed):
     # ids in any order, interleaved segments, parents that come later or do not exist
     segment, parent = np.array(pairs, np.int32).T
     q, k, v = tensors(seed)
-    dense, blocked = (_compiled(q, k, v, segment, parent, impl=impl) for impl in IMPLS)
+    dense, blocked = (attend(q, k, v, segment, parent, impl) for impl in IMPLS)
     np.testing.assert_allclose(blocked, dense, atol=2e-6)
 
 

@@ -1,0 +1,146 @@
+"""Log-probs by hand, and the tiled form against the whole one in value, gradient and memory."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.models.logprobs import logprob_of, token_logprobs
+
+N, D, V = 9, 6, 101  # chunks of 32 leave 5 columns over
+CHUNKS = (None, 1, 32, 50, 101, 1000)
+
+
+def example(scale=1.0):
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(size=(N, D)) * scale, rng.normal(size=(V, D))
+    targets = np.array([0, 31, 32, 63, 64, 95, 96, 100, 50])  # first and last columns of every tile of 32
+    return hidden.astype(np.float32), head.astype(np.float32), targets
+
+
+def by_numpy(hidden, head, targets, temperature):
+    z = hidden.astype(np.float64) @ head.T.astype(np.float64) / temperature
+    z = z - z.max(axis=1, keepdims=True)
+    p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    return np.log(p[np.arange(len(z)), targets]), -(p * np.log(p)).sum(axis=1)
+
+
+def whole(hidden, head, targets, temperature):
+    """The same with all logits at once, for automatic differentiation."""
+    logp = jax.nn.log_softmax(hidden @ head.T / temperature)
+    return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=1)
+
+
+def test_logprob_by_hand():
+    # softmax of (0, ln 3) is (1/4, 3/4); at temperature 2 of (0, ln sqrt 3): 1 / (1 + sqrt 3) and the rest
+    logits = jnp.array([0.0, math.log(3)])
+    assert float(logprob_of(logits, jnp.array(0), 1.0)) == pytest.approx(math.log(1 / 4), rel=1e-6)
+    assert float(logprob_of(logits, jnp.array(1), 1.0)) == pytest.approx(math.log(3 / 4), rel=1e-6)
+    assert float(logprob_of(logits, jnp.array(0), 2.0)) == pytest.approx(-math.log(1 + math.sqrt(3)), rel=1e-6)
+
+
+def test_temperature_zero_is_greedy_with_the_logprobs_of_one():
+    hidden, head, targets = example()
+    logits = hidden @ head.T
+    np.testing.assert_array_equal(logprob_of(logits, targets, 0.0), logprob_of(logits, targets, 1.0))
+    for ours, one in zip(*(token_logprobs(hidden, head, targets, t) for t in (0.0, 1.0)), strict=True):
+        np.testing.assert_array_equal(ours, one)
+
+
+def test_every_row_may_have_its_own_temperature():
+    hidden, head, targets = example()
+    temperature = np.linspace(0.5, 2.0, N).astype(np.float32)
+    expected, entropy = zip(
+        *(by_numpy(hidden[i : i + 1], head, targets[i : i + 1], temperature[i]) for i in range(N)), strict=True
+    )
+    np.testing.assert_allclose(logprob_of(hidden @ head.T, targets, temperature), np.ravel(expected), atol=1e-5)
+    tiled = token_logprobs(hidden, head, targets, temperature, chunk=32)
+    np.testing.assert_allclose(tiled[0], np.ravel(expected), atol=1e-5)
+    np.testing.assert_allclose(tiled[1], np.ravel(entropy), atol=1e-5)
+
+
+def test_leading_axes_and_half_precision():
+    hidden, head, targets = example()
+    logits = (hidden @ head.T).reshape(3, 3, V)
+    expected = by_numpy(hidden, head, targets, 0.7)[0].reshape(3, 3)
+    np.testing.assert_allclose(logprob_of(logits, targets.reshape(3, 3), 0.7), expected, atol=1e-5)
+    half = logprob_of(jnp.asarray(logits, jnp.bfloat16), targets.reshape(3, 3), 0.7)
+    assert half.dtype == jnp.float32
+    exact = jnp.asarray(logits, jnp.bfloat16).astype(jnp.float32)  # only the input is rounded, not the arithmetic
+    np.testing.assert_allclose(half, logprob_of(exact, targets.reshape(3, 3), 0.7), atol=1e-6)
+
+
+@pytest.mark.parametrize('chunk', CHUNKS)
+@pytest.mark.parametrize('temperature', [1.0, 0.6])
+def test_tiled_equals_numpy(chunk, temperature):
+    hidden, head, targets = example()
+    logprobs, entropy = token_logprobs(hidden, head, targets, temperature, chunk=chunk)
+    assert logprobs.dtype == entropy.dtype == jnp.float32
+    expected = by_numpy(hidden, head, targets, temperature)
+    np.testing.assert_allclose(logprobs, expected[0], atol=1e-5)
+    np.testing.assert_allclose(entropy, expected[1], atol=1e-5)
+
+
+def test_tiled_is_the_definition_that_decoding_uses():
+    hidden, head, targets = example(scale=4.0)
+    decoded = logprob_of(hidden @ head.T, targets, 0.8)
+    np.testing.assert_allclose(token_logprobs(hidden, head, targets, 0.8, chunk=32)[0], decoded, atol=2e-5)
+
+
+@pytest.mark.parametrize('chunk', CHUNKS)
+@pytest.mark.parametrize(('of_logprobs', 'of_entropy'), [(1, 0), (0, 1), (1, 0.3)], ids=['logprobs', 'entropy', 'both'])
+def test_gradients_equal_those_of_the_whole(chunk, of_logprobs, of_entropy):
+    hidden, head, targets = example()
+    a, b = np.random.default_rng(1).normal(size=(2, N))
+
+    def gradients(compute):
+        def loss(hidden, head):
+            logprobs, entropy = compute(hidden, head, targets, 0.7)
+            return of_logprobs * jnp.sum(a * logprobs) + of_entropy * jnp.sum(b * entropy)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, head)
+
+    tiled = gradients(lambda *x: token_logprobs(*x, chunk=chunk))
+    for ours, plain in zip(tiled, gradients(whole), strict=True):
+        np.testing.assert_allclose(ours, plain, atol=2e-5)
+
+
+def test_equal_logits_have_the_entropy_of_all_choices():
+    # every head row alike: p = 1/101, log-prob -ln 101, entropy ln 101, and no direction raises the entropy
+    hidden, _, targets = example()
+    head = np.ones((V, D), np.float32)
+    logprobs, entropy = token_logprobs(hidden, head, targets, 1.0, chunk=32)
+    np.testing.assert_allclose(logprobs, -math.log(V), rtol=1e-5)
+    np.testing.assert_allclose(entropy, math.log(V), rtol=1e-5)
+    gradient = jax.grad(lambda h: token_logprobs(h, head, targets, 1.0, chunk=32)[1].sum())(hidden)
+    np.testing.assert_allclose(gradient, 0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize('chunk', [32, None])
+def test_extreme_logits_stay_finite(chunk):
+    # logits of about +-1e5: one token has all the mass, entropy 0, the others log-probs of minus their distance
+    hidden, head, targets = example(scale=3e4)
+    values = token_logprobs(hidden, head, targets, 1.0, chunk=chunk)
+    z = hidden.astype(np.float64) @ head.T.astype(np.float64)
+    np.testing.assert_allclose(values[0], z[np.arange(N), targets] - z.max(axis=1), rtol=1e-5, atol=0.1)
+    np.testing.assert_allclose(values[1], 0.0, atol=1e-3)
+    gradients = jax.grad(lambda *x: sum(v.sum() for v in token_logprobs(*x, targets, 1.0, chunk=chunk)), argnums=(0, 1))
+    assert all(np.isfinite(g).all() for g in gradients(hidden, head))
+
+
+def test_the_logits_are_never_whole():
+    # 512 tokens, 8192 columns: all logits take 16 MB; a tile of 256 columns 0.5 MB
+    hidden, head = jax.ShapeDtypeStruct((512, 16), jnp.float32), jax.ShapeDtypeStruct((8192, 16), jnp.float32)
+    targets = jax.ShapeDtypeStruct((512,), jnp.int32)
+
+    def temporary_bytes(compute):
+        loss = lambda hidden, head, targets: sum(jnp.sum(x * x) for x in compute(hidden, head, targets, 1.0))
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head, targets).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(whole) > 12e6
+    assert temporary_bytes(lambda *x: token_logprobs(*x, chunk=256)) < 4e6
