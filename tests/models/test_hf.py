@@ -1,0 +1,88 @@
+"""Names of the interchange form: nothing is lost or mixed up on the way there and back."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.models.hf import WeightsError, from_hf_names, hf_config, to_hf_names
+
+TIED = ModelConfig(
+    vocab_size=11, d_model=6, n_layers=11, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=10, rope_theta=500.0
+)
+UNTIED = ModelConfig(
+    vocab_size=11, d_model=6, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=10, rope_theta=500.0,
+    tie_embeddings=False,
+)  # fmt: skip
+
+
+def numpy_params(config):
+    return jax.tree.map(np.asarray, Decoder(config).init(0))
+
+
+@pytest.mark.parametrize('config', [TIED, UNTIED], ids=['tied', 'untied'])
+@pytest.mark.parametrize('form', ['numpy', 'jax'])
+def test_there_and_back_is_bit_equal(config, form):
+    params = numpy_params(config) if form == 'numpy' else Decoder(config).init(0)
+    back = from_hf_names(to_hf_names(params, config), config)
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    if form == 'numpy':
+        assert all(leaf.flags.c_contiguous for leaf in jax.tree.leaves(back))
+
+
+def test_names_are_those_of_llama():
+    assert list(to_hf_names(numpy_params(UNTIED), UNTIED)) == [
+        'model.embed_tokens.weight',
+        'model.layers.0.input_layernorm.weight',
+        'model.layers.0.self_attn.q_proj.weight',
+        'model.layers.0.self_attn.k_proj.weight',
+        'model.layers.0.self_attn.v_proj.weight',
+        'model.layers.0.self_attn.o_proj.weight',
+        'model.layers.0.post_attention_layernorm.weight',
+        'model.layers.0.mlp.gate_proj.weight',
+        'model.layers.0.mlp.up_proj.weight',
+        'model.layers.0.mlp.down_proj.weight',
+        'model.norm.weight',
+        'lm_head.weight',
+    ]
+    assert 'lm_head.weight' not in to_hf_names(numpy_params(TIED), TIED)
+
+
+def test_matrices_turn_and_tables_do_not():
+    params = numpy_params(TIED)
+    named = to_hf_names(params, TIED)
+    layer = params['layers']['10']
+    np.testing.assert_array_equal(named['model.layers.10.mlp.up_proj.weight'], layer['mlp']['up'].T)  # [out, in]
+    np.testing.assert_array_equal(named['model.layers.10.self_attn.o_proj.weight'], layer['attention']['output'].T)
+    np.testing.assert_array_equal(named['model.layers.10.input_layernorm.weight'], layer['attention_norm'])
+    np.testing.assert_array_equal(named['model.embed_tokens.weight'], params['embedding'])
+
+
+def test_wrong_tensors_are_named():
+    named = to_hf_names(numpy_params(UNTIED), UNTIED)
+    lacking = {name: tensor for name, tensor in named.items() if 'k_proj' not in name}
+    with pytest.raises(WeightsError, match=r'missing model\.layers\.0\.self_attn\.k_proj\.weight$'):
+        from_hf_names(lacking, UNTIED)
+    with pytest.raises(WeightsError, match=r'surplus model\.layers\.1\.bias$'):
+        from_hf_names({**named, 'model.layers.1.bias': np.zeros(3)}, UNTIED)
+    turned = {**named, 'model.layers.0.mlp.up_proj.weight': named['model.layers.0.mlp.up_proj.weight'].T}
+    with pytest.raises(WeightsError, match=r'up_proj\.weight has shape \[6, 10\] instead of \[10, 6\]'):
+        from_hf_names(turned, UNTIED)
+    # 12 tensors, none of them there: 8 are named and 4 counted
+    with pytest.raises(WeightsError, match=r'missing model\.embed_tokens\.weight; .* and 4 more'):
+        from_hf_names({}, UNTIED)
+
+
+def test_config_is_json_and_says_the_shape():
+    said = json.loads(json.dumps(hf_config(UNTIED)))
+    assert said['architectures'] == ['LlamaForCausalLM']
+    assert (said['hidden_size'], said['intermediate_size'], said['num_hidden_layers']) == (6, 10, 1)
+    assert (said['num_attention_heads'], said['num_key_value_heads'], said['head_dim']) == (2, 1, 4)
+    assert said['rope_theta'] == said['rope_parameters']['rope_theta'] == 500.0
+    assert said['tie_word_embeddings'] is False
+    assert hf_config(TIED)['tie_word_embeddings'] is True
