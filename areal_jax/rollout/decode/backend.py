@@ -201,8 +201,7 @@ class JaxDecodeBackend:
 
     def _insert(self, prefix: Prefix, state: DecodeState, inits: Sequence[SlotInit]) -> DecodeState:
         values = slot_values(inits, self.slots, self._stops)
-        row, length, n = (np.int32(value) for value in (prefix.row, prefix.length, len(inits)))
-        return self._insert_program(state, prefix.rows, row, length, n, *values)
+        return self._insert_program(state, prefix.rows, np.int32(prefix.row), np.int32(len(inits)), *values)
 
     def _no_rows(self) -> Cache:
         """What prefixes of no tokens consist of, in the shapes of the smallest prefill."""
@@ -275,13 +274,12 @@ def _insert(
     state: DecodeState,
     rows: Cache,
     row: jax.Array,
-    length: jax.Array,
     n: jax.Array,
     at: jax.Array,
     values: Slots,
     seeds: jax.Array,
 ) -> DecodeState:
-    return DecodeState(insert_row(state.cache, rows, row, length, at, n), occupy(state.slots, at, values, seeds))
+    return DecodeState(insert_row(state.cache, rows, row, at, n), occupy(state.slots, at, values, seeds))
 
 
 def _release(state: DecodeState, dead: jax.Array) -> DecodeState:

@@ -38,13 +38,13 @@ def write_token(layer: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Ar
     return layer[0].at[slots, :, positions].set(k), layer[1].at[slots, :, positions].set(v)
 
 
-def insert_row(cache: Cache, rows: Cache, row: jax.Array, length: jax.Array, slots: jax.Array, n: jax.Array) -> Cache:
+def insert_row(cache: Cache, rows: Cache, row: jax.Array, slots: jax.Array, n: jax.Array) -> Cache:
     """The cache with one row of `rows` in each of the first `n` slots listed in `slots`, int32 [B].
 
-    Every position of a slot is written, zeros behind `length`: a masked position has weight 0, and 0 times what a
-    former occupant left there must be 0 even if that was not a number. Costs n rows of traffic, not the whole cache.
+    Every position of a slot is written: a masked position has weight 0, and 0 times what a former occupant left there
+    must be 0 even if that was not a number. Costs n rows of traffic, not the whole cache.
     """
-    fitted = jax.tree.map(lambda target, source: _fit(source, row, length, target.shape[2]), cache, rows)
+    fitted = jax.tree.map(lambda target, source: _fit(source, row, target.shape[2]), cache, rows)
 
     def write(i: jax.Array, written: Cache) -> Cache:
         at = (slots[i], 0, 0, 0)
@@ -53,9 +53,7 @@ def insert_row(cache: Cache, rows: Cache, row: jax.Array, length: jax.Array, slo
     return lax.fori_loop(0, n, write, cache)
 
 
-def _fit(rows: jax.Array, row: jax.Array, length: jax.Array, positions: int) -> jax.Array:
-    """[1, K, S, D]: row `row` of [R, K, L, D], cut or padded to S positions, zero from `length` on."""
+def _fit(rows: jax.Array, row: jax.Array, positions: int) -> jax.Array:
+    """[1, K, S, D]: row `row` of [R, K, L, D], cut or padded to S positions."""
     chosen = lax.dynamic_slice_in_dim(rows, row, 1, axis=0)[:, :, :positions]
-    padding = positions - chosen.shape[2]
-    padded = jnp.pad(chosen, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    return jnp.where(jnp.arange(positions)[:, None] < length, padded, 0)
+    return jnp.pad(chosen, ((0, 0), (0, 0), (0, positions - chosen.shape[2]), (0, 0)))

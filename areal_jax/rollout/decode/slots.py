@@ -81,12 +81,12 @@ def occupy(slots: Slots, at: jax.Array, values: Slots, seeds: jax.Array) -> Slot
 
 
 def advance(slots: Slots, tokens: jax.Array) -> Slots:
-    """The slots after each live one has generated its entry of `tokens`, int32 [B]."""
+    """The slots after each has generated its entry of `tokens`, int32 [B]; dead ones move on, unread."""
     stopped = jnp.any(slots.stop_tokens == tokens[:, None], axis=-1)
     length = slots.position + 2  # tokens of the trajectory with the new one: its input was at `position`
     return dataclasses.replace(
         slots,
-        token=jnp.where(slots.live, tokens, slots.token),
-        position=jnp.where(slots.live, slots.position + 1, slots.position),
+        token=tokens,
+        position=slots.position + 1,
         live=slots.live & ~stopped & (length < slots.limit),
     )

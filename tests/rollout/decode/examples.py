@@ -81,9 +81,10 @@ class Decoding:
         return output
 
     def finish(self):
-        while self.decode(5).valid.any():
-            pass
-        return self
+        for _ in range(CONTEXT):
+            if not self.decode(5).valid.any():
+                return self
+        raise AssertionError(f'slots live on after {CONTEXT} dispatches')
 
     def answer(self, slot):
         return self.tokens[slot][len(self.requests[slot].prompt_tokens) :]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.backend import SlotInit
+from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from tests.rollout.decode.examples import (
     CONTEXT,
@@ -96,7 +97,17 @@ def test_a_stop_token_of_one_slot_leaves_its_neighbour_alone():
 
 def test_noise_does_not_depend_on_slot_or_company():
     alone, alone_logprobs = generate(request(0), slot=3)
-    decoding = finished(company())
+    decoding = Decoding(backend())
+    for slot, wanted in company().items():
+        decoding.start({slot: wanted})
+    decoding.finish()
+    assert decoding.answer(0) == alone
+    assert decoding.logprobs[0] == alone_logprobs  # every bit: the same programs, prefill included
+
+
+def test_company_in_prefill_changes_rounding_at_most():
+    alone, alone_logprobs = generate(request(0))
+    decoding = finished(company())  # prefilled as four rows in the larger bucket instead of one in the smaller
     assert decoding.answer(0) == alone
     np.testing.assert_allclose(decoding.logprobs[0], alone_logprobs, atol=1e-6)
 
@@ -113,6 +124,21 @@ def test_samples_of_a_group_differ_and_repeat():
 @pytest.mark.parametrize('other', [{'seed': 12}, {'seed': 11 + 2**32}, {'draw': 1}, {'sample': 1}])
 def test_noise_depends_on_seed_draw_and_sample(other):
     assert generate(request(**other))[0] != generate(request())[0]
+
+
+def test_noise_of_a_token_is_that_of_its_index_in_the_trajectory():
+    # weights 0: all logits are 0, so a token is the argmax of its noise and every log-prob is -log 32
+    wanted = request(4, 2, new=12)
+    decoding = Decoding(backend(), DECODER.init(0, scale=0.0))
+    decoding.start({1: wanted})
+    decoding.finish()
+    key = sampling.request_keys(np.array([[0, 11]], np.uint32), np.array([4]), np.array([2]))
+    expected = [
+        int(sampling.draw_tokens(np.zeros((1, 32), np.float32), key, np.array([index]), np.array([False]))[0])
+        for index in range(5, 17)
+    ]
+    assert decoding.answer(1) == expected
+    np.testing.assert_allclose(decoding.logprobs[1], -np.log(32), atol=1e-6)
 
 
 @pytest.mark.parametrize('stops_at', [1, 4, 7])
@@ -178,10 +204,17 @@ def test_a_prompt_of_one_token_needs_no_prefix():
     np.testing.assert_allclose(logprobs, forward_logprobs([9, *tokens], 1), atol=1e-5)
 
 
-@pytest.mark.parametrize('lengths', [(5, 0, 3, 14), (2, 9)], ids=['a row per slot', 'one row each'])
-def test_prefixes_of_different_lengths_prefilled_together_are_those_prefilled_alone(lengths):
+@pytest.mark.parametrize(
+    ('lengths', 'shapes'),
+    [
+        ((5, 0, 3, 14), [(4, 24)] * 4),  # more than half as many as slots: one batch in the bucket of the longest
+        ((2, 9), [(1, 8), (1, 24)]),  # one row each, in their own buckets
+    ],
+)
+def test_prefixes_prefilled_together_are_those_prefilled_alone(lengths, shapes):
     sequences = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
     together = backend().prefill(weights(), sequences)
+    assert [(k.shape[0], k.shape[2]) for ((k, _), *_) in (prefix.rows for prefix in together)] == shapes
     for sequence, prefix in zip(sequences, together, strict=True):
         [alone] = backend().prefill(weights(), [sequence])
         assert prefix.length == alone.length == len(sequence)

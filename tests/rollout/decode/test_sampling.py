@@ -97,13 +97,16 @@ def test_keys_are_folded_from_seed_draw_and_sample():
     np.testing.assert_array_equal(key, jax.random.key_data(expected))
 
 
-def test_logprob_is_log_softmax_of_the_tempered_logits():
+def test_tokens_and_logprobs_are_those_of_the_tempered_logits():
     # temperature 2: weights sqrt(.1), sqrt(.4), sqrt(.2), sqrt(.3) = .3162 .6325 .4472 .5477, sum 1.9436
-    logits = jnp.tile(jnp.log(PROBABILITIES), (64, 1))
-    tokens, logprobs = sample_tokens(logits, keys(64), jnp.zeros(64, jnp.int32), jnp.full(64, 2.0))
-    expected = np.log(np.array([0.3162, 0.6325, 0.4472, 0.5477]) / 1.9436)
-    assert set(np.asarray(tokens).tolist()) == {0, 1, 2, 3}
-    np.testing.assert_allclose(logprobs, expected[np.asarray(tokens)], atol=2e-4)
+    n = 20_000
+    logits = jnp.tile(jnp.log(PROBABILITIES), (n, 1))
+    tokens, logprobs = sample_tokens(logits, keys(n), np.zeros(n, np.int32), np.full(n, 2.0, np.float32))
+    tokens = np.asarray(tokens)
+    p = np.array([0.3162, 0.6325, 0.4472, 0.5477]) / 1.9436
+    np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=2e-4)
+    # p of token 0 is .163 and not .1: sqrt(.163 * .837 / 20 000) = .0026
+    np.testing.assert_allclose(np.bincount(tokens) / n, p, atol=6 * 0.0035)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +143,12 @@ def test_logprobs_of_a_cut_support_are_renormalised():
 
 def test_tied_tokens_at_the_threshold_are_all_kept():
     assert sorted(kept(top_k=2, logits=np.array([1.0, 3.0, 1.0, -2.0], np.float32))) == [0, 1, 2]
+
+
+def test_the_threshold_tells_neighbouring_floats_apart_whatever_the_range():
+    above = np.nextafter(np.float32(1), np.float32(2))
+    assert kept(top_k=1, logits=np.array([1.0, above, -1e30, -above], np.float32)) == [1]
+    assert kept(top_k=3, logits=np.array([-1.0, -above, 1e30, 1e-30], np.float32)) == [2, 3, 0]
 
 
 @pytest.mark.parametrize('seed', range(4))
