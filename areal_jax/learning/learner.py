@@ -54,7 +54,7 @@ class SpmdLearner:
         max_token_age: int | None = None,
         over_age: str = 'off',
         strategy: str = 'fsdp',
-        vocab_chunk: int = 2048,
+        vocab_chunk: int | None = None,
         attention: str = 'auto',
     ):
         """Places a copy of `params` (a nested dict of arrays) on the mesh.
@@ -63,7 +63,9 @@ class SpmdLearner:
           row_tokens, row_loss_tokens: static shape of a row; a trajectory must fit one.
           rows_per_microbatch: rows over all devices, a multiple of the mesh's size.
           max_microbatches: 'scan' only: the most micro-batches of a minibatch for which `warm_up` compiles.
-          max_token_age, over_age: with 'mask', older tokens leave the loss but stay in its denominator.
+          max_token_age, over_age: with 'mask', older tokens leave the loss but stay in its denominator; dropping groups
+            is the controller's.
+          vocab_chunk, attention: of token_logprobs and packed_attention; None and 'auto' let them choose.
 
         Raises ValueError, naming the config field, for what cannot work.
         """
@@ -77,6 +79,10 @@ class SpmdLearner:
             raise ValueError(
                 f'learner.rows_per_microbatch={rows_per_microbatch} must be a multiple of the {data_shards(mesh)} '
                 'devices of the mesh (mesh.data * mesh.fsdp)'
+            )
+        if over_age == 'mask' and max_token_age is None:
+            raise ValueError(
+                "staleness.over_age='mask' needs staleness.max_token_age, which is None: set it or over_age='off'"
             )
         self._mesh, self._optimizer, self._learning_rate = mesh, optimizer, learning_rate
         self._mode, self._advantage, self._aggregation = packing, advantage, aggregation
@@ -124,8 +130,8 @@ class SpmdLearner:
         """Trains on one batch with `n_minibatches` optimizer steps; `version` is that of the weights before it.
 
         Nothing to train (no group, none with a signal, all tokens too old) leaves weights and optimizer state as they
-        are, bit for bit. Metrics are floats, but for the histogram of
-        token ages, a list; those of quantities that are not defined are absent.
+        are, bit for bit. Metrics are floats, but for the histogram of token ages, a list; what is not defined (the
+        mean over nothing) is absent.
 
         Raises ValueError for a trajectory that does not fit a row, a reward that is not finite, or a token of a version
         after `version`; weights are untouched then.
@@ -261,7 +267,7 @@ def _step_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _to_host(leaf: Any) -> np.ndarray:
-    """A copy: on CPU jax hands out views of buffers that the next update overwrites."""
+    """A copy: on CPU jax hands out views, and a buffer with a view cannot be reused by the next update."""
     return np.array(jax.device_get(leaf), copy=True)
 
 

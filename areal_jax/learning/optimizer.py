@@ -46,14 +46,21 @@ class Optimizer:
         """
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
-        if self.clip_norm > 0:
-            scale = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1.0)
-            gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
-        directions, transform_state = self.transform.update(gradients, state['transform'], params)
         rate = learning_rate * jnp.minimum((state['step'] + 1) / max(self.warmup_steps, 1), 1.0)
-        stepped = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, directions)
-        after = (stepped, {'transform': transform_state, 'step': state['step'] + 1})
-        new_params, new_state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, (params, state))
+
+        def step(params: Any, state: dict[str, Any], gradients: Any) -> tuple[Any, dict[str, Any]]:
+            if self.clip_norm > 0:
+                scale = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1.0)
+                gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+            directions, transform = self.transform.update(gradients, state['transform'], params)
+            stepped = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, directions)
+            return stepped, {'transform': transform, 'step': state['step'] + 1}
+
+        def skip(params: Any, state: dict[str, Any], gradients: Any) -> tuple[Any, dict[str, Any]]:
+            return params, state
+
+        # a branch and not a select of every leaf, which would keep old and new of all of them alive at once
+        new_params, new_state = jax.lax.cond(finite, step, skip, params, state, gradients)
         metrics = {
             'grad_norm': jnp.where(finite, norm, 0.0),
             'learning_rate': rate,

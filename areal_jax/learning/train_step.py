@@ -46,7 +46,7 @@ class Objective:
     behavior_weight_cap: float | None
     entropy_coefficient: float
     proximal: str  # see proximal.KINDS
-    vocab_chunk: int  # columns of the head computed at once
+    vocab_chunk: int | None  # columns of the head computed at once; None = as many as suit
     attention: str  # implementation of packed_attention
 
 
@@ -78,7 +78,7 @@ def forward(
     rows: Rows,
     temperature: jax.Array | float,
     *,
-    vocab_chunk: int,
+    vocab_chunk: int | None = None,
     attention: str = 'auto',
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:

@@ -56,7 +56,7 @@ def one_row_at_a_time():
     [
         {},
         {'rows_per_microbatch': 3},
-        {'accumulate': 'scan', 'rows_per_microbatch': 2},
+        {'accumulate': 'scan'},  # 2 micro-batches, and 3 with an empty one
         {'rows_per_microbatch': 8, 'mesh': (1, 8)},
         {'rows_per_microbatch': 8, 'mesh': (2, 4), 'accumulate': 'scan', 'packing': 'ordinary', 'row_tokens': 20},
     ],
@@ -119,6 +119,36 @@ def test_data_metrics_by_hand():
     assert metrics['mismatch/n'] == 0
     assert 'mismatch/mean_abs' not in metrics
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ('settings', 'loss'),
+    [
+        # at this temperature every token has probability 1/11, as recorded: r = w = 1, a token's loss is -A = +-.5
+        # minibatch 0: tokens +.5 | -.5 -.5 -.5, mean -.25; minibatch 1: +.5 | -.5, mean 0; mean of both -.125
+        ({}, -0.125),
+        # sequences count alike: (.5 - .5) / 2 = 0 in both
+        ({'aggregation': 'sequence_mean'}, 0.0),
+        # a bonus of .1 of the entropy log 11 = 2.397895
+        ({'entropy_coefficient': 0.1}, -0.125 - 0.2397895),
+    ],
+    ids=['token mean', 'sequence mean', 'entropy'],
+)
+def test_loss_of_two_minibatches_by_hand(settings, loss):
+    learner = _learner(temperature=1e6, advantage='group_mean', n_minibatches=2, learning_rate=0.0, **settings)
+    groups = []
+    for draw, answers in enumerate([([2], [3, 4, 5]), ([6], [7])]):
+        members = [
+            trajectory([1], [segment(a, 0, [-np.log(11)] * len(a))], reward=float(i), draw=draw, sample=i)
+            for i, a in enumerate(answers)
+        ]
+        groups.append(TrajectoryGroup(draw, tuple(members)))
+    metrics = learner.update(groups, version=0)
+    np.testing.assert_allclose(metrics['loss/value'], loss, atol=1e-5)
+    np.testing.assert_allclose(metrics['loss/entropy'], np.log(11), rtol=1e-5)
+    np.testing.assert_allclose(metrics['loss/effective_sample_size'], 1.0, rtol=1e-5)
+    assert metrics['mismatch/n'] == 6
+    assert metrics['mismatch/max_abs'] < 1e-5
 
 
 def test_mismatch_is_zero_where_the_engine_says_what_the_learner_says():
@@ -226,6 +256,7 @@ def test_restored_learner_goes_on_as_the_saved_one():
     first.update(_GROUPS[:3], version=2)
     saved = first.save()
     kept = jax.tree.map(np.array, saved)
+    assert all(leaf.flags.owndata for leaf in jax.tree.leaves(saved))  # a view would keep updates from donating
     second.restore(saved)
     for learner in (first, second):
         learner.update(_GROUPS[3:], version=3)
@@ -296,6 +327,7 @@ def test_update_tokens_prices_what_the_filter_leaves():
         ({'proximal': 'ema'}, r"loss.proximal='ema' is unknown"),
         ({'aggregation': 'sum'}, r"loss.aggregation='sum' is unknown"),
         ({'over_age': 'keep'}, r"staleness.over_age='keep' is unknown"),
+        ({'over_age': 'mask'}, r"staleness.over_age='mask' needs staleness.max_token_age"),
     ],
 )
 def test_settings_that_cannot_work_are_named(settings, message):

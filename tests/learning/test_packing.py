@@ -79,8 +79,8 @@ def test_ordinary_row_by_hand():
 
 
 def test_group_too_large_for_a_row_repeats_its_prompt():
-    # beside the prompt of 2, six places: answers reading 3 tokens go two to a row, so 2 rows for 4 answers
-    (batch,), report = _pack([group([1, 2], [[3, 4, 5, 6]] * 4)], row_tokens=8, row_loss_tokens=8)
+    # beside the prompt of 2, eight places: answers reading 3 tokens go two to a row, so 2 rows for 4 answers
+    (batch,), report = _pack([group([1, 2], [[3, 4, 5, 6]] * 4)], row_tokens=10, row_loss_tokens=12)
     np.testing.assert_array_equal(batch.tokens[:, 0, :2], [[1, 2], [1, 2]])
     np.testing.assert_array_equal((batch.segment_ids > 0).sum(-1), [[8], [8]])
     assert report.saved_tokens == 4 * 5 - 16
@@ -114,7 +114,7 @@ def test_nothing_to_train_is_no_batch(mode):
 
 def test_tokens_over_age_leave_the_loss_and_stay_in_the_denominator():
     mixed = TrajectoryGroup(0, (trajectory([1], [segment([2, 3], 4), segment([5], 6)]),))
-    (batch,), _ = _pack([mixed], oldest_version=5, row_loss_tokens=4)
+    (batch,), _ = _pack([mixed], oldest_version=6, row_loss_tokens=4)
     np.testing.assert_array_equal(batch.loss_mask[0, 0], [False, False, True, False])
     assert denominator_weights(batch, 'token_mean')[1] == 3
     assert _pack([mixed], oldest_version=7)[0] == []

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,7 @@ def _unpacked_loss(params):
         hidden, _ = _DECODER.hidden(params, one, jnp.arange(length), _attend_causally)
         return hidden @ _DECODER.head(params).T / _TEMPERATURE
 
-    logits = jax.lax.map(logits_of, tokens)
+    logits = jax.vmap(logits_of)(tokens)
     policy = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
     advantages = np.concatenate(_ADVANTAGES)[:, None] * np.ones_like(behavior)
     loss, _ = decoupled_ppo_loss(policy, behavior, behavior, advantages, mask[:, 1:], float(mask.sum()))
@@ -51,17 +53,21 @@ def _unpacked_loss(params):
 
 
 @jax.jit
+@functools.partial(jax.value_and_grad, has_aux=True)
+def _microbatch_loss(params, rows, denominator):
+    policy, _ = forward(_DECODER, params, rows, _TEMPERATURE, vocab_chunk=4)
+    behavior = rows['behavior_logprobs']
+    loss, _ = decoupled_ppo_loss(policy, behavior, behavior, rows['advantages'], rows['loss_mask'], denominator)
+    return loss, policy
+
+
 def _packed_loss_and_gradient(params, rows, denominator):
-    def loss(params):
-        def body(total, one):
-            policy, _ = forward(_DECODER, params, one, _TEMPERATURE, vocab_chunk=4)
-            behavior = one['behavior_logprobs']
-            part, _ = decoupled_ppo_loss(policy, behavior, behavior, one['advantages'], one['loss_mask'], denominator)
-            return total + part, policy
-
-        return jax.lax.scan(body, jnp.float32(0), rows)
-
-    return jax.value_and_grad(loss, has_aux=True)(params)
+    parts = [
+        _microbatch_loss(params, {name: array[m] for name, array in rows.items()}, denominator)
+        for m in range(len(rows['tokens']))
+    ]
+    loss, gradient = jax.tree.map(lambda *p: sum(p), *[(loss, gradient) for (loss, _), gradient in parts])
+    return (loss, np.stack([policy for (_, policy), _ in parts])), gradient
 
 
 @pytest.fixture(scope='module')
@@ -93,7 +99,7 @@ def test_packed_equals_one_trajectory_at_a_time(params, unpacked, mode, row_toke
     for index, t in enumerate(_TRAJECTORIES):
         predicted = np.flatnonzero(t.loss_mask) - 1
         expected = np.asarray(policy)[index, predicted]
-        np.testing.assert_allclose(np.asarray(found)[batch.trajectory_ids == index], expected, atol=1e-5)
+        np.testing.assert_allclose(found[batch.trajectory_ids == index], expected, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), packed_gradient, gradient)
 
 
