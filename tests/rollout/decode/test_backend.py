@@ -121,7 +121,7 @@ def test_samples_of_a_group_differ_and_repeat():
     assert [second.logprobs[slot] for slot in range(4)] == [first.logprobs[slot] for slot in range(4)]
 
 
-@pytest.mark.parametrize('other', [{'seed': 12}, {'seed': 11 + 2**32}, {'draw': 1}, {'sample': 1}])
+@pytest.mark.parametrize('other', [{'seed': 12}, {'seed': 11 + 2**32}, {'draw': 1}, {'draw': 2**16}, {'sample': 1}])
 def test_noise_depends_on_seed_draw_and_sample(other):
     assert generate(request(**other))[0] != generate(request())[0]
 
