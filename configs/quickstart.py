@@ -24,9 +24,8 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.context_tokens = 72
     config.rollout.prefill_buckets = (48, 72)
     config.rollout.max_running_groups = 8
-    config.learner.row_tokens = 192
-    config.learner.row_loss_tokens = 128
-    config.learner.rows_per_microbatch = 2
+    config.learner.row_tokens = 336  # two groups with answers of full length, three of short ones
+    config.learner.row_loss_tokens = 256
     config.loss.behavior_weight_cap = 5.0
     config.checkpoint.every = 8
     return config

@@ -153,7 +153,7 @@ class JaxDecodeBackend:
         """
         for init in inits:
             self._check_init(init, prefix)
-        return self._insert(prefix, state, inits)
+        return jax.block_until_ready(self._insert(prefix, state, inits))  # the lane is occupied until then
 
     def generate(self, weights: Params, state: DecodeState, steps: int, width: int) -> tuple[DecodeState, DecodeOutput]:
         """Up to `steps` tokens for every live slot; `width` must hold the position of each token that is read.
