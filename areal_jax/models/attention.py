@@ -130,12 +130,13 @@ def _forward_blocked(rows: _Rows, keys: _Keys, scale: float) -> tuple[jax.Array,
         queries = _row_block(rows, index)
 
         def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            top, total, out = state  # largest score so far; sums of exp(score - top) and of that times v
+            # largest score so far; sums of exp(score - top) and of that times v. Where a tile holds nothing visible
+            # to a query the sums are of invisible keys: its own tile, which comes last, shrinks them to nothing.
+            top, total, out = state
             tile = _key_block(keys, order[index, step])
-            visible = _visible(queries, tile)
-            scores = _scores(queries, tile, visible, scale)
+            scores = _scores(queries, tile, _visible(queries, tile), scale)
             new_top = jnp.maximum(top, scores.max(axis=-1))
-            weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
+            weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
             out = out * shrink[..., None] + _product('kgts,ksd->kgtd', weights.astype(tile.v.dtype), tile.v)
             return new_top, total * shrink + weights.sum(axis=-1), out

@@ -163,12 +163,13 @@ def test_large_scores_do_not_overflow(impl):
 
 
 @pytest.mark.parametrize('impl', IMPLS)
-@pytest.mark.parametrize('poison', [np.nan, np.inf])
+@pytest.mark.parametrize('poison', [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize('where', ['q', 'k', 'v', 'all'])
 def test_poison_stays_in_its_segment(impl, poison, where):
     # answer 2 (tokens 50 to 69) goes bad at its token 55: 55 to 69 are lost, forward and backward. Its gradient
     # reaches the prompt (0 to 49); answer 3 (70 to 99) and the second group stand in the same blocks, untouched.
     clean = tensors()
+    clean[1][..., 3] = np.abs(clean[1][..., 3])  # a query of -inf there has scores of -inf only
     bad = [x.copy() for x in clean]
     for x, name in zip(bad, 'qkv', strict=True):
         if where in (name, 'all'):

@@ -31,7 +31,7 @@ def by_numpy(hidden, head, targets, temperature):
 
 def whole(hidden, head, targets, temperature):
     """The same with all logits at once, for automatic differentiation."""
-    logp = jax.nn.log_softmax(hidden @ head.T / temperature)
+    logp = jax.nn.log_softmax(hidden @ head.T / jnp.reshape(temperature, (-1, 1)))
     return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=1)
 
 
@@ -91,15 +91,16 @@ def test_tiled_is_the_definition_that_decoding_uses():
     np.testing.assert_allclose(token_logprobs(hidden, head, targets, 0.8, chunk=32)[0], decoded, atol=2e-5)
 
 
-@pytest.mark.parametrize('chunk', CHUNKS)
+@pytest.mark.parametrize('temperature', [0.7, np.linspace(0.5, 2.0, N, dtype=np.float32)], ids=['one', 'each'])
+@pytest.mark.parametrize('chunk', [None, 32, 50])
 @pytest.mark.parametrize(('of_logprobs', 'of_entropy'), [(1, 0), (0, 1), (1, 0.3)], ids=['logprobs', 'entropy', 'both'])
-def test_gradients_equal_those_of_the_whole(chunk, of_logprobs, of_entropy):
+def test_gradients_equal_those_of_the_whole(temperature, chunk, of_logprobs, of_entropy):
     hidden, head, targets = example()
     a, b = np.random.default_rng(1).normal(size=(2, N))
 
     def gradients(compute):
         def loss(hidden, head):
-            logprobs, entropy = compute(hidden, head, targets, 0.7)
+            logprobs, entropy = compute(hidden, head, targets, temperature)
             return of_logprobs * jnp.sum(a * logprobs) + of_entropy * jnp.sum(b * entropy)
 
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, head)
