@@ -91,7 +91,7 @@ def test_shape_weights_and_tokenizer_come_out(tmp_path):
     assert config == CONFIG
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    assert {type(leaf) for leaf in jax.tree.leaves(loaded)} == {np.ndarray}  # no view of the mapped file
+    assert all(leaf.flags.writeable for leaf in jax.tree.leaves(loaded))  # views of the mapped file are not
     assert fields == {
         'tokens': TOKENS,
         'merges': ['a b', 'b a'],
