@@ -17,23 +17,27 @@ _RESUME = flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint i
 def main(arguments: list[str]) -> int:
     if len(arguments) > 1:
         raise app.UsageError(f'unexpected arguments: {arguments[1:]}')
+    from areal_jax.app.memory import return_freed_memory
+
+    return_freed_memory()
     # jax reads its environment when it is first imported
     if cache := _CONFIG.value.run.compilation_cache:
         os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(cache).resolve()))
     from areal_jax.app.errors import USER_ERRORS
     from areal_jax.app.session import Session
 
+    workdir = pathlib.Path(str(_WORKDIR.value))
     source = config_flags.get_config_filename(flags.FLAGS['config'])
     try:
-        session = Session(_CONFIG.value, pathlib.Path(_WORKDIR.value), resume=_RESUME.value, source=source)
+        session = Session(_CONFIG.value, workdir, resume=_RESUME.value, source=source)
         report = session.train()
     except USER_ERRORS as error:
         print(f'error: {error}', file=sys.stderr)
         return 1
     if report is None:
-        print(f'stopped; the same command with --resume goes on from {_WORKDIR.value}/checkpoints')
+        print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
     else:
-        print((pathlib.Path(_WORKDIR.value) / 'report.md').read_text())
+        print((workdir / 'report.md').read_text())
     return 0
 
 

@@ -206,6 +206,7 @@ class Event(Protocol):
     """A named flag that coroutines wait for through the clock."""
 
     name: str
+    waiters: list[Any]  # futures of the clock, in the order in which they came
 
     def set(self) -> None: ...
 

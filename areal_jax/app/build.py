@@ -179,8 +179,10 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
 def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
     verify = config.publication.verify
     if config.publication.channel == 'device':
-        device = jax.local_devices()[0]
-        return DeviceChannel(jax.sharding.SingleDeviceSharding(device), verify=verify)
+        # a learner on one device makes its copy where the engines decode
+        spread = config.mesh.data * config.mesh.fsdp > 1
+        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if spread else None
+        return DeviceChannel(place, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
     return FilesChannel(directory, decoder.config, verify=verify)
 

@@ -24,7 +24,7 @@ class CompilationCounter:
     def reset(self) -> None:
         self.count, self.seconds = 0, 0.0
 
-    def _note(self, event: str, duration: float, **_: object) -> None:
+    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == EVENT:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs

@@ -6,6 +6,7 @@ from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import ConfigError
 from areal_jax.control.clocks.loop import CallDeadlineError, StallError
 from areal_jax.models.gguf import GgufError
+from areal_jax.models.hf import WeightsError
 from areal_jax.publication.errors import PublicationError
 from areal_jax.rollout.engine import PromptTooLongError
 from areal_jax.tasks.task import TaskError
@@ -23,4 +24,5 @@ USER_ERRORS = (
     TaskError,
     TokenizerError,
     VerifierError,
+    WeightsError,
 )

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 _ARRAYS, _RUN_STATE, _CONTENTS = 'arrays', 'run_state.json', 'contents.json'
+_PORTION_BYTES = 1 << 28  # of arrays in one orbax tree: what a save needs beside the arrays
 _OVERHEAD_BYTES = 1 << 20  # more than orbax's own metadata of a step takes
 _T = TypeVar('_T')
 
@@ -156,12 +157,29 @@ def _read_step(path: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _write_arrays(directory: pathlib.Path, leaves: Mapping[str, np.ndarray]) -> None:
+    """One orbax tree per portion: orbax copies all that it is given at once before it writes."""
     import orbax.checkpoint as ocp
 
     # float32 weights hardly compress: without it a save costs its bytes and no CPU that decoding needs
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+    directory.mkdir(parents=True)
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(directory, args=ocp.args.PyTreeSave(dict(leaves)))
+        for index, names in enumerate(_portions({name: leaf.nbytes for name, leaf in leaves.items()})):
+            portion = {name: leaves[name] for name in names}
+            checkpointer.save(directory / f'{index:04d}', args=ocp.args.PyTreeSave(portion))
+
+
+def _portions(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names in their order, cut where the bytes of a portion would pass the limit."""
+    portions: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not portions or size > room:
+            portions.append([])
+            room = _PORTION_BYTES
+        portions[-1].append(name)
+        room -= size
+    return portions
 
 
 def _read_arrays(directory: pathlib.Path, described: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -171,8 +189,13 @@ def _read_arrays(directory: pathlib.Path, described: Mapping[str, Any]) -> dict[
         name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(leaf['dtype']))
         for name, leaf in described.items()
     }
+    sizes = {name: np.dtype(leaf['dtype']).itemsize * int(np.prod(leaf['shape'])) for name, leaf in described.items()}
+    arrays: dict[str, np.ndarray] = {}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
-        return checkpointer.restore(directory, args=ocp.args.PyTreeRestore(restore_args=wanted))
+        for index, names in enumerate(_portions(sizes)):
+            arguments = ocp.args.PyTreeRestore(restore_args={name: wanted[name] for name in names})
+            arrays |= checkpointer.restore(directory / f'{index:04d}', args=arguments)
+    return arrays
 
 
 def _away_from_loops(fn: Callable[[], _T]) -> _T:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from areal_jax.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
+from areal_jax.types import FinishReason, Prompt, PublishedWeights, Segment, Trajectory, TrajectoryGroup, Verdict
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,7 +82,7 @@ class Workflow(Protocol):
 class Pool(Protocol):
     """The engines, as the controller drives them (rollout/pool.py)."""
 
-    async def load_weights(self, published: object) -> float:
+    async def load_weights(self, published: PublishedWeights) -> float:
         """Swaps every engine; returns the longest pause of decoding, in seconds."""
         ...
 

@@ -102,6 +102,7 @@ class SpmdLearner:
         self._params = self._run('copy', placed)
         self._state = self._run('initial_state', self._params)
         self._gradients = self._run('zeros', self._params) if accumulate == 'dispatch' else None
+        self._copy: Any = None  # of the weights, made by the last publication; None once they have changed
 
     def warm_up(self) -> int:
         """Compiles, and does not run, every program of updates and publications; returns how many there are."""
@@ -154,13 +155,18 @@ class SpmdLearner:
 
     def publish(self, version: int) -> Any:
         """The weights, in buffers that no later update touches, on this learner's devices."""
-        return self._run('copy', self._params)
+        self._copy = self._run('copy', self._params)
+        return self._copy
 
     def save(self) -> dict[str, Any]:
-        """{'params': nested dict, 'optimizer': {path: array}} in numpy arrays of their own."""
+        """{'params': nested dict, 'optimizer': {path: array}} in numpy arrays that no later update touches.
+
+        The weights are those of the last publication, if no update came after it, and then need no further copy.
+        """
         leaves, _ = jax.tree_util.tree_flatten_with_path(self._state)
+        copied = jax.tree.map(_to_host, self._params) if self._copy is None else jax.device_get(self._copy)
         return {
-            'params': jax.tree.map(_to_host, self._params),
+            'params': copied,
             'optimizer': {path_name(path): _to_host(leaf) for path, leaf in leaves},
         }
 
@@ -174,6 +180,7 @@ class SpmdLearner:
         paths = [path_name(path) for path, _ in leaves]
         flat = _like(saved['optimizer'], {p: leaf for p, (_, leaf) in zip(paths, leaves, strict=True)}, 'optimizer')
         state = jax.tree.unflatten(structure, [flat[path] for path in paths])
+        self._copy = None
         self._params = jax.device_put(params, self._programs.params)
         self._state = jax.device_put(state, self._programs.state)
 
@@ -181,6 +188,7 @@ class SpmdLearner:
         return [g for g in groups if has_signal(g) or not self._filter_equal_rewards]
 
     def _train(self, batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
+        self._copy = None
         later = batches[1:] if self._recomputes else []
         recomputed = [self._logprobs_before(batch, version) for batch in later]
         results = []

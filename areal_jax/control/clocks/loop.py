@@ -17,6 +17,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from areal_jax import types
 from areal_jax.control.events import EventLog
 from areal_jax.types import Work
 
@@ -77,7 +78,7 @@ class Interval:
 class Deadline:
     """The end of a wait."""
 
-    event: Event
+    event: types.Event
     future: asyncio.Future[bool]
 
 
@@ -122,7 +123,7 @@ class LoopClock:
         self._request(interval)
         return await interval.future
 
-    async def wait(self, event: Event, timeout_s: float | None = None) -> bool:
+    async def wait(self, event: types.Event, timeout_s: float | None = None) -> bool:
         """True when the event is (or becomes) set, False at the deadline."""
         if event.is_set():
             return True
@@ -139,7 +140,7 @@ class LoopClock:
             if future in event.waiters:
                 event.waiters.remove(future)
 
-    def on_signal(self, number: signal.Signals, event: Event) -> None:
+    def on_signal(self, number: signal.Signals, event: types.Event) -> None:
         """The signal sets the event, in its turn among the completions. Main thread only."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(number, lambda: self._post_signal(number, event))
@@ -164,7 +165,7 @@ class LoopClock:
     def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
         raise NotImplementedError
 
-    def _post_signal(self, number: signal.Signals, event: Event) -> None:
+    def _post_signal(self, number: signal.Signals, event: types.Event) -> None:
         raise NotImplementedError
 
     def _close(self) -> None:

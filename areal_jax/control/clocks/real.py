@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from areal_jax.control.clocks.loop import Deadline, DeadlockError, Event, Interval, LoopClock, StallError
+from areal_jax.control.clocks.loop import Deadline, DeadlockError, Interval, LoopClock, StallError
 from areal_jax.control.events import EventLog
+from areal_jax.types import Event
 
 _Posted = Interval | Deadline | tuple[signal.Signals, Event]
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from areal_jax.control.clocks.loop import CallDeadlineError, DeadlockError, Event, Interval, LoopClock
+from areal_jax.control.clocks.loop import CallDeadlineError, DeadlockError, Interval, LoopClock
 from areal_jax.control.events import EventLog
-from areal_jax.types import Work
+from areal_jax.types import Event, Work
 
 NANOSECONDS = 1_000_000_000
 
