@@ -22,6 +22,7 @@ setup(
         'jax>=0.10.2,<0.13',
         'flax>=0.12.8',
         'optax>=0.2.8',
+        'chex>=0.1.90',
         'orbax-checkpoint>=0.12.8',
         'numpy>=2.0',
         'safetensors>=0.6',
