@@ -16,7 +16,13 @@ class ConfigError(ValueError):
 def default_config() -> config_dict.ConfigDict:
     """Every field with its default; experiment files start from a copy and set what differs."""
     c = config_dict.ConfigDict()
+    for declare in (_declare_run, _declare_rollout, _declare_learner, _declare_surroundings):
+        declare(c)
+    return c.lock()
 
+
+def _declare_run(c: config_dict.ConfigDict) -> None:
+    """What runs, which model, which task."""
     c.run = config_dict.ConfigDict()
     c.run.seed = 0  # of weights, prompts and sampling noise
     c.run.steps = 20  # updates to publish, >= 1
@@ -50,6 +56,9 @@ def default_config() -> config_dict.ConfigDict:
     c.task.verifier_deadline_s = 20.0  # wall seconds for one answer before its worker is killed
     c.task.verifier_attempts = 2  # tries for one answer before it is dropped
 
+
+def _declare_rollout(c: config_dict.ConfigDict) -> None:
+    """Generation, and how stale its data may get."""
     c.rollout = config_dict.ConfigDict()
     c.rollout.engines = 1  # engines in this process, each with its own lane
     c.rollout.slots = 8  # answers decoded at once by one engine
@@ -73,6 +82,9 @@ def default_config() -> config_dict.ConfigDict:
     c.buffer = config_dict.ConfigDict()
     c.buffer.capacity = 64  # finished groups; a full buffer closes admission and never drops
 
+
+def _declare_learner(c: config_dict.ConfigDict) -> None:
+    """What an update is."""
     c.learner = config_dict.ConfigDict()
     c.learner.groups_per_update = 8  # B of Eq. 3
     c.learner.n_minibatches = 1  # optimizer steps per update
@@ -107,6 +119,9 @@ def default_config() -> config_dict.ConfigDict:
     c.mesh.fsdp = 1  # shards of parameters, optimizer state and batch rows
     c.mesh.strategy = 'fsdp'  # table of logical axis rules, see sharding/rules.py
 
+
+def _declare_surroundings(c: config_dict.ConfigDict) -> None:
+    """Weights on their way, and what a run leaves behind."""
     c.publication = config_dict.ConfigDict()
     c.publication.channel = 'device'  # 'device': in this process | 'files': safetensors directories
     c.publication.directory = ''  # files: where versions are written; '' = WORKDIR/publication
@@ -132,7 +147,6 @@ def default_config() -> config_dict.ConfigDict:
     c.virtual.publish_s = 0.02  # one transfer, receive or snapshot
     c.virtual.reward_s = 0.001  # one answer
     c.virtual.save_s = 0.05  # one checkpoint
-    return c.lock()
 
 
 def flatten(config: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:

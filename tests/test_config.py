@@ -10,7 +10,9 @@ CONFIGS = sorted(p.stem for p in (pathlib.Path(__file__).parent.parent / 'config
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_every_config_validates(name):
-    validate(importlib.import_module(f'configs.{name}').get_config())
+    config = importlib.import_module(f'configs.{name}').get_config()
+    assert validate(config) is None
+    assert dict(flatten(config)).keys() == dict(flatten(default_config())).keys()
 
 
 def test_every_field_of_the_schema_is_commented():
@@ -67,7 +69,7 @@ def test_a_field_that_was_set_and_never_read_is_an_error():
 
 
 def test_a_field_at_its_default_needs_no_reader():
-    TrackedConfig(default_config()).require_all_read()
+    assert TrackedConfig(default_config()).unread() == []
 
 
 def test_an_unknown_field_is_refused():

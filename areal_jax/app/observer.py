@@ -37,6 +37,9 @@ class StepObserver:
         kind = event['kind']
         if kind == 'evaluate':
             self._evaluating = event['mode'] == 'start'
+            self._last_time_s = event['time']
+            if self._progress:
+                self._progress.restart(event['time'])
         elif self._evaluating:
             return
         elif kind == 'decode':

@@ -25,6 +25,10 @@ class Progress:
         self._first_step, self._first_time = first_step, first_time
         self._has_header = False
 
+    def restart(self, time: float) -> None:
+        """Updates begin at this clock time: what was before (an evaluation) does not count for the time left."""
+        self._first_time = time
+
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the line of one update."""
         if not self._has_header:

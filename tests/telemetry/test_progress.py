@@ -33,3 +33,12 @@ def test_time_left_follows_the_updates_of_this_process():
     assert sixth.endswith('left 40s')
     assert '\x1b' not in stream.getvalue()
     assert '\r' not in stream.getvalue()
+
+
+def test_time_before_the_first_update_does_not_count():
+    # an evaluation ended at 40 s; update 1 of 3 at 50 s: 10 s an update, 2 to go
+    stream = io.StringIO()
+    progress = Progress(3, stream)
+    progress.restart(40.0)
+    progress.update(1, {'time': 50.0})
+    assert stream.getvalue().splitlines()[-1].endswith('left 20s')

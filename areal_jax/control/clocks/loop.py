@@ -7,6 +7,7 @@ timer exists (equal timers are not first-in-first-out), so the order of completi
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import collections
 import dataclasses
@@ -89,7 +90,7 @@ class _Lane:
         self.queue: collections.deque[Interval] = collections.deque()
 
 
-class LoopClock:
+class LoopClock(abc.ABC):
     """Base of the clocks: subclasses say how an interval begins and what the next completion is."""
 
     def __init__(self, lanes: Mapping[str, int], log: EventLog):
@@ -104,9 +105,9 @@ class LoopClock:
 
     # What the program calls.
 
+    @abc.abstractmethod
     def now(self) -> float:
         """Clock seconds: the time of the last completion released."""
-        raise NotImplementedError
 
     def event(self, name: str) -> Event:
         return Event(name)
@@ -156,18 +157,19 @@ class LoopClock:
 
     # What subclasses define.
 
-    def _begin(self, interval: Interval) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _begin(self, interval: Interval) -> None: ...
 
-    def _deadline_key(self, timeout_s: float) -> float:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _deadline_key(self, timeout_s: float) -> float: ...
 
-    def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]: ...
 
-    def _post_signal(self, number: signal.Signals, event: types.Event) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _post_signal(self, number: signal.Signals, event: types.Event) -> None: ...
 
+    @abc.abstractmethod
     def _close(self) -> None:
         """Free threads and the like."""
 

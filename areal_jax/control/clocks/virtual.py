@@ -96,3 +96,6 @@ class VirtualClock(LoopClock):
                 'clock; what comes after would depend on the machine. Raise the deadline or use run.clock=real'
             )
         return block(left)
+
+    def _close(self) -> None:
+        """Nothing to free: work runs inline."""
