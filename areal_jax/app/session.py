@@ -100,7 +100,7 @@ class Session:
         self.observer = StepObserver(
             self.metrics, self._progress(start_s), self.compilations, self.resources.cpu_seconds, start_s
         )
-        self.log.listeners.append(self.observer.on_event)
+        self.log.listeners += [self.observer.on_event, _announce_stop]
         self.controller = Controller(
             build.build_settings(config),
             clock=self.clock,
@@ -305,3 +305,8 @@ class Session:
         )
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots)
+
+
+def _announce_stop(event: Mapping[str, Any]) -> None:
+    if event['kind'] == 'signal':
+        print(f'{event["name"]}: finishing the update under way, then saving; once more to quit at once', flush=True)

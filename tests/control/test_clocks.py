@@ -256,3 +256,16 @@ def test_a_bounded_queue_keeps_order_and_makes_its_producer_wait():
 
     # two fit at once, the third when the first is taken at 1 s, the fourth at 2 s
     assert execute(virtual(), program) == ([0, 1, 2, 3], [0.0, 0.0, 1.0, 2.0])
+
+
+def test_a_second_interrupt_is_not_caught():
+    async def program(clock, supervisor):
+        stop = clock.event('stop')
+        clock.on_signal(signal.SIGINT, stop)
+        signal.raise_signal(signal.SIGINT)
+        await clock.wait(stop, 5.0)
+        signal.raise_signal(signal.SIGINT)
+        await clock.wait(clock.event('never'), 5.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(real(), program)

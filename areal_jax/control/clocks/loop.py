@@ -142,9 +142,17 @@ class LoopClock(abc.ABC):
                 event.waiters.remove(future)
 
     def on_signal(self, number: signal.Signals, event: types.Event) -> None:
-        """The signal sets the event, in its turn among the completions. Main thread only."""
+        """The first signal sets the event, in its turn among the completions; a second one does what it always does.
+
+        Main thread only.
+        """
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(number, lambda: self._post_signal(number, event))
+
+        def post() -> None:
+            loop.remove_signal_handler(number)
+            self._post_signal(number, event)
+
+        loop.add_signal_handler(number, post)
 
     def execute(self, program: Coroutine[Any, Any, Any]) -> Any:
         """Run the program on an event loop of this clock; returns its result."""
