@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument('--out', type=pathlib.Path)
     parser.add_argument('--rounds', type=int, default=2)
     parser.add_argument('--repetitions', type=int, default=3)
+    parser.add_argument('--packings', default='shared_prompt,ordinary', help='of our rows')
     options = parser.parse_args()
     ours, theirs = [], []
     with tempfile.TemporaryDirectory() as directory:
@@ -64,10 +65,12 @@ def main() -> None:
         export_hf(f'{directory}/model', params, config)
         del params
         for _ in range(options.rounds):
-            ours.append(run(sys.executable, '-m', 'benchmarks.side_ours', str(options.repetitions)))
+            ours.append(run(sys.executable, '-m', 'benchmarks.side_ours', str(options.repetitions), options.packings))
+            print(f'ours: {summarize(ours)}', file=sys.stderr, flush=True)
             theirs.append(
                 run(options.torch_python, '-m', 'benchmarks.side_torch', str(options.repetitions), f'{directory}/model')
             )
+            print(f'torch: {summarize(theirs)}', file=sys.stderr, flush=True)
     a, b = summarize(ours), summarize(theirs)
     ratios = {
         name: {key: a[name][key] / b[other][key] for key in ('tokens_per_second', 'tokens_per_cpu_second')}

@@ -83,7 +83,7 @@ def main() -> None:
     generate = generation(decoder, placed)
     generate()
     results = {'generate': [timed(generate) for _ in range(repetitions)]}
-    for packing in ('shared_prompt', 'ordinary'):
+    for packing in sys.argv[2].split(','):
         results |= train(decoder, params, packing, repetitions)
     print(json.dumps(results))
 
