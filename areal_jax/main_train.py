@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 
@@ -20,9 +19,6 @@ def main(arguments: list[str]) -> int:
     from areal_jax.app.memory import return_freed_memory
 
     return_freed_memory()
-    # jax reads its environment when it is first imported
-    if cache := _CONFIG.value.run.compilation_cache:
-        os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(cache).resolve()))
     from areal_jax.app.errors import USER_ERRORS
     from areal_jax.app.session import Session
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from ml_collections import config_dict
 
 from areal_jax.app import build
@@ -67,6 +68,8 @@ class Session:
 
     def _build(self) -> None:
         config = self.config
+        if cache := config.run.compilation_cache:
+            jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(cache).absolute()))
         self.resources.start()
         self.compilations.__enter__()
         model = build.build_model(config)

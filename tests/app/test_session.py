@@ -177,3 +177,12 @@ def test_fixed_staleness_trains_on_one_age(tmp_path):
     seen = [{version - v for g in groups for t in g.trajectories for v in t.policy_versions if v >= 0}
             for version, groups in enumerate(fixed.batches)]  # fmt: skip
     assert seen == [{age} for age in ages]
+
+
+def test_compiled_programs_are_kept_in_the_cache_that_the_config_names(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        SmallRun(tmp_path / 'run', run__compilation_cache=str(tmp_path / 'cache')).session.close()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'cache')
+    finally:
+        jax.config.update('jax_compilation_cache_dir', before)
