@@ -244,11 +244,16 @@ class Session:
                 raise ConfigError(
                     f'--resume with another config than {path}: {changes}; use the same, or a new workdir'
                 )
-        elif not self._resume and (self.workdir / 'events.jsonl').exists():
+        elif not self._resume and self._holds_updates():
             raise ConfigError(
                 f'{self.workdir} holds a run already: go on with --resume, or give another --workdir (or remove it)'
             )
         path.write_text(json.dumps(values, indent=1) + '\n')
+
+    def _holds_updates(self) -> bool:
+        """Whether something would be lost; an attempt that ended before its first update is simply replaced."""
+        metrics = self.workdir / 'metrics.jsonl'
+        return any((self.workdir / 'checkpoints').glob('step_*')) or (metrics.exists() and metrics.stat().st_size > 0)
 
     def _load_checkpoint(self, model: build.Model) -> tuple[dict[str, Any] | None, Any]:
         if not self._resume:

@@ -128,11 +128,19 @@ def test_bad_input_is_one_sentence_and_a_failing_exit_code(tmp_path, case):
 
 
 def test_a_workdir_with_a_run_is_not_overwritten(tmp_path):
-    (tmp_path / 'events.jsonl').write_text('{}\n')
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n')
     done = train(tmp_path)
     assert done.returncode == 1
     assert 'holds a run already' in done.stderr
-    assert (tmp_path / 'events.jsonl').read_text() == '{}\n'
+    assert (tmp_path / 'metrics.jsonl').read_text() == '{"step": 1}\n'
+
+
+def test_a_workdir_can_be_used_again_once_the_config_is_mended(tmp_path):
+    assert train(tmp_path, '--config.task.datasets=("chain_sum",)').returncode == 1
+    done = train(tmp_path, *QUICK, '--config.run.steps=2')
+    assert done.returncode == 0, done.stderr
+    assert events(tmp_path)[0]['seq'] == 0
+    assert_conserved(events(tmp_path))
 
 
 def test_resuming_with_another_config_names_the_fields(tmp_path):
