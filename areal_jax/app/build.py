@@ -20,8 +20,9 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import make_optimizer
-from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.models.decoder import Decoder
 from areal_jax.models.gguf import find_package_file, load_gguf
+from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.decode.backend import JaxDecodeBackend

@@ -124,7 +124,7 @@ def _row_attention(segment_ids: jax.Array, parent_ids: jax.Array, impl: str, mes
         rows = PartitionSpec(AXES)
         over_devices = jax.shard_map(attend_rows, mesh=mesh, in_specs=(rows,) * 5, out_specs=rows, check_vma=False)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: Any) -> tuple[jax.Array, Any]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: Any, window: Any) -> tuple[jax.Array, Any]:
         q_rows, k_rows, v_rows = (x.reshape(n_rows, n_tokens, *x.shape[1:]) for x in (q, k, v))
         out = over_devices(q_rows, k_rows, v_rows, segment_ids, parent_ids)
         return out.reshape(q.shape), layer_cache

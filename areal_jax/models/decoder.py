@@ -2,82 +2,103 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-Params = dict[str, Any]  # nested: {'layers': {'0': {'attention': {'query': array}}}}
-# (q [N, H, D], k [N, K, D], v [N, K, D], cache of the layer) -> (out [N, H, D], cache of the layer)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+from areal_jax.models.layers import FORMS, stack_layers
+from areal_jax.models.lora import Lora
+from areal_jax.models.rotary import rotary, rotate
+from areal_jax.models.shape import ModelConfig
 
+Params = dict[str, Any]  # nested: {'layers': {'0': {'attention': {'query': {'weight': array}}}}}
+# (q [N, H, D], k [N, K, D], v [N, K, D], cache of the layer, window) -> (out [N, H, D], cache of the layer)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, int | None], tuple[jax.Array, Any]]
+Constrain = Callable[[jax.Array], jax.Array]
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a Llama-type decoder: RMS norm, rotary positions, grouped queries, SwiGLU, no biases."""
-
-    vocab_size: int
-    d_model: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int  # divides n_heads
-    head_dim: int  # even
-    d_ff: int
-    rope_theta: float  # base of the rotary wavelengths
-    rms_eps: float = 1e-5
-    tie_embeddings: bool = True  # the head is the embedding
-    context_tokens: int = 8192  # longest sequence the weights were made for
-
-    def __post_init__(self) -> None:
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f'n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}')
-        if self.head_dim % 2:
-            raise ValueError(f'head_dim={self.head_dim} is odd; rotary positions need pairs')
+_SAVED_ATTENTION = ('attention_output', 'attention_lse')  # as the attention backends tag them
+# what the backward pass of a layer finds instead of computing it again, beside the layer's input
+REMAT: dict[str, Any] = {
+    'none': None,  # everything
+    'dots': jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(*_SAVED_ATTENTION),
+    ),  # matrix products and attention
+    'attention': jax.checkpoint_policies.save_only_these_names(*_SAVED_ATTENTION),
+    'full': jax.checkpoint_policies.nothing_saveable,
+}
 
 
 class Decoder:
     """Pure functions of `params` for one shape; holds no weights.
 
     Weights are float32: matrices [in, out] (activations stand on the left), `embedding` and `head` [V, d], norm
-    scales [d]. Activations are two-dimensional, [tokens, d], whatever rows the tokens come from.
+    scales and biases one-dimensional. Activations are two-dimensional, [tokens, d], whatever rows the tokens come from,
+    and have the dtype of the weights that `hidden` is given.
+
+    Args:
+      layers: 'list', one subtree per layer and a straight program; 'stacked', one subtree whose leaves have a leading
+        axis of layers and a loop over it, so that the time to compile does not grow with depth.
+      remat: what the gradient keeps of a layer, see REMAT.
+      lora: adds adapters beside the projections it names.
+
+    Raises ValueError for an unknown `layers` or `remat`.
     """
 
-    def __init__(self, config: ModelConfig):
-        self.config = config
-        module = nnx.eval_shape(lambda: _Stack(config))
-        self._graph, state = nnx.split(module)
-        self._abstract: Params = nnx.to_pure_dict(state)
+    def __init__(self, config: ModelConfig, *, layers: str = 'list', remat: str = 'none', lora: Lora | None = None):
+        if layers not in FORMS:
+            raise ValueError(f'mesh.layers={layers!r} is unknown; use one of {", ".join(FORMS)}')
+        if remat not in REMAT:
+            raise ValueError(f'learner.remat={remat!r} is unknown; use one of {", ".join(REMAT)}')
+        self.config, self.layers, self.lora = config, layers, lora
+        self._remat = remat
+        self._block_graph, block = nnx.split(nnx.eval_shape(lambda: _Layer(config, lora)))
+        ends = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: _Ends(config))))
+        self._block: Params = nnx.to_pure_dict(block)
+        self._ends: Params = ends
 
     def abstract(self) -> Params:
         """Shape and dtype of every leaf, as jax.ShapeDtypeStruct."""
-        return jax.tree.map(lambda leaf: leaf, self._abstract)
+        n = self.config.n_layers
+        if self.layers == 'stacked':
+            stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), self._block)
+            return {**self._ends, 'layers': stacked}
+        return {**self._ends, 'layers': {str(i): jax.tree.map(lambda x: x, self._block) for i in range(n)}}
 
     def init(self, seed: int, scale: float = 1.0) -> Params:
-        """Random weights, a function of (seed, path of the leaf, scale): norms 1, matrices normal / sqrt(fan in).
+        """Random weights, a function of (seed, path of the leaf in list form, scale).
 
-        The two matrices of a layer that write to the residual stream are divided by sqrt(2 n_layers), so that its
-        variance does not grow with depth; `scale` multiplies every matrix.
+        Norms are 1, biases and the second matrix of an adapter 0, matrices normal / sqrt(fan in). The two matrices of a
+        layer that write to the residual stream are divided by sqrt(2 n_layers), so that its variance does not grow with
+        depth; `scale` multiplies every matrix.
         """
         key = jax.random.key(seed)
 
-        def leaf(path: Any, value: jax.ShapeDtypeStruct) -> jax.Array:
-            name = jax.tree_util.keystr(path, simple=True, separator='/')
+        def leaf(prefix: str, path: Any, value: jax.ShapeDtypeStruct) -> jax.Array:
+            name = prefix + jax.tree_util.keystr(path, simple=True, separator='/')
+            if name.endswith(('/bias', '/lora_b', 'value_head')):
+                return jnp.zeros(value.shape, value.dtype)
             if len(value.shape) == 1:
                 return jnp.ones(value.shape, value.dtype)
             fan_in = value.shape[1] if name in ('embedding', 'head') else value.shape[0]
             deviation = scale / math.sqrt(fan_in)
-            if name.endswith(('attention/output', 'mlp/down')):
+            if name.endswith(('attention/output/weight', 'mlp/down/weight')):
                 deviation /= math.sqrt(2 * self.config.n_layers)
             return _normal(jax.random.fold_in(key, zlib.crc32(name.encode())), value.shape, deviation)
 
-        return jax.tree_util.tree_map_with_path(leaf, self._abstract)
+        def tree(prefix: str, abstract: Params) -> Params:
+            return jax.tree_util.tree_map_with_path(functools.partial(leaf, prefix), abstract)
+
+        layers = {str(i): tree(f'layers/{i}/', self._block) for i in range(self.config.n_layers)}
+        params = {**tree('', self._ends), 'layers': layers}
+        return stack_layers(params) if self.layers == 'stacked' else params
 
     def hidden(
         self,
@@ -85,19 +106,24 @@ class Decoder:
         tokens: jax.Array,
         positions: jax.Array,
         attend: Attend,
-        cache: Sequence[Any] | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden states after the final norm, float32 [N, d], and what `attend` returned as cache, one per layer.
+        cache: Any = None,
+        constrain: Constrain = lambda x: x,
+    ) -> tuple[jax.Array, Any]:
+        """Hidden states after the final norm [N, d], and what `attend` returned as cache, one entry per layer.
 
         `tokens` and `positions` are int32 [N]. `attend` decides who sees whom: it gets q [N, H, D] and k [N, K, D],
-        both rotated, v [N, K, D] and its layer's entry of `cache` (None without one), and returns out [N, H, D] and
-        the entry's new value. Scaling the scores by 1/sqrt(D) is its business. Merges the static graph with
-        `params`: call it inside jax.jit.
+        both rotated, v [N, K, D], its layer's entry of `cache` (None without one) and how many positions the layer
+        sees (None = all), and returns out [N, H, D] and the entry's new value. Scaling the scores by 1/sqrt(D) is its
+        business. Entries are a tuple in list form and stacked along a leading axis in stacked form. `constrain`
+        is applied to the residual stream [N, d] after every layer: where its parts lie on a mesh. Merges static graphs
+        with `params`: call it inside jax.jit.
         """
-        layers = (None,) * self.config.n_layers if cache is None else tuple(cache)
-        if len(layers) != self.config.n_layers:
-            raise ValueError(f'cache has {len(layers)} entries, the decoder {self.config.n_layers} layers')
-        return nnx.merge(self._graph, params)(tokens, positions, attend, layers)
+        c = self.config
+        rotation = rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        x = constrain(params['embedding'][tokens])
+        run = self._run_stacked if self.layers == 'stacked' else self._run_list
+        x, written = run(params['layers'], x, rotation, attend, cache, constrain)
+        return rms_norm(x, params['final_norm'], c.rms_eps), written
 
     def head(self, params: Params) -> jax.Array:
         """[V, d]: the embedding when tied."""
@@ -107,74 +133,133 @@ class Decoder:
         """float32 [N, V] of hidden states [N, d]."""
         return jnp.einsum('nd,vd->nv', hidden, self.head(params), preferred_element_type=jnp.float32)
 
+    def values(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """float32 [N] of hidden states [N, d], from the value head."""
+        return jnp.einsum('nd,d->n', hidden, params['value_head'], preferred_element_type=jnp.float32)
+
     def parameter_count(self) -> int:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._abstract))
+        per_layer, ends = (sum(math.prod(x.shape) for x in jax.tree.leaves(t)) for t in (self._block, self._ends))
+        return self.config.n_layers * per_layer + ends
 
-
-class _Stack(nnx.Module):
-    def __init__(self, c: ModelConfig):
-        self.config = c
-        self.embedding = _weight(c.vocab_size, c.d_model)
-        self.layers = nnx.Dict({str(index): _Layer(c) for index in range(c.n_layers)})
-        self.final_norm = _weight(c.d_model)
-        if not c.tie_embeddings:
-            self.head = _weight(c.vocab_size, c.d_model)
-
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, cache: tuple[Any, ...]
+    def _run_list(
+        self, layers: Params, x: jax.Array, rotation: Any, attend: Attend, cache: Any, constrain: Constrain
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        c = self.config
-        rotation = rotary(positions, c.head_dim, c.rope_theta)
-        x = self.embedding[...][tokens]
+        n = self.config.n_layers
+        entries = (None,) * n if cache is None else tuple(cache)
+        if len(entries) != n:
+            raise ValueError(f'cache has {len(entries)} entries, the decoder {n} layers')
         written = []
-        for index, entry in enumerate(cache):
-            x, entry = self.layers[str(index)](x, rotation, attend, entry)
+        for index, entry in enumerate(entries):
+            block = self._layer(rotation, attend, self.config.window(index), constrain)
+            x, entry = block(layers[str(index)], x, entry)
             written.append(entry)
-        return rms_norm(x, self.final_norm[...], c.rms_eps), tuple(written)
+        return x, tuple(written)
+
+    def _run_stacked(
+        self, layers: Params, x: jax.Array, rotation: Any, attend: Attend, cache: Any, constrain: Constrain
+    ) -> tuple[jax.Array, Any]:
+        parts = []
+        for first, end, window in self._runs():
+            block = self._layer(rotation, attend, window, constrain)
+            whole = end - first == self.config.n_layers  # slicing would copy
+            run = (layers, cache) if whole else jax.tree.map(lambda leaf: leaf[first:end], (layers, cache))
+            x, written = jax.lax.scan(lambda x, one: block(one[0], x, one[1]), x, run)
+            parts.append(written)
+        return x, parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: jnp.concatenate(p), *parts)
+
+    def _runs(self) -> Iterator[tuple[int, int, int | None]]:
+        """(first, end, window) of consecutive layers with the same window."""
+        first = 0
+        for window, run in itertools.groupby(range(self.config.n_layers), self.config.window):
+            end = first + len(list(run))
+            yield first, end, window
+            first = end
+
+    def _layer(self, rotation: Any, attend: Attend, window: int | None, constrain: Constrain) -> Callable[..., Any]:
+        """(weights of a layer, x, entry) -> (x, entry)."""
+
+        def block(weights: Params, x: jax.Array, entry: Any) -> tuple[jax.Array, Any]:
+            seen = lambda q, k, v: attend(q, k, v, entry, window)
+            x, entry_after = nnx.merge(self._block_graph, weights)(x, rotation, seen)
+            return constrain(x), entry_after
+
+        if self._remat == 'none':
+            return block
+        # inside a loop nothing can be shared between forward and backward anyway
+        return jax.checkpoint(block, policy=REMAT[self._remat], prevent_cse=self.layers == 'list')
+
+
+class _Ends(nnx.Module):
+    """The leaves outside the layers."""
+
+    def __init__(self, c: ModelConfig):
+        self.embedding = _param(c.vocab_size, c.d_model)
+        self.final_norm = _param(c.d_model)
+        if not c.tie_embeddings:
+            self.head = _param(c.vocab_size, c.d_model)
+        if c.value_head:
+            self.value_head = _param(c.d_model)
 
 
 class _Layer(nnx.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, lora: Lora | None):
         self.eps = c.rms_eps
-        self.attention_norm = _weight(c.d_model)
-        self.attention = _Attention(c)
-        self.mlp_norm = _weight(c.d_model)
-        self.mlp = _Mlp(c)
+        self.attention_norm = _param(c.d_model)
+        self.attention = _Attention(c, lora)
+        self.mlp_norm = _param(c.d_model)
+        self.mlp = _Mlp(c, lora)
 
-    def __call__(
-        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend, entry: Any
-    ) -> tuple[jax.Array, Any]:
-        out, entry = self.attention(rms_norm(x, self.attention_norm[...], self.eps), rotation, attend, entry)
+    def __call__(self, x: jax.Array, rotation: Any, attend: Callable[..., Any]) -> tuple[jax.Array, Any]:
+        out, entry = self.attention(rms_norm(x, self.attention_norm[...], self.eps), rotation, attend)
         x = x + out
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps)), entry
 
 
 class _Attention(nnx.Module):
-    def __init__(self, c: ModelConfig):
-        self.query = _weight(c.d_model, c.n_heads * c.head_dim)
-        self.key = _weight(c.d_model, c.n_kv_heads * c.head_dim)
-        self.value = _weight(c.d_model, c.n_kv_heads * c.head_dim)
-        self.output = _weight(c.n_heads * c.head_dim, c.d_model)
-        self.head_dim = c.head_dim
+    def __init__(self, c: ModelConfig, lora: Lora | None):
+        width, kv_width = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        self.query = _Linear('query', c.d_model, width, c.qkv_bias, lora)
+        self.key = _Linear('key', c.d_model, kv_width, c.qkv_bias, lora)
+        self.value = _Linear('value', c.d_model, kv_width, c.qkv_bias, lora)
+        self.output = _Linear('output', width, c.d_model, c.output_bias, lora)
+        self.head_dim, self.eps, self.qk_norm = c.head_dim, c.rms_eps, c.qk_norm
+        if c.qk_norm:
+            self.query_norm, self.key_norm = _param(c.head_dim), _param(c.head_dim)
 
-    def __call__(
-        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend, entry: Any
-    ) -> tuple[jax.Array, Any]:
-        q, k, v = (
-            (x @ kernel[...]).reshape(x.shape[0], -1, self.head_dim) for kernel in (self.query, self.key, self.value)
-        )
-        out, entry = attend(rotate(q, *rotation), rotate(k, *rotation), v, entry)
-        return out.reshape(x.shape[0], -1) @ self.output[...], entry
+    def __call__(self, x: jax.Array, rotation: Any, attend: Callable[..., Any]) -> tuple[jax.Array, Any]:
+        q, k, v = (linear(x).reshape(len(x), -1, self.head_dim) for linear in (self.query, self.key, self.value))
+        if self.qk_norm:
+            q, k = rms_norm(q, self.query_norm[...], self.eps), rms_norm(k, self.key_norm[...], self.eps)
+        out, entry = attend(rotate(q, *rotation), rotate(k, *rotation), v)
+        return self.output(out.reshape(len(x), -1)), entry
 
 
 class _Mlp(nnx.Module):
-    def __init__(self, c: ModelConfig):
-        self.gate = _weight(c.d_model, c.d_ff)
-        self.up = _weight(c.d_model, c.d_ff)
-        self.down = _weight(c.d_ff, c.d_model)
+    def __init__(self, c: ModelConfig, lora: Lora | None):
+        self.gate = _Linear('gate', c.d_model, c.d_ff, False, lora)
+        self.up = _Linear('up', c.d_model, c.d_ff, False, lora)
+        self.down = _Linear('down', c.d_ff, c.d_model, False, lora)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class _Linear(nnx.Module):
+    def __init__(self, name: str, fan_in: int, fan_out: int, bias: bool, lora: Lora | None):
+        self.weight = _param(fan_in, fan_out)
+        self.has_bias, self.lora = bias, lora if lora and name in lora.targets else None
+        if bias:
+            self.bias = _param(fan_out)
+        if self.lora:
+            self.lora_a, self.lora_b = _param(fan_in, self.lora.rank), _param(self.lora.rank, fan_out)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.weight[...]
+        if self.has_bias:
+            y = y + self.bias[...]
+        if self.lora:
+            y = y + (x @ self.lora_a[...]) @ self.lora_b[...] * self.lora.scale
+        return y
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -184,22 +269,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (normal * scale).astype(x.dtype)
 
 
-def rotary(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [N, D/2], of the angles position * theta^(-2j/D) (arXiv 2104.09864, Eq. 15)."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Turns the pairs (j, j + D/2) of every head of x [N, H, D]; angles are float32, the result has x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cosine, sine = cosine[:, None, :], sine[:, None, :]
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def _weight(*shape: int) -> nnx.Param:
+def _param(*shape: int) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape, jnp.float32))
 
 

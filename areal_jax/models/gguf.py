@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.models.decoder import ModelConfig, Params
+from areal_jax.models.decoder import Params
 from areal_jax.models.hf import WeightsError, from_hf_names
+from areal_jax.models.shape import ModelConfig
 
 _PACKAGE = 'package:'
 _HF_NAMES = {

@@ -1,4 +1,4 @@
-"""Under arrow 8: weights under the names of Hugging Face's Llama, one tensor a layer: the interchange form.
+"""Under arrow 8: weights under the names of Hugging Face, one tensor a layer: the interchange form.
 
 Publication to files, export and other servers speak it. Tensors there are [out, in], ours [in, out].
 """
@@ -11,20 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.models.decoder import Decoder, ModelConfig, Params
+from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.shape import ModelConfig
 
-# path inside a layer -> name inside a layer
-_LAYER_NAMES = {
+# part of a layer -> name inside a layer, in the order of the forward pass; norms are leaves, projections have them
+_LAYER_PARTS = {
     ('attention_norm',): 'input_layernorm.weight',
-    ('attention', 'query'): 'self_attn.q_proj.weight',
-    ('attention', 'key'): 'self_attn.k_proj.weight',
-    ('attention', 'value'): 'self_attn.v_proj.weight',
-    ('attention', 'output'): 'self_attn.o_proj.weight',
+    ('attention', 'query'): 'self_attn.q_proj',
+    ('attention', 'key'): 'self_attn.k_proj',
+    ('attention', 'value'): 'self_attn.v_proj',
+    ('attention', 'query_norm'): 'self_attn.q_norm.weight',
+    ('attention', 'key_norm'): 'self_attn.k_norm.weight',
+    ('attention', 'output'): 'self_attn.o_proj',
     ('mlp_norm',): 'post_attention_layernorm.weight',
-    ('mlp', 'gate'): 'mlp.gate_proj.weight',
-    ('mlp', 'up'): 'mlp.up_proj.weight',
-    ('mlp', 'down'): 'mlp.down_proj.weight',
+    ('mlp', 'gate'): 'mlp.gate_proj',
+    ('mlp', 'up'): 'mlp.up_proj',
+    ('mlp', 'down'): 'mlp.down_proj',
 }
+_LEAVES = ('weight', 'bias')  # of a projection
 
 
 class WeightsError(ValueError):
@@ -79,18 +83,31 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+@functools.lru_cache(maxsize=4)  # the channel of files asks at every publication
+def _names(config: ModelConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(name, path) of every leaf, in the order of the forward pass."""
+    return tuple(_list_names(config))
+
+
+def _list_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    layer = Decoder(config).abstract()['layers']['0']
     yield 'model.embed_tokens.weight', ('embedding',)
     for index in range(config.n_layers):
-        for path, name in _LAYER_NAMES.items():
-            yield f'model.layers.{index}.{name}', ('layers', str(index), *path)
+        for path, name in _LAYER_PARTS.items():
+            place = ('layers', str(index), *path)
+            part = functools.reduce(lambda node, key: node.get(key, {}), path, layer)
+            if isinstance(part, dict):
+                yield from ((f'model.layers.{index}.{name}.{leaf}', (*place, leaf)) for leaf in _LEAVES if leaf in part)
+            else:
+                yield f'model.layers.{index}.{name}', place
     yield 'model.norm.weight', ('final_norm',)
     if not config.tie_embeddings:
         yield 'lm_head.weight', ('head',)
+    if config.value_head:
+        yield 'value_head.weight', ('value_head',)
 
 
-@functools.lru_cache(maxsize=4)  # the channel of files asks at every publication
+@functools.lru_cache(maxsize=4)
 def _hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     abstract = Decoder(config).abstract()
     shapes = {name: (_leaf(abstract, path).shape, path) for name, path in _names(config)}
@@ -110,7 +127,7 @@ def _turned(tensor: Any, path: tuple[str, ...]) -> Any:
 
 
 def _is_matrix(path: tuple[str, ...]) -> bool:
-    return len(path) > 1 and path[-2] in ('attention', 'mlp')
+    return path[-1] == 'weight'
 
 
 def _require_the_same(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -6,7 +6,7 @@ import os
 import pathlib
 from typing import Any
 
-from areal_jax.models.decoder import ModelConfig
+from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.files import write_hf_directory
 
 

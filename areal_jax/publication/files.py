@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from areal_jax.models import hf
-from areal_jax.models.decoder import ModelConfig
+from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import (
     decode_manifest,

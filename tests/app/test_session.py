@@ -30,7 +30,7 @@ def fresh_logprobs(session, params, tokens):
 def _fresh_logprobs(decoder, params, tokens):
     segment = jnp.ones(len(tokens), jnp.int32)
 
-    def attend(q, k, v, cache):
+    def attend(q, k, v, cache, window):
         return packed_attention(q, k, v, segment, segment, scale=q.shape[-1] ** -0.5, impl='dense'), cache
 
     hidden, _ = decoder.hidden(params, tokens, jnp.arange(len(tokens)), attend)

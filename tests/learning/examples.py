@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.shape import ModelConfig
 from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup
 
 

@@ -181,7 +181,7 @@ def _logprobs_after(prompt, params=_PARAMS) -> np.ndarray:
 
 @jax.jit
 def _last_logprobs(params, tokens):
-    def attend(q, k, v, cache):
+    def attend(q, k, v, cache, window):
         k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
         scores = jnp.einsum('qhd,khd->hqk', q, k) / jnp.sqrt(q.shape[-1])
         causal = jnp.tril(jnp.ones((len(q), len(q)), bool))

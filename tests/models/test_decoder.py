@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from areal_jax.models.attention import packed_attention
-from areal_jax.models.decoder import Decoder, ModelConfig, rms_norm, rotary, rotate
+from areal_jax.models.decoder import Decoder, rms_norm
 from areal_jax.models.hf import to_hf_names
+from areal_jax.models.rotary import rotary, rotate
+from areal_jax.models.shape import ModelConfig
 from tests.models import reference
 
 CONFIG = ModelConfig(
@@ -41,7 +43,7 @@ GGUF_NAMES = {
 def causal_hidden(decoder, params, tokens):
     ones = jnp.ones(len(tokens), jnp.int32)
 
-    def attend(q, k, v, cache):
+    def attend(q, k, v, cache, window):
         return packed_attention(q, k, v, ones, ones, scale=q.shape[-1] ** -0.5), cache
 
     return decoder.hidden(params, tokens, jnp.arange(len(tokens)), attend)[0]
@@ -116,7 +118,7 @@ def test_token_by_token_with_a_cache_equals_the_whole():
     decoder = Decoder(CONFIG)
     params = decoder.init(0)
 
-    def attend(q, k, v, cache):
+    def attend(q, k, v, cache, window):
         k, v = (
             x if cache is None else jnp.concatenate([c, x]) for c, x in zip(cache or (None, None), (k, v), strict=True)
         )
@@ -133,7 +135,7 @@ def test_token_by_token_with_a_cache_equals_the_whole():
 
 def test_every_layer_gets_its_own_entry_of_the_cache():
     decoder = Decoder(CONFIG)
-    attend = lambda q, k, v, entry: (q, entry * 10)
+    attend = lambda q, k, v, entry, window: (q, entry * 10)
     _, cache = decoder.hidden(decoder.init(0), jnp.array([1]), jnp.array([0]), attend, [1, 2, 3])
     assert cache == (10, 20, 30)
     with pytest.raises(ValueError, match='cache has 2 entries, the decoder 3 layers'):
@@ -154,7 +156,7 @@ def test_parameters_are_a_plain_dict_with_one_subtree_per_layer():
     assert type(params) is dict
     assert sorted(params) == ['embedding', 'final_norm', 'layers']
     assert sorted(params['layers']) == ['0', '1', '2']
-    assert params['layers']['2']['attention']['key'].shape == (24, 16)  # [in, out]
+    assert params['layers']['2']['attention']['key']['weight'].shape == (24, 16)  # [in, out]
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), decoder.abstract())
 
@@ -174,7 +176,7 @@ def test_random_weights_follow_seed_and_scale():
         else:
             np.testing.assert_allclose(values['double'], 2 * leaf, rtol=1e-6)
             assert abs(np.corrcoef(leaf.ravel(), values['other'].ravel())[0, 1]) < 0.2
-    same_shape = [np.asarray(layer['attention']['query']) for layer in first['layers'].values()]
+    same_shape = [np.asarray(layer['attention']['query']['weight']) for layer in first['layers'].values()]
     assert not np.array_equal(same_shape[0], same_shape[1])
 
 
@@ -184,10 +186,10 @@ def test_random_weights_have_the_stated_deviation():
     layer = params['layers']['1']
     for leaf, deviation in (
         (params['embedding'], 24**-0.5),
-        (layer['attention']['query'], 24**-0.5),
-        (layer['attention']['output'], 32**-0.5 * 6**-0.5),
-        (layer['mlp']['gate'], 24**-0.5),
-        (layer['mlp']['down'], 40**-0.5 * 6**-0.5),
+        (layer['attention']['query']['weight'], 24**-0.5),
+        (layer['attention']['output']['weight'], 32**-0.5 * 6**-0.5),
+        (layer['mlp']['gate']['weight'], 24**-0.5),
+        (layer['mlp']['down']['weight'], 40**-0.5 * 6**-0.5),
     ):
         assert float(jnp.std(leaf)) == pytest.approx(deviation, rel=0.12)  # 3 standard errors of 696 values: .08
 

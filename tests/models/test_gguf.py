@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.models.decoder import Decoder
 from areal_jax.models.gguf import GgufError, find_package_file, load_gguf, unpermute
+from areal_jax.models.shape import ModelConfig
 
 CONFIG = ModelConfig(
     vocab_size=7, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=12, rope_theta=100.0,
@@ -49,14 +50,14 @@ def file_tensors():
         attention, mlp = layer['attention'], layer['mlp']
         tensors |= {
             f'blk.{index}.attn_norm.weight': layer['attention_norm'],
-            f'blk.{index}.attn_q.weight': permute(attention['query'].T, 4),
-            f'blk.{index}.attn_k.weight': permute(attention['key'].T, 2),
-            f'blk.{index}.attn_v.weight': attention['value'].T,
-            f'blk.{index}.attn_output.weight': attention['output'].T,
+            f'blk.{index}.attn_q.weight': permute(attention['query']['weight'].T, 4),
+            f'blk.{index}.attn_k.weight': permute(attention['key']['weight'].T, 2),
+            f'blk.{index}.attn_v.weight': attention['value']['weight'].T,
+            f'blk.{index}.attn_output.weight': attention['output']['weight'].T,
             f'blk.{index}.ffn_norm.weight': layer['mlp_norm'],
-            f'blk.{index}.ffn_gate.weight': mlp['gate'].T,
-            f'blk.{index}.ffn_up.weight': mlp['up'].T,
-            f'blk.{index}.ffn_down.weight': mlp['down'].T,
+            f'blk.{index}.ffn_gate.weight': mlp['gate']['weight'].T,
+            f'blk.{index}.ffn_up.weight': mlp['up']['weight'].T,
+            f'blk.{index}.ffn_down.weight': mlp['down']['weight'].T,
         }
     return tensors, params
 

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.models.decoder import Decoder
 from areal_jax.models.hf import WeightsError, from_hf_names, hf_config, to_hf_names
+from areal_jax.models.shape import ModelConfig
 
 TIED = ModelConfig(
     vocab_size=11, d_model=6, n_layers=11, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=10, rope_theta=500.0
@@ -61,8 +62,13 @@ def test_matrices_turn_and_tables_do_not():
     params = numpy_params(TIED)
     named = to_hf_names(params, TIED)
     layer = params['layers']['10']
-    np.testing.assert_array_equal(named['model.layers.10.mlp.up_proj.weight'], layer['mlp']['up'].T)  # [out, in]
-    np.testing.assert_array_equal(named['model.layers.10.self_attn.o_proj.weight'], layer['attention']['output'].T)
+    up, output = layer['mlp']['up']['weight'], layer['attention']['output']['weight']
+    np.testing.assert_array_equal(
+        named['model.layers.10.mlp.up_proj.weight'], layer['mlp']['up']['weight'].T
+    )  # [out, in]
+    np.testing.assert_array_equal(
+        named['model.layers.10.self_attn.o_proj.weight'], layer['attention']['output']['weight'].T
+    )
     np.testing.assert_array_equal(named['model.layers.10.input_layernorm.weight'], layer['attention_norm'])
     np.testing.assert_array_equal(named['model.embed_tokens.weight'], params['embedding'])
 

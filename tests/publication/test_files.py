@@ -46,7 +46,7 @@ def test_the_directory_is_what_servers_load(tmp_path):
     assert files == {'model.safetensors', 'config.json', 'manifest.json'}
     tensors = load_file(tmp_path / 'v000001' / 'model.safetensors')
     # [out, in] there, [in, out] here; a view dumped as it lies would have the right shape and wrong rows
-    up = params['layers']['1']['mlp']['up']
+    up = params['layers']['1']['mlp']['up']['weight']
     np.testing.assert_array_equal(tensors['model.layers.1.mlp.up_proj.weight'], up.T)
     assert json.loads((tmp_path / 'v000001' / 'config.json').read_text())['hidden_size'] == CONFIG.d_model
     manifest = json.loads((tmp_path / 'v000001' / 'manifest.json').read_text())

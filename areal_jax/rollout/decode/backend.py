@@ -220,10 +220,12 @@ class JaxDecodeBackend:
         """Per layer k, v [R, K, L, D] of tokens [R, L]."""
         rows, length = tokens.shape
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: None) -> tuple[jax.Array, LayerCache]:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, _: None, window: int | None
+        ) -> tuple[jax.Array, LayerCache]:
             q, k, v = (x.reshape(rows, length, *x.shape[1:]) for x in (q, k, v))
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-            return causal_attention(q, k, v).reshape(rows * length, *q.shape[2:]), (k, v)
+            return causal_attention(q, k, v, window).reshape(rows * length, *q.shape[2:]), (k, v)
 
         positions = jnp.tile(jnp.arange(length), rows)
         return self._decoder.hidden(weights, tokens.reshape(-1), positions, attend)[1]
@@ -252,9 +254,11 @@ class JaxDecodeBackend:
         """One token per slot: (state, tokens [B], log-probs [B])."""
         slots = state.slots
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache) -> tuple[jax.Array, LayerCache]:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+        ) -> tuple[jax.Array, LayerCache]:
             layer = write_token(layer, k, v, slots.position)
-            return cache_attention(q, layer[0][:, :, :width], layer[1][:, :, :width], slots.position), layer
+            return cache_attention(q, layer[0][:, :, :width], layer[1][:, :, :width], slots.position, window), layer
 
         hidden, cache = self._decoder.hidden(weights, slots.token, slots.position, attend, state.cache)
         logits = self._decoder.logits(weights, hidden)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.decoder import Decoder, ModelConfig
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
@@ -100,7 +101,7 @@ def generate(wanted, slot=0, **kwargs):
 
 @jax.jit
 def _forward(params, tokens):
-    def attend(q, k, v, _):
+    def attend(q, k, v, _, window):
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
         scores = jnp.einsum('qhd,khd->hqk', q, k) / np.sqrt(q.shape[-1])
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -jnp.inf)

@@ -1,0 +1,37 @@
+"""Under arrows 3 and 7: rotary positions, plain and stretched."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.models.shape import Llama3Scaling
+
+
+def rotary(
+    positions: jax.Array, head_dim: int, theta: float, scaling: Llama3Scaling | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, float32 [N, D/2], of the angles position * theta^(-2j/D) (arXiv 2104.09864, Eq. 15)."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if scaling is not None:
+        frequencies = stretch(frequencies, scaling)
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def stretch(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    """Frequencies divided by `factor` where fewer than `low` turns fit the original context, kept where more than
+    `high` do, and in between blended linearly in the number of turns (Llama 3.1's rule)."""
+    turns = scaling.original_context_tokens * frequencies / (2 * np.pi)
+    span = scaling.high_frequency_factor - scaling.low_frequency_factor
+    kept = np.clip((turns - scaling.low_frequency_factor) / span, 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+    """Turns the pairs (j, j + D/2) of every head of x [N, H, D]; angles are float32, the result has x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cosine, sine = cosine[:, None, :], sine[:, None, :]
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,68 @@
+"""Under arrows 3 and 7: the numbers that say which decoder a model is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+FAMILIES = ('llama', 'qwen2', 'qwen3', 'mistral')
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Rotary positions stretched as Llama 3.1 does: long wavelengths by `factor`, short ones not at all."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_context_tokens: int  # of the model before stretching
+
+    def __post_init__(self) -> None:
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise ValueError(
+                f'high_frequency_factor={self.high_frequency_factor} must be above '
+                f'low_frequency_factor={self.low_frequency_factor}'
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder with RMS norm, rotary positions, grouped queries and SwiGLU.
+
+    It covers Llama 2 and 3, SmolLM2, Qwen 2, 2.5 and 3 (dense), Mistral and what is distilled into them.
+
+    `family` names the architecture for Hugging Face's tools; what is computed follows from the other fields alone.
+    """
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int  # divides n_heads
+    head_dim: int  # even
+    d_ff: int
+    rope_theta: float  # base of the rotary wavelengths
+    rms_eps: float = 1e-5
+    tie_embeddings: bool = True  # the head is the embedding
+    context_tokens: int = 8192  # longest sequence the weights were made for
+    family: str = 'llama'
+    qkv_bias: bool = False  # of the query, key and value projections
+    output_bias: bool = False  # of the attention's output projection
+    qk_norm: bool = False  # RMS norm over every query and key head before its rotation
+    rope_scaling: Llama3Scaling | None = None
+    sliding_window: int | None = None  # a token sees so many positions, itself included
+    first_window_layer: int = 0  # layers before it see everything
+    value_head: bool = False  # a scalar per token, for a critic
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f'n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}')
+        if self.head_dim % 2:
+            raise ValueError(f'head_dim={self.head_dim} is odd; rotary positions need pairs')
+        if self.family not in FAMILIES:
+            raise ValueError(f'family={self.family!r} is unknown; use one of {", ".join(FAMILIES)}')
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f'sliding_window={self.sliding_window} must be at least 1, or None for no window')
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a token of this layer sees; None = all before it."""
+        return self.sliding_window if layer >= self.first_window_layer else None
