@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
-_TILE_BYTES = 2**26  # of float32 logits that exist at a time: large enough to keep the matrix products efficient
+_TILE_BYTES = 2**25  # of float32 logits that exist at a time
+_LEAST_CHUNK = 2048  # columns of a tile: with fewer the sum of d_hidden is read and written too often
 _LOWEST = -1e30  # below every logit, and finite: 0 * -inf is NaN
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -38,58 +41,120 @@ def effective_temperature(temperature: Any) -> jax.Array:
 
 
 def token_logprobs(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: Any, *, chunk: int | None = None
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    temperature: Any,
+    *,
+    chunk: int | None = None,
+    axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of each target and entropy of its whole distribution, float32 [N] each, without logits [N, V].
 
     `logprob_of(hidden @ head.T, targets, temperature)` for hidden [N, d], head [V, d] and targets int [N] in [0, V),
     differentiable in `hidden` and `head`. `chunk` columns of the vocabulary exist at a time; None takes as many as
-    64 MB hold. Saves only the log-sum-exp and the entropy and works the tiles out again for the gradient.
+    32 MB of float32 hold, and 2048 at least. Saves only the log-sum-exp and the entropy and works the tiles out again
+    for the gradient. A token with a NaN among its logits has NaN for both; others keep their values.
+
+    With `axis_name`, for use inside `jax.shard_map`, `head` is the slice [V/t, d] that this one of the axis's t devices
+    holds, in the order of the axis; hidden, targets (of the whole vocabulary) and temperature must be the same on all
+    of them, and so are the results. The gradients are those of each device's own arguments: `d_hidden` is the part that
+    comes through this slice, and the whole is its sum over the axis. A shard_map with check_vma=False takes that sum by
+    itself, once, where it is differentiated from outside and the specs of `hidden` and of the results leave the axis
+    out; nobody else may take it. check_vma=True refuses to differentiate. `sharded_token_logprobs` does all this.
     """
     if chunk is None:
-        chunk = max(_TILE_BYTES // (4 * len(targets)) // 128, 1) * 128
+        chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
-    return _token_logprobs(hidden, head, targets, temperature, min(chunk, len(head)))
+    return _token_logprobs(hidden, head, targets, temperature, min(chunk, len(head)), axis_name)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _token_logprobs(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int
+def sharded_token_logprobs(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    temperature: Any,
+    *,
+    mesh: Mesh,
+    token_axes: Sequence[str],
+    vocab_axis: str,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward(hidden, head, targets, temperature, chunk)[0]
+    """`token_logprobs` of whole arrays: tokens cut over `token_axes` of the mesh, the vocabulary over `vocab_axis`.
+
+    Results are cut as the tokens are. No device holds more of `head` than its V/t rows, or of its gradient. `chunk` is
+    per device. Differentiate outside; gradients are whole. The axes of `mesh` are of type Auto.
+
+    Raises ValueError where N or V is not a multiple of the devices that it lies over.
+    """
+    token_shards = math.prod(mesh.shape[axis] for axis in token_axes)
+    for name, size, axes, shards in (
+        ('tokens', len(targets), tuple(token_axes), token_shards),
+        ('rows of the head (the vocabulary)', len(head), (vocab_axis,), mesh.shape[vocab_axis]),
+    ):
+        if size % shards:
+            axis_sizes = ' x '.join(f'mesh.{axis}={mesh.shape[axis]}' for axis in axes)
+            raise ValueError(f'{size} {name} do not divide over {axis_sizes}: pad them or change the mesh')
+    by_token = PartitionSpec(tuple(token_axes))
+    compute = jax.shard_map(
+        functools.partial(token_logprobs, chunk=chunk, axis_name=vocab_axis),
+        mesh=mesh,
+        in_specs=(by_token, PartitionSpec(vocab_axis), by_token, by_token),
+        out_specs=by_token,
+        check_vma=False,
+    )
+    return compute(hidden, head, targets, jnp.broadcast_to(effective_temperature(temperature), targets.shape))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _token_logprobs(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int, axis_name: str | None
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(hidden, head, targets, temperature, chunk, axis_name)[0]
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int, axis_name: str | None
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    local_targets = targets - _first_row(head, axis_name)
+
     def fold(state: _Sums, columns: jax.Array, first: Any) -> _Sums:
         top, total, moment, chosen = state  # largest z; sums of e^(z - top) and (z - top) e^(z - top); z of the target
         z = _logits(hidden, columns, temperature)
         new_top = jnp.maximum(top, z.max(axis=-1))
         shifted = z - new_top[:, None]
-        weights, shrink = jnp.exp(shifted), jnp.exp(top - new_top)
-        moment = shrink * (moment + total * (top - new_top)) + jnp.sum(weights * shifted, axis=-1)
-        column = targets - first
+        weights = jnp.exp(shifted)
+        total, moment = _shift(total, moment, top - new_top)
+        column = local_targets - first
         inside = (column >= 0) & (column < len(columns))
         found = jnp.take_along_axis(z, jnp.where(inside, column, 0)[:, None], axis=-1)[:, 0]
-        return new_top, shrink * total + weights.sum(axis=-1), moment, jnp.where(inside, found, chosen)
+        moment = moment + jnp.sum(weights * shifted, axis=-1)
+        return new_top, total + weights.sum(axis=-1), moment, jnp.where(inside, found, chosen)
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     top, total, moment, chosen = _fold_tiles(fold, (zeros + _LOWEST, zeros, zeros, zeros), head, chunk)
+    if axis_name is not None:
+        # NaN reaches every device through the sums, whatever the maximum makes of it
+        highest = jax.lax.pmax(top, axis_name)
+        total, moment, chosen = jax.lax.psum((*_shift(total, moment, top - highest), chosen), axis_name)
+        top = highest
     lse = top + jnp.log(total)
     entropy = jnp.log(total) - moment / total  # lse - mean of z, without the cancellation of two large numbers
     return (chosen - lse, entropy), (hidden, head, targets, temperature, lse, entropy)
 
 
-def _backward(chunk: int, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+def _backward(chunk: int, axis_name: str | None, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     hidden, head, targets, temperature, lse, entropy = saved
+    if axis_name is not None:  # every device's copy of the results depends on this slice
+        gradients = jax.lax.psum(gradients, axis_name)
     d_logprob, d_entropy = (g[:, None] for g in gradients)
+    local_targets = targets - _first_row(head, axis_name)
 
     def fold(state: tuple[jax.Array, jax.Array], columns: jax.Array, first: Any) -> tuple[jax.Array, jax.Array]:
         # d log p_t / dz_j = [j = t] - p_j      dH / dz_j = -p_j (log p_j + H)
         d_hidden, d_head = state
         log_p = _logits(hidden, columns, temperature) - lse[:, None]
-        is_target = first + jnp.arange(len(columns)) == targets[:, None]
+        is_target = first + jnp.arange(len(columns)) == local_targets[:, None]
         d_z = -jnp.exp(log_p) * (d_logprob + d_entropy * (log_p + entropy[:, None]))
         d_logits = ((d_z + jnp.where(is_target, d_logprob, 0.0)) / temperature[:, None]).astype(hidden.dtype)
         d_hidden = d_hidden + _product('nv,vd->nd', d_logits, columns)
@@ -102,6 +167,16 @@ def _backward(chunk: int, saved: Any, gradients: tuple[jax.Array, jax.Array]) ->
 
 
 _token_logprobs.defvjp(_forward, _backward)
+
+
+def _first_row(head: jax.Array, axis_name: str | None) -> Any:
+    """Of the vocabulary, in this device's slice of it."""
+    return 0 if axis_name is None else jax.lax.axis_index(axis_name) * len(head)
+
+
+def _shift(total: jax.Array, moment: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of e^x and x e^x after every x has grown by `by`."""
+    return jnp.exp(by) * total, jnp.exp(by) * (moment + total * by)
 
 
 def _fold_tiles(fold: Callable[[_State, jax.Array, Any], _State], state: _State, head: jax.Array, chunk: int) -> _State:

@@ -1,4 +1,4 @@
-"""Log-probs by hand, and the tiled form against the whole one in value, gradient and memory."""
+"""Log-probs by hand; the tiled form against the whole one, and over a mesh against one device, with gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.models.logprobs import logprob_of, token_logprobs
+from areal_jax.models.logprobs import logprob_of, sharded_token_logprobs, token_logprobs
 
 N, D, V = 9, 6, 101  # chunks of 32 leave 5 columns over
 CHUNKS = (None, 1, 32, 50, 101, 1000)
@@ -145,3 +146,148 @@ def test_the_logits_are_never_whole():
 
     assert temporary_bytes(whole) > 12e6
     assert temporary_bytes(lambda *x: token_logprobs(*x, chunk=256)) < 4e6
+
+
+@pytest.mark.parametrize('chunk', [32, None])
+def test_nan_stays_with_its_token(chunk):
+    hidden, head, targets = example()
+    clean = token_logprobs(hidden, head, targets, 1.0, chunk=chunk)
+    poisoned = hidden.copy()
+    poisoned[3, 2] = np.nan
+    for ours, expected in zip(token_logprobs(poisoned, head, targets, 1.0, chunk=chunk), clean, strict=True):
+        np.testing.assert_array_equal(ours, np.where(np.arange(N) == 3, np.nan, expected))
+    # one logit only, in the last, smaller tile: token 3 alone reads column 100 there
+    only_3 = np.zeros((N, V), np.float32)
+    only_3[3, 100] = np.nan
+    logits = hidden @ head.T + only_3
+    np.testing.assert_array_equal(np.isnan(logprob_of(logits, targets, 1.0)), np.arange(N) == 3)
+
+
+TOKENS, ROWS = 16, 104  # over 8 devices: slices of 13 rows
+MESHES = {'fsdp 4 x tensor 2': (1, 4, 2, 1), 'tensor 8': (1, 1, 8, 1), 'three axes': (2, 1, 2, 2)}
+TOKEN_AXES = ('data', 'fsdp', 'context')
+
+
+def make_mesh(shape):
+    return jax.make_mesh(shape, ('data', 'fsdp', 'tensor', 'context'), axis_types=(AxisType.Auto,) * 4)
+
+
+def sharded_example(dtype=np.float32):
+    rng = np.random.default_rng(2)
+    hidden, head = rng.normal(size=(TOKENS, D)), rng.normal(size=(ROWS, D))
+    targets = np.array([0, 12, 13, 25, 26, 38, 39, 51, 52, 64, 65, 77, 78, 90, 91, 103])  # both ends of every slice
+    return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), targets
+
+
+def values_and_gradients(compute, hidden, head, targets):
+    """Of a loss whose every token has its own weight and temperature, and whose hidden states are a product."""
+    a, b = np.random.default_rng(3).normal(size=(2, TOKENS)).astype(np.float32)
+    temperature = np.linspace(0.5, 2.0, TOKENS, dtype=np.float32)
+
+    def loss(hidden, head):
+        logprobs, entropy = compute(jnp.tanh(hidden), head, targets, temperature)
+        return jnp.sum(a * logprobs) + jnp.sum(b * entropy**2), (logprobs, entropy)
+
+    (value, values), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
+    return value, *values, *gradients
+
+
+def assert_near(ours, expected, tolerance):
+    for x, y in zip(ours, expected, strict=True):
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y)
+
+
+def over(mesh, token_axes=TOKEN_AXES, **settings):
+    return lambda *args: sharded_token_logprobs(
+        *args, mesh=mesh, token_axes=token_axes, vocab_axis='tensor', **settings
+    )
+
+
+@pytest.mark.parametrize('chunk', [None, 5])
+@pytest.mark.parametrize('shape', MESHES.values(), ids=MESHES)
+def test_over_a_mesh_equals_one_device(shape, chunk):
+    mesh, (hidden, head, targets) = make_mesh(shape), sharded_example()
+    expected = values_and_gradients(token_logprobs, hidden, head, targets)
+    hidden = jax.device_put(hidden, NamedSharding(mesh, PartitionSpec(TOKEN_AXES)))
+    head = jax.device_put(head, NamedSharding(mesh, PartitionSpec('tensor')))
+    assert_near(values_and_gradients(over(mesh, chunk=chunk), hidden, head, targets), expected, 2e-6)
+
+
+def test_axes_that_cut_nothing_hold_replicas():
+    mesh, example = make_mesh((2, 2, 2, 1)), sharded_example()
+    expected = values_and_gradients(token_logprobs, *example)
+    assert_near(values_and_gradients(over(mesh, token_axes=('fsdp',)), *example), expected, 2e-6)
+
+
+@pytest.mark.parametrize('shape', [(1, 4, 2, 1), (1, 1, 8, 1)])
+def test_half_precision_over_a_mesh_is_summed_in_float32(shape):
+    hidden, head, targets = sharded_example(jnp.bfloat16)
+    ours = values_and_gradients(over(make_mesh(shape)), hidden, head, targets)
+    assert [x.dtype for x in ours] == [jnp.float32] * 3 + [jnp.bfloat16] * 2
+    exact = values_and_gradients(token_logprobs, hidden, head, targets)
+    assert_near(ours[:3], exact[:3], 1e-6)
+    assert_near(ours[3:], exact[3:], 2e-2)  # gradients are rounded to 8 bits on each device and in their sum
+
+
+def test_gradients_inside_a_shard_map_are_parts_to_be_summed():
+    # each device differentiates the sum of its own results; hidden reaches them through every slice of the head
+    mesh, (hidden, head, targets) = make_mesh((1, 1, 8, 1)), sharded_example()
+
+    def parts(hidden, head):
+        loss = lambda *x: token_logprobs(*x, targets, 0.7, axis_name='tensor')[0].sum() / 8
+        d_hidden, d_head = jax.grad(loss, argnums=(0, 1))(hidden, head)
+        return jax.lax.psum(d_hidden, 'tensor'), d_head
+
+    specs = (PartitionSpec(), PartitionSpec('tensor'))
+    ours = jax.jit(jax.shard_map(parts, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False))(hidden, head)
+    whole = jax.grad(lambda *x: token_logprobs(*x, targets, 0.7)[0].sum(), argnums=(0, 1))(hidden, head)
+    assert_near(ours, whole, 2e-6)
+
+
+def test_replication_checks_refuse_instead_of_giving_a_wrong_gradient():
+    mesh, (hidden, head, targets) = make_mesh((1, 1, 8, 1)), sharded_example()
+    compute = jax.shard_map(
+        lambda *x: token_logprobs(*x, targets, 1.0, axis_name='tensor')[0],
+        mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec('tensor')), out_specs=PartitionSpec(), check_vma=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match='manual axis types do not match'):
+        jax.eval_shape(jax.grad(lambda *x: compute(*x).sum()), hidden, head)
+
+
+@pytest.mark.parametrize('where', ['hidden', 'head'])
+def test_nan_over_a_mesh(where):
+    # a NaN in one token: that token on every device; in one row of the head: all tokens, on all devices
+    hidden, head, targets = sharded_example()
+    compute = jax.jit(over(make_mesh((1, 4, 2, 1))))
+    clean = compute(hidden, head, targets, 1.0)
+    hit = np.arange(TOKENS) == 9 if where == 'hidden' else np.ones(TOKENS, bool)
+    if where == 'hidden':
+        hidden = hidden.at[9, 0].set(jnp.nan)
+    else:
+        head = head.at[101, 0].set(jnp.nan)
+    for ours, expected in zip(compute(hidden, head, targets, 1.0), clean, strict=True):
+        for shard in ours.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.where(hit, np.nan, expected)[shard.index])
+
+
+def test_the_head_is_never_gathered():
+    mesh = make_mesh((1, 4, 2, 1))
+    place = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+    hidden, head = place((512, 64), jnp.float32, TOKEN_AXES), place((8192, 64), jnp.float32, 'tensor')
+    targets = place((512,), jnp.int32, TOKEN_AXES)
+    loss = lambda *x: sum(jnp.sum(v * v) for v in over(mesh, chunk=256)(*x, 1.0))
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head, targets).compile()
+    assert 'all-gather' not in compiled.as_text()
+    # a device holds 128 tokens and 4096 rows: d_head takes 1 MB, all its logits 2 MB, a tile 128 KB
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.5e6
+
+
+def test_what_does_not_divide_is_named():
+    hidden, head, targets = sharded_example()
+    with pytest.raises(ValueError, match=r'101 rows of the head .* do not divide over mesh.tensor=2'):
+        over(make_mesh((1, 4, 2, 1)))(hidden, head[:101], targets, 1.0)
+    with pytest.raises(ValueError, match=r'15 tokens do not divide over mesh.data=1 x mesh.fsdp=4 x mesh.context=1'):
+        over(make_mesh((1, 4, 2, 1)))(hidden[:15], head, targets[:15], 1.0)
