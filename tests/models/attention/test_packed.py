@@ -140,8 +140,8 @@ def test_auto_takes_blocks_for_long_rows():
         one = np.ones(tokens, np.int32)
         return 'while' in str(jax.make_jaxpr(lambda q, k, v: attend(q, k, v, one, one, 'auto'))(*tensors(0, tokens)))
 
-    assert not loops(attention.BLOCKED_FROM_TOKENS - 1)
-    assert loops(attention.BLOCKED_FROM_TOKENS)
+    assert not loops(DENSE_BELOW_TOKENS - 1)
+    assert loops(DENSE_BELOW_TOKENS)
 
 
 @pytest.mark.parametrize('impl', IMPLS)

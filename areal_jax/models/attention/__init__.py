@@ -1,0 +1,24 @@
+"""Under arrow 7: attention over packed rows, its backends, their choice and their check at start-up."""
+
+from areal_jax.models.attention.backends import (
+    BACKENDS,
+    IMPLEMENTATIONS,
+    AttentionError,
+    Backend,
+    choose_implementation,
+    local_device,
+    shares_prompts,
+)
+from areal_jax.models.attention.packed import packed_attention, packed_rows_attention
+
+__all__ = [
+    'BACKENDS',
+    'IMPLEMENTATIONS',
+    'AttentionError',
+    'Backend',
+    'choose_implementation',
+    'local_device',
+    'packed_attention',
+    'packed_rows_attention',
+    'shares_prompts',
+]

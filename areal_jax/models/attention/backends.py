@@ -1,0 +1,141 @@
+"""Under arrow 7: which attention runs where, and what each can express."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+import jax
+import jax.numpy as jnp
+
+DENSE_BELOW_TOKENS = 256  # on a CPU the loops of 'blocked' cost more than they save in shorter rows
+_ANY_PLATFORM = ()
+_FLOATS = ('float32', 'bfloat16', 'float16')
+
+
+class AttentionError(ValueError):
+    """An attention backend that cannot do what is asked, or does it wrongly; names it, the feature and a way out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """What a backend can express. Every one knows segments, causality and grouped queries."""
+
+    platforms: tuple[str, ...]  # of jax.default_backend(); empty = any
+    dtypes: tuple[str, ...]
+    shares_prompts: bool  # parents other than the token's own segment
+    windows: bool  # a sliding window
+    slices: bool  # queries of a part of the row (context parallelism)
+    contains_nan: bool  # a value that is not finite stays in its segment, forward and backward
+    min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
+    head_dim_step: int = 1
+    max_head_dim: int | None = None
+
+
+BACKENDS = {
+    'dense': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
+    'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
+    'pallas': Backend(('gpu',), _FLOATS, True, True, True, True, min_capability=(8, 0), max_head_dim=256),
+    'splash': Backend(('tpu',), ('float32', 'bfloat16'), False, False, False, False),
+    'cudnn': Backend(
+        ('gpu',), ('bfloat16', 'float16'), False, False, False, False, (9, 0), head_dim_step=8, max_head_dim=256
+    ),
+}
+IMPLEMENTATIONS = ('auto', *BACKENDS)
+_PREFERRED = {'tpu': ('splash',), 'gpu': ('cudnn', 'pallas')}  # then 'blocked', which runs everywhere
+
+
+def choose_implementation(
+    impl: str,
+    *,
+    platform: str,
+    tokens: int,
+    dtype: jax.typing.DTypeLike,
+    head_dim: int | None = None,
+    capability: tuple[int, int] | None = None,
+    shares_prompts: bool = False,
+    window: int | None = None,
+    slices: bool = False,
+    excluded: Collection[str] = (),
+) -> str:
+    """The backend that 'auto' stands for, or `impl` itself once it is known to be able to do what is asked.
+
+    Args:
+      platform: of jax.default_backend().
+      tokens: of a row.
+      head_dim, capability: of the model and of a CUDA device, see `local_device`; None = do not ask.
+      shares_prompts, window, slices: what the mask has to express, see packed_attention.
+      excluded: backends that 'auto' passes over.
+
+    Raises AttentionError, naming what `impl` lacks and a backend that has it.
+    """
+
+    def missing(name: str) -> str | None:
+        return missing_feature(
+            name, dtype=dtype, head_dim=head_dim, shares_prompts=shares_prompts, window=window, slices=slices
+        ) or _missing_hardware(BACKENDS[name], platform, capability)
+
+    if impl != 'auto':
+        if reason := missing(impl):
+            raise AttentionError(f'attention {impl!r} {reason}; use {able(missing)}')
+        return impl
+    fallback = ('dense',) if tokens < DENSE_BELOW_TOKENS and platform not in _PREFERRED else ()
+    for name in (*_PREFERRED.get(platform, ()), *fallback, 'blocked', 'dense'):
+        if name not in excluded and not missing(name):
+            return name
+    raise AttentionError(f'no attention is left for {jnp.dtype(dtype)} on {platform!r}: excluded are {list(excluded)}')
+
+
+def shares_prompts(impl: str) -> bool:
+    """Whether rows in which answers stand beside one prompt can be packed for this backend; not for 'auto'."""
+    if impl not in BACKENDS:
+        raise AttentionError(f'impl={impl!r} is not a backend; use one of {", ".join(BACKENDS)}')
+    return BACKENDS[impl].shares_prompts
+
+
+def missing_feature(
+    impl: str,
+    *,
+    dtype: jax.typing.DTypeLike,
+    head_dim: int | None,
+    shares_prompts: bool,
+    window: int | None,
+    slices: bool,
+) -> str | None:
+    """What a call asks for and the backend cannot express, as the rest of a sentence; None = nothing."""
+    if impl not in BACKENDS:
+        raise AttentionError(f'impl={impl!r} is unknown; use one of {", ".join(IMPLEMENTATIONS)}')
+    backend, dtype = BACKENDS[impl], jnp.dtype(dtype).name
+    if dtype not in backend.dtypes:
+        return f'cannot compute in {dtype} (only {", ".join(backend.dtypes)})'
+    if shares_prompts and not backend.shares_prompts:
+        return 'cannot express shared prompts (parent_ids other than segment_ids)'
+    if window is not None and not backend.windows:
+        return f'cannot express a sliding window (window={window})'
+    if slices and not backend.slices:
+        return 'cannot express a slice of the queries (first, or fewer queries than keys)'
+    if head_dim is not None and (head_dim % backend.head_dim_step or head_dim > (backend.max_head_dim or head_dim)):
+        return (
+            f'cannot take head size {head_dim} (at most {backend.max_head_dim}, a multiple of {backend.head_dim_step})'
+        )
+    return None
+
+
+def local_device() -> tuple[str, tuple[int, int] | None]:
+    """(platform, CUDA compute capability or None) of the first device of this process."""
+    device = jax.local_devices()[0]
+    major, _, minor = str(getattr(device, 'compute_capability', '')).partition('.')
+    return jax.default_backend(), (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def able(missing: Callable[[str], str | None]) -> str:
+    """Backends to which `missing` has no objection, for an error message."""
+    return ' or '.join(repr(name) for name in BACKENDS if not missing(name)) or 'none: no backend can'
+
+
+def _missing_hardware(backend: Backend, platform: str, capability: tuple[int, int] | None) -> str | None:
+    if backend.platforms and platform not in backend.platforms:
+        return f'does not run on {platform!r} (only {", ".join(backend.platforms)})'
+    if capability is not None and capability < backend.min_capability:
+        return f'needs CUDA compute capability {backend.min_capability}, this device has {capability}'
+    return None

@@ -1,0 +1,113 @@
+"""Under arrow 7: block-sparse attention in plain JAX, for CPUs and whatever has no kernel of its own.
+
+Visits only tiles that may hold a visible pair and works each out again for the gradient from (out, log-sum-exp)
+(arXiv 2205.14135, algorithms 2 and 4). Its loops end where the data says, so rows go end to end and not through vmap,
+which would turn them into loops over everything.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from areal_jax.models.attention import flash
+from areal_jax.models.attention.flash import INVISIBLE, Kernel, Keys, Rows, Setting, product, tile_gradients
+from areal_jax.models.attention.visibility import (
+    KeyIds,
+    QueryIds,
+    RowIds,
+    pad_keys,
+    pad_queries,
+    stream_ids,
+    visible,
+    visible_tiles,
+    visits,
+)
+
+_BLOCK = 64  # tokens: side of a tile
+
+
+def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+    """`flash.attend` by tiles, [R, Tq, N, D]: rows end to end, time grows with the visible tiles."""
+    queries, keys = stream_ids(ids, q.shape[1])
+    shape = q.shape
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    more_queries, more_keys = -len(q) % _BLOCK, -len(k) % _BLOCK
+    padded = jnp.pad(q, ((0, more_queries), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, more_keys), (0, 0), (0, 0))) for x in (k, v))
+    queries, keys = pad_queries(queries, more_queries), pad_keys(keys, more_keys)
+    return flash.attend(Kernel(forward, backward), padded, k, v, queries, keys, setting)[: len(q)].reshape(shape)
+
+
+def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array]:
+    """See flash.Kernel."""
+    order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, _BLOCK))
+
+    def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        queries = _row_block(rows, index)
+
+        def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            # largest score so far; sums of exp(score - top) and of that times v. Where a tile holds nothing visible
+            # to a query the sums are of invisible keys: the tile where it sees itself shrinks them to nothing.
+            top, total, out = state
+            tile = _key_block(keys, order[index, step])
+            scores = flash.scores(queries, tile, visible(queries.ids, tile.ids, setting.window), setting.scale)
+            new_top = jnp.maximum(top, scores.max(axis=-1))
+            weights = jnp.exp(scores - new_top[..., None])
+            shrink = jnp.exp(top - new_top)
+            out = out * shrink[..., None] + product('kgts,ksd->kgtd', weights.astype(tile.v.dtype), tile.v)
+            return new_top, total * shrink + weights.sum(axis=-1), out
+
+        shape = queries.q.shape
+        zeros = jnp.zeros(shape[:-1], jnp.float32)
+        start = (jnp.full_like(zeros, INVISIBLE), zeros, jnp.zeros(shape, jnp.float32))
+        top, total, out = jax.lax.fori_loop(0, count[index], fold, start)
+        return (out / total[..., None]).astype(keys.v.dtype), top + jnp.log(total)
+
+    out, lse = jax.lax.map(block, jnp.arange(len(count)))
+    return jnp.moveaxis(out, 0, 2).reshape(rows.q.shape), jnp.moveaxis(lse, 0, 2).reshape(rows.q.shape[:-1])
+
+
+def backward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See flash.Kernel."""
+    order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, _BLOCK))
+
+    def block(index: jax.Array, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        queries = _row_block(rows, index)
+
+        def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            d_q, d_k, d_v = state
+            column = order[index, step]
+            tile_q, tile_k, tile_v = tile_gradients(queries, _key_block(keys, column), setting)
+            return d_q + tile_q, _add_block(d_k, tile_k, column), _add_block(d_v, tile_v, column)
+
+        d_q, d_k, d_v = gradients
+        start = jnp.zeros(queries.q.shape, jnp.float32)
+        own, d_k, d_v = jax.lax.fori_loop(0, count[index], fold, (start, d_k, d_v))
+        return _add_block(d_q, own, index), d_k, d_v
+
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (rows.q, keys.k, keys.v))
+    d_q, d_k, d_v = jax.lax.fori_loop(0, len(count), block, start)
+    return d_q.astype(rows.q.dtype), d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype)
+
+
+def _row_block(rows: Rows, index: jax.Array) -> Rows:
+    gradient = {}
+    if rows.statistics is not None:
+        gradient = {'d_out': _block(rows.d_out, index, 2), 'statistics': _block(rows.statistics, index, 3)}
+    return Rows(_block(rows.q, index, 2), QueryIds(*(_block(x, index, 0) for x in rows.ids)), **gradient)
+
+
+def _key_block(keys: Keys, index: jax.Array) -> Keys:
+    ids = KeyIds(*(_block(x, index, 0) for x in keys.ids))
+    return Keys(_block(keys.k, index, 1), _block(keys.v, index, 1), ids)
+
+
+def _block(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * _BLOCK, _BLOCK, axis)
+
+
+def _add_block(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+    """`part` added in place to the tokens (next to last axis) of a block."""
+    axis = total.ndim - 2
+    return jax.lax.dynamic_update_slice_in_dim(total, _block(total, index, axis) + part, index * _BLOCK, axis)

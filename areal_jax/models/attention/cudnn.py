@@ -1,0 +1,95 @@
+"""Under arrow 7: cuDNN's fused attention over ordinary packed rows, from Hopper on.
+
+jax offers packing (sequence lengths and offsets) only in its private module, so this one follows that module's source
+of jax 0.10 and is written without a device: it is reached only where `self_check` passes. Known there: the scale
+defaults to 1; only the layout BTNH converts offsets; before jax 0.11.1 the offsets of grouped keys are multiplied by
+the number of query heads, which silently reads other tokens, so keys and values are repeated (jax#39521).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from areal_jax.models.attention.flash import LSE_NAME, OUTPUT_NAME, Setting
+from areal_jax.models.attention.visibility import RowIds
+
+MAX_SEGMENTS = 64  # of a row, padding included; the saved log-sum-exp holds so many rows of [N, T]
+_GROUPED_KEYS_FROM = (0, 11, 1)  # version of jax
+
+
+def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+    """Causal attention within segments: [R, T, N, D] for q [R, T, N, D], k and v [R, T, K, D]. Reads no other id.
+
+    bfloat16 or float16. A row of more than MAX_SEGMENTS runs of equal ids is NaN, never wrong in silence. A bad value
+    may spread to other segments.
+    """
+    if jax.__version_info__ < _GROUPED_KEYS_FROM:
+        repeats = q.shape[2] // k.shape[2]
+        k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+    lengths, offsets, count = packed_offsets(ids.segment)
+    out = _attention(q, k, v, lengths, offsets, float(setting.scale))
+    return jnp.where((count <= MAX_SEGMENTS)[:, None, None, None], out, jnp.nan)
+
+
+def packed_offsets(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(lengths [R, M], offsets [R, M + 1], number of segments [R]), int32, of segment_ids [R, T]; -1 = no segment.
+
+    Offsets count tokens from the start of the row. The end of the last segment is not among them: the offsets of all
+    rows are joined into one list, in which every entry is the start of the next segment.
+    """
+    tokens = segment_ids.shape[1]
+
+    def row(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        starts_here = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+        starts = jnp.nonzero(starts_here, size=MAX_SEGMENTS + 1, fill_value=tokens)[0].astype(jnp.int32)
+        lengths = jnp.where(starts[:-1] < tokens, starts[1:] - starts[:-1], -1)
+        # one more segment than fit is an error of the caller's row, seen in the count
+        offsets = jnp.where(starts < tokens, starts, -1).at[-1].set(-1)
+        return lengths, offsets, starts_here.sum(dtype=jnp.int32)
+
+    return jax.vmap(row)(segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, offsets: jax.Array, scale: float
+) -> jax.Array:
+    return _forward(q, k, v, lengths, offsets, scale)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, offsets: jax.Array, scale: float
+) -> tuple[jax.Array, Any]:
+    unused = jnp.zeros(0, q.dtype)  # bias and the two page tables
+    arrays = (q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused)
+    # private: the public gradient rule keeps its log-sum-exp to itself, and rematerialisation would run it again
+    out, saved = _module()._dot_product_attention_fwd_rule(*arrays, *_static(scale))
+    *inputs, lse, out = saved
+    out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return out, (*inputs, lse, out)
+
+
+def _backward(scale: float, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    d_q, d_k, d_v, *_ = _module()._dot_product_attention_bwd_rule(*_static(scale), saved, d_out)
+    return d_q, d_k, d_v, None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _static(scale: float) -> tuple[Any, ...]:
+    """scale, seed, dropout, (bias, its gradient), mask, layout, window, cuDNN version, log-sum-exp to the caller."""
+    module = _module()
+    mask, layout = module.MaskType.PADDING_CAUSAL, module.AttentionLayout.BTNH.value
+    return (scale, 0, 0.0, (False, False), mask, layout, None, module.check_cudnn_version(), False)
+
+
+def _module() -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo

@@ -1,0 +1,35 @@
+"""Under arrow 7: attention through all scores at once, for tests, short rows and as the measure of the others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from areal_jax.models.attention import flash
+from areal_jax.models.attention.flash import Kernel, Keys, Rows, Setting, product, tile_gradients
+from areal_jax.models.attention.visibility import RowIds, stream_ids, visible
+
+
+def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+    """`flash.attend` row by row, with scores [R, N, Tq, T] in memory: [R, Tq, N, D]."""
+
+    def row(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds) -> jax.Array:
+        lone = RowIds(*(x[None] if getattr(x, 'ndim', 0) else x for x in ids))
+        return flash.attend(Kernel(forward, backward), q, k, v, *stream_ids(lone, len(q)), setting)
+
+    axes = RowIds(0, 0, None if ids.position is None else 0, None)
+    return jax.vmap(row, in_axes=(0, 0, 0, axes))(q, k, v, ids)
+
+
+def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array]:
+    """See flash.Kernel."""
+    scores = flash.scores(rows, keys, visible(rows.ids, keys.ids, setting.window), setting.scale)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - lse[..., None])
+    return product('kgts,ksd->kgtd', weights.astype(keys.v.dtype), keys.v).astype(keys.v.dtype), lse
+
+
+def backward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See flash.Kernel."""
+    d_q, d_k, d_v = tile_gradients(rows, keys, setting)
+    return d_q.astype(rows.q.dtype), d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype)

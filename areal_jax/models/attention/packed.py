@@ -1,0 +1,125 @@
+"""Under arrow 7: attention over packed rows, whose segments share a row without seeing each other."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.models.attention import blocked, cudnn, dense, pallas, splash
+from areal_jax.models.attention.backends import (
+    BACKENDS,
+    AttentionError,
+    able,
+    choose_implementation,
+    local_device,
+    missing_feature,
+)
+from areal_jax.models.attention.flash import Setting
+from areal_jax.models.attention.visibility import RowIds
+
+
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    parent_ids: jax.Array,
+    *,
+    scale: float,
+    impl: str = 'auto',
+    positions: jax.Array | None = None,
+    window: int | None = None,
+    first: jax.Array | int = 0,
+    interpret: bool = False,
+) -> jax.Array:
+    """softmax(scale q k') v over what each token of a row sees: [Tq, N, D] for q [Tq, N, D], k and v [T, K, D].
+
+    Token t sees token s iff s <= t, segment_ids[s] is segment_ids[t] or parent_ids[t], and, with a window,
+    positions[t] - positions[s] < window. Padding is one more segment, so every token sees itself.
+
+    Args:
+      segment_ids, parent_ids: int32 [T]; 0 = padding, which stands last.
+      scale: static.
+      impl: static, one of IMPLEMENTATIONS, see `backends`. 'auto' takes a backend that can do what is asked; it knows
+        that no prompt is shared only if parent_ids is the same array as segment_ids.
+      positions: int32 [T], in the trajectory; asked for by a window.
+      window: static, tokens, >= 1.
+      first: the queries are the tokens first to first + Tq of the row (context parallelism); may be traced, and is
+        then the caller's to keep in range.
+      interpret: static; Pallas kernels run in the interpreter, for tests on a CPU.
+
+    A backend without shared prompts raises where it sees them, and returns NaN for their tokens where ids are traced.
+
+    Raises AttentionError for an unknown `impl`, for shapes that do not fit, and for what the backend cannot express.
+    """
+    one_row = None if positions is None else positions[None]
+    segments = segment_ids[None]
+    parents = segments if parent_ids is segment_ids else parent_ids[None]
+    return packed_rows_attention(
+        q[None], k[None], v[None], segments, parents, scale=scale, impl=impl, positions=one_row, window=window,
+        first=first, interpret=interpret,
+    )[0]  # fmt: skip
+
+
+def packed_rows_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    parent_ids: jax.Array,
+    *,
+    scale: float,
+    impl: str = 'auto',
+    positions: jax.Array | None = None,
+    window: int | None = None,
+    first: jax.Array | int = 0,
+    interpret: bool = False,
+) -> jax.Array:
+    """packed_attention of R rows on one device: [R, Tq, N, D]; every array has R in front, `first` holds for all.
+
+    'blocked' and 'pallas' read the rows end to end as one stream, the others row by row or as a batch.
+    """
+    _check_shapes(q, k, positions, window, first)
+    slices = not (isinstance(first, int) and first == 0 and q.shape[1] == k.shape[1])
+    shares = _may_share(segment_ids, parent_ids)
+    asked = {'dtype': q.dtype, 'head_dim': q.shape[-1], 'window': window, 'slices': slices}
+    if impl == 'auto':
+        platform, capability = local_device()
+        impl = choose_implementation(
+            impl, platform=platform, capability=capability, tokens=k.shape[1], shares_prompts=shares, **asked
+        )
+    known_to_share = shares and not _is_traced(segment_ids, parent_ids)
+    if reason := missing_feature(impl, shares_prompts=known_to_share, **asked):
+        others = able(lambda name: missing_feature(name, shares_prompts=shares, **asked))
+        raise AttentionError(f'attention {impl!r} {reason}; use {others}')
+    ids = RowIds(segment_ids, parent_ids, positions if window else None, first)
+    out = _MODULES[impl].attend_rows(q, k, v, ids, Setting(scale, window, interpret))
+    if shares and not BACKENDS[impl].shares_prompts:
+        return jnp.where((segment_ids == parent_ids)[..., None, None], out, jnp.nan)
+    return out
+
+
+_MODULES = {'dense': dense, 'blocked': blocked, 'pallas': pallas, 'splash': splash, 'cudnn': cudnn}
+
+
+def _may_share(segment_ids: jax.Array, parent_ids: jax.Array) -> bool:
+    if parent_ids is segment_ids:
+        return False
+    return _is_traced(segment_ids, parent_ids) or bool(np.any(np.asarray(segment_ids) != np.asarray(parent_ids)))
+
+
+def _is_traced(*arrays: jax.Array) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+def _check_shapes(
+    q: jax.Array, k: jax.Array, positions: jax.Array | None, window: int | None, first: jax.Array | int
+) -> None:
+    if q.shape[2] % k.shape[2]:
+        raise AttentionError(f'{q.shape[2]} query heads are not a multiple of {k.shape[2]} key heads')
+    if window is not None and (window < 1 or positions is None):
+        raise AttentionError(f'window={window} with positions={positions}: give a window of >= 1 tokens and positions')
+    place = first if isinstance(first, int) else 0
+    if place < 0 or place + q.shape[1] > k.shape[1]:
+        raise AttentionError(f'queries {place} to {place + q.shape[1]} do not lie in a row of {k.shape[1]} tokens')

@@ -1,0 +1,53 @@
+"""Under arrow 7: the splash attention kernel of jax for TPUs, over ordinary packed rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from areal_jax.models.attention.flash import OUTPUT_NAME, Setting
+from areal_jax.models.attention.visibility import RowIds
+
+_LANES = 128  # tokens and head sizes are padded to multiples
+_MAX_BLOCK = 512  # tokens: side of a tile, where it divides the row
+
+
+def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
+    """Causal attention within segments: [R, T, N, D] for q [R, T, N, D], k and v [R, T, K, D]. Reads no other id.
+
+    The kernel skips tiles above the diagonal only and knows no scale, so q comes scaled. It saves its output and its
+    log-sum-exp for the gradient under one name, 'attention_output'. A bad value may spread to other segments.
+    """
+    rows, tokens, heads, dim = q.shape
+    more_tokens, more_dim = -tokens % _LANES, -dim % _LANES
+    kernel = _kernel(tokens + more_tokens, heads, setting.interpret)
+    q, k, v = (
+        jnp.pad(x, ((0, 0), (0, more_tokens), (0, 0), (0, more_dim))).transpose(0, 2, 1, 3)
+        for x in ((q * setting.scale).astype(q.dtype), k, v)
+    )
+    padding = jnp.broadcast_to(ids.segment.min(axis=1, keepdims=True) - 1, (rows, more_tokens))
+    segments = jnp.concatenate([ids.segment, padding], axis=1)
+    out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=segments, kv=segments))
+    return out.transpose(0, 2, 1, 3)[:, :tokens, :, :dim]
+
+
+@functools.lru_cache(maxsize=32)
+def _kernel(tokens: int, heads: int, interpret: bool) -> Any:
+    """Built once per shape: working out the mask takes long. Its arrays are constants even while jit traces."""
+    block = next(b for b in (_MAX_BLOCK, 256, _LANES) if tokens % b == 0)
+    sizes = splash.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=block,
+        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
+        block_q_dq=block, block_kv_dq=block,
+    )  # fmt: skip
+    mask = masks.MultiHeadMask([masks.CausalMask((tokens, tokens))] * heads)
+    with jax.ensure_compile_time_eval():
+        return splash.make_splash_mha(
+            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, residual_checkpoint_name=OUTPUT_NAME,
+            interpret=interpret,
+        )  # fmt: skip
