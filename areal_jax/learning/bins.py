@@ -1,21 +1,24 @@
-"""Part of arrow 6: first-fit decreasing over several capacities at once. numpy only."""
+"""Part of arrow 6: which items share a bin of one capacity or two. numpy only."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
-Size = tuple[int, ...]
+import numpy as np
+
+Size = tuple[int, ...]  # one size for each capacity, of which there are one or two
 
 
-def pack_first_fit(sizes: Sequence[Size], capacity: Size) -> list[list[int]]:
-    """Places every item, largest first, into the first bin where each of its sizes still fits.
+def pack_first_fit(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> list[list[int]]:
+    """Places every item, largest first, into the first bin where it still fits.
 
     'Largest' is by the biggest share of a capacity, ties by index, so the result is a function of the input alone.
-    O(n log n) for one capacity: a tree over the bins holds the largest free space below each node. With several
-    capacities a node may promise what none of its bins holds at once, and the search goes on to the right.
+    O(n log n). Where two capacities decide, the first fit cannot be found in less than O(bins), and the best fit takes
+    its place: the bin left with least of the scarcer capacity, at O(log capacity) an item and as few bins.
 
     Args:
-      sizes: per item one size for each capacity, 0 <= size <= capacity.
+      sizes: per item one size for each capacity, 0 <= size <= capacity; an array is int [n, capacities].
 
     Returns:
       per bin the indices of its items, in the order of placing.
@@ -23,38 +26,152 @@ def pack_first_fit(sizes: Sequence[Size], capacity: Size) -> list[list[int]]:
     Raises:
       ValueError: an item that does not fit an empty bin.
     """
-    for index, size in enumerate(sizes):
-        if any(s > c for s, c in zip(size, capacity, strict=True)):
-            raise ValueError(f'item {index} of size {size} does not fit a bin of capacity {capacity}')
-    free = _FreeSpace(len(sizes), capacity)
-    bins: dict[int, list[int]] = {}
-    by_share = sorted(range(len(sizes)), key=lambda i: -max(s / c for s, c in zip(sizes[i], capacity, strict=True)))
-    for index in by_share:
-        bins.setdefault(free.take(sizes[index]), []).append(index)
-    return [bins[b] for b in sorted(bins)]
+    items, limit = _checked(sizes, capacity)
+    order = _largest_first(items, limit)
+    if len(items) and (items.sum(0) <= limit).all():
+        return [order.tolist()]
+    axes = _deciding(items, limit)
+    columns, limits = [items[order, axis].tolist() for axis in axes], [int(limit[axis]) for axis in axes]
+    places = _place_first(columns[0], limits[0]) if len(axes) == 1 else _place_best(*columns, *limits)
+    return _members(order.tolist(), places)
+
+
+def pack_fewest_first(sizes: Sequence[Size] | np.ndarray, capacity: Size, min_bins: int = 1) -> list[list[int]]:
+    """Places every item, largest first, into the bin with the fewest items among those where it fits.
+
+    A bin is opened while there are fewer than `min_bins`, and where no open one has room. Algorithm 1 (dynamic
+    batching) of arXiv 2505.24298, which leaves ties open: here the lowest index, of items and of bins. O(n * bins).
+
+    Args, Returns, Raises: as `pack_first_fit`.
+    """
+    items, limit = _checked(sizes, capacity)
+    order = _largest_first(items, limit)
+    free = np.repeat(limit[:, None], len(items), axis=1)  # [capacities, bins]
+    counts = np.zeros(len(items), np.int64)
+    opened, places = 0, []
+    for size in items[order]:
+        fits = np.flatnonzero((free[:, :opened] >= size[:, None]).all(0))
+        if opened < min_bins or not len(fits):
+            found, opened = opened, opened + 1
+        else:
+            found = int(fits[counts[fits].argmin()])
+        free[:, found] -= size
+        counts[found] += 1
+        places.append(found)
+    return _members(order.tolist(), places)
+
+
+def _checked(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> tuple[np.ndarray, np.ndarray]:
+    """(items [n, capacities], capacity), int64."""
+    limit = np.array(capacity, np.int64)
+    items = np.asarray(sizes, np.int64).reshape(len(sizes), len(limit))
+    too_large = np.flatnonzero((items > limit).any(1))
+    if len(too_large):
+        index = int(too_large[0])
+        size = tuple(items[index].tolist())
+        raise ValueError(f'item {index} of size {size} does not fit a bin of capacity {tuple(capacity)}')
+    return items, limit
+
+
+def _largest_first(items: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    return np.argsort(-(items / np.maximum(limit, 1)).max(1), kind='stable')
+
+
+def _deciding(items: np.ndarray, limit: np.ndarray) -> tuple[int, ...]:
+    """The capacities that can be short, the scarcer first.
+
+    A capacity of which every item takes no larger a share than of the other is never short before that one.
+    """
+    if len(limit) == 1:
+        return (0,)
+    first, second = items[:, 0] * max(limit[1], 1), items[:, 1] * max(limit[0], 1)
+    if (first >= second).all():
+        return (0,)
+    if (first <= second).all():
+        return (1,)
+    return (0, 1) if first.sum() >= second.sum() else (1, 0)
+
+
+def _place_first(sizes: Sequence[int], capacity: int) -> list[int]:
+    """First fit in the order given, by a tree whose nodes hold the largest free space of the bins below.
+
+    What one bin holds and the first item of a later one exceed the capacity together, so two bins hold more than one
+    capacity's worth: that bounds the leaves.
+    """
+    most_bins = min(len(sizes), 2 * sum(sizes) // max(capacity, 1) + 1)
+    leaves = 1 << max(most_bins - 1, 0).bit_length()
+    free = [capacity] * (2 * leaves)
+    places = []
+    for size in sizes:
+        node = 1
+        while node < leaves:  # an empty bin is always left, so the root has room
+            node += node
+            if free[node] < size:
+                node += 1
+        places.append(node - leaves)
+        most = free[node] = free[node] - size
+        while node > 1:
+            if (beside := free[node ^ 1]) > most:
+                most = beside
+            node >>= 1
+            if free[node] == most:
+                break
+            free[node] = most
+    return places
+
+
+def _place_best(firsts: Sequence[int], seconds: Sequence[int], first_capacity: int, second_capacity: int) -> list[int]:
+    """Best fit in the order given: the bin left with least of the first capacity, of those the one with most of the
+    second, of those the first."""
+    empty = first_capacity + 1  # as if it had more free than any other: taken last
+    bins = _FreeSpace(empty)
+    bins.put(empty, second_capacity, 0)
+    opened, places = 0, []
+    for first, second in zip(firsts, seconds, strict=True):
+        first_free, second_free, found = bins.take(first, second)
+        if first_free == empty:
+            first_free, opened = first_capacity, opened + 1
+            bins.put(empty, second_capacity, opened)
+        bins.put(first_free - first, second_free - second, found)
+        places.append(found)
+    return places
 
 
 class _FreeSpace:
-    """A complete binary tree over n bins; a node holds, per capacity, the most that one bin below it has free."""
+    """Bins by what they have free of a first capacity; a tree holds the most free of a second one below each node."""
 
-    def __init__(self, n: int, capacity: Size):
-        self._leaves = 1 << max(n - 1, 0).bit_length()
-        self._free = [capacity] * (2 * self._leaves)
+    def __init__(self, most_first_free: int):
+        self._leaves = 1 << most_first_free.bit_length()
+        self._most = [-1] * (2 * self._leaves)  # -1 = no bin
+        self._bins: dict[int, list[tuple[int, int]]] = {}  # per leaf a heap of (-free of the second, bin)
 
-    def take(self, size: Size) -> int:
-        """Takes `size` out of the first bin that has it free, and returns that bin."""
-        pending = [1]
-        while True:  # n bins for n items: an empty one is always left
-            node = pending.pop()
-            if any(s > f for s, f in zip(size, self._free[node], strict=True)):
-                continue
-            if node >= self._leaves:
-                break
-            pending += [2 * node + 1, 2 * node]
-        self._free[node] = tuple(f - s for s, f in zip(size, self._free[node], strict=True))
-        found = node - self._leaves
+    def put(self, first_free: int, second_free: int, index: int) -> None:
+        node = self._leaves + first_free
+        heapq.heappush(self._bins.setdefault(node, []), (-second_free, index))
+        while node and self._most[node] < second_free:
+            self._most[node] = second_free
+            node >>= 1
+
+    def take(self, first: int, second: int) -> tuple[int, int, int]:
+        """Takes out the bin (free of the first, free of the second, index) that has least and enough of the first."""
+        most, node = self._most, self._leaves + first
+        while most[node] < second:  # an empty bin always has enough
+            node += 1
+            node //= node & -node  # the largest subtree that starts here
+        while node < self._leaves:
+            node += node
+            node += most[node] < second
+        bins, first_free = self._bins[node], node - self._leaves
+        second_free, index = heapq.heappop(bins)
+        most[node] = -bins[0][0] if bins else -1
         while node > 1:
-            node //= 2
-            pair = zip(self._free[2 * node], self._free[2 * node + 1], strict=True)
-            self._free[node] = tuple(max(left, right) for left, right in pair)
-        return found
+            node >>= 1
+            most[node] = max(most[2 * node], most[2 * node + 1])
+        return first_free, -second_free, index
+
+
+def _members(items: Sequence[int], places: Sequence[int]) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(max(places, default=-1) + 1)]
+    for item, place in zip(items, places, strict=True):
+        bins[place].append(item)
+    return bins

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from areal_jax.learning.bins import pack_first_fit
+from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
+from areal_jax.learning.bins import pack_fewest_first, pack_first_fit
+from areal_jax.learning.rows import Example, NextTokenForm, Row, Unit, write_rows
 from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup
 
 MODES = ('shared_prompt', 'ordinary')
+FILLS = ('first_fit', 'algorithm_1', 'padded')
 _PADDING = -1  # trajectory id of a loss place that holds no token
-
-
-@dataclasses.dataclass(frozen=True)
-class NextTokenForm:
-    """A trajectory as the learner reads it: what goes in, and what is predicted from where."""
-
-    inputs: np.ndarray  # int32 [n], tokens up to the one that predicts the last loss token
-    sources: np.ndarray  # int32 [L], index into inputs whose hidden state predicts loss token l
-    targets: np.ndarray  # int32 [L]
-    behavior_logprobs: np.ndarray  # float32 [L]
-    policy_versions: np.ndarray  # int32 [L]
+_TOKENS_ONLY = CostCoefficients()
+_TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids')  # one value per token; all others per loss token
+_MULTIPLE = 64  # tokens: tail buckets are multiples of it, as are the tiles of attention
 
 
 def next_token_form(trajectory: Trajectory) -> NextTokenForm:
@@ -56,10 +52,12 @@ class PackingReport:
     rows: int = 0  # with at least one token
     microbatches: int = 0  # empty ones included
     tokens: int = 0  # that stand in rows, a prompt as often as it is repeated
-    capacity_tokens: int = 0
+    capacity_tokens: int = 0  # of the rows as they are computed, tail buckets considered
     loss_tokens: int = 0  # generated tokens, before any rejection
     capacity_loss_tokens: int = 0
     saved_tokens: int = 0  # that sharing prompts kept out of the rows
+    mean_shard_cost: float = 0.0  # of the data shards, summed over micro-batches
+    max_shard_cost: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -69,40 +67,15 @@ class PackingReport:
             'train/saved_tokens': float(self.saved_tokens),
             'train/packing_utilization': self.tokens / max(self.capacity_tokens, 1),
             'train/loss_utilization': self.loss_tokens / max(self.capacity_loss_tokens, 1),
+            'train/shard_balance': self.mean_shard_cost / (self.max_shard_cost or 1.0),
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Example:
-    """One trajectory with what the loss needs beside its tokens."""
+class RowShape(NamedTuple):
+    """Static shape of a row."""
 
-    form: NextTokenForm
-    prompt_tokens: int
-    advantage: float
-    trajectory_id: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(row tokens, loss tokens) without the prompt."""
-        return len(self.form.inputs) - self.prompt_tokens, len(self.form.targets)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unit:
-    """What must stand in one row: a prompt and the answers that share it; in ordinary packing one answer."""
-
-    examples: tuple[_Example, ...]
-
-    @property
-    def prompt(self) -> np.ndarray:
-        first = self.examples[0]
-        return first.form.inputs[: first.prompt_tokens]
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(row tokens, loss tokens) with the prompt once."""
-        tokens, loss_tokens = (sum(s) for s in zip(*(e.size for e in self.examples), strict=True))
-        return len(self.prompt) + tokens, loss_tokens
+    tokens: int
+    loss_tokens: int
 
 
 def pack(
@@ -116,38 +89,54 @@ def pack(
     n_minibatches: int = 1,
     oldest_version: int | None = None,
     round_microbatches: bool = False,
+    fill: str = 'first_fit',
+    data_shards: int = 1,
+    cost: CostCoefficients = _TOKENS_ONLY,
+    buckets: Sequence[RowShape] = (),
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
     A group goes whole into one minibatch, so fewer groups than `n_minibatches` give fewer batches, and nothing to train
     gives none. Tokens generated before `oldest_version` keep their place and trajectory id but leave `loss_mask`:
-    denominators count trajectory ids (`denominator_weights`), hence tokens before this rejection.
+    denominators count trajectory ids (`denominator_weights`), hence tokens before this rejection. What is trained does
+    not depend on `fill`, `data_shards` or `cost`: they decide only in which row and where a token stands.
 
     Args:
       advantages: per group float32 [trajectories of the group].
       mode: 'shared_prompt' | 'ordinary'.
       round_microbatches: add empty micro-batches up to a power of two.
+      fill: 'first_fit' (decreasing) | 'algorithm_1' (bins.pack_fewest_first) | 'padded' (one trajectory per row, rows
+        in the order given; to compare with).
+      data_shards: devices that share the rows of a micro-batch evenly, an equal slice each.
+      cost: by which they are balanced (balance.place_rows).
+      buckets: row shapes to which the caller trims micro-batches, the full shape among them; () = it trims none. Only
+        reported.
 
     Raises:
-      ValueError: an unknown mode, or a trajectory that does not fit a row.
+      ValueError: an unknown mode or fill, a trajectory that does not fit a row, an advantage that is not finite, or
+        rows that the shards cannot share evenly.
     """
-    if mode not in MODES:
-        raise ValueError(f'learner.packing={mode!r} is unknown; use one of {", ".join(MODES)}')
+    _require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
     examples_of = _examples(groups, advantages, capacity)
     loss_tokens = [sum(e.size[1] for e in examples) for examples in examples_of]
-    batches, unshared_tokens = [], 0
+    batches, reports = [], []
     for members in split_minibatches(loss_tokens, n_minibatches):
         units = [unit for g in members for unit in _units(examples_of[g], mode, capacity)]
-        rows = [[units[u] for u in row] for row in pack_first_fit([u.size for u in units], capacity)]
-        n_microbatches = -(-len(rows) // rows_per_microbatch)
+        rows = _rows(units, fill, capacity)
+        costs = np.array([row.cost(cost) for row in rows])
+        shares = np.array([row.share(capacity) for row in rows])
+        placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
         if round_microbatches:
-            n_microbatches = 1 << (n_microbatches - 1).bit_length()
-        batch = _fill(rows, capacity, (n_microbatches, rows_per_microbatch), oldest_version)
+            missing = (1 << (len(placement) - 1).bit_length()) - len(placement)
+            placement = np.pad(placement, ((0, missing), (0, 0)), constant_values=EMPTY)
+        batch = empty_batch(len(placement), rows_per_microbatch, row_tokens, row_loss_tokens)
+        write_rows(batch, rows, placement, oldest_version)
         if batch.loss_mask.any():
             batches.append(batch)
-            unshared_tokens += sum(len(e.form.inputs) for g in members for e in examples_of[g])
-    return batches, _report(batches, unshared_tokens)
+            unshared_tokens = sum(len(e.form.inputs) for g in members for e in examples_of[g])
+            reports.append(_report(batch, unshared_tokens, shard_costs(costs, placement, data_shards), buckets))
+    return batches, _total(reports)
 
 
 def empty_batch(microbatches: int, rows: int, row_tokens: int, row_loss_tokens: int) -> PackedBatch:
@@ -213,18 +202,78 @@ def count_tokens(groups: Sequence[TrajectoryGroup], mode: str) -> int:
     return total
 
 
+def tail_buckets(row_tokens: int, row_loss_tokens: int, n: int, *, least_tokens: int = 256) -> tuple[RowShape, ...]:
+    """The shapes a micro-batch may be cut to, ascending: the full one and up to n - 1 more, each half of the next.
+
+    Args:
+      least_tokens: below it no shape is worth its compilation.
+    """
+    buckets = [RowShape(row_tokens, row_loss_tokens)]
+    for halvings in range(1, n):
+        tokens, loss_tokens = (
+            min(full, -(-full // (_MULTIPLE << halvings)) * _MULTIPLE) for full in (row_tokens, row_loss_tokens)
+        )
+        if tokens < least_tokens or tokens == buckets[-1].tokens:
+            break
+        buckets.append(RowShape(tokens, loss_tokens))
+    return tuple(reversed(buckets))
+
+
+def tail_bucket(rows: Mapping[str, np.ndarray], buckets: Sequence[RowShape]) -> RowShape:
+    """The smallest shape that holds all tokens, and all loss tokens to train, of every row.
+
+    Args:
+      rows: fields of a PackedBatch or of one micro-batch, 'segment_ids' and 'loss_mask' among them.
+
+    Raises ValueError where none does: `buckets` has to contain the full shape.
+    """
+    tokens, loss_tokens = _used(rows['segment_ids'] > 0), _used(rows['loss_mask'])
+    holding = [b for b in buckets if b.tokens >= tokens and b.loss_tokens >= loss_tokens]
+    if not holding:
+        raise ValueError(
+            f'no shape of {[tuple(b) for b in buckets]} holds a row of {tokens} tokens and {loss_tokens} loss tokens'
+        )
+    return min(holding)
+
+
+def trim(rows: Mapping[str, np.ndarray], bucket: RowShape) -> dict[str, np.ndarray]:
+    """Views of rows cut to the shape of the bucket; other fields than a PackedBatch's have one value per loss token.
+
+    Raises ValueError where more than padding would go.
+    """
+    tail_bucket(rows, [bucket])
+    return {name: x[..., : bucket.tokens if name in _TOKEN_FIELDS else bucket.loss_tokens] for name, x in rows.items()}
+
+
+def _require_known(mode: str, fill: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f'learner.packing={mode!r} is unknown; use one of {", ".join(MODES)}')
+    if fill not in FILLS:
+        raise ValueError(f'learner.fill={fill!r} is unknown; use one of {", ".join(FILLS)}')
+    if (mode, fill) == ('shared_prompt', 'padded'):
+        raise ValueError(
+            "learner.fill='padded' puts one trajectory in a row, so learner.packing='shared_prompt' has no prompt to "
+            "share: set learner.packing='ordinary'"
+        )
+
+
 def _examples(
     groups: Sequence[TrajectoryGroup], advantages: Sequence[np.ndarray], capacity: tuple[int, int]
-) -> list[list[_Example]]:
+) -> list[list[Example]]:
     """Per group its trajectories with loss tokens; ids number all trajectories of the update."""
     examples_of, next_id = [], 0
     for group, values in zip(groups, advantages, strict=True):
         examples = []
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
+            if not np.isfinite(advantage):
+                raise ValueError(
+                    f'draw {trajectory.prompt.draw}, sample {trajectory.sample}: advantage is {advantage}, which would '
+                    'poison the whole update; rewards must be finite'
+                )
             form = next_token_form(trajectory)
             if len(form.targets):
                 _require_fit(trajectory, form, capacity)
-                examples.append(_Example(form, len(trajectory.prompt.tokens), float(advantage), next_id))
+                examples.append(Example(form, len(trajectory.prompt.tokens), float(advantage), next_id))
             next_id += 1
         examples_of.append(examples)
     return examples_of
@@ -241,79 +290,50 @@ def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[in
             )
 
 
-def _units(examples: Sequence[_Example], mode: str, capacity: tuple[int, int]) -> list[_Unit]:
+def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> list[Unit]:
     """Shared: as many answers of the group beside one prompt as a row holds, then the next row's worth."""
     if mode == 'ordinary' or not examples:
-        return [_Unit((e,)) for e in examples]
+        return [Unit((e,)) for e in examples]
     row_tokens, row_loss_tokens = capacity
     beside_prompt = (row_tokens - examples[0].prompt_tokens, row_loss_tokens)
     bins = pack_first_fit([e.size for e in examples], beside_prompt)
-    return [_Unit(tuple(examples[i] for i in sorted(b))) for b in bins]
+    return [Unit(tuple(examples[i] for i in sorted(b))) for b in bins]
 
 
-def _fill(
-    rows: Sequence[Sequence[_Unit]], capacity: tuple[int, int], shape: tuple[int, int], oldest_version: int | None
-) -> PackedBatch:
-    batch = empty_batch(*shape, *capacity)
-    for r, row in enumerate(rows):
-        writer = _RowWriter(batch.microbatch(r // shape[1]).microbatch(r % shape[1]), oldest_version)
-        for unit in row:
-            writer.write(unit)
-    return batch
+def _rows(units: Sequence[Unit], fill: str, capacity: tuple[int, int]) -> list[Row]:
+    if fill == 'padded':
+        return [Row((unit,)) for unit in units]
+    fit = pack_first_fit if fill == 'first_fit' else pack_fewest_first
+    return [Row(tuple(units[u] for u in members)) for members in fit([u.size for u in units], capacity)]
 
 
-class _RowWriter:
-    """Appends units to one row, in place: `row` holds views, leaves [T] or [N]."""
-
-    def __init__(self, row: PackedBatch, oldest_version: int | None):
-        self._row, self._oldest_version = row, oldest_version
-        self._token = self._loss_token = self._segment = 0
-
-    def write(self, unit: _Unit) -> None:
-        if len(unit.examples) == 1:  # one segment: prompt and answer
-            start = self._append(unit.examples[0].form.inputs, first_position=0, parent=None)
-            self._append_loss(unit.examples[0], unit.examples[0].form.sources + start)
-            return
-        prompt_start = self._append(unit.prompt, first_position=0, parent=None)
-        prompt_segment = self._segment
-        for example in unit.examples:
-            n = example.prompt_tokens
-            start = self._append(example.form.inputs[n:], first_position=n, parent=prompt_segment)
-            sources = example.form.sources
-            self._append_loss(example, np.where(sources < n, prompt_start + sources, start + sources - n))
-
-    def _append(self, tokens: np.ndarray, first_position: int, parent: int | None) -> int:
-        """A segment of the tokens; returns the place of the first."""
-        self._segment += 1
-        start, self._token = self._token, self._token + len(tokens)
-        place = slice(start, self._token)
-        self._row.tokens[place] = tokens
-        self._row.positions[place] = first_position + np.arange(len(tokens))
-        self._row.segment_ids[place] = self._segment
-        self._row.parent_ids[place] = self._segment if parent is None else parent
-        return start
-
-    def _append_loss(self, example: _Example, sources: np.ndarray) -> None:
-        form = example.form
-        place = slice(self._loss_token, self._loss_token + len(sources))
-        self._loss_token = place.stop
-        self._row.sources[place] = sources
-        self._row.targets[place] = form.targets
-        self._row.loss_mask[place] = self._oldest_version is None or form.policy_versions >= self._oldest_version
-        self._row.behavior_logprobs[place] = form.behavior_logprobs
-        self._row.advantages[place] = example.advantage
-        self._row.policy_versions[place] = form.policy_versions
-        self._row.trajectory_ids[place] = example.trajectory_id
-
-
-def _report(batches: Sequence[PackedBatch], unshared_tokens: int) -> PackingReport:
-    tokens = sum(int((b.segment_ids > 0).sum()) for b in batches)
+def _report(batch: PackedBatch, unshared_tokens: int, costs: np.ndarray, buckets: Sequence[RowShape]) -> PackingReport:
+    """Of one minibatch; `costs` by micro-batch and data shard."""
+    microbatches, rows, row_tokens = batch.tokens.shape
+    shapes = [RowShape(row_tokens, batch.targets.shape[-1])] * microbatches
+    if buckets:
+        fields = zip(batch.segment_ids, batch.loss_mask, strict=True)
+        shapes = [tail_bucket({'segment_ids': s, 'loss_mask': m}, buckets) for s, m in fields]
+    tokens = int((batch.segment_ids > 0).sum())
     return PackingReport(
-        rows=sum(int((b.segment_ids > 0).any(-1).sum()) for b in batches),
-        microbatches=sum(len(b.tokens) for b in batches),
+        rows=int((batch.segment_ids > 0).any(-1).sum()),
+        microbatches=microbatches,
         tokens=tokens,
-        capacity_tokens=sum(b.tokens.size for b in batches),
-        loss_tokens=sum(int((b.trajectory_ids != _PADDING).sum()) for b in batches),
-        capacity_loss_tokens=sum(b.targets.size for b in batches),
+        capacity_tokens=rows * sum(shape.tokens for shape in shapes),
+        loss_tokens=int((batch.trajectory_ids != _PADDING).sum()),
+        capacity_loss_tokens=rows * sum(shape.loss_tokens for shape in shapes),
         saved_tokens=unshared_tokens - tokens,
+        mean_shard_cost=float(costs.mean(-1).sum()),
+        max_shard_cost=float(costs.max(-1).sum()),
     )
+
+
+def _total(reports: Sequence[PackingReport]) -> PackingReport:
+    columns = zip(*(dataclasses.astuple(r) for r in reports), strict=True)
+    return PackingReport(*(sum(column) for column in columns))
+
+
+def _used(mask: np.ndarray) -> int:
+    """Places up to the last one in use, over all rows [..., places]."""
+    used = np.flatnonzero(mask.reshape(-1, mask.shape[-1]).any(0))
+    return int(used[-1]) + 1 if len(used) else 0

@@ -7,16 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_jax.learning.balance import CostCoefficients
 from areal_jax.learning.packing import (
+    FILLS,
+    RowShape,
     count_tokens,
     denominator_weights,
     empty_batch,
     next_token_form,
     pack,
     split_minibatches,
+    tail_bucket,
+    tail_buckets,
+    trim,
 )
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
+
+_WAYS = [(m, f) for m in ('shared_prompt', 'ordinary') for f in FILLS if (m, f) != ('shared_prompt', 'padded')]
+_COST = CostCoefficients(per_token=1.0, per_pair=0.5)
 
 
 def _pack(groups, **settings):
@@ -176,14 +185,18 @@ def _read_back(batch: PackedBatch) -> dict[int, list[tuple]]:
 
 @given(
     seed=st.integers(0, 50),
-    mode=st.sampled_from(['shared_prompt', 'ordinary']),
-    rows_per_microbatch=st.integers(1, 3),
+    way=st.sampled_from(_WAYS),
+    rows_per_shard=st.integers(1, 2),
+    data_shards=st.integers(1, 3),
     n_minibatches=st.integers(1, 3),
 )
-@settings(max_examples=30, deadline=None)
-def test_every_loss_token_sees_its_own_trajectory_and_nothing_else(seed, mode, rows_per_microbatch, n_minibatches):
-    groups = random_groups(seed, 4)
-    batches, report = _pack(groups, mode=mode, rows_per_microbatch=rows_per_microbatch, n_minibatches=n_minibatches)
+@settings(max_examples=60, deadline=None)
+def test_every_loss_token_sees_its_own_trajectory_and_nothing_else(
+    seed, way, rows_per_shard, data_shards, n_minibatches
+):
+    groups, (mode, fill) = random_groups(seed, 4), way
+    rows = {'rows_per_microbatch': rows_per_shard * data_shards, 'data_shards': data_shards}
+    batches, report = _pack(groups, mode=mode, fill=fill, cost=_COST, n_minibatches=n_minibatches, **rows)
     found = {}
     for batch in batches:
         found |= _read_back(batch)
@@ -195,6 +208,8 @@ def test_every_loss_token_sees_its_own_trajectory_and_nothing_else(seed, mode, r
             for p in np.flatnonzero(t.loss_mask)
         ]
         assert found[index] == expected
+    places = [int((b.trajectory_ids >= 0).sum()) for b in batches]
+    assert sum(places) == sum(map(len, found.values()))  # and each stands once
     assert report.loss_tokens == sum(int(t.loss_mask.sum()) for _, t in trajectories)
 
 
@@ -214,3 +229,146 @@ def test_microbatch_views_have_no_leading_axis():
 def test_unknown_mode_is_named():
     with pytest.raises(ValueError, match=r"learner.packing='padded' is unknown; use one of shared_prompt, ordinary"):
         _pack([], mode='padded')
+
+
+def test_unknown_fill_is_named():
+    with pytest.raises(ValueError, match=r"learner.fill='best' is unknown; use one of first_fit, algorithm_1, padded"):
+        _pack([], fill='best')
+    with pytest.raises(ValueError, match=r"learner.fill='padded' .* set learner.packing='ordinary'"):
+        _pack([], fill='padded')
+
+
+def _reading(*lengths: int) -> list[TrajectoryGroup]:
+    """Groups of one trajectory, each in need of so many places: a prompt of 1, and the last token is not read."""
+    return [group([1], [range(2, 2 + n)], draw=i) for i, n in enumerate(lengths)]
+
+
+def _rows_of(batch: PackedBatch) -> list[list[int]]:
+    """Trajectories of each row, in the order in which they stand; [] = an empty row."""
+    rows = batch.trajectory_ids.reshape(-1, batch.trajectory_ids.shape[-1])
+    return [list(dict.fromkeys(int(i) for i in row if i >= 0)) for row in rows]
+
+
+def test_fills_by_hand():
+    # rows of 13 places: lengths 6 6 5 1 are 6 6 1 | 5 by first fit, 6 6 | 5 1 by Algorithm 1, one each when padded
+    shape = {'mode': 'ordinary', 'row_tokens': 13, 'row_loss_tokens': 13}
+    (batch,), _ = _pack(_reading(6, 6, 5, 1), **shape)
+    assert _rows_of(batch) == [[0, 1, 3], [2]]
+    (batch,), _ = _pack(_reading(6, 6, 5, 1), fill='algorithm_1', **shape)
+    assert _rows_of(batch) == [[0, 1], [2, 3]]
+    (batch,), report = _pack(_reading(5, 6, 1, 6), fill='padded', rows_per_microbatch=2, **shape)
+    assert _rows_of(batch) == [[0], [1], [2], [3]]  # in the order given
+    assert (report.rows, report.tokens, report.capacity_tokens) == (4, 18, 52)
+
+
+def test_rows_are_shared_out_by_tokens_and_pairs():
+    # one trajectory to a row, two shards of two rows; n (n + 1) / 2 pairs at 1/2: 12 + 39, 9 + 22.5, 8 + 18, 7 + 14
+    shape = {'mode': 'ordinary', 'row_tokens': 12, 'row_loss_tokens': 12, 'rows_per_microbatch': 4, 'data_shards': 2}
+    (batch,), report = _pack(_reading(7, 12, 8, 9), cost=_COST, **shape)
+    assert _rows_of(batch) == [[1], [0], [3], [2]]  # 51 | 31.5, 26 to the second, 21 to the first: 72 and 57.5
+    assert (report.mean_shard_cost, report.max_shard_cost) == (64.75, 72)
+    assert report.metrics()['train/shard_balance'] == 64.75 / 72
+
+
+def test_shared_prompts_are_counted_once_in_pairs():
+    groups = random_groups(3, 5)
+    for mode in ('shared_prompt', 'ordinary'):
+        batches, report = _pack(groups, mode=mode, cost=CostCoefficients(per_token=0.0, per_pair=1.0))
+        visible = 0
+        for row in (b.microbatch(m).microbatch(0) for b in batches for m in range(len(b.tokens))):
+            q, k = row.segment_ids[:, None], row.segment_ids[None]
+            visible += np.tril((q > 0) & ((q == k) | (row.parent_ids[:, None] == k))).sum()
+        assert report.mean_shard_cost == visible
+
+
+def test_three_trajectories_over_eight_shards():
+    shape = {'mode': 'ordinary', 'row_tokens': 6, 'row_loss_tokens': 6, 'rows_per_microbatch': 8, 'data_shards': 8}
+    (batch,), report = _pack(_reading(6, 5, 4), **shape)
+    assert _rows_of(batch) == [[0], [1], [2], [], [], [], [], []]
+    assert not batch.loss_mask[0, 3:].any()
+    assert (report.rows, report.microbatches, report.metrics()['train/shard_balance']) == (3, 1, 15 / 8 / 6)
+    with pytest.raises(ValueError, match=r'rows_per_microbatch=6 must be a multiple of the 4 data shards'):
+        _pack(_reading(6), mode='ordinary', rows_per_microbatch=6, data_shards=4)
+
+
+def test_tail_buckets_are_halves_and_never_tiny():
+    assert tail_buckets(16_384, 8192, 3) == ((4096, 2048), (8192, 4096), (16_384, 8192))
+    assert tail_buckets(1000, 100, 2) == ((512, 64), (1000, 100))  # multiples of 64 that hold a half
+    assert tail_buckets(512, 512, 4) == ((256, 256), (512, 512))
+    assert tail_buckets(300, 100, 3) == ((300, 100),)
+    assert tail_buckets(128, 64, 3, least_tokens=16) == ((64, 64), (128, 64))
+    assert tail_buckets(16_384, 8192, 1) == ((16_384, 8192),)
+
+
+def test_light_rows_end_up_in_the_last_microbatch_and_are_cut():
+    # rows of 12, two to a micro-batch: 12, 12 | 11 1, 10 | 4 alone, cut to half the places
+    shape = {'mode': 'ordinary', 'row_tokens': 12, 'row_loss_tokens': 12, 'rows_per_microbatch': 2}
+    (batch,), whole = _pack(_reading(4, 11, 1, 12, 10, 12), **shape)
+    assert _rows_of(batch) == [[3], [5], [1, 2], [4], [0], []]
+    buckets = (RowShape(6, 6), RowShape(12, 12))
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    microbatches = [{name: x[m] for name, x in fields.items()} for m in range(3)]
+    assert [tail_bucket(m, buckets) for m in microbatches] == [(12, 12), (12, 12), (6, 6)]
+    _, trimmed = _pack(_reading(4, 11, 1, 12, 10, 12), buckets=buckets, **shape)
+    assert (whole.capacity_tokens, trimmed.capacity_tokens, trimmed.capacity_loss_tokens) == (72, 60, 60)
+
+
+def test_what_is_trimmed_is_padding():
+    (batch,), _ = _pack([group([1, 2], [[3, 4], [5], [6, 7, 8]])])
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)} | {'extra': batch.advantages}
+    shape = tail_buckets(5, 6, 1)[0]
+    trimmed = trim(fields, shape)
+    assert {name: x.shape for name, x in trimmed.items()} == {
+        name: (1, 1, 5 if name in ('tokens', 'positions', 'segment_ids', 'parent_ids') else 6) for name in fields
+    }
+    same = PackedBatch(**{name: x for name, x in trimmed.items() if name != 'extra'})
+    assert _read_back(same) == _read_back(batch)
+    for short in ((4, 6), (5, 5)):
+        with pytest.raises(ValueError, match=r'holds a row of 5 tokens and 6 loss tokens'):
+            trim(fields, tail_buckets(*short, 1)[0])
+
+
+def test_empty_rows_fit_the_smallest_bucket():
+    batch = empty_batch(2, 3, 1024, 512)
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    assert tail_bucket(fields, tail_buckets(1024, 512, 3)) == (256, 128)
+
+
+def test_a_group_without_loss_tokens_changes_nothing():
+    untrained = TrajectoryGroup(5, (trajectory([1, 2, 3], [segment([2], NOT_GENERATED)], draw=5),))
+    alone, _ = _pack([group([1], [[2, 3], [4]])])
+    beside, _ = _pack([group([1], [[2, 3], [4]]), untrained])
+    for field in dataclasses.fields(PackedBatch):
+        np.testing.assert_array_equal(getattr(alone[0], field.name), getattr(beside[0], field.name))
+
+
+def test_advantages_of_zero_are_packed_like_any_other():
+    (batch,), report = pack(
+        [group([1], [[2, 3], [4]])], [np.zeros(2)], mode='ordinary', row_tokens=8, row_loss_tokens=8,
+        rows_per_microbatch=1,
+    )  # fmt: skip
+    assert denominator_weights(batch, 'token_mean')[1] == 3
+    assert not batch.advantages.any()
+    assert all(np.isfinite(v) for v in report.metrics().values())
+
+
+def test_an_advantage_that_is_not_finite_is_named():
+    groups = [group([1], [[2], [3]], draw=4)]
+    with pytest.raises(ValueError, match=r'draw 4, sample 1: advantage is nan, .* rewards must be finite'):
+        pack(groups, [np.array([0, np.nan])], mode='ordinary', row_tokens=8, row_loss_tokens=8, rows_per_microbatch=1)
+
+
+def test_a_prompt_that_fills_its_row_leaves_room_for_answers_of_one_token():
+    (batch,), _ = _pack([group([1, 2, 3, 4], [[5], [6]])], row_tokens=4, row_loss_tokens=1)
+    assert _rows_of(batch) == [[0], [1]]
+
+
+@given(seed=st.integers(0, 50), mode=st.sampled_from(['shared_prompt', 'ordinary']))
+@settings(max_examples=20, deadline=None)
+def test_what_is_trained_does_not_depend_on_how_rows_are_filled(seed, mode):
+    groups = random_groups(seed, 5)
+    found = []
+    for fill in (f for m, f in _WAYS if m == mode):
+        batches, _ = _pack(groups, mode=mode, fill=fill, n_minibatches=2, rows_per_microbatch=2, data_shards=2)
+        found.append([_read_back(batch) for batch in batches])
+    assert all(other == found[0] for other in found[1:])

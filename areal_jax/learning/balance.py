@@ -1,0 +1,114 @@
+"""Part of arrow 6: which row stands where, so that the devices that share a micro-batch finish together.
+
+Rows have one shape; what differs is how much of them is used and how many pairs of tokens attention visits. numpy only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable
+from typing import TypeVar
+
+import numpy as np
+
+EMPTY = -1  # in a placement: no row stands here
+_Number = TypeVar('_Number', float, np.ndarray)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostCoefficients:
+    """What a token and a visible pair of tokens cost, in one unit; as they stand, pairs are free."""
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+
+
+def cost_coefficients(
+    *, n_layers: int, n_parameters_per_layer: int, n_heads: int, head_dim: int, n_head_parameters: int = 0
+) -> CostCoefficients:
+    """Floating-point operations of the forward and the backward pass.
+
+      per token = 6 P,   P the parameters that multiply it: 2 forward, 2 for each of the two gradients
+      per pair  = 12 H D layers: scores and weighted sum are 2 H D each, and the gradient costs twice as much
+
+    P counts the head in full: of a long answer nearly every token is a loss token. Kaplan et al., arXiv 2001.08361,
+    section 2.1, with pairs counted instead of context lengths.
+
+    Args:
+      n_parameters_per_layer: in matrices; a token meets every one of them.
+      n_heads: query heads; those of keys do not matter.
+      n_head_parameters: of the matrix to the vocabulary.
+    """
+    return CostCoefficients(
+        per_token=6.0 * (n_layers * n_parameters_per_layer + n_head_parameters),
+        per_pair=12.0 * n_layers * n_heads * head_dim,
+    )
+
+
+def visible_pairs(tokens: int, tokens_before: int = 0) -> int:
+    """Pairs (q, k) with k visible from q: of `tokens` in causal order, each also seeing all of `tokens_before`."""
+    return tokens * tokens_before + tokens * (tokens + 1) // 2
+
+
+def row_cost(tokens: _Number, pairs: _Number, coefficients: CostCoefficients) -> _Number:
+    """a * tokens + b * pairs, in the coefficients' unit; numbers or arrays of rows."""
+    return coefficients.per_token * tokens + coefficients.per_pair * pairs
+
+
+def place_rows(
+    costs: np.ndarray, shares: np.ndarray, rows_per_microbatch: int, data_shards: int = 1, *, in_order: bool = False
+) -> np.ndarray:
+    """Rows to places: as few micro-batches as hold them, shard s having an equal slice of the places of each.
+
+    The least filled rows make up the last micro-batch, which is the one that may be incomplete, so that it may fit a
+    tail bucket. The others go by cost, like with like. Inside a micro-batch the most expensive row goes to the shard
+    with least so far (longest processing time first, with equal counts).
+
+    Args:
+      costs: float [rows].
+      shares: float [rows], of a row's places that are used.
+      rows_per_microbatch: a multiple of `data_shards`.
+      in_order: none of this: row i stands at place i.
+
+    Returns:
+      int [M, rows_per_microbatch], a row or EMPTY.
+
+    Raises:
+      ValueError: rows that the shards cannot share evenly.
+    """
+    if data_shards < 1 or rows_per_microbatch % data_shards:
+        raise ValueError(
+            f'learner.rows_per_microbatch={rows_per_microbatch} must be a multiple of the {data_shards} data shards '
+            '(mesh.data * mesh.fsdp)'
+        )
+    n_microbatches = -(-len(costs) // rows_per_microbatch)
+    if in_order:
+        empty = n_microbatches * rows_per_microbatch - len(costs)
+        return np.append(np.arange(len(costs)), np.full(empty, EMPTY)).reshape(n_microbatches, rows_per_microbatch)
+    n_before_last = max(n_microbatches - 1, 0) * rows_per_microbatch
+    fullest_first = np.argsort(-shares, kind='stable')
+    before_last, last = np.sort(fullest_first[:n_before_last]), np.sort(fullest_first[n_before_last:])
+    order = np.concatenate([chosen[np.argsort(-costs[chosen], kind='stable')] for chosen in (before_last, last)])
+    microbatches = [order[m * rows_per_microbatch :][:rows_per_microbatch] for m in range(n_microbatches)]
+    placed = [_share_out(rows, costs, rows_per_microbatch // data_shards, data_shards) for rows in microbatches]
+    return np.array(placed, np.int64).reshape(n_microbatches, rows_per_microbatch)
+
+
+def shard_costs(costs: np.ndarray, placement: np.ndarray, data_shards: int) -> np.ndarray:
+    """float [M, data_shards]: what each shard pays in each micro-batch of a placement."""
+    by_place = np.where(placement == EMPTY, 0.0, np.append(costs, 0.0)[placement])
+    microbatches, rows = placement.shape
+    return by_place.reshape(microbatches, data_shards, rows // data_shards).sum(-1)
+
+
+def _share_out(rows: Iterable[int], costs: np.ndarray, rows_per_shard: int, data_shards: int) -> list[int]:
+    """Rows, most expensive first, to the shard with least so far that has a place left; places in order of shards."""
+    shards: list[list[int]] = [[] for _ in range(data_shards)]
+    loads = [(0.0, s) for s in range(data_shards)]
+    for row in rows:
+        load, s = heapq.heappop(loads)
+        shards[s].append(int(row))
+        if len(shards[s]) < rows_per_shard:
+            heapq.heappush(loads, (load + float(costs[row]), s))
+    return [place for shard in shards for place in shard + [EMPTY] * (rows_per_shard - len(shard))]
