@@ -79,10 +79,18 @@ class Decoder:
         layer that write to the residual stream are divided by sqrt(2 n_layers), so that its variance does not grow with
         depth; `scale` multiplies every matrix.
         """
+        params = self._random({}, seed, scale)
+        return stack_layers(params) if self.layers == 'stacked' else params
+
+    def complete(self, params: Params, seed: int) -> Params:
+        """`params`, in list form, with the leaves that it lacks (adapters, a value head) as `init` would make them."""
+        return self._random(params, seed, scale=1.0)
+
+    def _random(self, given: Params, seed: int, scale: float) -> Params:
+        """In list form; leaves of `given` are taken as they are."""
         key = jax.random.key(seed)
 
-        def leaf(prefix: str, path: Any, value: jax.ShapeDtypeStruct) -> jax.Array:
-            name = prefix + jax.tree_util.keystr(path, simple=True, separator='/')
+        def leaf(name: str, value: jax.ShapeDtypeStruct) -> jax.Array:
             if name.endswith(('/bias', '/lora_b', 'value_head')):
                 return jnp.zeros(value.shape, value.dtype)
             if len(value.shape) == 1:
@@ -93,12 +101,17 @@ class Decoder:
                 deviation /= math.sqrt(2 * self.config.n_layers)
             return _normal(jax.random.fold_in(key, zlib.crc32(name.encode())), value.shape, deviation)
 
-        def tree(prefix: str, abstract: Params) -> Params:
-            return jax.tree_util.tree_map_with_path(functools.partial(leaf, prefix), abstract)
+        def fill(prefix: str, abstract: Params, given: Params) -> Params:
+            filled = {}
+            for name, value in abstract.items():
+                if isinstance(value, dict):
+                    filled[name] = fill(f'{prefix}{name}/', value, given.get(name, {}))
+                else:
+                    filled[name] = given[name] if name in given else leaf(f'{prefix}{name}', value)
+            return filled
 
-        layers = {str(i): tree(f'layers/{i}/', self._block) for i in range(self.config.n_layers)}
-        params = {**tree('', self._ends), 'layers': layers}
-        return stack_layers(params) if self.layers == 'stacked' else params
+        layers = {str(i): self._block for i in range(self.config.n_layers)}
+        return fill('', {**self._ends, 'layers': layers}, given)
 
     def hidden(
         self,
@@ -158,6 +171,10 @@ class Decoder:
     def _run_stacked(
         self, layers: Params, x: jax.Array, rotation: Any, attend: Attend, cache: Any, constrain: Constrain
     ) -> tuple[jax.Array, Any]:
+        if wrong := [leaf.shape for leaf in jax.tree.leaves(cache) if leaf.shape[:1] != (self.config.n_layers,)]:
+            raise ValueError(
+                f'stacked cache has a leaf {wrong[0]}; its first axis must be {self.config.n_layers} layers'
+            )
         parts = []
         for first, end, window in self._runs():
             block = self._layer(rotation, attend, window, constrain)

@@ -26,8 +26,8 @@ class Lora:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f'lora.rank={self.rank} must be at least 1')
-        if unknown := [target for target in self.targets if target not in TARGETS] or not self.targets:
-            raise ValueError(f'lora.targets={self.targets!r}: use some of {", ".join(TARGETS)}; unknown: {unknown}')
+        if not self.targets or set(self.targets) - set(TARGETS):
+            raise ValueError(f'lora.targets={self.targets!r} must name some of {", ".join(TARGETS)} and nothing else')
 
     @property
     def scale(self) -> float:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
+import collections
+import dataclasses
+import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
-from areal_jax.models.attention import packed_attention
-from areal_jax.models.decoder import Decoder, rms_norm
-from areal_jax.models.hf import to_hf_names
-from areal_jax.models.rotary import rotary, rotate
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.decoder import REMAT, Decoder, rms_norm
+from areal_jax.models.layers import stack_layers, unstack_layers
+from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from tests.models import reference
 
 CONFIG = ModelConfig(
@@ -23,30 +25,91 @@ UNTIED = ModelConfig(
     vocab_size=29, d_model=24, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=4, d_ff=40, rope_theta=50.0,
     rms_eps=0.1, tie_embeddings=False,
 )  # fmt: skip
+# of the frequencies 1, 1/3.2, 1/10 and 1/31.6 the first is kept, the last two divided, the second blended
+SCALING = Llama3Scaling(factor=4.0, low_frequency_factor=1.0, high_frequency_factor=3.0, original_context_tokens=30)
+VARIANTS = {
+    'tied': CONFIG,
+    'untied': UNTIED,
+    'qkv_bias': dataclasses.replace(CONFIG, qkv_bias=True),
+    'output_bias': dataclasses.replace(CONFIG, output_bias=True),
+    'qk_norm': dataclasses.replace(CONFIG, qk_norm=True),
+    'rope_scaling': dataclasses.replace(CONFIG, rope_scaling=SCALING),
+    'window': dataclasses.replace(CONFIG, sliding_window=3),
+    'windows': dataclasses.replace(CONFIG, sliding_window=2, first_window_layer=1),
+    'everything': dataclasses.replace(
+        UNTIED, qkv_bias=True, output_bias=True, qk_norm=True, rope_scaling=SCALING, sliding_window=4, n_layers=3,
+        first_window_layer=2,
+    ),
+}  # fmt: skip
 TOKENS = np.array([3, 1, 4, 15, 9, 2, 6, 5, 28], np.int32)  # all different
-GGUF_NAMES = {
-    'embed_tokens': 'token_embd',
-    'input_layernorm': 'attn_norm',
-    'q_proj': 'attn_q',
-    'k_proj': 'attn_k',
-    'v_proj': 'attn_v',
-    'o_proj': 'attn_output',
-    'post_attention_layernorm': 'ffn_norm',
-    'gate_proj': 'ffn_gate',
-    'up_proj': 'ffn_up',
-    'down_proj': 'ffn_down',
-    'norm': 'output_norm',
-    'lm_head': 'output',
+POSITIONS = np.arange(len(TOKENS), dtype=np.int32)
+PROJECTIONS = {
+    'attn_q': ('attention', 'query'),
+    'attn_k': ('attention', 'key'),
+    'attn_v': ('attention', 'value'),
+    'attn_output': ('attention', 'output'),
+    'ffn_gate': ('mlp', 'gate'),
+    'ffn_up': ('mlp', 'up'),
+    'ffn_down': ('mlp', 'down'),
+}
+NORMS = {
+    'attn_norm': ('attention_norm',),
+    'ffn_norm': ('mlp_norm',),
+    'attn_q_norm': ('attention', 'query_norm'),
+    'attn_k_norm': ('attention', 'key_norm'),
 }
 
 
-def causal_hidden(decoder, params, tokens):
-    ones = jnp.ones(len(tokens), jnp.int32)
+def scores(q, k, window):
+    seen = jnp.tril(jnp.ones((len(q), len(q)), bool))
+    if window is not None:
+        seen = jnp.triu(seen, 1 - window)
+    products = jnp.einsum('qhd,khd->hqk', q, repeated(k, q), preferred_element_type=jnp.float32)
+    return jnp.where(seen, products * q.shape[-1] ** -0.5, -jnp.inf)
 
-    def attend(q, k, v, cache, window):
-        return packed_attention(q, k, v, ones, ones, scale=q.shape[-1] ** -0.5), cache
 
+def repeated(k, q):
+    return jnp.repeat(k, q.shape[1] // k.shape[1], axis=1)
+
+
+def causal(q, k, v, entry, window):
+    """One sequence; the cache's entries pass through."""
+    weights = jax.nn.softmax(scores(q, k, window), axis=-1).astype(v.dtype)
+    return jnp.einsum('hqk,khd->qhd', weights, repeated(v, q)), entry
+
+
+def hidden_of(decoder, params, tokens=TOKENS, attend=causal):
     return decoder.hidden(params, tokens, jnp.arange(len(tokens)), attend)[0]
+
+
+def scattered(params, seed=1):
+    """Norm scales and biases that are neither 1 nor 0."""
+    rng = np.random.default_rng(seed)
+    change = lambda leaf: leaf + jnp.asarray(rng.uniform(-0.5, 1.0, leaf.shape), leaf.dtype) if leaf.ndim == 1 else leaf
+    return jax.tree.map(change, params)
+
+
+def loss_of(decoder, attend=causal):
+    return lambda params: jnp.sum(jnp.sin(decoder.logits(params, hidden_of(decoder, params, attend=attend))))
+
+
+def assert_close(actual, expected, of_range=3e-6):
+    """Every leaf to a part of its largest value."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=of_range * max(np.abs(b).max(), 1e-6))
+
+
+def equations(jaxpr):
+    """How often each primitive stands in a program, loops and calls included."""
+    counted = collections.Counter(equation.primitive.name for equation in jaxpr.eqns)
+    for equation in jaxpr.eqns:
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            counted += equations(inner)
+    return counted
+
+
+# What is computed.
 
 
 def test_rms_norm_by_hand():
@@ -54,68 +117,61 @@ def test_rms_norm_by_hand():
     np.testing.assert_allclose(rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0]), 3.5), [[0.75, 2.0]], rtol=1e-6)
 
 
-def test_angles_by_hand():
-    # D = 4, theta = 100: frequencies 100^(-0/4) = 1 and 100^(-2/4) = .1; position 3 turns by 3 and .3
-    cosine, sine = rotary(jnp.array([0, 3]), 4, 100.0)
-    np.testing.assert_allclose(cosine, [[1, 1], [math.cos(3), math.cos(0.3)]], rtol=1e-6)
-    np.testing.assert_allclose(sine, [[0, 0], [math.sin(3), math.sin(0.3)]], rtol=1e-6)
-
-
-def test_rotation_by_hand():
-    # pairs (1, 3) by 90 degrees: (-3, 1); (2, 4) by 180: (-2, -4). Firsts, then seconds.
-    turned = rotate(jnp.array([[[1.0, 2.0, 3.0, 4.0]]]), jnp.array([[0.0, -1.0]]), jnp.array([[1.0, 0.0]]))
-    np.testing.assert_allclose(turned, [[[-3, -2, 1, -4]]])
-
-
-def test_scores_depend_on_the_distance_of_positions_alone():
-    q, k = np.random.default_rng(0).normal(size=(2, 1, 8))
-
-    def score(at_q, at_k):
-        turned = [rotate(jnp.array([x]), *rotary(jnp.array([at]), 8, 100.0)) for x, at in ((q, at_q), (k, at_k))]
-        return float(jnp.sum(turned[0] * turned[1]))
-
-    assert score(7, 4) == pytest.approx(score(103, 100), abs=1e-4)
-    assert abs(score(7, 4) - score(4, 7)) > 1e-2
-
-
-@pytest.mark.parametrize('config', [CONFIG, UNTIED], ids=['tied', 'untied'])
-def test_logits_equal_the_numpy_decoder(config):
+@pytest.mark.parametrize('name', VARIANTS)
+def test_logits_equal_the_numpy_decoder(name):
+    config = VARIANTS[name]
     decoder = Decoder(config)
-    params = decoder.init(5)
-    scales = np.random.default_rng(1).uniform(0.5, 2.0, 1000)  # norms that are not 1
-    params = jax.tree.map(lambda leaf: leaf * scales[: leaf.size] if leaf.ndim == 1 else leaf, params)
-    named = {}
-    for name, tensor in to_hf_names(params, config).items():
-        parts = name.removeprefix('model.').split('.')
-        layer = f'blk.{parts[1]}.' if parts[0] == 'layers' else ''
-        named[layer + GGUF_NAMES[parts[-2]]] = np.asarray(tensor)
-    named.setdefault('output', named['token_embd'])
+    params = scattered(decoder.init(5))
+
+    def weight(named):
+        if named in ('token_embd', 'output'):
+            return np.asarray(decoder.head(params) if named == 'output' else params['embedding'])
+        if named == 'output_norm':
+            return np.asarray(params['final_norm'])
+        _, layer, short = named.split('.')
+        name, bias = short.removesuffix('_bias'), short.endswith('_bias')
+        path = NORMS.get(name) or (*PROJECTIONS[name], 'bias' if bias else 'weight')
+        leaf = functools.reduce(lambda tree, key: tree[key], path, params['layers'][layer])
+        return np.asarray(leaf).T  # [out, in]; a vector is its own
+
+    frequencies = None
+    if config.rope_scaling:
+        frequencies = reference.llama3_frequencies(
+            config.head_dim, config.rope_theta, factor=4.0, low=1.0, high=3.0, original_context=30
+        )
     expected = reference.forward(
-        named.__getitem__, TOKENS, n_layers=config.n_layers, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads,
-        theta=config.rope_theta, eps=config.rms_eps, interleaved=False,
+        weight, TOKENS, n_layers=config.n_layers, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads,
+        theta=config.rope_theta, eps=config.rms_eps, interleaved=False, qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias, qk_norm=config.qk_norm, frequencies=frequencies,
+        windows=[
+            config.sliding_window if layer >= config.first_window_layer else None for layer in range(config.n_layers)
+        ],
     )  # fmt: skip
-    logits = jax.jit(lambda p: decoder.logits(p, causal_hidden(decoder, p, TOKENS)))(params)
+    logits = jax.jit(lambda p: decoder.logits(p, hidden_of(decoder, p)))(params)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
-def test_no_hidden_state_depends_on_a_later_token():
-    # all tokens differ, so row TOKENS[s] of the embedding's gradient is the influence of position s alone
-    decoder = Decoder(CONFIG)
-    params = decoder.init(0)
+def test_no_hidden_state_depends_on_a_later_token_or_one_outside_its_windows():
+    # all tokens differ, so row TOKENS[s] of the embedding's gradient is the influence of position s alone.
+    # Layers of window w reach w - 1 back each: two of window 3 reach 4; one that sees all reaches everything.
+    for window, first_window_layer, reach in ((None, 0, 9), (3, 0, 4), (3, 1, 9)):
+        config = dataclasses.replace(
+            CONFIG, n_layers=2, sliding_window=window, first_window_layer=first_window_layer
+        )  # fmt: skip
+        decoder = Decoder(config)
+        params = decoder.init(0)
 
-    def state(embedding, t):
-        return jnp.sum(jnp.sin(causal_hidden(decoder, {**params, 'embedding': embedding}, TOKENS)[t]))
+        def states(embedding, decoder=decoder, params=params):
+            return jnp.sum(jnp.sin(hidden_of(decoder, {**params, 'embedding': embedding})), axis=1)
 
-    influence = jax.jit(jax.grad(state))
-    for t in range(len(TOKENS)):
-        size = np.abs(influence(params['embedding'], t)).max(axis=1)[TOKENS]
-        assert (size[: t + 1] > 0).all()
-        assert (size[t + 1 :] == 0).all()
+        influence = np.abs(jax.jit(jax.jacrev(states))(params['embedding'])).max(axis=2)[:, TOKENS]
+        back = POSITIONS[:, None] - POSITIONS
+        np.testing.assert_array_equal(influence > 0, (back >= 0) & (back <= reach))
 
 
 def test_token_by_token_with_a_cache_equals_the_whole():
-    decoder = Decoder(CONFIG)
+    decoder = Decoder(dataclasses.replace(CONFIG, n_layers=2))
     params = decoder.init(0)
 
     def attend(q, k, v, cache, window):
@@ -125,21 +181,218 @@ def test_token_by_token_with_a_cache_equals_the_whole():
         scores = jnp.einsum('nkgd,skd->nkgs', q.reshape(1, 2, 2, 8), k) * 8**-0.5
         return jnp.einsum('nkgs,skd->nkgd', jax.nn.softmax(scores), v).reshape(q.shape), (k, v)
 
-    cache, states, tokens = None, [], TOKENS[:4]
+    read = jax.jit(lambda token, position, cache: decoder.hidden(params, token, position, attend, cache))
+    cache, states, tokens = None, [], TOKENS[:3]
     for t, token in enumerate(tokens):
-        state, cache = decoder.hidden(params, jnp.array([token]), jnp.array([t]), attend, cache)
+        state, cache = read(np.array([token]), np.array([t]), cache)
         states.append(state[0])
-    assert [layer[0].shape for layer in cache] == [(4, 2, 8)] * 3
-    np.testing.assert_allclose(states, causal_hidden(decoder, params, tokens), atol=1e-5)
+    assert [layer[0].shape for layer in cache] == [(3, 2, 8)] * 2
+    np.testing.assert_allclose(states, jax.jit(lambda p: hidden_of(decoder, p, tokens))(params), atol=1e-5)
 
 
-def test_every_layer_gets_its_own_entry_of_the_cache():
-    decoder = Decoder(CONFIG)
-    attend = lambda q, k, v, entry, window: (q, entry * 10)
+def test_every_layer_gets_its_own_entry_of_the_cache_and_its_window():
+    config = dataclasses.replace(CONFIG, sliding_window=5, first_window_layer=2)
+    decoder = Decoder(config)
+    windows = []
+
+    def attend(q, k, v, entry, window):
+        windows.append(window)
+        return q, entry * 10
+
     _, cache = decoder.hidden(decoder.init(0), jnp.array([1]), jnp.array([0]), attend, [1, 2, 3])
     assert cache == (10, 20, 30)
+    assert windows == [None, None, 5]
     with pytest.raises(ValueError, match='cache has 2 entries, the decoder 3 layers'):
         decoder.hidden(decoder.init(0), jnp.array([1]), jnp.array([0]), attend, [1, 2])
+
+
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+def test_the_residual_stream_is_constrained_after_the_embedding_and_every_layer(layers):
+    # a constraint that doubles what it gets: with projections of 0, x = embedding * 2^(1 + 3), which the norm undoes
+    decoder = Decoder(dataclasses.replace(CONFIG, rms_eps=1.0), layers=layers)
+    params = jax.tree.map(lambda leaf: jnp.ones_like(leaf), decoder.init(0, scale=0.0))
+    params['layers'] = jax.tree.map(jnp.zeros_like, params['layers'])
+    double = lambda x: 2 * x
+    state, _ = decoder.hidden(params, TOKENS, POSITIONS, lambda q, k, v, e, w: (q, e), constrain=double)
+    # 16 / sqrt(16^2 + 1)
+    np.testing.assert_allclose(state, 16 / 257**0.5, rtol=1e-6)
+
+
+def test_the_value_head_is_a_scalar_per_token():
+    decoder = Decoder(dataclasses.replace(CONFIG, value_head=True))
+    params = decoder.init(0)
+    assert params['value_head'].shape == (24,)
+    assert decoder.parameter_count() == Decoder(CONFIG).parameter_count() + 24
+    hidden = np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32)
+    np.testing.assert_array_equal(decoder.values(params, hidden), 0.0)  # before training
+    params['value_head'] = jnp.arange(24.0)
+    values = decoder.values(params, hidden.astype(jnp.bfloat16))
+    assert values.dtype == jnp.float32
+    np.testing.assert_allclose(values, hidden.astype(jnp.bfloat16).astype(np.float64) @ np.arange(24), rtol=1e-5)
+
+
+def test_the_head_is_the_embedding_when_tied():
+    tied, untied = Decoder(CONFIG), Decoder(UNTIED)
+    params = tied.init(0)
+    assert tied.head(params) is params['embedding']
+    params = untied.init(0)
+    assert untied.head(params) is params['head']
+    hidden = np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32)
+    np.testing.assert_allclose(untied.logits(params, hidden), hidden @ np.asarray(params['head']).T, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('layers', 'dtype'), [('list', jnp.bfloat16), ('stacked', jnp.bfloat16), ('list', jnp.float16)]
+)
+def test_activations_have_the_dtype_of_the_weights_and_logits_are_float32(layers, dtype):
+    config = VARIANTS['everything']
+    decoder = Decoder(config, layers=layers)
+    params = scattered(decoder.init(5))
+    seen = []
+
+    def attend(q, k, v, entry, window):
+        seen.extend(x.dtype for x in (q, k, v))
+        return causal(q, k, v, entry, window)
+
+    def constrain(x):
+        seen.append(x.dtype)
+        return x
+
+    def logits(params):
+        hidden, _ = decoder.hidden(params, TOKENS, POSITIONS, attend, constrain=constrain)
+        seen.append(hidden.dtype)
+        return decoder.logits(params, hidden)
+
+    exact = jax.jit(logits)(params)
+    seen.clear()
+    rounded = jax.jit(logits)(jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+    assert set(seen) == {jnp.dtype(dtype)}
+    assert rounded.dtype == jnp.float32
+    # a handful of roundings of 2^-9 (bfloat16) or 2^-12 (float16) of the range
+    error = np.abs(rounded - exact).max() / np.abs(exact).max()
+    assert 0 < error < (0.03 if dtype == jnp.bfloat16 else 0.004)
+
+
+# Layers stacked or listed, and what the gradient keeps.
+
+
+@pytest.mark.parametrize('name', ['tied', 'everything'])  # one run of layers, and two
+def test_stacked_layers_compute_what_listed_ones_do(name):
+    config = VARIANTS[name]
+    listed, stacked = Decoder(config), Decoder(config, layers='stacked')
+    params = scattered(listed.init(5))
+    run = lambda decoder: jax.jit(jax.value_and_grad(loss_of(decoder)))
+    value, gradient = run(listed)(params)
+    stacked_value, stacked_gradient = run(stacked)(stack_layers(params))
+    np.testing.assert_allclose(stacked_value, value, rtol=1e-6)
+    assert_close(unstack_layers(stacked_gradient, config.n_layers), gradient)
+
+
+@pytest.mark.parametrize('name', ['tied', 'windows'])  # one run of layers, and two
+def test_entries_of_the_cache_are_stacked(name):
+    listed, stacked = Decoder(VARIANTS[name]), Decoder(VARIANTS[name], layers='stacked')
+    params = listed.init(5)
+    rng = np.random.default_rng(0)
+    cache = tuple({'k': rng.normal(size=(9, 2, 8)), 'n': np.float32(layer)} for layer in range(3))
+
+    def attend(q, k, v, entry, window):
+        out, _ = causal(q, k, v, None, window)
+        return out, {'k': entry['k'] + k, 'n': entry['n'] + 1, 'window': jnp.int32(window or 0)}
+
+    run = jax.jit(lambda d, p, c: d.hidden(p, TOKENS, POSITIONS, attend, c)[1], static_argnums=0)
+    expected = stack_layers({'layers': {str(i): entry for i, entry in enumerate(run(listed, params, cache))}})['layers']
+    written = run(stacked, stack_layers(params), jax.tree.map(lambda *leaves: np.stack(leaves), *cache))
+    assert written['k'].shape == (3, 9, 2, 8)
+    np.testing.assert_array_equal(written['n'], [1, 2, 3])
+    assert_close(written, expected)
+    with pytest.raises(ValueError, match=r'leaf \(4, 2\); its first axis must be 3 layers'):
+        stacked.hidden(stack_layers(params), TOKENS, POSITIONS, attend, np.zeros((4, 2)))
+
+
+def test_a_stacked_program_does_not_grow_with_depth():
+    def sizes(n_layers, layers):
+        decoder = Decoder(dataclasses.replace(CONFIG, n_layers=n_layers), layers=layers)
+        traced = jax.jit(jax.grad(loss_of(decoder))).trace(decoder.abstract())
+        return equations(traced.jaxpr.jaxpr).total(), traced.lower()
+
+    (few, shallow), (same, deep), (many, _) = sizes(3, 'stacked'), sizes(7, 'stacked'), sizes(3, 'list')
+    assert few == same
+    assert few < many
+    # nor does what the compiler makes of it: it unrolls no loop
+    assert shallow.compile().as_text().count(' = ') == deep.compile().as_text().count(' = ')
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def tagged_attention(q, k, v, window):
+    return tagged_forward(q, k, v, window)[0]
+
+
+def tagged_forward(q, k, v, window):
+    z = scores(q, k, window)
+    lse = checkpoint_name(jax.nn.logsumexp(z, axis=-1), 'attention_lse')
+    out = jnp.einsum('hqk,khd->qhd', jnp.exp(z - lse[..., None]), repeated(v, q))
+    out = checkpoint_name(out, 'attention_output')
+    return out, (q, k, v, out, lse)
+
+
+def tagged_backward(window, saved, d_out):
+    # four products: weights again, and d_weights, d_v, d_scores into d_q and d_k make five with d_q and d_k apart
+    q, k, v, out, lse = saved
+    weights = jnp.exp(scores(q, k, window) - lse[..., None])
+    d_weights = jnp.einsum('qhd,khd->hqk', d_out, repeated(v, q))
+    d_scores = weights * (d_weights - jnp.sum(d_out * out, axis=-1).T[..., None]) * q.shape[-1] ** -0.5
+    together = lambda x: x.reshape(len(x), k.shape[1], -1, x.shape[-1]).sum(axis=2)
+    d_q = jnp.einsum('hqk,khd->qhd', d_scores, repeated(k, q))
+    d_k = together(jnp.einsum('hqk,qhd->khd', d_scores, q))
+    return d_q, d_k, together(jnp.einsum('hqk,qhd->khd', weights, d_out))
+
+
+tagged_attention.defvjp(tagged_forward, tagged_backward)
+
+
+def tagged(q, k, v, entry, window):
+    return tagged_attention(q, k, v, window), entry
+
+
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+def test_remat_changes_neither_value_nor_gradient(layers):
+    config = dataclasses.replace(CONFIG, n_layers=2 if layers == 'stacked' else 1)
+    params = Decoder(config, layers=layers).init(5)
+    run = lambda remat: jax.jit(jax.value_and_grad(loss_of(Decoder(config, layers=layers, remat=remat), tagged)))
+    value, gradient = run('none')(params)
+    for remat in set(REMAT) - {'none'}:
+        again, same = run(remat)(params)
+        np.testing.assert_allclose(again, value, rtol=1e-6)
+        assert_close(same, gradient)
+
+
+@pytest.mark.parametrize(
+    ('remat', 'kept', 'recomputed'),
+    [
+        # beside the layer's input; q, k, v, output, gate and up come out of products, down is not needed
+        ('dots', {'q': 1, 'kv': 2, 'd': 1, 'd_ff': 2, 'out': 1, 'lse': 1}, 0),
+        ('attention', {'out': 1, 'lse': 1}, 6),
+        ('full', {}, 6 + 2),
+    ],
+)
+def test_remat_keeps_what_it_says_and_computes_the_rest_again(remat, kept, recomputed):
+    decoder = Decoder(CONFIG, layers='stacked', remat=remat)
+    params = decoder.abstract()
+    shapes = {'q': (3, 9, 32), 'kv': (3, 9, 16), 'd': (3, 9, 24), 'd_ff': (3, 9, 40), 'out': (3, 9, 4, 8)}
+    shapes['lse'] = (3, 4, 9)
+    saved = jax.eval_shape(lambda p: jax.vjp(loss_of(decoder, tagged), p)[1], params)
+    weights = {leaf.shape for leaf in jax.tree.leaves(params)}
+    found = collections.Counter(leaf.shape for leaf in jax.tree.leaves(saved) if leaf.shape not in weights)
+    expected = collections.Counter({shapes[name]: n for name, n in kept.items()}) + collections.Counter([(3, 9, 24)])
+    assert {shape: n for shape, n in found.items() if shape[0] == 3} == expected
+    # a layer has 7 products forward and 14 backward, its attention 2 and 5; the head 1 and 2
+    for layers, runs in (('stacked', 1), ('list', 3)):
+        one = Decoder(CONFIG, layers=layers, remat=remat)
+        program = jax.make_jaxpr(jax.grad(loss_of(one, tagged)))(one.abstract())
+        assert equations(program.jaxpr)['dot_general'] == runs * (21 + 7 + recomputed) + 3
+
+
+# Weights.
 
 
 def test_parameters_by_hand():
@@ -148,6 +401,9 @@ def test_parameters_by_hand():
     assert Decoder(CONFIG).parameter_count() == 16416
     # q and o 2 * 24 * 24, k and v 2 * 24 * 8, so a layer has 48 + 1152 + 384 + 2880 = 4464; two tables of 696
     assert Decoder(UNTIED).parameter_count() == 2 * 696 + 2 * 4464 + 24
+    # biases of q 32, k and v 16 each, output 24; norms of q and k 8 each
+    more = dataclasses.replace(CONFIG, qkv_bias=True, output_bias=True, qk_norm=True)
+    assert Decoder(more).parameter_count() == 16416 + 3 * (64 + 24 + 16)
 
 
 def test_parameters_are_a_plain_dict_with_one_subtree_per_layer():
@@ -157,12 +413,21 @@ def test_parameters_are_a_plain_dict_with_one_subtree_per_layer():
     assert sorted(params) == ['embedding', 'final_norm', 'layers']
     assert sorted(params['layers']) == ['0', '1', '2']
     assert params['layers']['2']['attention']['key']['weight'].shape == (24, 16)  # [in, out]
-    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
-    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), decoder.abstract())
+
+
+@pytest.mark.parametrize('name', ['untied', 'everything'])
+def test_either_form_is_initialised_with_the_same_bits_in_the_stated_shapes(name):
+    listed, stacked = Decoder(VARIANTS[name]), Decoder(VARIANTS[name], layers='stacked')
+    params = stacked.init(3)
+    jax.tree.map(np.testing.assert_array_equal, params, stack_layers(listed.init(3)))
+    for decoder, tree in ((listed, listed.init(3)), (stacked, params)):
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+        assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), decoder.abstract())
+    assert listed.parameter_count() == stacked.parameter_count()
 
 
 def test_random_weights_follow_seed_and_scale():
-    decoder = Decoder(CONFIG)
+    decoder = Decoder(dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True))
     first, again, other, double = decoder.init(3), decoder.init(3), decoder.init(4), decoder.init(3, 2.0)
     jax.tree.map(np.testing.assert_array_equal, first, again)
     for path, leaf in jax.tree_util.tree_leaves_with_path(first):
@@ -171,8 +436,8 @@ def test_random_weights_follow_seed_and_scale():
         for key in name.split('/'):
             values = {seed: tree[key] for seed, tree in values.items()}
         if leaf.ndim == 1:
-            np.testing.assert_array_equal(leaf, 1.0)
-            np.testing.assert_array_equal(values['double'], 1.0)
+            np.testing.assert_array_equal(leaf, 0.0 if name.endswith('bias') else 1.0)
+            np.testing.assert_array_equal(values['double'], leaf)
         else:
             np.testing.assert_allclose(values['double'], 2 * leaf, rtol=1e-6)
             assert abs(np.corrcoef(leaf.ravel(), values['other'].ravel())[0, 1]) < 0.2
@@ -194,21 +459,13 @@ def test_random_weights_have_the_stated_deviation():
         assert float(jnp.std(leaf)) == pytest.approx(deviation, rel=0.12)  # 3 standard errors of 696 values: .08
 
 
-def test_the_head_is_the_embedding_when_tied():
-    tied, untied = Decoder(CONFIG), Decoder(UNTIED)
-    params = tied.init(0)
-    assert tied.head(params) is params['embedding']
-    params = untied.init(0)
-    assert untied.head(params) is params['head']
-    hidden = np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32)
-    np.testing.assert_allclose(untied.logits(params, hidden), hidden @ np.asarray(params['head']).T, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ('change', 'message'),
-    [({'n_kv_heads': 3}, 'n_heads=4 is not a multiple of n_kv_heads=3'), ({'head_dim': 7}, 'head_dim=7 is odd')],
+    [
+        ({'layers': 'looped'}, r"mesh.layers='looped' is unknown; use one of list, stacked"),
+        ({'remat': 'half'}, r"learner.remat='half' is unknown; use one of none, dots, attention, full"),
+    ],
 )
-def test_impossible_shapes_are_refused(change, message):
-    values = {**CONFIG.__dict__, **change}
+def test_unknown_choices_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig(**values)
+        Decoder(CONFIG, **change)

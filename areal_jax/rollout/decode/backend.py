@@ -21,6 +21,8 @@ from areal_jax.rollout.decode.attention import cache_attention, causal_attention
 from areal_jax.rollout.decode.cache import Cache, LayerCache, Prefix, empty_cache, insert_row, write_token
 from areal_jax.rollout.decode.slots import DecodeState, Slots, advance, empty_slots, occupy, slot_values
 
+DTYPES = ('float32', 'bfloat16', 'float16')
+
 _Outputs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, log-probs, valid: [decode_steps, slots] each
 
 
@@ -38,9 +40,12 @@ class JaxDecodeBackend:
         None = that one alone.
       max_stop_tokens: most stop tokens of a request.
       filtered: whether requests may use top_k or top_p.
+      dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
+        log-probs are float32.
       device: where weights and state are; None = the first.
 
-    Raises ValueError for sizes that do not fit together.
+    Raises ValueError for sizes that do not fit together, an unknown dtype or a stacked decoder, and, from every call that is given
+    weights, for weights of another dtype.
     """
 
     def __init__(
@@ -54,10 +59,16 @@ class JaxDecodeBackend:
         decode_widths: tuple[int, ...] | None = None,
         max_stop_tokens: int = 4,
         filtered: bool = False,
+        dtype: str = 'float32',
         device: jax.Device | None = None,
     ):
+        if dtype not in DTYPES:
+            raise ValueError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
+        if decoder.layers != 'list':
+            raise ValueError(f'decoding needs a decoder with layers=\'list\', not {decoder.layers!r}')
         self.slots, self.context_tokens = slots, context_tokens
         self._decoder, self._steps, self._stops, self._filtered = decoder, decode_steps, max_stop_tokens, filtered
+        self._dtype = jnp.dtype(dtype)
         self._buckets = tuple(prefill_buckets)
         self._widths = (context_tokens,) if decode_widths is None else tuple(decode_widths)
         self._check()
@@ -206,18 +217,28 @@ class JaxDecodeBackend:
     def _no_rows(self) -> Cache:
         """What prefixes of no tokens consist of, in the shapes of the smallest prefill."""
         c = self._decoder.config
-        zeros = jax.device_put(np.zeros((1, c.n_kv_heads, self._buckets[0], c.head_dim), np.float32))
+        zeros = jax.device_put(np.zeros((1, c.n_kv_heads, self._buckets[0], c.head_dim), self._dtype))
         return ((zeros, zeros),) * c.n_layers
 
     # The programs.
 
+    def _check_dtype(self, weights: Params) -> None:
+        """At the start of each program, hence once per compilation: weights of another dtype would compile it anew."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+            if leaf.dtype != self._dtype:
+                raise ValueError(
+                    f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
+                    f'backend was built with dtype={self._dtype.name!r}; cast the weights or build it with theirs'
+                )
+
     def _initial(self) -> DecodeState:
         c = self._decoder.config
-        cache = empty_cache(c.n_layers, self.slots, c.n_kv_heads, self.context_tokens, c.head_dim)
+        cache = empty_cache(c.n_layers, self.slots, c.n_kv_heads, self.context_tokens, c.head_dim, self._dtype)
         return DecodeState(cache, jax.tree.map(jnp.asarray, empty_slots(self.slots, self._stops)))
 
     def _prefill_rows(self, weights: Params, tokens: jax.Array) -> Cache:
         """Per layer k, v [R, K, L, D] of tokens [R, L]."""
+        self._check_dtype(weights)
         rows, length = tokens.shape
 
         def attend(
@@ -233,6 +254,7 @@ class JaxDecodeBackend:
     def _generate_steps(
         self, weights: Params, state: DecodeState, steps: jax.Array, width: int
     ) -> tuple[DecodeState, _Outputs]:
+        self._check_dtype(weights)
         shape = (self._steps, self.slots)
         outputs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
 

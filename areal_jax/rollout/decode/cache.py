@@ -26,10 +26,10 @@ class Prefix:
     length: int  # positions that count, <= L
 
 
-def empty_cache(n_layers: int, slots: int, heads: int, positions: int, head_dim: int) -> Cache:
-    """Zeros, float32."""
+def empty_cache(n_layers: int, slots: int, heads: int, positions: int, head_dim: int, dtype: jnp.dtype) -> Cache:
+    """Zeros."""
     shape = (slots, heads, positions, head_dim)
-    return tuple((jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)) for _ in range(n_layers))
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(n_layers))
 
 
 def write_token(layer: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> LayerCache:

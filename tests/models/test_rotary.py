@@ -1,0 +1,69 @@
+"""Rotary positions by hand, and stretched ones against Llama 3.1's rule and the numbers of another implementation."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.models.rotary import rotary, rotate, stretch
+from areal_jax.models.shape import Llama3Scaling
+from tests.models import reference
+
+# transformers 5.23.0, ROPE_INIT_FUNCTIONS['llama3'] for the numbers of Llama 3.1 8B: frequency of pair j
+LLAMA_31 = Llama3Scaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context_tokens=8192)
+RECORDED = {
+    0: 1.0, 10: 0.12868738, 28: 0.0032114461, 29: 0.0021665706, 31: 0.00085675146, 34: 0.00017850779,
+    35: 9.5562122e-05, 63: 3.0689259e-07,
+}  # fmt: skip
+
+
+def test_angles_by_hand():
+    # D = 4, theta = 100: frequencies 100^(-0/4) = 1 and 100^(-2/4) = .1; position 3 turns by 3 and .3
+    cosine, sine = rotary(jnp.array([0, 3]), 4, 100.0)
+    np.testing.assert_allclose(cosine, [[1, 1], [math.cos(3), math.cos(0.3)]], rtol=1e-6)
+    np.testing.assert_allclose(sine, [[0, 0], [math.sin(3), math.sin(0.3)]], rtol=1e-6)
+
+
+def test_rotation_by_hand():
+    # pairs (1, 3) by 90 degrees: (-3, 1); (2, 4) by 180: (-2, -4). Firsts, then seconds.
+    turned = rotate(jnp.array([[[1.0, 2.0, 3.0, 4.0]]]), jnp.array([[0.0, -1.0]]), jnp.array([[1.0, 0.0]]))
+    np.testing.assert_allclose(turned, [[[-3, -2, 1, -4]]])
+
+
+def test_scores_depend_on_the_distance_of_positions_alone():
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 8))
+
+    def score(at_q, at_k):
+        turned = [rotate(jnp.array([x]), *rotary(jnp.array([at]), 8, 100.0)) for x, at in ((q, at_q), (k, at_k))]
+        return float(jnp.sum(turned[0] * turned[1]))
+
+    assert score(7, 4) == pytest.approx(score(103, 100), abs=1e-4)
+    assert abs(score(7, 4) - score(4, 7)) > 1e-2
+
+
+def test_a_rotation_in_bfloat16_turns_by_float32_angles():
+    # 1001 in bfloat16, whose mantissa has 8 bits, is 1000: an angle wrong by 1
+    x = jnp.array([[[1.0, 0.0]]], jnp.bfloat16)
+    turned = rotate(x, *rotary(jnp.array([1001]), 2, 100.0))
+    assert turned.dtype == jnp.bfloat16
+    np.testing.assert_allclose(turned.astype(np.float32)[0, 0], [math.cos(1001), math.sin(1001)], atol=4e-3)
+
+
+def test_a_long_a_short_and_a_wavelength_between_by_hand():
+    # turns in the original context of 160: 160 f / 2pi = 25.46, 2.546 and .2546
+    #   1 turns more than 4 times: kept.   .01 less than once: / 8 = .00125
+    #   .1 is (2.5465 - 1) / (4 - 1) = .51549 of the way: .1 (.51549 + .48451 / 8) = .0576055
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, 160)
+    np.testing.assert_allclose(stretch(np.array([1.0, 0.1, 0.01]), scaling), [1.0, 0.0576055, 0.00125], rtol=1e-5)
+
+
+def test_llama_31_turns_as_its_rule_and_another_implementation_say():
+    # position 1 turns by the frequency itself
+    cosine, sine = rotary(jnp.array([1]), 128, 500000.0, LLAMA_31)
+    frequencies = np.arctan2(sine[0], cosine[0])
+    rule = reference.llama3_frequencies(128, 500000.0, factor=8.0, low=1.0, high=4.0, original_context=8192)
+    np.testing.assert_allclose(frequencies, rule, rtol=1e-6)
+    np.testing.assert_allclose(frequencies[list(RECORDED)], list(RECORDED.values()), rtol=1e-6)
