@@ -9,6 +9,7 @@ from areal_jax.models.attention.backends import (
     local_device,
     shares_prompts,
 )
+from areal_jax.models.attention.check import choose_checked, self_check
 from areal_jax.models.attention.packed import packed_attention, packed_rows_attention
 
 __all__ = [
@@ -16,9 +17,11 @@ __all__ = [
     'IMPLEMENTATIONS',
     'AttentionError',
     'Backend',
+    'choose_checked',
     'choose_implementation',
     'local_device',
     'packed_attention',
     'packed_rows_attention',
+    'self_check',
     'shares_prompts',
 ]

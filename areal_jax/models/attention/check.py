@@ -1,0 +1,170 @@
+"""Under arrow 7: a backend shows at start-up, on the device and in the dtype of the run, that it computes attention.
+
+Fused kernels have ignored segment ids, or read other tokens with grouped keys, without an error; see `cudnn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.models.attention.backends import (
+    BACKENDS,
+    AttentionError,
+    choose_implementation,
+    local_device,
+)
+from areal_jax.models.attention.packed import packed_attention
+
+_TOKENS = 160
+_HEADS, _KEY_HEADS = 4, 2
+_WINDOW = 24  # tokens: what a model's own window is replaced with, so that it cuts segments of this size
+_FIRST, _QUERIES = 37, 80  # of the slice that is checked
+# largest error as a part of the largest value; a wrong mask or head is off by a tenth and more
+_ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
+_ALLOWED_FLOAT32_ON_CPU = 1e-4
+
+
+def self_check(
+    impl: str,
+    *,
+    dtype: jax.typing.DTypeLike,
+    head_dim: int = 64,
+    window: int | None = None,
+    slices: bool = False,
+    interpret: bool = False,
+) -> None:
+    """Compares a small packed row with a dense float64 softmax, forward and gradient, and raises where they differ.
+
+    The row has grouped keys, three segments that end inside of blocks and a padded tail; where the backend can share
+    prompts, a second one has two answers beside their prompt.
+
+    Args:
+      dtype, head_dim, window, slices: of the run, as for choose_implementation; of a window only that there is one.
+      interpret: as for packed_attention.
+
+    Raises AttentionError, naming the backend, what differs, by how much and what to use instead.
+    """
+    rng = np.random.default_rng(0)
+    shapes = [(_TOKENS, heads, head_dim) for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS)]
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    first, count = (_FIRST, _QUERIES) if slices else (0, _TOKENS)
+    window, scale = None if window is None else _WINDOW, head_dim**-0.5
+    part = slice(first, first + count)
+
+    @jax.jit
+    def run(first: jax.Array, segments: jax.Array, parents: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return packed_attention(
+                q, k, v, segments, parents, scale=scale, impl=impl, positions=positions, window=window,
+                first=first if slices else 0, interpret=interpret,
+            )  # fmt: skip
+
+        out, pull = jax.vjp(attend, q[part], k, v)
+        return out, *pull(d_out[part])
+
+    for row, segments, parents, positions in _rows(BACKENDS[impl].shares_prompts):
+        seen = _seen(segments, parents, positions, window)
+        expected = _dense(*(np.asarray(x, np.float64) for x in (q, k, v, d_out)), seen, scale, part)
+        try:
+            found = run(jnp.int32(first), segments, parents, positions)
+        except AttentionError:
+            raise
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise AttentionError(f'attention {impl!r} does not run here: {error}; {_way_out(impl)}') from error
+        for name, value, reference in zip(('output', *_GRADIENTS), found, expected, strict=True):
+            _compare(impl, f'{name} of {row}', np.asarray(value, np.float64), reference, jnp.dtype(dtype).name)
+
+
+def choose_checked(
+    impl: str,
+    *,
+    tokens: int,
+    dtype: jax.typing.DTypeLike,
+    head_dim: int,
+    shares_prompts: bool = False,
+    window: int | None = None,
+    slices: bool = False,
+) -> tuple[str, tuple[str, ...]]:
+    """(the backend to run on this device, why 'auto' passed over better ones); see choose_implementation.
+
+    Raises AttentionError where a backend that was asked for by name fails its self-check.
+    """
+    platform, capability = local_device()
+    excluded: dict[str, str] = {}
+    while True:
+        name = choose_implementation(
+            impl, platform=platform, capability=capability, tokens=tokens, dtype=dtype, head_dim=head_dim,
+            shares_prompts=shares_prompts, window=window, slices=slices, excluded=excluded,
+        )  # fmt: skip
+        try:
+            self_check(name, dtype=dtype, head_dim=head_dim, window=window, slices=slices)
+            return name, tuple(excluded.values())
+        except AttentionError as error:
+            if impl != 'auto':
+                raise
+            excluded[name] = str(error)
+
+
+_GRADIENTS = ('gradient of q', 'gradient of k', 'gradient of v')
+
+
+def _rows(shares_prompts: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+    """(what it is, segment ids, parent ids, positions), int32 [T]."""
+    yield 'a packed row', *_row((70, 1, 70), (31, 2, 31), (40, 3, 40))
+    if shares_prompts:  # prompt 1 of 50 tokens with answers 2 and 3, then a segment of its own
+        yield 'a row with a shared prompt', *_row((50, 1, 50), (20, 1, 70), (31, 1, 81), (40, 4, 40))
+
+
+def _row(*segments: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of (length, parent, position after the last token) per segment."""
+    ids = np.zeros((3, _TOKENS), np.int32)
+    start = 0
+    for index, (length, parent, end) in enumerate(segments):
+        ids[:, start : start + length] = np.stack(
+            [np.full(length, index + 1), np.full(length, parent), np.arange(end - length, end)]
+        )
+        start += length
+    ids[2, start:] = np.arange(_TOKENS - start)
+    return ids[0], ids[1], ids[2]
+
+
+def _seen(segments: np.ndarray, parents: np.ndarray, positions: np.ndarray, window: int | None) -> np.ndarray:
+    seen = np.tril((segments[:, None] == segments) | (parents[:, None] == segments))
+    return seen if window is None else seen & (positions[:, None] - positions < window)
+
+
+def _dense(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, d_out: np.ndarray, seen: np.ndarray, scale: float, part: slice
+) -> tuple[np.ndarray, ...]:
+    """Output and gradients by definition, for the queries of `part`."""
+    q, d_out, seen = q[part], d_out[part], seen[part]
+    groups = k.shape[1]
+    k, v = (np.repeat(x, q.shape[1] // groups, axis=1) for x in (k, v))
+    scores = np.where(seen, np.einsum('tnd,snd->nts', q, k) * scale, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    d_weights = np.einsum('tnd,snd->nts', d_out, v)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True)) * scale
+    d_k, d_v = np.einsum('nts,tnd->snd', d_scores, q), np.einsum('nts,tnd->snd', weights, d_out)
+    d_k, d_v = (x.reshape(len(x), groups, -1, x.shape[-1]).sum(axis=2) for x in (d_k, d_v))
+    return np.einsum('nts,snd->tnd', weights, v), np.einsum('nts,snd->tnd', d_scores, k), d_k, d_v
+
+
+def _compare(impl: str, what: str, found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
+    allowed = _ALLOWED[dtype]
+    if dtype == 'float32' and jax.default_backend() == 'cpu':
+        allowed = _ALLOWED_FLOAT32_ON_CPU
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    if not error <= allowed:  # NaN fails too
+        raise AttentionError(
+            f'attention {impl!r} fails its self-check: {what} is off by {error:.2g} of its largest value in {dtype} on '
+            f'{jax.default_backend()!r}, allowed are {allowed:g}; {_way_out(impl)}'
+        )
+
+
+def _way_out(impl: str) -> str:
+    return f'use {"dense" if impl == "blocked" else "blocked"!r}, which runs everywhere'

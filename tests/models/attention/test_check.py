@@ -1,0 +1,106 @@
+"""The self-check passes what is right and refuses, by name, the faults that fused kernels have had."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from areal_jax.models.attention import AttentionError, check, choose_checked, dense, self_check, splash
+from tests.models.attention.rows import INTERPRETED, runs_here
+
+
+@runs_here
+def test_a_right_backend_passes(impl):
+    self_check(impl, dtype=jnp.float32, head_dim=16, interpret=impl in INTERPRETED)
+
+
+@pytest.mark.parametrize('features', [{'window': 4096}, {'slices': True}], ids=['window', 'slices'])
+def test_window_and_slices_are_checked_in_the_dtype_of_the_run(features):
+    self_check('blocked', dtype=jnp.bfloat16, head_dim=16, **features)
+
+
+def wrong_heads(attend):
+    """Query head h reads key head h modulo K, not h // G."""
+    return lambda q, k, v, *rest: attend(q, k[:, :, ::-1], v[:, :, ::-1], *rest)
+
+
+def wrong_gradient(attend):
+    """Forward right, gradients of keys stopped."""
+    return lambda q, k, v, *rest: attend(q, jax.lax.stop_gradient(k), v, *rest)
+
+
+def without_segments(attend):
+    def ignoring(q, k, v, ids, setting):
+        ones = jnp.ones_like(ids.segment)
+        return attend(q, k, v, ids._replace(segment=ones, parent=ones), setting)
+
+    return ignoring
+
+
+def without_parents(attend):
+    return lambda q, k, v, ids, setting: attend(q, k, v, ids._replace(parent=ids.segment), setting)
+
+
+def without_scale(attend):
+    return lambda q, k, v, ids, setting: attend(q, k, v, ids, setting._replace(scale=1.0))
+
+
+def without_window(attend):
+    return lambda q, k, v, ids, setting: attend(q, k, v, ids, setting._replace(window=None))
+
+
+def from_the_start(attend):
+    return lambda q, k, v, ids, setting: attend(q, k, v, ids._replace(first=0), setting)
+
+
+@pytest.mark.parametrize(
+    ('fault', 'features', 'message'),
+    [
+        (wrong_heads, {}, 'output of a packed row is off by'),
+        (wrong_gradient, {}, 'gradient of k of a packed row is off by 1 of'),
+        (without_segments, {}, 'output of a packed row is off by'),
+        (without_parents, {}, 'output of a row with a shared prompt is off by'),
+        (without_scale, {}, 'output of a packed row is off by'),
+        (without_window, {'window': 4096}, 'output of a packed row is off by'),
+        (from_the_start, {'slices': True}, 'output of a packed row is off by'),
+    ],
+)
+def test_a_wrong_backend_is_refused(monkeypatch, fault, features, message):
+    monkeypatch.setattr(dense, 'attend_rows', fault(dense.attend_rows))
+    for dtype in ('float32', 'bfloat16'):
+        pattern = (
+            f"attention 'dense' fails its self-check: {message} .* in {dtype} on 'cpu', allowed are .*; use 'blocked'"
+        )
+        with pytest.raises(AttentionError, match=pattern):
+            self_check('dense', dtype=dtype, head_dim=16, **features)
+
+
+def test_not_a_number_is_refused(monkeypatch):
+    monkeypatch.setattr(dense, 'attend_rows', lambda q, *rest: q * jnp.nan)
+    with pytest.raises(AttentionError, match='off by nan'):
+        self_check('dense', dtype='float32', head_dim=16)
+
+
+def test_a_backend_that_does_not_run_here_is_refused():
+    with pytest.raises(AttentionError, match="attention 'cudnn' does not run here: .*; use 'blocked'"):
+        self_check('cudnn', dtype='bfloat16', head_dim=16)
+    with pytest.raises(
+        AttentionError, match="attention 'pallas' does not run here: Only interpret mode .*; use 'blocked'"
+    ):
+        self_check('pallas', dtype='bfloat16', head_dim=16)
+
+
+def test_auto_passes_over_what_fails_and_says_why(monkeypatch):
+    monkeypatch.setattr(check, 'local_device', lambda: ('tpu', None))
+    monkeypatch.setattr(splash, 'attend_rows', wrong_heads(dense.attend_rows))
+    facts = {'tokens': 4096, 'dtype': 'float32', 'head_dim': 16}
+    name, reasons = choose_checked('auto', **facts)
+    assert name == 'blocked'
+    assert [r.split(':')[0] for r in reasons] == ["attention 'splash' fails its self-check"]
+    with pytest.raises(AttentionError, match="'splash' fails its self-check"):
+        choose_checked('splash', **facts)
+
+
+def test_a_run_on_this_machine_gets_a_checked_backend():
+    assert choose_checked('auto', tokens=4096, dtype='float32', head_dim=16, shares_prompts=True) == ('blocked', ())
