@@ -44,6 +44,11 @@ def test_best_fit_leaves_least_of_the_scarcer_capacity():
     assert pack_first_fit(sizes, (10, 10)) == [[0, 3], [1, 4], [2, 5]]
 
 
+def test_a_bin_in_use_comes_before_an_empty_one_with_as_much_free():
+    # the first capacity is the scarcer (21 / 20 against 6 / 7); (0, 6) leaves all of it: (17, 0) joins, (4, 0) cannot
+    assert pack_first_fit([(0, 6), (4, 0), (17, 0)], _CAPACITY) == [[0, 2], [1]]
+
+
 def test_fewest_sequences_by_hand():
     # Algorithm 1. [6, 6, 5, 1] in 13: 6 6 together, 5 opens, 1 to the one with fewer (first fit: 6 6 1 | 5)
     assert pack_fewest_first([(6,), (6,), (5,), (1,)], (13,)) == [[0, 1], [2, 3]]
