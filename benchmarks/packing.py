@@ -6,8 +6,8 @@ Lengths are lognormal (median 6000, sigma 0.9), clipped to [64, 28672]. Utilisat
 bound is ceil(sum / capacity) bins. Every way packs the same lengths in turn; times are medians of the rounds, CPU time
 of one thread. A second table packs (tokens, loss tokens) into two capacities that both decide. A third is of static
 micro-batches over many random steps, one row for each of eight data shards: utilisation of the rows in use, with the
-empty rows of the last micro-batch, and with that cut to a half or a quarter where it fits; and how evenly the shards
-finish.
+empty rows of the last micro-batch, and with that cut to a half or a quarter where it fits (first fit spreads it for
+that); and how evenly the shards finish.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.learning.balance import cost_coefficients, place_rows, row_cost, shard_costs, visible_pairs
-from areal_jax.learning.bins import pack_fewest_first, pack_first_fit
+from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
 from areal_jax.learning.packing import tail_buckets
 
 CAPACITY, LOSS_CAPACITY, SHARDS = 32_768, 20_480, 8
@@ -79,23 +79,34 @@ def compare(sizes: np.ndarray, capacity: tuple[int, ...], rounds: int, ways: lis
     }
 
 
-def static_step(lengths: np.ndarray, way: str) -> dict[str, float]:
-    """One update in micro-batches of one row for each shard."""
-    bins = [[i] for i in range(len(lengths))] if way == 'padded' else WAYS[way](lengths[:, None], (CAPACITY,))
+def place(lengths: np.ndarray, bins: Bins, in_order: bool) -> tuple[np.ndarray, np.ndarray, float]:
+    """Micro-batches of one row for each shard: (tokens of each row, its place [M, SHARDS], shard balance)."""
     tokens = np.array([lengths[b].sum() for b in bins])
     pairs = np.array([sum(visible_pairs(int(lengths[i])) for i in b) for b in bins])
     costs = row_cost(tokens.astype(float), pairs.astype(float), QWEN2_1_5B)
-    placement = place_rows(costs, tokens / CAPACITY, SHARDS, SHARDS, in_order=way == 'padded')
+    placement = place_rows(costs, tokens / CAPACITY, SHARDS, SHARDS, in_order=in_order)
     paid = shard_costs(costs, placement, SHARDS)
-    longest = np.append(tokens, 0)[placement].max(1)  # EMPTY = -1 takes the 0
-    buckets = np.array([shape.tokens for shape in tail_buckets(CAPACITY, CAPACITY, 3)])
-    trimmed = buckets[np.searchsorted(buckets, longest)].sum() * SHARDS
-    return {
+    return tokens, placement, paid.mean(1).sum() / paid.max(1).sum()
+
+
+def static_step(lengths: np.ndarray, way: str) -> dict[str, float]:
+    """One update of static rows, then the same with tail buckets."""
+    padded, sizes = way == 'padded', lengths[:, None]
+    bins = [[i] for i in range(len(lengths))] if padded else WAYS[way](sizes, (CAPACITY,))
+    tokens, placement, balance = place(lengths, bins, padded)
+    found = {
         'utilization': tokens.sum() / (len(bins) * CAPACITY),
         'utilization_with_empty_rows': tokens.sum() / (placement.size * CAPACITY),
-        'utilization_with_tail_buckets': tokens.sum() / trimmed,
-        'shard_balance': paid.mean(1).sum() / paid.max(1).sum(),
+        'shard_balance': balance,
     }
+    buckets = np.array([shape.tokens for shape in tail_buckets(CAPACITY, CAPACITY, 3)])
+    if way == 'first_fit':
+        bins = spread_remainder(bins, sizes, SHARDS, [(n,) for n in buckets.tolist()])
+    tokens, placement, balance = place(lengths, bins, padded)
+    longest = np.append(tokens, 0)[placement].max(1)  # EMPTY = -1 takes the 0
+    trimmed = buckets[np.searchsorted(buckets, longest)].sum() * SHARDS
+    tail = {'utilization_with_tail_buckets': tokens.sum() / trimmed, 'shard_balance_with_tail_buckets': balance}
+    return found | tail
 
 
 def static_steps(n: int, steps: int) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Part of arrow 6: which items share a bin of one capacity or two. numpy only."""
+"""Part of arrow 6: which items share a bin, of one capacity or two. numpy only."""
 
 from __future__ import annotations
 
@@ -59,6 +59,34 @@ def pack_fewest_first(sizes: Sequence[Size] | np.ndarray, capacity: Size, min_bi
         counts[found] += 1
         places.append(found)
     return _members(order.tolist(), places)
+
+
+def spread_remainder(
+    bins: Sequence[Sequence[int]], sizes: Sequence[Size] | np.ndarray, bins_per_batch: int, capacities: Sequence[Size]
+) -> list[list[int]]:
+    """Bins beyond full batches of `bins_per_batch`, packed anew into smaller ones that make up no more than one batch.
+
+    Bins that are filled well leave a last batch of few full bins, as slow as a full batch where bins are computed side
+    by side. Chosen are those with the smallest items; bins are returned as they came if these fit no smaller capacity.
+
+    Args:
+      bins: as packed, indices of items.
+      capacities: ascending; the last is that of `bins`.
+    """
+    left_over = len(bins) % bins_per_batch
+    if not left_over:
+        return [list(b) for b in bins]
+    items = np.asarray(sizes, np.int64).reshape(len(sizes), -1)
+    shares = (items / np.maximum(capacities[-1], 1)).max(1)
+    by_largest_item = sorted(range(len(bins)), key=lambda b: shares[list(bins[b])].max())
+    chosen, kept = sorted(by_largest_item[:left_over]), sorted(by_largest_item[left_over:])
+    members = [item for b in chosen for item in bins[b]]
+    for capacity in capacities[:-1]:
+        if (items[members] <= capacity).all():
+            spread = pack_first_fit(items[members], capacity)
+            if len(spread) <= bins_per_batch:
+                return [list(bins[b]) for b in kept] + [[members[i] for i in b] for b in spread]
+    return [list(b) for b in bins]
 
 
 def _checked(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
-from areal_jax.learning.bins import pack_fewest_first, pack_first_fit
+from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
 from areal_jax.learning.rows import Example, NextTokenForm, Row, Unit, write_rows
 from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup
 
@@ -109,8 +109,8 @@ def pack(
         in the order given; to compare with).
       data_shards: devices that share the rows of a micro-batch evenly, an equal slice each.
       cost: by which they are balanced (balance.place_rows).
-      buckets: row shapes to which the caller trims micro-batches, the full shape among them; () = it trims none. Only
-        reported.
+      buckets: row shapes, ascending to the full one, to which the caller trims micro-batches; () = it trims none. With
+        'first_fit' a last micro-batch of few full rows is spread over more and shorter rows where one of them allows.
 
     Raises:
       ValueError: an unknown mode or fill, a trajectory that does not fit a row, an advantage that is not finite, or
@@ -123,7 +123,7 @@ def pack(
     batches, reports = [], []
     for members in split_minibatches(loss_tokens, n_minibatches):
         units = [unit for g in members for unit in _units(examples_of[g], mode, capacity)]
-        rows = _rows(units, fill, capacity)
+        rows = _rows(units, fill, rows_per_microbatch, buckets or [RowShape(*capacity)])
         costs = np.array([row.cost(cost) for row in rows])
         shares = np.array([row.share(capacity) for row in rows])
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
@@ -300,11 +300,15 @@ def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) ->
     return [Unit(tuple(examples[i] for i in sorted(b))) for b in bins]
 
 
-def _rows(units: Sequence[Unit], fill: str, capacity: tuple[int, int]) -> list[Row]:
+def _rows(units: Sequence[Unit], fill: str, rows_per_microbatch: int, shapes: Sequence[RowShape]) -> list[Row]:
+    sizes = [u.size for u in units]
     if fill == 'padded':
-        return [Row((unit,)) for unit in units]
-    fit = pack_first_fit if fill == 'first_fit' else pack_fewest_first
-    return [Row(tuple(units[u] for u in members)) for members in fit([u.size for u in units], capacity)]
+        bins = [[u] for u in range(len(units))]
+    elif fill == 'algorithm_1':
+        bins = pack_fewest_first(sizes, shapes[-1])
+    else:
+        bins = spread_remainder(pack_first_fit(sizes, shapes[-1]), sizes, rows_per_microbatch, shapes)
+    return [Row(tuple(units[u] for u in members)) for members in bins]
 
 
 def _report(batch: PackedBatch, unshared_tokens: int, costs: np.ndarray, buckets: Sequence[RowShape]) -> PackingReport:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.learning.bins import pack_fewest_first, pack_first_fit
+from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
 
 _CAPACITY = (20, 7)
 _SIZES = st.lists(st.tuples(st.integers(0, _CAPACITY[0]), st.integers(0, _CAPACITY[1])), max_size=60)
@@ -136,6 +136,33 @@ def test_two_capacities_equal_best_fit_by_linear_scan(sizes):
 @settings(max_examples=50, deadline=None)
 def test_fewest_first_equals_the_definition(sizes):
     assert pack_fewest_first(sizes, _CAPACITY) == _scan(sizes, _CAPACITY, lambda fits: min(fits, key=len))
+
+
+def test_a_remainder_is_spread_over_smaller_bins_by_hand():
+    # bins of 12 in batches of three: 12 | 7 5 | 4 4 3 | 6 6, so one is beyond: that with the smallest items, the third.
+    # No bin of 3 holds a 4; three bins of 6 hold 4, 4 and 3, two of 7 hold 4 3 and 4
+    sizes = [(12,), (7,), (5,), (4,), (4,), (3,), (6,), (6,)]
+    bins = [[0], [1, 2], [3, 4, 5], [6, 7]]
+    assert spread_remainder(bins, sizes, 3, [(3,), (6,), (12,)]) == [[0], [1, 2], [6, 7], [3], [4], [5]]
+    assert spread_remainder(bins, sizes, 3, [(7,), (12,)]) == [[0], [1, 2], [6, 7], [3, 5], [4]]
+    # two to a batch: none is beyond; three bins of 6 would not be one batch of two; nothing smaller is offered
+    assert spread_remainder(bins, sizes, 2, [(6,), (12,)]) == bins
+    assert spread_remainder(bins[:3], sizes, 2, [(6,), (12,)]) == bins[:3]
+    assert spread_remainder(bins, sizes, 3, [(12,)]) == bins
+    assert spread_remainder([], [], 3, [(6,), (12,)]) == []
+
+
+@given(sizes=_SIZES, bins_per_batch=st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_spreading_keeps_every_item_once_and_the_number_of_batches(sizes, bins_per_batch):
+    packed = pack_first_fit(sizes, _CAPACITY)
+    spread = spread_remainder(packed, sizes, bins_per_batch, [(5, 2), (10, 4), _CAPACITY])
+    assert sorted(i for b in spread for i in b) == list(range(len(sizes)))
+    assert -(-len(spread) // bins_per_batch) == -(-len(packed) // bins_per_batch)
+    full = len(packed) // bins_per_batch * bins_per_batch
+    for place, b in enumerate(spread):
+        limit = (10, 4) if len(spread) != len(packed) and place >= full else _CAPACITY
+        assert all(sum(sizes[i][a] for i in b) <= limit[a] for a in (0, 1))
 
 
 @pytest.mark.parametrize(('n', 'share'), [(128, 0.93), (512, 0.97), (10_000, 0.997)])

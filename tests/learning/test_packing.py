@@ -196,7 +196,10 @@ def test_every_loss_token_sees_its_own_trajectory_and_nothing_else(
 ):
     groups, (mode, fill) = random_groups(seed, 4), way
     rows = {'rows_per_microbatch': rows_per_shard * data_shards, 'data_shards': data_shards}
-    batches, report = _pack(groups, mode=mode, fill=fill, cost=_COST, n_minibatches=n_minibatches, **rows)
+    buckets = (RowShape(16, 8), RowShape(32, 16))
+    batches, report = _pack(
+        groups, mode=mode, fill=fill, cost=_COST, n_minibatches=n_minibatches, buckets=buckets, **rows
+    )
     found = {}
     for batch in batches:
         found |= _read_back(batch)
@@ -311,6 +314,18 @@ def test_light_rows_end_up_in_the_last_microbatch_and_are_cut():
     assert [tail_bucket(m, buckets) for m in microbatches] == [(12, 12), (12, 12), (6, 6)]
     _, trimmed = _pack(_reading(4, 11, 1, 12, 10, 12), buckets=buckets, **shape)
     assert (whole.capacity_tokens, trimmed.capacity_tokens, trimmed.capacity_loss_tokens) == (72, 60, 60)
+
+
+def test_a_few_full_rows_are_spread_over_a_short_last_microbatch():
+    # rows of 12, four to a micro-batch: 12 12 12 11 and 6 6 beyond, which two rows of 6 hold
+    shape = {'mode': 'ordinary', 'row_tokens': 12, 'row_loss_tokens': 12, 'rows_per_microbatch': 4}
+    buckets = (RowShape(6, 6), RowShape(12, 12))
+    groups = _reading(12, 6, 12, 11, 6, 12)
+    (batch,), report = _pack(groups, **shape)
+    assert _rows_of(batch) == [[0], [2], [5], [1, 4], [3], [], [], []]
+    (batch,), spread = _pack(groups, buckets=buckets, **shape)
+    assert _rows_of(batch) == [[0], [2], [5], [3], [1], [4], [], []]
+    assert (report.capacity_tokens, spread.capacity_tokens) == (96, 4 * 12 + 4 * 6)
 
 
 def test_what_is_trimmed_is_padding():
