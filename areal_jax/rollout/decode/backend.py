@@ -44,8 +44,8 @@ class JaxDecodeBackend:
         log-probs are float32.
       device: where weights and state are; None = the first.
 
-    Raises ValueError for sizes that do not fit together, an unknown dtype or a stacked decoder, and, from every call that is given
-    weights, for weights of another dtype.
+    Raises ValueError for sizes that do not fit together, an unknown dtype or a stacked decoder, and, from every call
+    that is given weights, for weights of another dtype.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class JaxDecodeBackend:
         if dtype not in DTYPES:
             raise ValueError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
         if decoder.layers != 'list':
-            raise ValueError(f'decoding needs a decoder with layers=\'list\', not {decoder.layers!r}')
+            raise ValueError(f"decoding needs a decoder with layers='list', not {decoder.layers!r}")
         self.slots, self.context_tokens = slots, context_tokens
         self._decoder, self._steps, self._stops, self._filtered = decoder, decode_steps, max_stop_tokens, filtered
         self._dtype = jnp.dtype(dtype)

@@ -1,5 +1,6 @@
 """A decoder of two layers, a backend for it, and its log-probs by a plain forward over the whole sequence."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,18 +17,21 @@ CONTEXT = 24
 DECODER = Decoder(
     ModelConfig(vocab_size=32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, rope_theta=1e4)
 )
+WINDOWED = Decoder(dataclasses.replace(DECODER.config, sliding_window=4))
+PARTLY_WINDOWED = Decoder(dataclasses.replace(DECODER.config, sliding_window=4, first_window_layer=1))
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 
 
 @functools.cache
-def weights(seed=0):
-    return DECODER.init(seed, scale=2.0)  # far from uniform: a wrong context shows
+def weights(seed=0, dtype='float32'):
+    exact = DECODER.init(seed, scale=2.0)  # far from uniform: a wrong context shows
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), exact)
 
 
 @functools.cache
-def backend(filtered=False, slots=4):
+def backend(filtered=False, slots=4, decoder=DECODER, dtype='float32'):
     return JaxDecodeBackend(
-        DECODER,
+        decoder,
         slots=slots,
         context_tokens=CONTEXT,
         prefill_buckets=(8, CONTEXT),
@@ -35,6 +39,7 @@ def backend(filtered=False, slots=4):
         decode_widths=(12, CONTEXT),
         max_stop_tokens=2,
         filtered=filtered,
+        dtype=dtype,
     )
 
 
@@ -99,27 +104,32 @@ def generate(wanted, slot=0, **kwargs):
     return decoding.answer(slot), decoding.logprobs[slot]
 
 
-@jax.jit
-def _forward(params, tokens):
-    def attend(q, k, v, _, window):
-        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-        scores = jnp.einsum('qhd,khd->hqk', q, k) / np.sqrt(q.shape[-1])
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -jnp.inf)
-        return jnp.einsum('hqk,khd->qhd', jax.nn.softmax(scores, axis=-1), v), None
-
-    hidden, _ = DECODER.hidden(params, tokens, jnp.arange(len(tokens)), attend)
-    return DECODER.logits(params, hidden)
+def whole_attention(q, k, v, _, window):
+    """`attend` of a whole sequence."""
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    scores = jnp.einsum('qhd,khd->hqk', q, k, preferred_element_type=jnp.float32) / q.shape[-1] ** 0.5
+    back = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
+    seen = (back >= 0) & (back < (window or len(q)))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum('hqk,khd->qhd', weights, v), None
 
 
-def next_token_logits(tokens, params=None):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _forward(params, tokens, decoder, attend):
+    hidden, _ = decoder.hidden(params, tokens, jnp.arange(len(tokens)), attend)
+    return decoder.logits(params, hidden)
+
+
+def next_token_logits(tokens, params=None, decoder=DECODER, attend=whole_attention):
     """float32 [T, V] of T tokens: row t scores token t + 1."""
     padded = np.zeros(CONTEXT, np.int32)
     padded[: len(tokens)] = tokens
-    return np.asarray(_forward(weights() if params is None else params, padded))[: len(tokens)]
+    params = weights() if params is None else params
+    return np.asarray(_forward(params, padded, decoder, attend))[: len(tokens)]
 
 
-def forward_logprobs(tokens, prompt_length, params=None, temperature=1.0):
+def forward_logprobs(tokens, prompt_length, params=None, temperature=1.0, **kwargs):
     """log softmax(logits / temperature) of every token behind the prompt."""
-    z = next_token_logits(tokens, params).astype(np.float64) / temperature
+    z = next_token_logits(tokens, params, **kwargs).astype(np.float64) / temperature
     z -= np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) + z.max(-1, keepdims=True)
     return np.array([z[t - 1, tokens[t]] for t in range(prompt_length, len(tokens))])
