@@ -5,14 +5,18 @@ Publication to files, export and other servers speak it. Tensors there are [out,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
+from areal_jax.sharding.rules import path_name
 
 # part of a layer -> name inside a layer, in the order of the forward pass; norms are leaves, projections have them
 _LAYER_PARTS = {
@@ -35,9 +39,24 @@ class WeightsError(ValueError):
     """Tensors that are not those of the model; the message names them."""
 
 
+@dataclasses.dataclass(frozen=True)
+class HfTensor:
+    """A tensor of the interchange form and the leaf it is."""
+
+    name: str
+    path: tuple[str, ...]  # ('layers', '0', 'attention', 'query', 'weight'), in list form
+    shape: tuple[int, ...]  # as Hugging Face has it
+    turned: bool  # whether it is the transpose of the leaf
+
+
 def to_hf_names(params: Params, config: ModelConfig) -> dict[str, Any]:
-    """{'model.layers.0.self_attn.q_proj.weight': [out, in], ...}, matrices as transposed views where numpy allows."""
-    return {name: _turned(_leaf(params, path), path) for name, path in _names(config)}
+    """{'model.layers.0.self_attn.q_proj.weight': [out, in], ...}, matrices as transposed views where numpy allows.
+
+    `params` are in list form. A value head is left out: a causal language model of Hugging Face has none. Raises
+    WeightsError for adapters that are not merged.
+    """
+    require_merged(params)
+    return {tensor.name: _turned(leaf_at(params, tensor.path), tensor) for tensor in hf_tensors(config)}
 
 
 def from_hf_names(tensors: Mapping[str, Any], config: ModelConfig) -> Params:
@@ -45,52 +64,34 @@ def from_hf_names(tensors: Mapping[str, Any], config: ModelConfig) -> Params:
 
     Raises WeightsError that names missing, surplus or wrongly shaped tensors.
     """
-    _require_the_same(tensors, _hf_shapes(config))
+    require_tensors(tensors, config)
     params: Params = {}
-    for name, path in _names(config):
-        leaf = _turned(tensors[name], path)
-        node = params
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = np.ascontiguousarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+    for tensor in hf_tensors(config):
+        leaf = _turned(tensors[tensor.name], tensor)
+        set_leaf(params, tensor.path, np.ascontiguousarray(leaf) if isinstance(leaf, np.ndarray) else leaf)
     return params
 
 
-def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of these weights, for transformers 4 (rope_theta, torch_dtype) and 5 (the others)."""
-    return {
-        'architectures': ['LlamaForCausalLM'],
-        'model_type': 'llama',
-        'vocab_size': config.vocab_size,
-        'hidden_size': config.d_model,
-        'intermediate_size': config.d_ff,
-        'num_hidden_layers': config.n_layers,
-        'num_attention_heads': config.n_heads,
-        'num_key_value_heads': config.n_kv_heads,
-        'head_dim': config.head_dim,
-        'hidden_act': 'silu',
-        'rms_norm_eps': config.rms_eps,
-        'rope_theta': config.rope_theta,
-        'rope_parameters': {'rope_type': 'default', 'rope_theta': config.rope_theta},
-        'max_position_embeddings': config.context_tokens,
-        'tie_word_embeddings': config.tie_embeddings,
-        'attention_bias': False,
-        'mlp_bias': False,
-        'bos_token_id': None,  # the tokenizer's business; absent they would default to 1 and 2
-        'eos_token_id': None,
-        'torch_dtype': 'float32',
-        'dtype': 'float32',
-    }
+def _turned(values: Any, tensor: HfTensor) -> Any:
+    """[in, out] <-> [out, in]."""
+    return values.T if tensor.turned else values
 
 
 @functools.lru_cache(maxsize=4)  # the channel of files asks at every publication
-def _names(config: ModelConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(name, path) of every leaf, in the order of the forward pass."""
-    return tuple(_list_names(config))
+def hf_tensors(config: ModelConfig) -> tuple[HfTensor, ...]:
+    """Every tensor of a causal language model, in the order of the forward pass; a value head is none of them."""
+    return tuple(_list_tensors(config))
 
 
-def _list_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    layer = Decoder(config).abstract()['layers']['0']
+def _list_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+    abstract = Decoder(config).abstract()
+    for name, path in _list_names(config, abstract['layers']['0']):
+        shape = leaf_at(abstract, path).shape
+        turned = path[-1] == 'weight'  # vectors, embedding and head lie the same way on both sides
+        yield HfTensor(name, path, shape[::-1] if turned else shape, turned)
+
+
+def _list_names(config: ModelConfig, layer: Params) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield 'model.embed_tokens.weight', ('embedding',)
     for index in range(config.n_layers):
         for path, name in _LAYER_PARTS.items():
@@ -103,34 +104,31 @@ def _list_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield 'model.norm.weight', ('final_norm',)
     if not config.tie_embeddings:
         yield 'lm_head.weight', ('head',)
-    if config.value_head:
-        yield 'value_head.weight', ('value_head',)
 
 
-@functools.lru_cache(maxsize=4)
-def _hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    abstract = Decoder(config).abstract()
-    shapes = {name: (_leaf(abstract, path).shape, path) for name, path in _names(config)}
-    return {name: shape[::-1] if _is_matrix(path) else shape for name, (shape, path) in shapes.items()}
+def leaf_at(params: Params, path: tuple[str, ...]) -> Any:
+    """The leaf at the end of a path through nested dicts."""
+    return functools.reduce(lambda node, key: node[key], path, params)
 
 
-def _leaf(params: Params, path: tuple[str, ...]) -> Any:
-    node: Any = params
-    for key in path:
-        node = node[key]
-    return node
+def set_leaf(params: Params, path: tuple[str, ...], leaf: Any) -> None:
+    """Puts the leaf at the end of a path, making the dicts on the way."""
+    node = params
+    for key in path[:-1]:
+        node = node.setdefault(key, {})
+    node[path[-1]] = leaf
 
 
-def _turned(tensor: Any, path: tuple[str, ...]) -> Any:
-    """[in, out] <-> [out, in]; vectors, embedding and head lie the same way on both sides."""
-    return tensor.T if _is_matrix(path) else tensor
+def require_merged(params: Params) -> None:
+    """Raises WeightsError for weights whose adapters would be lost on the way."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        if is_adapter(name := path_name(path)):
+            raise WeightsError(f'{name} belongs to an adapter, which the interchange form lacks: merge_adapters first')
 
 
-def _is_matrix(path: tuple[str, ...]) -> bool:
-    return path[-1] == 'weight'
-
-
-def _require_the_same(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def require_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raises WeightsError that names tensors (anything with a shape) that are missing, surplus or wrongly shaped."""
+    shapes = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     faults = [f'missing {name}' for name in shapes if name not in tensors]
     faults += [f'surplus {name}' for name in tensors if name not in shapes]
     faults += [

@@ -7,14 +7,11 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
-from areal_jax.models import hf
+from areal_jax.models.hf_directory import load_hf_weights
 from areal_jax.models.shape import ModelConfig
+from areal_jax.publication.directory import remove_directory, write_hf_directory
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import (
     decode_manifest,
@@ -26,8 +23,8 @@ from areal_jax.publication.manifest import (
 )
 from areal_jax.types import PublishedWeights
 
-WEIGHTS, CONFIG, MANIFEST = 'model.safetensors', 'config.json', 'manifest.json'
-_HEADER_BYTES = 1 << 20  # more than the index of the tensors and the JSON files take
+MANIFEST = 'manifest.json'
+_VALUE_HEAD = 'value_head'  # engines have no use for it, nor have the models of Hugging Face
 
 
 class FilesChannel:
@@ -61,12 +58,13 @@ class FilesChannel:
         Directories of this and later versions are of an earlier run that was resumed from before them: they go.
         Raises PublicationError for lack of space, a failed write, or a foreign directory in the way.
         """
+        copy = {name: leaf for name, leaf in copy.items() if name != _VALUE_HEAD}
         manifest = device_manifest(copy)
         digest = manifest_hash(manifest)
         for abandoned in self._directory.glob('.v*.partial'):
             shutil.rmtree(abandoned)
         for path in [path for v, path in self._versions().items() if v >= version]:
-            _remove(path)
+            remove_directory(path)
         target = self._directory / f'v{version:06d}'
         record = {'format': 1, 'version': version, 'manifest_hash': digest, 'leaves': encode_manifest(manifest)}
         write_hf_directory(target, copy, self._config, {MANIFEST: record})
@@ -81,7 +79,7 @@ class FilesChannel:
         try:
             record = json.loads((directory / MANIFEST).read_text())
             manifest = decode_manifest(record['leaves'])
-            params = read_hf_directory(directory, self._config)
+            params = load_hf_weights(directory, self._config, shardings=self._shardings)
         except Exception as error:  # whatever a torn file makes the readers raise
             raise PublicationError(
                 f'{directory} does not hold version {published.version} as it was published '
@@ -95,13 +93,13 @@ class FilesChannel:
             )
         if self._verify:
             require_equal(manifest, host_manifest(params), published.version)
-        return jax.block_until_ready(jax.device_put(params, self._shardings))
+        return params
 
     def release(self, version: int) -> None:
         """Removes versions below `version` from the disk, except the newest `keep` of all."""
         for v, path in list(self._versions().items())[: -self._keep]:
             if v < version:
-                _remove(path)
+                remove_directory(path)
 
     def _versions(self) -> dict[int, pathlib.Path]:
         """Complete versions by number, lowest first."""
@@ -110,94 +108,3 @@ class FilesChannel:
             if re.fullmatch(r'v\d{6,}', path.name) and (path / MANIFEST).exists():
                 found[int(path.name[1:])] = path
         return dict(sorted(found.items()))
-
-
-def write_hf_directory(
-    target: pathlib.Path, params: Any, config: ModelConfig, records: Mapping[str, Any] | None = None
-) -> None:
-    """Writes float weights, `config.json` and JSON `records` by file name; the directory appears whole or not at all.
-
-    A directory of the same name written here before is replaced. Raises PublicationError for one that was not, for lack
-    of space (naming needed and free bytes), and for a failed write.
-    """
-    if target.exists() and not (target / WEIGHTS).exists() and any(target.iterdir()):
-        raise PublicationError(
-            f'{target} exists and holds no {WEIGHTS}: it is not ours to replace; choose another name'
-        )
-    tensors = hf.to_hf_names(jax.tree.map(np.asarray, params), config)
-    # the writer dumps memory as it lies: a transposed view must become rows first
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    partial = _beside(target, 'partial')
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _require_free_space(target.parent, sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_BYTES)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _write_files(partial, tensors, {CONFIG: hf.hf_config(config), **(records or {})})
-        if target.exists():
-            _remove(target)
-        partial.rename(target)
-        _sync(target.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise PublicationError(
-            f'writing {target} failed ({error}); the disk has {_free_bytes(target.parent)} bytes free. '
-            'Make room or name another publication.directory'
-        ) from error
-
-
-def read_hf_directory(directory: pathlib.Path, config: ModelConfig) -> Any:
-    """Weights as a nested dict of numpy arrays; raises what the readers of torn files raise."""
-    from safetensors.numpy import load_file
-
-    return hf.from_hf_names(load_file(directory / WEIGHTS), config)
-
-
-def _write_files(directory: pathlib.Path, tensors: Mapping[str, np.ndarray], records: Mapping[str, Any]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    try:
-        save_file(dict(tensors), directory / WEIGHTS, metadata={'format': 'pt'})  # transformers refuses files without
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    for name, record in records.items():
-        (directory / name).write_text(json.dumps(record, indent=1, sort_keys=True))
-    for path in (*directory.iterdir(), directory):
-        _sync(path)
-
-
-def _require_free_space(directory: pathlib.Path, needed: int) -> None:
-    free = _free_bytes(directory)
-    if free < needed:
-        raise PublicationError(
-            f'{directory} has {free} bytes free, one version of the weights needs {needed}: '
-            'make room or name another publication.directory'
-        )
-
-
-def _free_bytes(directory: pathlib.Path) -> int:
-    while not directory.exists():
-        directory = directory.parent
-    return shutil.disk_usage(directory).free
-
-
-def _remove(path: pathlib.Path) -> None:
-    """Out of sight at once: a removal that is cut short leaves nothing that looks like a version."""
-    hidden = _beside(path, 'removed.partial')
-    shutil.rmtree(hidden, ignore_errors=True)
-    path.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def _beside(path: pathlib.Path, suffix: str) -> pathlib.Path:
-    return path.with_name(f'.{path.name}.{suffix}')
-
-
-def _sync(path: pathlib.Path) -> None:
-    """The file, or the names in the directory, are on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 
 import jax
 import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.hf import WeightsError, from_hf_names, hf_config, to_hf_names
+from areal_jax.models.hf import WeightsError, from_hf_names, to_hf_names
+from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
 
 TIED = ModelConfig(
@@ -19,6 +20,13 @@ UNTIED = ModelConfig(
     vocab_size=11, d_model=6, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=10, rope_theta=500.0,
     tie_embeddings=False,
 )  # fmt: skip
+
+FAMILIES = [
+    TIED,
+    dataclasses.replace(TIED, family='qwen2', qkv_bias=True),
+    dataclasses.replace(TIED, family='qwen3', qk_norm=True),
+    dataclasses.replace(TIED, family='mistral', sliding_window=3),
+]
 
 
 def numpy_params(config):
@@ -62,7 +70,6 @@ def test_matrices_turn_and_tables_do_not():
     params = numpy_params(TIED)
     named = to_hf_names(params, TIED)
     layer = params['layers']['10']
-    up, output = layer['mlp']['up']['weight'], layer['attention']['output']['weight']
     np.testing.assert_array_equal(
         named['model.layers.10.mlp.up_proj.weight'], layer['mlp']['up']['weight'].T
     )  # [out, in]
@@ -88,11 +95,17 @@ def test_wrong_tensors_are_named():
         from_hf_names({}, UNTIED)
 
 
-def test_config_is_json_and_says_the_shape():
-    said = json.loads(json.dumps(hf_config(UNTIED)))
-    assert said['architectures'] == ['LlamaForCausalLM']
-    assert (said['hidden_size'], said['intermediate_size'], said['num_hidden_layers']) == (6, 10, 1)
-    assert (said['num_attention_heads'], said['num_key_value_heads'], said['head_dim']) == (2, 1, 4)
-    assert said['rope_theta'] == said['rope_parameters']['rope_theta'] == 500.0
-    assert said['tie_word_embeddings'] is False
-    assert hf_config(TIED)['tie_word_embeddings'] is True
+def test_a_value_head_stays_behind_and_adapters_are_refused():
+    config = dataclasses.replace(TIED, value_head=True)
+    params = numpy_params(config)
+    assert to_hf_names(params, config).keys() == to_hf_names(numpy_params(TIED), TIED).keys()
+    with pytest.raises(WeightsError, match=r'layers/0/attention/query/lora_a belongs to an adapter'):
+        to_hf_names(Decoder(TIED, lora=Lora(2, 4.0, ('query',))).init(0), TIED)
+
+
+def test_every_leaf_of_every_family_has_a_name():
+    for config in FAMILIES:
+        named = to_hf_names(numpy_params(config), config)
+        assert len(named) == len(jax.tree.leaves(Decoder(config).abstract()))
+        assert ('model.layers.0.self_attn.q_norm.weight' in named) == (config.family == 'qwen3')
+        assert ('model.layers.0.self_attn.k_proj.bias' in named) == (config.family == 'qwen2')

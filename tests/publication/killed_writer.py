@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import safetensors.numpy  # noqa: F401  the children should write at once, not import
 
-from areal_jax.publication.files import write_hf_directory
+from areal_jax.publication.directory import write_hf_directory
 from tests.publication.tiny import ABSTRACT, CONFIG
 
 

@@ -1,5 +1,6 @@
 """Weights through the file system: bit for bit, whole or absent, and an error that names what is wrong."""
 
+import dataclasses
 import json
 import pathlib
 import random
@@ -9,13 +10,15 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from areal_jax.models.hf_directory import load_hf_weights
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.errors import PublicationError
-from areal_jax.publication.files import FilesChannel, read_hf_directory
+from areal_jax.publication.files import FilesChannel
 from areal_jax.publication.manifest import host_manifest, manifest_hash
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
@@ -164,14 +167,22 @@ def test_kill_at_any_moment_leaves_whole_versions(tmp_path):
         interrupted += len(_names(directory)) - len(versions)
         assert versions == [f'v{version:06d}' for version in range(len(versions))]
         for version, name in enumerate(versions):
-            weights = {
-                value for leaf in jax.tree.leaves(read_hf_directory(directory / name, CONFIG)) for value in leaf.flat
-            }
+            params = load_hf_weights(directory / name, CONFIG)
+            weights = {value for leaf in jax.tree.leaves(params) for value in np.asarray(leaf).flat}
             assert weights == {version}
             assert json.loads((directory / name / 'manifest.json').read_text()) == {'version': version}
         FilesChannel(directory, CONFIG).transfer(0, jax.device_put(host_params()))  # goes on, cleaning up
         assert _names(directory) == ['v000000']
     assert interrupted > 0  # else no kill hit a write
+
+
+def test_bfloat16_weights_without_their_value_head(tmp_path):
+    config = dataclasses.replace(CONFIG, value_head=True)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), host_params(config=config))
+    channel = FilesChannel(tmp_path, config, verify=True)
+    received = channel.receive(channel.transfer(1, params))
+    assert_bit_equal(received, {name: leaf for name, leaf in params.items() if name != 'value_head'})
+    assert json.loads((tmp_path / 'v000001' / 'config.json').read_text())['dtype'] == 'bfloat16'
 
 
 def test_keep_below_one_is_refused(tmp_path):

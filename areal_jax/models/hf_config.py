@@ -1,0 +1,291 @@
+"""Before the loop and under arrow 8: Hugging Face's config.json, read into the shape of a decoder and written from it.
+
+Both ways of writing it are read: that of transformers 4 (rope_theta, rope_scaling, torch_dtype) and that of 5
+(rope_parameters, dtype, layer_types). Fields that are absent have the defaults of transformers 5.23 for the family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from areal_jax.models.shape import FAMILIES, Llama3Scaling, ModelConfig
+
+CONFIG = 'config.json'
+_FULL, _SLIDING = 'full_attention', 'sliding_attention'
+_WINDOW = 4096  # sliding_window where the file has none and the family has windows
+_NO_WINDOW_LAYERS = 28  # max_window_layers of the Qwen families
+
+
+class HfError(ValueError):
+    """A checkpoint directory that cannot be used: the message names the file, the field or tensor, and the fix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What transformers takes where config.json is silent."""
+
+    architecture: str
+    context_tokens: int
+    n_kv_heads: int | None  # None = as many as query heads
+    head_dim: int | None  # None = d_model / query heads
+
+
+_DEFAULTS = {
+    'llama': _Family('LlamaForCausalLM', 2048, None, None),
+    'qwen2': _Family('Qwen2ForCausalLM', 32768, 32, None),
+    'qwen3': _Family('Qwen3ForCausalLM', 32768, 32, 128),
+    'mistral': _Family('MistralForCausalLM', 131072, 8, None),
+}
+# options that would change what is computed, and the only value that is computed here; absent and null are that value
+_ONLY: dict[str, Any] = {
+    'hidden_act': 'silu',
+    'mlp_bias': False,
+    'partial_rotary_factor': 1.0,
+    'rope_interleaved': False,
+    'use_mrope': False,
+    'pretraining_tp': 1,
+    'quantization_config': None,
+}
+
+
+def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
+    """The shape that the config.json of a checkpoint directory describes.
+
+    Raises HfError for a file that is absent or no JSON object, an unknown architecture, a missing or ill-typed field,
+    and an option that is not supported.
+    """
+    path = pathlib.Path(directory) / CONFIG
+    fields = _Fields(path, read_json(path))
+    family = fields.get('model_type')
+    if family not in _DEFAULTS:
+        raise fields.unsupported('model_type', family, ', '.join(FAMILIES))
+    architectures = fields.get('architectures') or [_DEFAULTS[family].architecture]
+    if architectures != [_DEFAULTS[family].architecture]:
+        raise fields.unsupported('architectures', architectures, f'[{_DEFAULTS[family].architecture!r}]')
+    for name, only in _ONLY.items():
+        if fields.get(name, only) != only:
+            raise fields.unsupported(name, fields.get(name), repr(only))
+    try:
+        return _model_config(fields, family)
+    except HfError:
+        raise
+    except ValueError as error:  # numbers that do not fit together
+        raise HfError(f'{path}: {error}') from error
+
+
+def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, Any]:
+    """What config.json says of these weights, for transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5.
+
+    A value head is not part of it. Raises HfError where the family cannot have what the shape has.
+    """
+    _require_expressible(config)
+    rope: dict[str, Any] = {'rope_type': 'default'}
+    if (scaling := config.rope_scaling) is not None:
+        rope = {
+            'rope_type': 'llama3',
+            'factor': scaling.factor,
+            'low_freq_factor': scaling.low_frequency_factor,
+            'high_freq_factor': scaling.high_frequency_factor,
+            'original_max_position_embeddings': scaling.original_context_tokens,
+        }
+    fields = {
+        'architectures': [_DEFAULTS[config.family].architecture],
+        'model_type': config.family,
+        'vocab_size': config.vocab_size,
+        'hidden_size': config.d_model,
+        'intermediate_size': config.d_ff,
+        'num_hidden_layers': config.n_layers,
+        'num_attention_heads': config.n_heads,
+        'num_key_value_heads': config.n_kv_heads,
+        'head_dim': config.head_dim,
+        'hidden_act': 'silu',
+        'rms_norm_eps': config.rms_eps,
+        'rope_theta': config.rope_theta,
+        'rope_scaling': rope if scaling else None,
+        'rope_parameters': {**rope, 'rope_theta': config.rope_theta},
+        'max_position_embeddings': config.context_tokens,
+        'tie_word_embeddings': config.tie_embeddings,
+        'bos_token_id': None,  # the tokenizer's business; absent they would default to 1 and 2
+        'eos_token_id': None,
+        'torch_dtype': dtype,
+        'dtype': dtype,
+    }
+    return fields | _family_fields(config)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a file of a checkpoint directory; raises HfError."""
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except OSError as error:
+        raise HfError(f'{path} cannot be read ({error.strerror}); a checkpoint directory has it') from error
+    except ValueError as error:
+        raise HfError(f'{path} is no JSON: {error}') from error
+    if not isinstance(content, dict):
+        raise HfError(f'{path} holds a {type(content).__name__}, not an object')
+    return content
+
+
+class _Fields:
+    """Fields of config.json by name; null is as good as absent."""
+
+    def __init__(self, path: pathlib.Path, fields: Mapping[str, Any]):
+        self.path, self._fields = path, fields
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._fields.get(name)
+        return default if value is None else value
+
+    def is_null(self, name: str) -> bool:
+        return name in self._fields and self._fields[name] is None
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or value < least:
+            raise HfError(f'{self.path}: {name}={value!r} must be an integer of at least {least}')
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if type(value) not in (int, float) or value <= 0:
+            raise HfError(f'{self.path}: {name}={value!r} must be a number above 0')
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name, False)
+        if type(value) is not bool:
+            raise HfError(f'{self.path}: {name}={value!r} must be true or false')
+        return value
+
+    def unsupported(self, name: str, value: Any, supported: str) -> HfError:
+        return HfError(f'{self.path}: {name}={value!r} is not supported; supported: {supported}')
+
+
+def _model_config(fields: _Fields, family: str) -> ModelConfig:
+    defaults = _DEFAULTS[family]
+    n_layers, n_heads = fields.integer('num_hidden_layers'), fields.integer('num_attention_heads')
+    d_model = fields.integer('hidden_size')
+    if fields.get('head_dim', defaults.head_dim) is None and d_model % n_heads:
+        raise HfError(
+            f'{fields.path}: hidden_size={d_model} is not a multiple of num_attention_heads={n_heads}, and there is no '
+            'head_dim'
+        )
+    n_kv_heads = n_heads if fields.is_null('num_key_value_heads') else defaults.n_kv_heads or n_heads
+    rope_theta, rope_scaling = _rotary(fields)
+    window, first_window_layer = _window(fields, family, n_layers)
+    attention_bias = family in ('llama', 'qwen3') and fields.flag('attention_bias')
+    return ModelConfig(
+        vocab_size=fields.integer('vocab_size'),
+        d_model=d_model,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=fields.integer('num_key_value_heads', n_kv_heads),
+        head_dim=fields.integer('head_dim', defaults.head_dim or d_model // n_heads),
+        d_ff=fields.integer('intermediate_size'),
+        rope_theta=rope_theta,
+        rms_eps=fields.number('rms_norm_eps', 1e-6),
+        tie_embeddings=fields.flag('tie_word_embeddings'),
+        context_tokens=fields.integer('max_position_embeddings', defaults.context_tokens),
+        family=family,
+        qkv_bias=family == 'qwen2' or attention_bias,
+        output_bias=attention_bias,
+        qk_norm=family == 'qwen3',
+        rope_scaling=rope_scaling,
+        sliding_window=window,
+        first_window_layer=first_window_layer,
+    )
+
+
+def _rotary(fields: _Fields) -> tuple[float, Llama3Scaling | None]:
+    """(theta, scaling); as in transformers, rope_scaling comes before rope_parameters and either before rope_theta."""
+    name = 'rope_scaling' if fields.get('rope_scaling') else 'rope_parameters'
+    rope = fields.get(name, {})
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise fields.unsupported(name, rope, 'one object for all layers')
+    inner = _Fields(fields.path, {f'{name}.{key}': value for key, value in rope.items()})
+    theta = inner.number(f'{name}.rope_theta', fields.number('rope_theta', 10000.0))
+    if inner.get(partial := f'{name}.partial_rotary_factor', 1.0) != 1.0:
+        raise fields.unsupported(partial, inner.get(partial), '1.0')
+    kind = rope.get('rope_type', rope.get('type', 'default'))
+    if kind == 'default':
+        return theta, None
+    if kind != 'llama3':
+        raise fields.unsupported(f'{name}.rope_type', kind, "'default', 'llama3'")
+    return theta, Llama3Scaling(
+        factor=inner.number(f'{name}.factor'),
+        low_frequency_factor=inner.number(f'{name}.low_freq_factor'),
+        high_frequency_factor=inner.number(f'{name}.high_freq_factor'),
+        original_context_tokens=inner.integer(
+            f'{name}.original_max_position_embeddings', fields.get('max_position_embeddings')
+        ),
+    )
+
+
+def _window(fields: _Fields, family: str, n_layers: int) -> tuple[int | None, int]:
+    """(positions a token sees or None, first layer where that holds)."""
+    size, first = None, 0
+    if family == 'llama':
+        if (value := fields.get('sliding_window')) is not None:
+            raise fields.unsupported('sliding_window', value, 'null, since transformers ignores it in a llama model')
+    elif family == 'mistral':
+        size = None if fields.is_null('sliding_window') else fields.integer('sliding_window', _WINDOW)
+    elif fields.flag('use_sliding_window') and not fields.is_null('sliding_window'):
+        size = fields.integer('sliding_window', _WINDOW)
+        first = fields.integer('max_window_layers', _NO_WINDOW_LAYERS, least=0)
+    if (types := fields.get('layer_types')) is not None:
+        listed = _first_window_layer(fields, types, n_layers)
+        if size is not None and family != 'mistral':  # only the Qwen families obey the list in transformers
+            first = listed
+        elif listed != (n_layers if size is None else 0):
+            raise fields.unsupported('layer_types', types, f'what a {family} model with sliding_window={size} computes')
+    return (None, 0) if size is None or first >= n_layers else (size, first)
+
+
+def _first_window_layer(fields: _Fields, types: Any, n_layers: int) -> int:
+    first = types.count(_FULL) if isinstance(types, list) else 0
+    if types != [_FULL] * first + [_SLIDING] * (n_layers - first):
+        raise fields.unsupported(
+            'layer_types', types, f'{n_layers} entries, first every {_FULL!r}, then every {_SLIDING!r}'
+        )
+    return first
+
+
+def _family_fields(config: ModelConfig) -> dict[str, Any]:
+    windowed = config.sliding_window is not None
+    window = {
+        'use_sliding_window': windowed,
+        'sliding_window': config.sliding_window,
+        'max_window_layers': config.first_window_layer if windowed else config.n_layers,
+    }
+    fields: dict[str, dict[str, Any]] = {
+        'llama': {'attention_bias': config.qkv_bias, 'mlp_bias': False},
+        'qwen2': window,
+        'qwen3': {'attention_bias': config.qkv_bias, **window},
+        'mistral': {'sliding_window': config.sliding_window},
+    }
+    return fields[config.family]
+
+
+def _require_expressible(config: ModelConfig) -> None:
+    """config.json of a family has no field for what its models never have."""
+    has = dataclasses.asdict(config)
+    families: dict[str, dict[str, Any]] = {
+        'llama': {'qk_norm': False, 'output_bias': config.qkv_bias, 'sliding_window': None},
+        'qwen2': {'qk_norm': False, 'qkv_bias': True, 'output_bias': False},
+        'qwen3': {'qk_norm': True, 'output_bias': config.qkv_bias},
+        'mistral': {'qk_norm': False, 'qkv_bias': False, 'output_bias': False},
+    }
+    expected = families[config.family]
+    if config.family == 'mistral' and config.sliding_window is not None:
+        expected['first_window_layer'] = 0
+    for name, value in expected.items():
+        if has[name] != value:
+            raise HfError(
+                f'{name}={has[name]!r} cannot be written for family={config.family!r}, which has {name}={value!r}: '
+                'choose the family that has it'
+            )

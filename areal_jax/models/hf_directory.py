@@ -1,0 +1,221 @@
+"""Before the loop: a checkpoint directory of Hugging Face, streamed tensor by tensor into sharded arrays."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.hf import HfTensor, WeightsError, hf_tensors, leaf_at, require_tensors, set_leaf
+from areal_jax.models.hf_config import HfError, read_hf_config, read_json
+from areal_jax.models.layers import FORMS
+from areal_jax.models.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
+from areal_jax.models.shape import ModelConfig
+
+WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+WEIGHT_DTYPES = ('float32', 'bfloat16', 'float16')
+_BLOCK_BYTES = 16 << 20  # bounds what is read at once
+_EMBEDDING, _HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
+_ROTARY_BUFFER = '.rotary_emb.inv_freq'  # in old Llama files: follows from config.json
+
+_Bounds = tuple[tuple[int, int], ...]  # (first, end) along every axis
+
+
+def load_hf(
+    directory: str | os.PathLike[str], *, shardings: Any = None, dtype: str = 'float32', layers: str = 'list'
+) -> tuple[ModelConfig, Params]:
+    """Shape and weights of a local directory: config.json and model.safetensors, or several files with their index.
+
+    Beside the arrays the host holds the shards of one leaf that belong to this process and a block of 16 MiB: a leaf
+    is one tensor in list form and all layers of one in stacked form. Every process of a run calls it and reads the rows
+    that its devices hold; columns are cut after reading.
+
+    Ignored: the rotary buffers of old Llama files, and lm_head.weight beside a tied embedding of the same values.
+
+    Args:
+      shardings: where the weights go, one for all or a tree like the weights in their form; None = the default device.
+      dtype: of the arrays, one of WEIGHT_DTYPES; files hold float32, bfloat16 or float16.
+      layers: 'list' or 'stacked', as Decoder has them.
+
+    Raises HfError that names the file and what is wrong: an option or architecture that is not supported, tensors that
+    are missing, surplus, wrongly shaped or of another dtype, a file that is missing or cut short, and values that
+    `dtype` cannot hold.
+    """
+    if dtype not in WEIGHT_DTYPES:
+        raise HfError(f'dtype={dtype!r} is unknown; use one of {", ".join(WEIGHT_DTYPES)}')
+    if layers not in FORMS:
+        raise HfError(f'layers={layers!r} is unknown; use one of {", ".join(FORMS)}')
+    config = read_hf_config(directory)
+    return config, load_hf_weights(directory, config, shardings=shardings, dtype=dtype, layers=layers)
+
+
+def load_hf_weights(
+    directory: str | os.PathLike[str],
+    config: ModelConfig,
+    *,
+    shardings: Any = None,
+    dtype: str | None = None,
+    layers: str = 'list',
+) -> Params:
+    """What `load_hf` gives for a directory whose shape is known; dtype None = as the files have it."""
+    directory = pathlib.Path(directory)
+    try:
+        stored = _require_model(directory, _stored_tensors(directory), config)
+        return _place_all(stored, config, shardings, dtype, layers)
+    except SafetensorsError as error:
+        raise HfError(str(error)) from error
+
+
+def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
+    """Every tensor of the directory; one file goes before an index, as in transformers."""
+    if (directory / WEIGHTS).is_file():
+        return list_tensors(directory / WEIGHTS)
+    if not (directory / INDEX).is_file():
+        raise HfError(
+            f'{directory} has neither {WEIGHTS} nor {INDEX}; other kinds of weights are not read: save the model with '
+            "transformers' save_pretrained, which writes safetensors"
+        )
+    places = read_json(directory / INDEX).get('weight_map')
+    if not isinstance(places, dict) or not all(_is_file_name(name) for name in places.values()):
+        raise HfError(f'{directory / INDEX} has no weight_map from the names of tensors to those of files')
+    stored: dict[str, StoredTensor] = {}
+    for file in sorted(set(places.values())):
+        if not (directory / file).is_file():
+            raise HfError(f'{directory / INDEX} names {file}, which is not there; copy all files of the checkpoint')
+        for name, tensor in list_tensors(directory / file).items():
+            if places.get(name, file) != file:
+                raise HfError(f'{directory / file} has {name}, which {INDEX} places in {places[name]}')
+            stored[name] = tensor
+    if absent := [name for name in places if name not in stored]:
+        raise HfError(f'{directory / places[absent[0]]} lacks {absent[0]}, which {INDEX} places there')
+    return stored
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and pathlib.PurePath(name).name == name
+
+
+def _require_model(
+    directory: pathlib.Path, stored: Mapping[str, StoredTensor], config: ModelConfig
+) -> dict[str, StoredTensor]:
+    """The tensors of the model, without those that may be ignored."""
+    kept = {name: tensor for name, tensor in stored.items() if not name.endswith(_ROTARY_BUFFER)}
+    head = kept.pop(_HEAD, None) if config.tie_embeddings else None
+    try:
+        require_tensors(kept, config)
+    except WeightsError as error:
+        raise HfError(f'{directory}: {error}') from error
+    if head is not None and not _same_values(head, kept[_EMBEDDING]):
+        raise HfError(
+            f'{head.path}: {_HEAD} differs from {_EMBEDDING}, but config.json has tie_word_embeddings=true: set it to '
+            'false, or remove the tensor that is wrong'
+        )
+    return kept
+
+
+def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    blocks = _row_blocks(one, 0, one.shape[0])
+    return all(np.array_equal(one.read_rows(*rows), other.read_rows(*rows)) for rows in blocks)
+
+
+def _place_all(
+    stored: Mapping[str, StoredTensor], config: ModelConfig, shardings: Any, dtype: str | None, layers: str
+) -> Params:
+    abstract = Decoder(config, layers=layers).abstract()
+    abstract.pop('value_head', None)
+    params: Params = {}
+    for path, tensors in _leaves(config, layers).items():
+        sources = [stored[tensor.name] for tensor in tensors]
+        is_tree = isinstance(shardings, Mapping)
+        leaf = _place(
+            leaf_at(abstract, path).shape,
+            leaf_at(shardings, path) if is_tree else shardings,
+            np.dtype(jnp.dtype(dtype)) if dtype else DTYPES.get(sources[0].stored_as, np.dtype(np.float32)),
+            sources,
+            tensors[0].turned,
+            stacked=layers == 'stacked' and path[0] == 'layers',
+        )
+        set_leaf(params, path, leaf)
+    return params
+
+
+def _leaves(config: ModelConfig, layers: str) -> dict[tuple[str, ...], list[HfTensor]]:
+    """The tensors of every leaf, by its path: one, or in stacked form one a layer."""
+    leaves: dict[tuple[str, ...], list[HfTensor]] = {}
+    for tensor in hf_tensors(config):
+        inside = layers == 'stacked' and tensor.path[0] == 'layers'
+        leaves.setdefault((tensor.path[0], *tensor.path[2:]) if inside else tensor.path, []).append(tensor)
+    return leaves
+
+
+def _place(
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding | None,
+    dtype: np.dtype[Any],
+    sources: Sequence[StoredTensor],
+    turned: bool,
+    stacked: bool,
+) -> jax.Array:
+    """The leaf as an array: this process's shards are filled in the host's memory, moved, and freed."""
+    whole = tuple((0, size) for size in shape)
+    indices = [] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+    wanted = {_bounds(index, shape) for index in indices} or {whole}
+    shards = {bounds: np.empty([end - first for first, end in bounds], dtype) for bounds in wanted}
+    for number, tensor in enumerate(sources):
+        parts = shards.items()
+        if stacked:
+            inside = ((b, host) for b, host in parts if b[0][0] <= number < b[0][1])
+            parts = {b[1:]: host[number - b[0][0]] for b, host in inside}.items()
+        _fill([(b[::-1], host.T) if turned else (b, host) for b, host in parts], tensor)
+    if sharding is None:
+        return jax.block_until_ready(jax.device_put(shards[whole]))
+    # a shard that several devices hold is one buffer; without the wait the buffers of many leaves would pile up
+    return jax.block_until_ready(
+        jax.make_array_from_callback(shape, sharding, lambda index: shards[_bounds(index, shape)])
+    )
+
+
+def _fill(parts: Sequence[tuple[_Bounds, np.ndarray]], tensor: StoredTensor) -> None:
+    """Copies a tensor of a file into (bounds, buffer) that lie as the file does; rows nobody wants are not read."""
+    if not parts:
+        return
+    first, end = min(b[0][0] for b, _ in parts), max(b[0][1] for b, _ in parts)
+    for start, stop in _row_blocks(tensor, first, end):
+        wanted = [(b, host) for b, host in parts if b[0][0] < stop and start < b[0][1]]
+        if not wanted:
+            continue
+        block = tensor.read_rows(start, stop)
+        for bounds, host in wanted:
+            (first_row, end_row), *columns = bounds
+            low, high = max(first_row, start), min(end_row, stop)
+            part = block[(slice(low - start, high - start), *(slice(*column) for column in columns))]
+            _copy(host[low - first_row : high - first_row], part, tensor)
+
+
+def _copy(host: np.ndarray, part: np.ndarray, tensor: StoredTensor) -> None:
+    with np.errstate(over='ignore'):
+        host[...] = part
+    if host.dtype == np.float16 and part.dtype != np.float16 and not np.isfinite(host).all():
+        raise HfError(
+            f'{tensor.path}: {tensor.name} has values that float16 cannot hold (its largest is 65504); '
+            'load it as bfloat16 or float32'
+        )
+
+
+def _row_blocks(tensor: StoredTensor, first: int, end: int) -> Iterator[tuple[int, int]]:
+    rows = max(1, _BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])))
+    return ((start, min(start + rows, end)) for start in range(first, end, rows))
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
+    assert index is not None  # it is for a device of another process
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
