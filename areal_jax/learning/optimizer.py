@@ -3,35 +3,82 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-NAMES = ('adamw', 'sgd')
+from areal_jax.learning.quantized import scale_by_adam
+
+NAMES = ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd')
+SCHEDULES = ('constant', 'cosine', 'linear')
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The learning rate over its value: linear warm-up, then `kind` from 1 down to `final_ratio` at the last step.
+
+    Steps are those applied: a skipped one is not counted.
+    """
+
+    kind: str = 'constant'  # see SCHEDULES
+    warmup_steps: int = 0  # the step of this number is the first with the whole rate
+    total_steps: int = 0  # number of the last step, beyond which `final_ratio` holds; 'constant' does not read it
+    final_ratio: float = 0.0  # in [0, 1]; 'constant' does not read it
+
+    def __post_init__(self) -> None:
+        if self.kind not in SCHEDULES:
+            raise ValueError(f'optimizer.schedule={self.kind!r} is unknown; use one of {", ".join(SCHEDULES)}')
+        if self.kind != 'constant' and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f'optimizer.schedule={self.kind!r} needs optimizer.total_steps={self.total_steps} above '
+                f"optimizer.warmup_steps={self.warmup_steps}: set it to the run's last step"
+            )
+        if not 0 <= self.final_ratio <= 1:
+            raise ValueError(f'optimizer.final_ratio={self.final_ratio} must lie in [0, 1]')
+
+    def factor(self, step: jax.Array) -> jax.Array:
+        """float32 scalar for the step after `step` applied ones."""
+        number = (step + 1).astype(jnp.float32)
+        warmup = jnp.minimum(number / max(self.warmup_steps, 1), 1.0)
+        if self.kind == 'constant':
+            return warmup
+        done = jnp.clip((number - self.warmup_steps) / (self.total_steps - self.warmup_steps), 0.0, 1.0)
+        left = 0.5 * (1 + jnp.cos(np.pi * done)) if self.kind == 'cosine' else 1 - done
+        return warmup * (self.final_ratio + (1 - self.final_ratio) * left)
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """Clipping by the global norm, the direction of `transform`, linear warm-up; non-finite gradients are skipped.
+    """Clipping by the global norm, the direction of `transform`, `schedule`; non-finite gradients are skipped.
 
     The state is {'transform': optax state, 'step': int32 scalar, steps applied}.
     """
 
     transform: optax.GradientTransformation  # gradients to a descent direction; the learning rate comes after it
     clip_norm: float  # 0 = off
-    warmup_steps: int  # steps over which the learning rate grows linearly to its value
+    schedule: Schedule
 
     def init(self, params: Any) -> dict[str, Any]:
         return {'transform': self.transform.init(params), 'step': jnp.zeros((), jnp.int32)}
 
     def shardings(self, params: Any, param_shardings: Any, replicated: Any) -> dict[str, Any]:
-        """Of the state: moments lie as their parameters do, everything else on every device."""
+        """Of the state: what has a parameter's axes lies as they do, everything else on every device.
+
+        Args:
+          params: leaves need a shape and a dtype only.
+          param_shardings: a tree like `params` of NamedShardings.
+          replicated: the sharding of what belongs to no parameter.
+        """
         transform = optax.tree_map_params(
             self.transform,
-            lambda _, sharding: sharding,
+            _moment_sharding,
             jax.eval_shape(self.transform.init, params),
+            params,
             param_shardings,
             transform_non_params=lambda _: replicated,
         )
@@ -42,11 +89,11 @@ class Optimizer:
     ) -> tuple[Any, dict[str, Any], dict[str, jax.Array]]:
         """One step. A non-finite gradient norm leaves weights and state bit-equal and counts in `skip_count`.
 
-        Returns (params, state, metrics): metrics hold the norm before clipping and the learning rate after warm-up.
+        Returns (params, state, metrics): metrics hold the norm before clipping and the learning rate as scheduled.
         """
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
-        rate = learning_rate * jnp.minimum((state['step'] + 1) / max(self.warmup_steps, 1), 1.0)
+        rate = learning_rate * self.schedule.factor(state['step'])
 
         def step(params: Any, state: dict[str, Any], gradients: Any) -> tuple[Any, dict[str, Any]]:
             if self.clip_norm > 0:
@@ -76,22 +123,70 @@ def make_optimizer(
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    moment_dtype: str = 'float32',
     clip_norm: float = 1.0,
     warmup_steps: int = 0,
+    schedule: str = 'constant',
+    total_steps: int = 0,
+    final_ratio: float = 0.0,
 ) -> Optimizer:
-    """'adamw' (decoupled weight decay, arXiv 1711.05101) or 'sgd' (b1, b2 and eps unused).
+    """An optimizer by name, with decoupled weight decay (arXiv 1711.05101) whatever its direction.
 
-    Raises ValueError for an unknown name or a negative setting.
+    Bytes of state per parameter, and what each reads:
+      'adamw' (arXiv 1412.6980): b1, b2, eps; 8, or 4 with moment_dtype='bfloat16'.
+      'adamw8bit': b1, b2, eps; both moments in int8 with a scale per block, about 2 (see quantized.py).
+      'adafactor' (arXiv 1804.04235): nothing. The second moment in row and column means where two axes have at least
+        128 entries, decay 1 - n^-0.8 at step n, the direction clipped to a root mean square of 1 per leaf; no first
+        moment, no rate relative to the weights. Near 0.
+      'lion' (arXiv 2302.06675): b1, b2; the sign of a momentum, hence a rate 3 to 10 times below AdamW's; 4.
+      'sgd': nothing; 0.
+
+    Raises ValueError for an unknown name or a setting that is negative, contradicts another, or would not be read.
     """
     settings = {'clip_norm': clip_norm, 'warmup_steps': warmup_steps, 'weight_decay': weight_decay}
     for field, value in settings.items():
         if value < 0:
             raise ValueError(f'optimizer.{field}={value} must not be negative; 0 turns it off')
-    if name == 'adamw':
-        direction = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
-    elif name == 'sgd':
-        direction = optax.identity()
-    else:
+    if name not in NAMES:
         raise ValueError(f'optimizer.name={name!r} is unknown; use one of {", ".join(NAMES)}')
+    if moment_dtype not in ('float32', 'bfloat16'):
+        raise ValueError(
+            f"optimizer.moment_dtype={moment_dtype!r} is unknown; use 'float32' or 'bfloat16', or for int8 "
+            "optimizer.name='adamw8bit'"
+        )
+    if name != 'adamw' and moment_dtype != 'float32':
+        raise ValueError(
+            f"optimizer.moment_dtype={moment_dtype!r} is read by 'adamw' alone, not by optimizer.name={name!r}: "
+            'leave it at float32'
+        )
+    direction = {
+        'adamw': lambda: scale_by_adam(b1, b2, eps, moment_dtype),
+        'adamw8bit': lambda: scale_by_adam(b1, b2, eps, 'int8'),
+        'adafactor': lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+        'lion': lambda: optax.scale_by_lion(b1=b1, b2=b2),
+        'sgd': optax.identity,
+    }[name]()
     decay = [optax.add_decayed_weights(weight_decay)] if weight_decay else []
-    return Optimizer(optax.chain(direction, *decay), clip_norm, warmup_steps)
+    return Optimizer(
+        optax.chain(direction, *decay), clip_norm, Schedule(schedule, warmup_steps, total_steps, final_ratio)
+    )
+
+
+def _moment_sharding(leaf: Any, param: Any, sharding: NamedSharding) -> NamedSharding:
+    """Of a leaf that belongs to a parameter: a moment, its mean over one axis, scales of blocks, or a placeholder."""
+    shape, mesh = tuple(param.shape), sharding.mesh
+    spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    if leaf.shape == shape:
+        return sharding
+    if len(leaf.shape) == len(shape) and leaf.shape[:-1] == shape[:-1]:  # blocks of the last axis
+        whole = leaf.shape[-1] % _shards(mesh, spec[-1]) == 0
+        return NamedSharding(mesh, PartitionSpec(*spec[:-1], spec[-1] if whole else None))
+    for axis in range(len(shape)):  # of two equal axes either will do: what remains has the same shape
+        if leaf.shape == shape[:axis] + shape[axis + 1 :]:
+            return NamedSharding(mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: Any) -> int:
+    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    return math.prod(mesh.shape[name] for name in names)

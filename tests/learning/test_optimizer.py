@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.learning.optimizer import make_optimizer
+from areal_jax.learning.optimizer import NAMES, make_optimizer
 
 _PARAMS = {'a': jnp.array([3.0, 4.0]), 'b': jnp.array([[1.0]])}
 _GRADIENTS = {'a': jnp.array([3.0, 0.0]), 'b': jnp.array([[4.0]])}  # norm 5
@@ -75,8 +76,215 @@ def test_values_of_the_learning_rate_share_a_program():
     assert step._cache_size() == 1
 
 
-def test_settings_that_cannot_work_are_named():
-    with pytest.raises(ValueError, match=r"optimizer.name='lion' is unknown; use one of adamw, sgd"):
-        make_optimizer('lion')
-    with pytest.raises(ValueError, match=r'optimizer.clip_norm=-1.0 must not be negative'):
-        make_optimizer('sgd', clip_norm=-1.0)
+def _run(optimizer, params, gradients, rate=0.1):
+    state = optimizer.init(params)
+    step = jax.jit(optimizer.apply)
+    for g in gradients:
+        params, state, _ = step(params, state, g, jnp.float32(rate))
+    return params, state
+
+
+def test_lion_by_numpy():
+    # decoupled weight decay .1, momentum b2 = .99 behind a direction that mixes with b1 = .9
+    gradients = np.random.default_rng(0).normal(size=(5, 3, 4)).astype(np.float32)
+    w, m = np.ones((3, 4)), np.zeros((3, 4))
+    for g in gradients:
+        w = w - 0.1 * (np.sign(0.9 * m + 0.1 * g) + 0.1 * w)
+        m = 0.99 * m + 0.01 * g
+    optimizer = make_optimizer('lion', b1=0.9, b2=0.99, weight_decay=0.1, clip_norm=0)
+    params, _ = _run(optimizer, jnp.ones((3, 4)), gradients)
+    np.testing.assert_allclose(params, w, rtol=1e-5)
+
+
+def test_adafactor_by_numpy():
+    # a matrix in row and column means, a small one whole; decay 1 - n^-.8, root mean square of a direction at most 1
+    rng = np.random.default_rng(0)
+    gradients = [{'w': rng.normal(size=(128, 130)) * n, 'b': rng.normal(size=(3, 4)) * n} for n in (1, 2, 0.5, 3)]
+    w, b = np.ones((128, 130)), np.ones((3, 4))
+    rows, columns, whole = np.zeros(128), np.zeros(130), np.zeros((3, 4))
+
+    def clipped(direction):
+        return direction / max(1, np.sqrt(np.mean(direction**2)))
+
+    for n, g in enumerate(gradients, start=1):
+        decay = 1 - n**-0.8
+        rows = decay * rows + (1 - decay) * np.mean(g['w'] ** 2, axis=1)
+        columns = decay * columns + (1 - decay) * np.mean(g['w'] ** 2, axis=0)
+        whole = decay * whole + (1 - decay) * g['b'] ** 2
+        w = w - 0.1 * clipped(g['w'] / np.sqrt(np.outer(rows, columns) / rows.mean()))
+        b = b - 0.1 * clipped(g['b'] / np.sqrt(whole))
+    params, _ = _run(
+        make_optimizer('adafactor', clip_norm=0),
+        {'w': jnp.ones((128, 130)), 'b': jnp.ones((3, 4))},
+        jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), gradients),
+    )
+    np.testing.assert_allclose(params['w'], w, rtol=1e-4)
+    np.testing.assert_allclose(params['b'], b, rtol=1e-4)
+
+
+@pytest.mark.parametrize(('name', 'moment_dtype'), [('adamw', 'bfloat16'), ('adamw8bit', 'float32')])
+def test_fewer_bits_go_the_same_way(name, moment_dtype):
+    # 20 steps of .1 against those of float32 moments: the way gone differs by 1% or 5% of its length
+    params = {'w': jnp.zeros((4, 512))}
+    gradients = [{'w': 0.3 + g} for g in np.random.default_rng(0).normal(size=(20, 4, 512)).astype(np.float32)]
+    expected, _ = _run(make_optimizer('adamw'), params, gradients)
+    found, _ = _run(make_optimizer(name, moment_dtype=moment_dtype), params, gradients)
+    distance = np.linalg.norm(found['w'] - expected['w']) / np.linalg.norm(expected['w'])
+    assert 1e-5 < distance < (0.01 if name == 'adamw' else 0.05)
+
+
+@pytest.mark.parametrize(
+    ('name', 'settings', 'bytes_per_parameter'),
+    [
+        ('adamw', {}, 8), ('adamw', {'moment_dtype': 'bfloat16'}, 4), ('lion', {}, 4), ('sgd', {}, 0),
+        # two bytes of codes and two scales of 4 bytes for every 256 values: 2 + 8/256
+        ('adamw8bit', {}, 2.03125),
+        # 2048 + 4096 means of 4 bytes for 2048 * 4096 values, and two placeholders
+        ('adafactor', {}, 4 * (1 / 4096 + 1 / 2048)),
+    ],
+)  # fmt: skip
+def test_state_bytes_per_parameter(name, settings, bytes_per_parameter):
+    state = jax.eval_shape(make_optimizer(name, **settings).init, jax.ShapeDtypeStruct((2048, 4096), jnp.float32))
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    np.testing.assert_allclose(total / (2048 * 4096), bytes_per_parameter, rtol=1e-3, atol=2e-6)
+
+
+_SHAPES = {
+    'embed': (512, 256),
+    'layers': {'up': (3, 128, 512), 'down': (3, 512, 128), 'norm': (3, 128)},
+    'odd': (8, 100),
+}
+_SPECS = {
+    'embed': ('tensor', 'fsdp'),
+    'layers': {'up': (None, 'fsdp', 'tensor'), 'down': (None, ('fsdp', 'tensor')), 'norm': ()},
+    'odd': (None, 'fsdp'),
+}
+
+
+def _sharded():
+    mesh = jax.make_mesh((4, 2), ('fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 2)
+    is_leaf = lambda x: isinstance(x, tuple)
+    rng = np.random.default_rng(0)
+    params, gradients = (
+        jax.tree.map(lambda s: rng.normal(size=s).astype(np.float32), _SHAPES, is_leaf=is_leaf) for _ in range(2)
+    )
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s)), _SPECS, is_leaf=is_leaf)
+    return params, gradients, shardings, NamedSharding(mesh, PartitionSpec())
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_sharded_steps_are_those_of_one_device(name):
+    params, gradients, shardings, replicated = _sharded()
+    optimizer = make_optimizer(name, weight_decay=0.1)
+    state_shardings = optimizer.shardings(params, shardings, replicated)
+    expected, expected_state = _run(optimizer, params, [gradients] * 3)
+    step = jax.jit(optimizer.apply, donate_argnums=(0, 1), out_shardings=(shardings, state_shardings, replicated))
+    placed, g = jax.device_put((params, gradients), (shardings, shardings))
+    state = jax.jit(optimizer.init, out_shardings=state_shardings)(placed)
+    for _ in range(3):
+        placed, state, _ = step(placed, state, g, jax.device_put(np.float32(0.1), replicated))
+    for x, y, start in zip(*map(jax.tree.leaves, (placed, expected, params)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        assert np.abs(y - start).max() > 0.05  # it has moved
+    for x, y in zip(*map(jax.tree.leaves, (state, expected_state)), strict=True):
+        assert x.shape == y.shape
+        # a sum in another order may turn one rounding of a code
+        assert np.mean(np.asarray(x) != np.asarray(y)) < 1e-3 if x.dtype == jnp.int8 else np.allclose(x, y, rtol=1e-4)
+
+
+def test_moments_lie_as_their_parameters():
+    params, _, shardings, replicated = _sharded()
+    for name, moments in (('adamw', 'mu'), ('adamw8bit', 'mu'), ('lion', 'mu')):
+        state = make_optimizer(name).shardings(params, shardings, replicated)
+        assert getattr(state['transform'][0], moments) == shardings
+        assert state['step'] == replicated
+
+
+def test_scales_lie_as_the_blocks_they_belong_to():
+    # a last axis of 512 has 16 blocks of 32, cut as it is; one of 256, 128 or 100 a single block, on every device
+    params, _, shardings, replicated = _sharded()
+    scales = make_optimizer('adamw8bit').shardings(params, shardings, replicated)['transform'][0].nu_scale
+    specs = jax.tree.map(lambda s: tuple(s.spec), scales)
+    assert specs['embed'] == ('tensor', None)
+    assert specs['layers']['up'] == (None, 'fsdp', 'tensor')
+    assert specs['layers']['down'] == (None, ('fsdp', 'tensor'), None)
+    assert specs['odd'] == (None, None)
+
+
+def test_factored_moments_lie_as_the_axis_they_keep():
+    params, _, shardings, replicated = _sharded()
+    optimizer = make_optimizer('adafactor')
+    state = optimizer.shardings(params, shardings, replicated)['transform'][0][0]
+    shapes = jax.eval_shape(optimizer.init, params)['transform'][0][0]
+    by_shape = {}
+    for tree, leaves in ((state.v_row, shapes.v_row), (state.v_col, shapes.v_col), (state.v, shapes.v)):
+        for place in ('up', 'down', 'norm'):
+            by_shape[place, leaves['layers'][place].shape] = tuple(tree['layers'][place].spec)
+    assert by_shape['up', (3, 128)] == (None, 'fsdp')
+    assert by_shape['up', (3, 512)] == (None, 'tensor')
+    assert by_shape['down', (3, 512)] == (None, ('fsdp', 'tensor'))
+    assert by_shape['down', (3, 128)] == (None, None)
+    assert by_shape['up', (1,)] == ()  # a placeholder
+    assert by_shape['norm', (3, 128)] == ()  # not factored: as the parameter
+
+
+@pytest.mark.parametrize('axis', [0, 1])
+def test_eight_bits_need_no_values_of_other_devices(axis):
+    # 4096 columns over 8 devices: two blocks of 256 on each; the norm is one number
+    mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec(*(None,) * axis, 'fsdp')
+    sharding, replicated = NamedSharding(mesh, spec), NamedSharding(mesh, PartitionSpec())
+    optimizer, weights = make_optimizer('adamw8bit'), jax.ShapeDtypeStruct((64, 4096), jnp.float32, sharding=sharding)
+    state_shardings = optimizer.shardings(weights, sharding, replicated)
+    place = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s)
+    state = jax.tree.map(place, jax.eval_shape(optimizer.init, weights), state_shardings)
+    step = jax.jit(optimizer.apply, out_shardings=(sharding, state_shardings, replicated))
+    text = step.lower(weights, state, weights, jax.ShapeDtypeStruct((), jnp.float32)).compile().as_text()
+    for collective in ('all-gather', 'all-to-all', 'collective-permute'):
+        assert collective not in text
+
+
+@pytest.mark.parametrize(
+    ('kind', 'factors'),
+    # warm-up over 2 steps, total 6, final ratio .2: 1/4 1/2 3/4 1 of the way from 1 to .2 after step 2;
+    # cosine: (1 + cos(pi/4)) / 2 = .853553 -> .2 + .8 * .853553
+    [
+        ('constant', [0.5, 1, 1, 1, 1, 1, 1]),
+        ('linear', [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ('cosine', [0.5, 1, 0.882843, 0.6, 0.317157, 0.2, 0.2]),
+    ],
+)
+def test_schedules_by_hand(kind, factors):
+    optimizer = make_optimizer('sgd', warmup_steps=2, schedule=kind, total_steps=6, final_ratio=0.2)
+    step, state, rates = jax.jit(optimizer.apply), optimizer.init(_PARAMS), []
+    for _ in factors:
+        _, state, metrics = step(_PARAMS, state, _GRADIENTS, jnp.float32(2.0))
+        rates.append(float(metrics['learning_rate']))
+    np.testing.assert_allclose(rates, 2 * np.array(factors), rtol=1e-5)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_every_optimizer_skips_a_non_finite_gradient(name):
+    optimizer = make_optimizer(name)
+    _, state, _ = _step(optimizer)
+    params, after, metrics = _step(optimizer, {'a': jnp.array([1.0, jnp.nan]), 'b': jnp.array([[1.0]])}, state=state)
+    jax.tree.map(np.testing.assert_array_equal, (params, after), (_PARAMS, state))
+    assert float(metrics['skip_count']) == 1.0
+
+
+@pytest.mark.parametrize(
+    ('name', 'settings', 'message'),
+    [
+        ('adam', {}, r"optimizer.name='adam' is unknown; use one of adamw, adamw8bit, adafactor, lion, sgd"),
+        ('sgd', {'clip_norm': -1.0}, r'optimizer.clip_norm=-1.0 must not be negative'),
+        ('adamw', {'moment_dtype': 'int8'}, r"optimizer.moment_dtype='int8' is unknown; .* optimizer.name='adamw8bit'"),
+        ('lion', {'moment_dtype': 'bfloat16'}, r"optimizer.moment_dtype='bfloat16' is read by 'adamw' alone"),
+        ('sgd', {'schedule': 'step'}, r"optimizer.schedule='step' is unknown; use one of constant, cosine, linear"),
+        ('sgd', {'schedule': 'cosine', 'warmup_steps': 5, 'total_steps': 5}, r'total_steps=5 above .*warmup_steps=5'),
+        ('sgd', {'final_ratio': 1.5}, r'optimizer.final_ratio=1.5 must lie in \[0, 1\]'),
+    ],
+)
+def test_settings_that_cannot_work_are_named(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(name, **settings)
