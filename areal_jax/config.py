@@ -32,8 +32,9 @@ def _declare_run(c: config_dict.ConfigDict) -> None:
     c.run.compilation_cache = ''  # directory of XLA's persistent cache; '' = off
 
     c.model = config_dict.ConfigDict()
-    c.model.source = 'random'  # 'random' | 'gguf': weights and tokenizer from a GGUF file
-    c.model.path = ''  # gguf: path of the file, or 'package:NAME/FILE' inside an installed package
+    c.model.source = 'random'  # 'random' | 'gguf': a GGUF file | 'hf': a Hugging Face directory; both with tokenizer
+    c.model.path = ''  # gguf: path of the file, or 'package:NAME/FILE' inside an installed package; hf: the directory
+    c.model.family = 'llama'  # random: 'llama' | 'qwen2' (biases of query, key, value) | 'qwen3' (query and key norm)
     c.model.n_layers = 2  # random: the shape of the decoder
     c.model.d_model = 64  # width of the residual stream
     c.model.d_ff = 128  # width of the gated MLP
@@ -87,13 +88,26 @@ def _declare_learner(c: config_dict.ConfigDict) -> None:
     """What an update is."""
     c.learner = config_dict.ConfigDict()
     c.learner.groups_per_update = 8  # B of Eq. 3
-    c.learner.n_minibatches = 1  # optimizer steps per update
+    c.learner.n_minibatches = 1  # parts of a batch, each an optimizer step
+    c.learner.epochs = 1  # passes over them
     c.learner.packing = 'shared_prompt'  # 'shared_prompt': a group's prompt once per row | 'ordinary'
+    c.learner.fill = 'first_fit'  # 'first_fit' decreasing | 'algorithm_1' of the paper | 'padded': one answer a row
     c.learner.row_tokens = 256  # static length of a row; must hold one trajectory
     c.learner.row_loss_tokens = 128  # static number of loss tokens of a row
     c.learner.rows_per_microbatch = 1  # over all data shards
+    c.learner.tail_buckets = 0  # smaller rows for a light last micro-batch: 1 = half, 2 = also a quarter, ...
     c.learner.accumulate = 'dispatch'  # 'scan': one program per minibatch | 'dispatch': one per micro-batch
     c.learner.filter_equal_rewards = True  # leave groups without signal out of packing; their place stays used
+    c.learner.dtype = 'float32'  # of the passes: 'float32' | 'bfloat16' | 'float16'; masters stay float32
+    c.learner.loss_scale = 1.0  # float16: multiplies the loss before its gradient, divided out in float32
+    c.learner.layers = 'list'  # 'list': a straight program, best on CPU | 'stacked': a loop, compiles fast at depth
+    c.learner.remat = 'none'  # kept for the gradient: 'none' everything | 'dots' | 'attention' | 'full' nothing
+    c.learner.attention = 'auto'  # 'auto' by platform | 'dense' | 'blocked' | 'pallas' | 'splash' | 'cudnn'
+
+    c.lora = config_dict.ConfigDict()
+    c.lora.rank = 0  # of the adapters; 0 = train all weights
+    c.lora.alpha = 16.0  # adapters count alpha / rank
+    c.lora.targets = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')  # projections that get them
 
     c.loss = config_dict.ConfigDict()
     c.loss.clip_epsilon = 0.2  # lower half width of the trust region around the proximal policy
@@ -103,10 +117,15 @@ def _declare_learner(c: config_dict.ConfigDict) -> None:
     c.loss.advantage = 'group'  # 'group': (r-mean)/(std+1e-4) in the group | 'group_mean': r-mean | 'rloo'
     c.loss.aggregation = 'token_mean'  # 'token_mean' | 'sequence_mean'
     c.loss.entropy_coefficient = 0.0  # > 0 rewards entropy
+    c.loss.kl_coefficient = 0.0  # > 0 keeps the policy near the reference, the weights at the start
+    c.loss.kl_estimator = 'k3'  # 'k1' | 'k2' | 'k3' of that divergence
 
     c.optimizer = config_dict.ConfigDict()
-    c.optimizer.name = 'adamw'  # 'adamw' | 'sgd'
-    c.optimizer.learning_rate = 2e-5  # after warm-up, constant
+    c.optimizer.name = 'adamw'  # 'adamw' | 'adamw8bit' | 'adafactor' | 'lion' | 'sgd'
+    c.optimizer.learning_rate = 2e-5  # after warm-up
+    c.optimizer.schedule = 'constant'  # 'constant' | 'cosine' | 'linear', down to the last step of the run
+    c.optimizer.final_ratio = 0.0  # cosine, linear: last learning rate / learning_rate
+    c.optimizer.moment_dtype = 'float32'  # adamw: 'float32' | 'bfloat16', of both moments
     c.optimizer.b1 = 0.9  # adamw: decay of the first moment
     c.optimizer.b2 = 0.95  # adamw: decay of the second moment
     c.optimizer.eps = 1e-8  # adamw: added to the root of the second moment
@@ -117,7 +136,9 @@ def _declare_learner(c: config_dict.ConfigDict) -> None:
     c.mesh = config_dict.ConfigDict()
     c.mesh.data = 1  # replicas
     c.mesh.fsdp = 1  # shards of parameters, optimizer state and batch rows
-    c.mesh.strategy = 'fsdp'  # table of logical axis rules, see sharding/rules.py
+    c.mesh.context = 1  # slices of a row's tokens
+    c.mesh.tensor = 1  # slices of heads, MLP and vocabulary
+    c.mesh.strategy = 'fsdp'  # 'fsdp' | 'fsdp_tensor' | 'tensor' | 'replicated': see sharding/rules.py
 
 
 def _declare_surroundings(c: config_dict.ConfigDict) -> None:
@@ -125,6 +146,7 @@ def _declare_surroundings(c: config_dict.ConfigDict) -> None:
     c.publication = config_dict.ConfigDict()
     c.publication.channel = 'device'  # 'device': in this process | 'files': safetensors directories
     c.publication.directory = ''  # files: where versions are written; '' = WORKDIR/publication
+    c.publication.dtype = 'float32'  # of what engines decode with: 'float32' | 'bfloat16' | 'float16'
     c.publication.verify = False  # engines recompute the digest of every received leaf
 
     c.checkpoint = config_dict.ConfigDict()
@@ -165,24 +187,37 @@ def validate(config: config_dict.ConfigDict) -> None:
         raise ConfigError(problem)
 
 
+DTYPES = ('float32', 'bfloat16', 'float16')
 CHOICES = {
     'run.clock': ('real', 'virtual'),
-    'model.source': ('random', 'gguf'),
+    'model.source': ('random', 'gguf', 'hf'),
+    'model.family': ('llama', 'qwen2', 'qwen3'),
     'task.verifier': ('process', 'inline'),
     'rollout.kv_policy': ('recompute', 'keep'),
     'staleness.over_age': ('off', 'drop', 'mask'),
     'learner.packing': ('shared_prompt', 'ordinary'),
+    'learner.fill': ('first_fit', 'algorithm_1', 'padded'),
     'learner.accumulate': ('dispatch', 'scan'),
+    'learner.dtype': DTYPES,
+    'learner.layers': ('list', 'stacked'),
+    'learner.remat': ('none', 'dots', 'attention', 'full'),
+    'learner.attention': ('auto', 'dense', 'blocked', 'pallas', 'splash', 'cudnn'),
     'loss.proximal': ('recompute', 'loglinear', 'behavior'),
     'loss.advantage': ('group', 'group_mean', 'rloo'),
     'loss.aggregation': ('token_mean', 'sequence_mean'),
-    'optimizer.name': ('adamw', 'sgd'),
+    'loss.kl_estimator': ('k1', 'k2', 'k3'),
+    'optimizer.name': ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'),
+    'optimizer.schedule': ('constant', 'cosine', 'linear'),
+    'optimizer.moment_dtype': ('float32', 'bfloat16'),
+    'mesh.strategy': ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'),
+    'publication.dtype': DTYPES,
     'publication.channel': ('device', 'files'),
 }
 AT_LEAST_ONE = (
     *('run.steps', 'rollout.engines', 'rollout.slots', 'rollout.decode_steps', 'rollout.group_size'),
     *('rollout.max_running_groups', 'rollout.max_new_tokens', 'buffer.capacity', 'learner.groups_per_update'),
-    *('learner.n_minibatches', 'learner.rows_per_microbatch', 'mesh.data', 'mesh.fsdp', 'checkpoint.keep'),
+    *('learner.n_minibatches', 'learner.epochs', 'learner.rows_per_microbatch', 'checkpoint.keep'),
+    *('mesh.data', 'mesh.fsdp', 'mesh.context', 'mesh.tensor'),
     *('task.verifier_workers', 'task.verifier_attempts'),
 )
 
@@ -259,6 +294,17 @@ def _combination_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
     if c.model.source == 'gguf' and not c.model.path:
         yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
+    if c.model.source == 'hf' and not c.model.path:
+        yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
+    if c.lora.rank < 0:
+        yield f'lora.rank={c.lora.rank} must not be negative; 0 trains all weights'
+    if c.mesh.tensor > 1 and 'tensor' not in c.mesh.strategy:
+        yield (
+            f'mesh.tensor={c.mesh.tensor} is left idle by mesh.strategy={c.mesh.strategy!r}; use fsdp_tensor or tensor'
+        )
+    for field, size in (('row_tokens', c.learner.row_tokens), ('row_loss_tokens', c.learner.row_loss_tokens)):
+        if size % c.mesh.context:
+            yield f'learner.{field}={size} must be a multiple of mesh.context={c.mesh.context}'
 
 
 class TrackedConfig:

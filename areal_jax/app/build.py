@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from areal_jax.config import ConfigError, TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
@@ -19,9 +20,11 @@ from areal_jax.control.controller import LoopSettings
 from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer import make_optimizer
+from areal_jax.learning.optimizer import Optimizer, make_optimizer
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.gguf import find_package_file, load_gguf
+from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
@@ -70,6 +73,9 @@ def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         d_ff=config.model.d_ff,
         rope_theta=config.model.rope_theta,
         context_tokens=config.rollout.context_tokens,
+        family=config.model.family,
+        qkv_bias=config.model.family == 'qwen2',
+        qk_norm=config.model.family == 'qwen3',
     )
 
 
@@ -137,51 +143,101 @@ def build_verifier(
 
 
 def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
-    optimizer = config.optimizer
-    adam = {'b1': optimizer.b1, 'b2': optimizer.b2, 'eps': optimizer.eps} if optimizer.name == 'adamw' else {}
-    learner, loss = config.learner, config.loss
+    """The learner; `model.params` is copied and may be dropped."""
     with _naming_fields():
-        mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
+        mesh = build_mesh(config)
+        decoder, params = build_training_decoder(config, model)
+        optimizer = build_optimizer(config)
+        settings = build_learner_settings(config)
     with _naming_fields():
         return SpmdLearner(
-            model.decoder,
-            model.params,
+            decoder,
+            params,
             mesh,
-            optimizer=make_optimizer(
-                optimizer.name,
-                **adam,
-                weight_decay=optimizer.weight_decay,
-                clip_norm=optimizer.clip_norm,
-                warmup_steps=optimizer.warmup_steps,
-            ),
-            learning_rate=optimizer.learning_rate,
-            row_tokens=learner.row_tokens,
-            row_loss_tokens=learner.row_loss_tokens,
-            rows_per_microbatch=learner.rows_per_microbatch,
-            n_minibatches=learner.n_minibatches,
-            packing=learner.packing,
-            accumulate=learner.accumulate,
-            max_microbatches=learner.groups_per_update * config.rollout.group_size,
-            filter_equal_rewards=learner.filter_equal_rewards,
-            advantage=loss.advantage,
-            temperature=config.rollout.temperature,
-            clip_epsilon=loss.clip_epsilon,
-            clip_epsilon_high=loss.clip_epsilon_high,
-            proximal=loss.proximal,
-            behavior_weight_cap=loss.behavior_weight_cap,
-            aggregation=loss.aggregation,
-            entropy_coefficient=loss.entropy_coefficient,
-            max_token_age=config.staleness.max_token_age,
-            over_age=config.staleness.over_age,
-            strategy=config.mesh.strategy,
+            optimizer=optimizer,
+            learning_rate=config.optimizer.learning_rate,
+            settings=settings,
         )
+
+
+def build_mesh(config: TrackedConfig) -> Mesh:
+    mesh = config.mesh
+    return make_mesh(mesh.data, mesh.fsdp, context=mesh.context, tensor=mesh.tensor)
+
+
+def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
+    """The decoder in the form in which it is trained, and its weights: those of the model and, with lora, adapters."""
+    lora = None
+    if config.lora.rank:
+        lora = Lora(config.lora.rank, config.lora.alpha, tuple(config.lora.targets))
+    form = {'layers': config.learner.layers, 'remat': config.learner.remat}
+    decoder = Decoder(model.decoder.config, **form, lora=lora)
+    return decoder, decoder.complete(model.params, config.run.seed)
+
+
+def build_optimizer(config: TrackedConfig) -> Optimizer:
+    optimizer, learner = config.optimizer, config.learner
+    own: dict[str, Any] = {}
+    if optimizer.name in ('adamw', 'adamw8bit'):
+        own = {'b1': optimizer.b1, 'b2': optimizer.b2, 'eps': optimizer.eps}
+    if optimizer.name == 'lion':
+        own = {'b1': optimizer.b1, 'b2': optimizer.b2}
+    if optimizer.name == 'adamw':
+        own['moment_dtype'] = optimizer.moment_dtype
+    if optimizer.schedule != 'constant':
+        steps = config.run.steps * learner.n_minibatches * learner.epochs
+        own |= {'total_steps': steps, 'final_ratio': optimizer.final_ratio}
+    return make_optimizer(
+        optimizer.name,
+        **own,
+        schedule=optimizer.schedule,
+        weight_decay=optimizer.weight_decay,
+        clip_norm=optimizer.clip_norm,
+        warmup_steps=optimizer.warmup_steps,
+    )
+
+
+def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
+    learner, loss = config.learner, config.loss
+    most_rows = learner.groups_per_update * config.rollout.group_size
+    return LearnerSettings(
+        row_tokens=learner.row_tokens,
+        row_loss_tokens=learner.row_loss_tokens,
+        rows_per_microbatch=learner.rows_per_microbatch,
+        n_minibatches=learner.n_minibatches,
+        epochs=learner.epochs,
+        packing=learner.packing,
+        fill=learner.fill,
+        tail_buckets=learner.tail_buckets,
+        accumulate=learner.accumulate,
+        max_microbatches=-(-most_rows // learner.rows_per_microbatch),
+        filter_equal_rewards=learner.filter_equal_rewards,
+        strategy=config.mesh.strategy,
+        dtype=learner.dtype,
+        publish_dtype=config.publication.dtype,
+        loss_scale=learner.loss_scale,
+        advantage=loss.advantage,
+        temperature=config.rollout.temperature,
+        clip_epsilon=loss.clip_epsilon,
+        clip_epsilon_high=loss.clip_epsilon_high,
+        proximal=loss.proximal,
+        behavior_weight_cap=loss.behavior_weight_cap,
+        aggregation=loss.aggregation,
+        entropy_coefficient=loss.entropy_coefficient,
+        kl_coefficient=loss.kl_coefficient,
+        kl_estimator=loss.kl_estimator if loss.kl_coefficient else 'k3',
+        max_token_age=config.staleness.max_token_age,
+        over_age=config.staleness.over_age,
+        attention=learner.attention,
+    )
 
 
 def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
     verify = config.publication.verify
     if config.publication.channel == 'device':
         # a learner on one device makes its copy where the engines decode
-        spread = config.mesh.data * config.mesh.fsdp > 1
+        mesh = config.mesh
+        spread = mesh.data * mesh.fsdp * mesh.context * mesh.tensor > 1
         place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if spread else None
         return DeviceChannel(place, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
@@ -199,6 +255,7 @@ def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
             prefill_buckets=tuple(rollout.prefill_buckets),
             decode_steps=rollout.decode_steps,
             filtered=filtered,
+            dtype=config.publication.dtype,
         )
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning import diagnostics
-from areal_jax.learning.advantages import ESTIMATORS, group_advantages, has_signal
+from areal_jax.learning import diagnostics, trees
+from areal_jax.learning.advantages import group_advantages, has_signal
+from areal_jax.learning.balance import CostCoefficients, cost_coefficients
+from areal_jax.learning.likelihood import finalize_likelihood
 from areal_jax.learning.losses import finalize_metrics, merge_metrics
 from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.packing import MODES, count_tokens, empty_batch, pack
-from areal_jax.learning.proximal import KINDS
-from areal_jax.learning.train_step import Objective, PackedDecoder, Programs, training_rows, training_scalars
-from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
+from areal_jax.learning.packing import count_tokens, empty_batch, pack, tail_bucket, tail_buckets, trim
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.train_step import KnownLogprobs, Programs, interchange, training_rows, training_scalars
+from areal_jax.models.attention import choose_checked, shares_prompts
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.layers import stack_layers, unstack_layers
+from areal_jax.models.lora import is_adapter
+from areal_jax.models.shape import ModelConfig
+from areal_jax.sharding.placement import gather, place
+from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated, row_sharding
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
@@ -24,111 +32,83 @@ class SpmdLearner:
     """Weights and optimizer state on a mesh, and the commands of `types.Learner`; blocking, for one lane's thread.
 
     The learner owns its buffers: `params` is copied, `publish` and `save` give copies, and the programs of an update
-    replace weights and optimizer state in place.
+    replace weights and optimizer state in place. On a mesh that spans processes every process has a learner and calls
+    the same commands in the same order (learning/commands.py); each packs the same groups to the same rows.
     """
 
     def __init__(
         self,
-        decoder: PackedDecoder,
+        decoder: Decoder,
         params: Any,
         mesh: Mesh,
         *,
         optimizer: Optimizer,
         learning_rate: float,
-        row_tokens: int,
-        row_loss_tokens: int,
-        rows_per_microbatch: int = 1,
-        n_minibatches: int = 1,
-        packing: str = 'shared_prompt',
-        accumulate: str = 'dispatch',
-        max_microbatches: int = 1,
-        filter_equal_rewards: bool = True,
-        advantage: str = 'group',
-        temperature: float = 1.0,
-        clip_epsilon: float = 0.2,
-        clip_epsilon_high: float | None = None,
-        proximal: str = 'recompute',
-        behavior_weight_cap: float | None = None,
-        aggregation: str = 'token_mean',
-        entropy_coefficient: float = 0.0,
-        max_token_age: int | None = None,
-        over_age: str = 'off',
-        strategy: str = 'fsdp',
-        vocab_chunk: int | None = None,
-        attention: str = 'auto',
+        settings: LearnerSettings,
     ):
-        """Places a copy of `params` (a nested dict of arrays) on the mesh.
+        """Places a copy of `params`, a nested dict of arrays in list form that fits the decoder, on the mesh.
 
-        Args:
-          row_tokens, row_loss_tokens: static shape of a row; a trajectory must fit one.
-          rows_per_microbatch: rows over all devices, a multiple of the mesh's size.
-          max_microbatches: 'scan' only: the most micro-batches of a minibatch for which `warm_up` compiles.
-          max_token_age, over_age: with 'mask', older tokens leave the loss but stay in its denominator; dropping groups
-            is the controller's.
-          vocab_chunk, attention: of token_logprobs and packed_attention; None and 'auto' let them choose.
+        Where the decoder has adapters (lora), only they are trained; the rest is kept in `settings.dtype`. The
+        attention backend is compared with a dense one first.
 
-        Raises ValueError, naming the config field, for what cannot work.
+        Raises ValueError, naming the config field, for what cannot work, and AttentionError for a backend that is
+        wrong here.
         """
-        _require('learner.packing', packing, MODES)
-        _require('learner.accumulate', accumulate, ('dispatch', 'scan'))
-        _require('loss.proximal', proximal, KINDS)
-        _require('loss.advantage', advantage, tuple(ESTIMATORS))
-        _require('loss.aggregation', aggregation, ('token_mean', 'sequence_mean'))
-        _require('staleness.over_age', over_age, ('off', 'mask', 'drop'))
-        if rows_per_microbatch % data_shards(mesh):
-            raise ValueError(
-                f'learner.rows_per_microbatch={rows_per_microbatch} must be a multiple of the {data_shards(mesh)} '
-                'devices of the mesh (mesh.data * mesh.fsdp)'
-            )
-        if over_age == 'mask' and max_token_age is None:
-            raise ValueError(
-                "staleness.over_age='mask' needs staleness.max_token_age, which is None: set it or over_age='off'"
-            )
-        self._mesh, self._optimizer, self._learning_rate = mesh, optimizer, learning_rate
-        self._mode, self._advantage, self._aggregation = packing, advantage, aggregation
-        self._shape = (rows_per_microbatch, row_tokens, row_loss_tokens)
-        self._n_minibatches, self._accumulate, self._max_microbatches = n_minibatches, accumulate, max_microbatches
-        self._filter_equal_rewards, self._temperature = filter_equal_rewards, temperature
-        self._max_token_age = max_token_age if over_age == 'mask' else None
-        self._recomputes = proximal == 'recompute' and n_minibatches > 1
-        objective = Objective(
-            clip_epsilon, clip_epsilon_high, behavior_weight_cap, entropy_coefficient, proximal, vocab_chunk, attention
+        self._decoder, self._mesh, self._settings = decoder, mesh, settings
+        self._optimizer, self._learning_rate = optimizer, learning_rate
+        self._require_shapes()
+        self.attention = self._choose_attention()
+        self._cost = _row_cost(decoder.config)
+        if decoder.layers == 'stacked':
+            params = stack_layers(params)
+        trained, frozen = trees.split(params, is_adapter if decoder.lora else lambda _: True)
+        config = decoder.config
+        units = {'heads': config.n_heads, 'kv_heads': config.n_kv_heads}
+        cut = lambda tree: param_shardings(tree, mesh, settings.strategy, units)
+        exported = jax.eval_shape(lambda *sides: interchange(decoder, settings.publish_dtype, *sides), trained, frozen)
+        self._programs = Programs(
+            decoder,
+            settings,
+            optimizer,
+            mesh,
+            attention=self.attention,
+            params=cut(trained),
+            frozen=cut(frozen),
+            state=optimizer.shardings(trained, cut(trained), replicated(mesh)),
+            exported=cut(exported),
         )
-        self._param_shardings = param_shardings(params, mesh, strategy)
-        state_shardings = optimizer.shardings(params, self._param_shardings, replicated(mesh))
-        self._programs = Programs(decoder, objective, optimizer, mesh, self._param_shardings, state_shardings)
         self._compiled: dict[Any, Any] = {}
-        placed = jax.device_put(params, self._param_shardings)
-        self._params = self._run('copy', placed)
+        self._params = self._run('copy', place(trees.cast(trained, 'float32'), self._programs.params))
+        self._frozen = place(trees.cast(frozen, settings.dtype), self._programs.frozen)
         self._state = self._run('initial_state', self._params)
-        self._gradients = self._run('zeros', self._params) if accumulate == 'dispatch' else None
+        self._gradients = self._run('zeros', self._params) if settings.accumulate == 'dispatch' else None
+        copy = 'copy' if settings.dtype == 'float32' else 'cast'
+        self._reference = self._run(copy, self._params) if settings.kl_coefficient else None
         self._copy: Any = None  # of the weights, made by the last publication; None once they have changed
 
     def warm_up(self) -> int:
         """Compiles, and does not run, every program of updates and publications; returns how many there are."""
-        sizes = [1]
-        if self._accumulate == 'scan':
-            sizes += [2 << i for i in range(max(self._max_microbatches - 1, 0).bit_length())]
-        for size in sizes:
-            rows, denominator = training_rows(empty_batch(size, *self._shape), self._aggregation)
-            scalars = self._scalars(denominator, version=0, first=True)
-            if self._accumulate == 'scan':
+        working = self._working()
+        self._program('export', self._params, self._frozen)
+        for rows, scalars in self._empty_rows():
+            if self._settings.accumulate == 'scan':
                 whole = self._place_rows(rows, microbatches=True)
-                self._program('scan', self._params, self._state, whole, scalars, self._rate())
-        one = self._place_rows({name: array[0] for name, array in rows.items()})
-        if self._accumulate == 'dispatch':
-            self._program('accumulate', self._gradients, self._params, one, scalars)
+                self._program('scan', self._params, self._state, self._frozen, whole, scalars, self._rate())
+            one = self._place_rows({name: array[0] for name, array in rows.items()})
+            if self._settings.accumulate == 'dispatch':
+                self._program('accumulate', self._gradients, working, self._frozen, one, scalars)
+            if self._settings.recomputes or self._reference is not None:
+                self._program('logprobs', working, self._frozen, one, scalars)
+        if self._settings.accumulate == 'dispatch':
             self._program('apply', self._params, self._state, self._gradients, self._rate())
-        if self._recomputes:
-            self._program('logprobs', self._params, one, scalars)
         return len(self._compiled)
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: what the filter leaves, prompts shared or not."""
-        return count_tokens(self._kept(groups), self._mode)
+        return count_tokens(self._kept(groups), self.packing) * self._settings.epochs
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
-        """Trains on one batch with `n_minibatches` optimizer steps; `version` is that of the weights before it.
+        """Trains on one batch with `n_minibatches * epochs` optimizer steps; `version` is that of the weights before.
 
         Nothing to train (no group, none with a signal, all tokens too old) leaves weights and optimizer state as they
         are, bit for bit. Metrics are floats, but for the histogram of token ages, a list; what is not defined (the
@@ -137,132 +117,262 @@ class SpmdLearner:
         Raises ValueError for a trajectory that does not fit a row, a reward that is not finite, or a token of a version
         after `version`; weights are untouched then.
         """
+        settings = self._settings
         kept = self._kept(groups)
-        rows, row_tokens, row_loss_tokens = self._shape
         batches, report = pack(
             kept,
-            [group_advantages(g, self._advantage) for g in kept],
-            mode=self._mode,
-            row_tokens=row_tokens,
-            row_loss_tokens=row_loss_tokens,
-            rows_per_microbatch=rows,
-            n_minibatches=self._n_minibatches,
-            oldest_version=None if self._max_token_age is None else version - self._max_token_age,
-            round_microbatches=self._accumulate == 'scan',
+            [self._advantages(group) for group in kept],
+            mode=self.packing,
+            fill=settings.fill,
+            row_tokens=settings.row_tokens,
+            row_loss_tokens=settings.row_loss_tokens,
+            rows_per_microbatch=settings.rows_per_microbatch,
+            data_shards=data_shards(self._mesh),
+            n_minibatches=settings.n_minibatches,
+            oldest_version=None if settings.oldest_age is None else version - settings.oldest_age,
+            round_microbatches=settings.accumulate == 'scan',
+            cost=self._cost,
+            buckets=self._buckets,
         )
         metrics = diagnostics.data_metrics(groups, kept) | diagnostics.age_metrics(batches, version)
         return metrics | report.metrics() | self._train(batches, version)
 
     def publish(self, version: int) -> Any:
-        """The weights, in buffers that no later update touches, on this learner's devices."""
-        self._copy = self._run('copy', self._params)
+        """The weights in interchange form, adapters merged, in buffers that no later update touches.
+
+        On this learner's devices, sharded as they are trained; on the host where the mesh spans processes.
+        """
+        copy = self._run('export', self._params, self._frozen)
+        self._copy = copy if jax.process_count() == 1 else jax.tree.map(gather, copy)
         return self._copy
 
     def save(self) -> dict[str, Any]:
         """{'params': nested dict, 'optimizer': {path: array}} in numpy arrays that no later update touches.
 
-        The weights are those of the last publication, if no update came after it, and then need no further copy.
+        In interchange form, one leaf per layer, whatever form and mesh this learner has. The weights are those of the
+        last publication, if those are all and no update came after it, and then need no further copy.
         """
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self._state)
-        copied = jax.tree.map(_to_host, self._params) if self._copy is None else jax.device_get(self._copy)
+        whole = self._copy is not None and not self._decoder.lora and self._settings.publish_dtype == 'float32'
+        params = self._copy if whole else self._unstacked(trees.join(self._params, self._frozen))
+        leaves = jax.tree_util.tree_leaves_with_path(self._unstacked(self._state))
         return {
-            'params': copied,
-            'optimizer': {path_name(path): _to_host(leaf) for path, leaf in leaves},
+            'params': jax.tree.map(gather, params),
+            'optimizer': {path_name(path): gather(leaf) for path, leaf in leaves},
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes what `save` gave, on any number of devices.
+        """Takes what `save` gave, on any mesh and from either form of layers.
 
         Raises ValueError where names or shapes differ from this learner's; it is unchanged then.
         """
-        params = _like(saved['params'], self._params, 'params')
-        leaves, structure = jax.tree_util.tree_flatten_with_path(self._state)
+        current = trees.join(self._params, self._frozen)
+        params = _like(saved['params'], self._abstract_interchange(current), 'params')
+        expected = self._abstract_interchange(self._state)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(expected)
         paths = [path_name(path) for path, _ in leaves]
         flat = _like(saved['optimizer'], {p: leaf for p, (_, leaf) in zip(paths, leaves, strict=True)}, 'optimizer')
         state = jax.tree.unflatten(structure, [flat[path] for path in paths])
+        if self._decoder.layers == 'stacked':
+            params, state = stack_layers(params), _restack(state, self._state)
+        trained, frozen = trees.split(params, is_adapter if self._decoder.lora else lambda _: True)
         self._copy = None
-        self._params = jax.device_put(params, self._programs.params)
-        self._state = jax.device_put(state, self._programs.state)
+        self._params = place(trained, self._programs.params)
+        self._frozen = place(frozen, self._programs.frozen)
+        self._state = place(state, self._programs.state)
+
+    # What a run is built with.
+
+    def _require_shapes(self) -> None:
+        settings, mesh = self._settings, self._mesh
+        shards, context = data_shards(mesh), mesh.shape['context']
+        if settings.rows_per_microbatch % shards:
+            raise ValueError(
+                f'learner.rows_per_microbatch={settings.rows_per_microbatch} must be a multiple of the {shards} '
+                'devices that rows lie over (mesh.data * mesh.fsdp)'
+            )
+        self._buckets = tail_buckets(settings.row_tokens, settings.row_loss_tokens, 1 + settings.tail_buckets)
+        for bucket in self._buckets:
+            for field, size in zip(('learner.row_tokens', 'learner.row_loss_tokens'), bucket, strict=True):
+                if size % context:
+                    raise ValueError(
+                        f'{field} (or a tail bucket of it)={size} must be a multiple of mesh.context={context}'
+                    )
+
+    def _choose_attention(self) -> str:
+        """The backend that passed its self-check here; sets how prompts are packed, which not every mask expresses."""
+        settings, config = self._settings, self._decoder.config
+        impl, self.passed_over = choose_checked(
+            settings.attention,
+            tokens=settings.row_tokens,
+            dtype=settings.dtype,
+            head_dim=config.head_dim,
+            window=config.sliding_window,
+            slices=self._mesh.shape['context'] > 1,
+        )
+        self.packing = settings.packing if shares_prompts(impl) else 'ordinary'
+        return impl
 
     def _kept(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        return [g for g in groups if has_signal(g) or not self._filter_equal_rewards]
+        everything = self._settings.objective == 'sft' or not self._settings.filter_equal_rewards
+        return [g for g in groups if everything or has_signal(g)]
+
+    def _advantages(self, group: TrajectoryGroup) -> np.ndarray:
+        if self._settings.objective == 'sft':
+            return np.ones(len(group.trajectories), np.float32)
+        return group_advantages(group, self._settings.advantage)
+
+    # An update.
 
     def _train(self, batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
+        settings = self._settings
         self._copy = None
-        later = batches[1:] if self._recomputes else []
-        recomputed = [self._logprobs_before(batch, version) for batch in later]
-        results = []
-        for index, batch in enumerate(batches):
-            proximal = recomputed[index - 1] if index and recomputed else None
-            rows, denominator = training_rows(batch, self._aggregation, proximal)
-            results.append(self._step(rows, self._scalars(denominator, version, first=index == 0)))
-        results = jax.device_get(results)
+        known = self._known_logprobs(batches, version)
+        results: list[Any] = []
+        for step in range(settings.epochs * len(batches)):
+            index, first = step % len(batches), step == 0
+            rows, denominator = training_rows(batches[index], settings.aggregation, known[index])
+            step_rows = self._step(rows, self._scalars(denominator, version, first))
+            results.append(jax.device_get(step_rows))
+            if first and settings.recomputes:
+                before = np.reshape(results[0][2], batches[0].targets.shape)
+                known[0] = KnownLogprobs(before, known[0].reference)
         metrics = _step_metrics([step for step, _, _ in results])
         merged = merge_metrics([m for _, microbatches, _ in results for m in microbatches])
         if results:
             metrics['loss/value'] = merged['loss_sum'] / len(results)
-        seen_before = [np.reshape(logprobs, batches[0].targets.shape) for _, _, logprobs in results[:1]] + recomputed
-        mismatch = diagnostics.mismatch_metrics(batches[: len(seen_before)], seen_before, version)
+        if settings.objective == 'sft':
+            return metrics | finalize_likelihood(merged)
+        before = [np.reshape(logprobs, batches[0].targets.shape) for _, _, logprobs in results[:1]]
+        before += [k.proximal for k in known[1:] if k.proximal is not None]
+        mismatch = diagnostics.mismatch_metrics(batches[: len(before)], before, version)
         return metrics | finalize_metrics(merged) | mismatch
 
+    def _known_logprobs(self, batches: Sequence[PackedBatch], version: int) -> list[KnownLogprobs]:
+        """Per batch what the weights before the update say (the first step sees them itself), and the reference."""
+        recompute = self._settings.recomputes
+        working = self._working() if recompute and len(batches) > 1 else None
+        return [
+            KnownLogprobs(
+                proximal=self._logprobs(working, batch, version) if recompute and index else None,
+                reference=None if self._reference is None else self._logprobs(self._reference, batch, version),
+            )
+            for index, batch in enumerate(batches)
+        ]
+
     def _step(self, rows: Mapping[str, np.ndarray], scalars: Any) -> tuple[Any, list[Any], Any]:
-        """One optimizer step on a minibatch: (step metrics, metrics and log-probs of its micro-batches)."""
-        if self._accumulate == 'scan':
+        """One optimizer step on a minibatch: (step metrics, metrics of its micro-batches, log-probs [M, R, N])."""
+        if self._settings.accumulate == 'scan':
             whole = self._place_rows(rows, microbatches=True)
             self._params, self._state, step, metrics, logprobs = self._run(
-                'scan', self._params, self._state, whole, scalars, self._rate()
+                'scan', self._params, self._state, self._frozen, whole, scalars, self._rate()
             )
             return step, [metrics], logprobs
         all_metrics: list[Any] = []
-        all_logprobs = []
-        for m in range(len(rows['tokens'])):
-            if m > 1:  # one running, one queued: programs of other lanes on these devices get between
+        all_logprobs: list[Any] = []
+        working = self._working()
+        for one in self._microbatches(rows):
+            if len(all_metrics) > 1:  # one running, one queued: programs of other lanes on these devices get between
                 jax.block_until_ready(all_metrics[-2])
-            one = self._place_rows({name: array[m] for name, array in rows.items()})
-            self._gradients, metrics, logprobs = self._run('accumulate', self._gradients, self._params, one, scalars)
+            self._gradients, metrics, logprobs = self._run(
+                'accumulate', self._gradients, working, self._frozen, self._place_rows(one), scalars
+            )
             all_metrics.append(metrics)
             all_logprobs.append(logprobs)
         self._params, self._state, self._gradients, step = self._run(
             'apply', self._params, self._state, self._gradients, self._rate()
         )
-        return step, all_metrics, all_logprobs
+        return step, all_metrics, self._whole_rows(all_logprobs)
 
-    def _logprobs_before(self, batch: PackedBatch, version: int) -> np.ndarray:
-        """float32 [M, R, N] of the weights in hand."""
-        rows, denominator = training_rows(batch, self._aggregation)
+    def _logprobs(self, working: Any, batch: PackedBatch, version: int) -> np.ndarray:
+        """float32 [M, R, N] of given weights."""
+        rows, denominator = training_rows(batch, self._settings.aggregation)
         scalars = self._scalars(denominator, version, first=True)
-        passes = []
-        for m in range(len(batch.tokens)):
-            one = self._place_rows({name: array[m] for name, array in rows.items()})
-            passes.append(jax.device_get(self._run('logprobs', self._params, one, scalars)))
-        return np.stack(passes)
+        passes = [
+            self._run('logprobs', working, self._frozen, self._place_rows(one), scalars)
+            for one in self._microbatches(rows)
+        ]
+        return self._whole_rows(passes)
+
+    def _microbatches(self, rows: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """Each micro-batch, cut to the smallest declared shape that holds it."""
+        for m in range(len(rows['tokens'])):
+            one = {name: array[m] for name, array in rows.items()}
+            yield trim(one, tail_bucket(one, self._buckets))
+
+    def _whole_rows(self, logprobs: Sequence[Any]) -> np.ndarray:
+        """Log-probs of micro-batches of any bucket as float32 [M, R, N]; what was cut off is 0."""
+        whole = np.zeros(
+            (len(logprobs), self._settings.rows_per_microbatch, self._settings.row_loss_tokens), np.float32
+        )
+        for row, part in zip(whole, jax.device_get(list(logprobs)), strict=True):
+            row[:, : part.shape[1]] = part
+        return whole
+
+    def _working(self) -> Any:
+        return self._params if self._settings.dtype == 'float32' else self._run('cast', self._params)
+
+    def _empty_rows(self) -> Iterator[tuple[dict[str, np.ndarray], Any]]:
+        """Rows of padding of every shape that an update may bring, with scalars."""
+        settings = self._settings
+        sizes = [1]
+        if settings.accumulate == 'scan':
+            sizes += [2 << i for i in range(max(settings.max_microbatches - 1, 0).bit_length())]
+        for size in sizes:
+            for bucket in self._buckets:
+                empty = empty_batch(size, settings.rows_per_microbatch, *bucket)
+                rows, denominator = training_rows(empty, settings.aggregation)
+                yield rows, self._scalars(denominator, version=0, first=True)
+
+    # Interchange form.
+
+    def _unstacked(self, tree: Any) -> Any:
+        return unstack_layers(tree, self._decoder.config.n_layers) if self._decoder.layers == 'stacked' else tree
+
+    def _abstract_interchange(self, tree: Any) -> Any:
+        return jax.eval_shape(self._unstacked, tree)
+
+    # Placing and running.
 
     def _place_rows(self, rows: Mapping[str, np.ndarray], microbatches: bool = False) -> Any:
-        return jax.device_put(dict(rows), self._programs.rows_sharding(microbatches))
+        return place(dict(rows), row_sharding(self._mesh, leading_axes=int(microbatches)))
 
     def _scalars(self, denominator: float, version: int, first: bool) -> Any:
         scalars = training_scalars(
-            denominator=denominator, version=version, temperature=self._temperature, weights_are_proximal=first
+            denominator=denominator,
+            version=version,
+            temperature=self._settings.temperature,
+            weights_are_proximal=first,
         )
-        return jax.device_put(scalars, replicated(self._mesh))
+        return place(scalars, replicated(self._mesh))
 
     def _rate(self) -> Any:
-        return jax.device_put(np.float32(self._learning_rate), replicated(self._mesh))
+        return place(np.float32(self._learning_rate), replicated(self._mesh))
 
     def _program(self, name: str, *args: Any) -> Any:
         """The compiled program for arguments of these shapes; compiled ahead, so that warming up runs nothing."""
-        size = len(args[2]['tokens']) if name == 'scan' else None
-        if (name, size) not in self._compiled:
-            self._compiled[name, size] = getattr(self._programs, name)().lower(*args).compile()
-        return self._compiled[name, size]
+        shapes = tuple(arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg)
+        if (name, shapes) not in self._compiled:
+            self._compiled[name, shapes] = getattr(self._programs, name)().lower(*args).compile()
+        return self._compiled[name, shapes]
 
     def _run(self, name: str, *args: Any) -> Any:
         return self._program(name, *args)(*args)
 
 
-def _require(field: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f'{field}={value!r} is unknown; use one of {", ".join(allowed)}')
+def _row_cost(c: ModelConfig) -> CostCoefficients:
+    attention = 2 * c.d_model * (c.n_heads + c.n_kv_heads) * c.head_dim
+    return cost_coefficients(
+        n_layers=c.n_layers,
+        n_parameters_per_layer=attention + 3 * c.d_model * c.d_ff,
+        n_heads=c.n_heads,
+        head_dim=c.head_dim,
+        n_head_parameters=c.vocab_size * c.d_model,
+    )
+
+
+def _restack(state: Any, like: Any) -> Any:
+    """An optimizer state in stacked form; a placeholder that had no axis of layers is the same in all of them."""
+    return jax.tree.map(lambda x, current: x if x.shape == current.shape else x[0], stack_layers(state), like)
 
 
 def _step_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -272,11 +382,6 @@ def _step_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics['update/grad_norm'] = sum(float(s['grad_norm']) for s in steps) / (len(steps) - skipped)
         metrics['update/learning_rate'] = float(steps[-1]['learning_rate'])
     return metrics
-
-
-def _to_host(leaf: Any) -> np.ndarray:
-    """A copy: on CPU jax hands out views, and a buffer with a view cannot be reused by the next update."""
-    return np.array(jax.device_get(leaf), copy=True)
 
 
 def _like(saved: Any, current: Any, name: str) -> Any:

@@ -1,63 +1,55 @@
-"""Arrow 7, on the devices: the pass over packed rows and the compiled programs of an update."""
+"""Arrow 7, on the devices: the compiled programs of an update."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
+from areal_jax.learning import losses, trees
+from areal_jax.learning.forward import Rows, forward
+from areal_jax.learning.likelihood import negative_log_likelihood
 from areal_jax.learning.losses import decoupled_ppo_loss, entropy_bonus, masked_sum
 from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.packing import denominator_weights
 from areal_jax.learning.proximal import proximal_logprobs
-from areal_jax.models.attention import packed_attention
-from areal_jax.models.logprobs import token_logprobs
-from areal_jax.sharding.mesh import AXES
-from areal_jax.sharding.rules import replicated, row_sharding
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.layers import unstack_layers
+from areal_jax.models.lora import merge_adapters
+from areal_jax.sharding.rules import replicated
 from areal_jax.types import PackedBatch
 
-Rows = Mapping[str, Any]  # fields of a micro-batch [R, ...], see `training_rows`
-Scalars = Mapping[str, Any]  # what differs from call to call, see `training_scalars`
+Scalars = dict[str, Any]  # what differs from call to call, see `training_scalars`
 _ROW_FIELDS = (
     *('tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets'),
     *('loss_mask', 'behavior_logprobs', 'advantages', 'policy_versions'),
 )
 
 
-class PackedDecoder(Protocol):
-    """What the learner needs of a model (models/decoder.py)."""
-
-    def hidden(self, params: Any, tokens: Any, positions: Any, attend: Callable[..., Any]) -> tuple[Any, Any]: ...
-
-    def head(self, params: Any) -> Any: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Objective:
-    """What an update minimises; every value is compiled into its programs."""
+class KnownLogprobs:
+    """Log-probs of a batch taken before its step, float32 [M, R, N]; None = not needed."""
 
-    clip_epsilon: float
-    clip_epsilon_high: float | None
-    behavior_weight_cap: float | None
-    entropy_coefficient: float
-    proximal: str  # see proximal.KINDS
-    vocab_chunk: int | None  # columns of the head computed at once; None = as many as suit
-    attention: str  # implementation of packed_attention
+    proximal: np.ndarray | None = None
+    reference: np.ndarray | None = None
 
 
 def training_rows(
-    batch: PackedBatch, aggregation: str, recomputed_logprobs: np.ndarray | None = None
+    batch: PackedBatch, aggregation: str, known: KnownLogprobs | None = None
 ) -> tuple[dict[str, np.ndarray], float]:
     """A batch as the programs read it, leaves [M, R, ...], and the denominator of its minibatch."""
     weights, denominator = denominator_weights(batch, aggregation)
     rows = {name: getattr(batch, name) for name in _ROW_FIELDS}
-    recomputed = np.zeros_like(batch.behavior_logprobs) if recomputed_logprobs is None else recomputed_logprobs
-    return rows | {'token_weights': weights, 'recomputed_logprobs': recomputed}, denominator
+    known = known or KnownLogprobs()
+    zeros = np.zeros_like(batch.behavior_logprobs)
+    rows['recomputed_logprobs'] = zeros if known.proximal is None else known.proximal
+    rows['reference_logprobs'] = zeros if known.reference is None else known.reference
+    return rows | {'token_weights': weights}, denominator
 
 
 def training_scalars(
@@ -72,79 +64,35 @@ def training_scalars(
     }
 
 
-def forward(
-    decoder: PackedDecoder,
-    params: Any,
-    rows: Rows,
-    temperature: jax.Array | float,
-    *,
-    vocab_chunk: int | None = None,
-    attention: str = 'auto',
-    mesh: Mesh | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies of the loss tokens of packed rows.
-
-    Rows are flattened for the dense layers and separate in attention; only the hidden states at `sources` reach the
-    head.
-
-    Args:
-      rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources', 'targets' int [R, N].
-      mesh: where rows lie; None = one device.
-
-    Returns:
-      (logprobs, entropy), float32 [R, N], both at `temperature`.
-    """
-    n_rows, n_tokens = rows['tokens'].shape
-    attend = _row_attention(rows['segment_ids'], rows['parent_ids'], attention, mesh)
-    hidden, _ = decoder.hidden(params, rows['tokens'].reshape(-1), rows['positions'].reshape(-1), attend)
-    by_row = hidden.reshape(n_rows, n_tokens, -1)
-    predicting = jnp.take_along_axis(by_row, rows['sources'][..., None], axis=1)
-    head = decoder.head(params)
-    if mesh is not None and mesh.size > 1:  # gathered once, not in every chunk
-        head = jax.lax.with_sharding_constraint(head, replicated(mesh))
-    flat = predicting.reshape(-1, hidden.shape[-1])
-    logprobs, entropy = token_logprobs(flat, head, rows['targets'].reshape(-1), temperature, chunk=vocab_chunk)
-    return logprobs.reshape(rows['targets'].shape), entropy.reshape(rows['targets'].shape)
-
-
-def _row_attention(segment_ids: jax.Array, parent_ids: jax.Array, impl: str, mesh: Mesh | None) -> Callable[..., Any]:
-    """`attend` of Decoder.hidden for flattened rows; with a mesh each device attends within the rows it holds."""
-    n_rows, n_tokens = segment_ids.shape
-
-    def attend_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, parents: jax.Array) -> jax.Array:
-        return packed_attention(q, k, v, segments, parents, scale=q.shape[-1] ** -0.5, impl=impl)
-
-    def attend_rows(*arrays: jax.Array) -> jax.Array:
-        if arrays[0].shape[0] == 1:  # vmap would turn the loops over visible blocks into loops over all
-            return attend_row(*(a[0] for a in arrays))[None]
-        return jax.vmap(attend_row)(*arrays)
-
-    over_devices = attend_rows
-    if mesh is not None and mesh.size > 1:
-        rows = PartitionSpec(AXES)
-        over_devices = jax.shard_map(attend_rows, mesh=mesh, in_specs=(rows,) * 5, out_specs=rows, check_vma=False)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: Any, window: Any) -> tuple[jax.Array, Any]:
-        q_rows, k_rows, v_rows = (x.reshape(n_rows, n_tokens, *x.shape[1:]) for x in (q, k, v))
-        out = over_devices(q_rows, k_rows, v_rows, segment_ids, parent_ids)
-        return out.reshape(q.shape), layer_cache
-
-    return attend
+def interchange(decoder: Decoder, dtype: str, params: Any, frozen: Any) -> Any:
+    """Trained and frozen weights as others read them: adapters merged, one leaf per layer, all of `dtype`."""
+    whole = trees.join(params, frozen)
+    if decoder.lora:
+        whole = merge_adapters(whole, decoder.lora)
+    if decoder.layers == 'stacked':
+        whole = unstack_layers(whole, decoder.config.n_layers)
+    return trees.cast(whole, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The jitted programs of one learner. Loss and gradient are sums over micro-batches of parts of one minibatch.
+    """The functions of one learner that are compiled. Loss and gradient are sums over micro-batches of parts of one
+    minibatch.
 
-    Every method returns a jitted function; weights, optimizer state and gradients that it replaces are donated.
+    `params` are the trained weights, float32; `frozen` the others, in `settings.dtype`; `working` is `params` in
+    that dtype, and `params` itself where that is float32. Every method returns a jitted function, which replaces and
+    donates the weights, optimizer state and gradients that it gives new values for.
     """
 
-    decoder: PackedDecoder
-    objective: Objective
+    decoder: Decoder
+    settings: LearnerSettings
     optimizer: Optimizer
     mesh: Mesh
-    params: Any  # shardings
-    state: Any  # shardings of the optimizer state
+    attention: str  # resolved implementation
+    params: Any  # shardings of the trained weights
+    frozen: Any  # of the frozen ones
+    state: Any  # of the optimizer state
+    exported: Any  # of the interchange form
 
     def copy(self) -> Any:
         """params -> the same values in buffers of their own."""
@@ -158,16 +106,26 @@ class Programs:
         """params -> gradients of nothing."""
         return jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self.params)
 
+    def cast(self) -> Any:
+        """params -> working."""
+        return jax.jit(lambda params: trees.cast(params, self.settings.dtype), out_shardings=self.params)
+
+    def export(self) -> Any:
+        """(params, frozen) -> the interchange form, in buffers of its own."""
+        run = lambda *sides: jax.tree.map(jnp.copy, interchange(self.decoder, self.settings.publish_dtype, *sides))
+        return jax.jit(run, out_shardings=self.exported)
+
     def logprobs(self) -> Any:
-        """(params, rows, scalars) -> log-probs [R, N]."""
+        """(working, frozen, rows, scalars) -> log-probs [R, N]."""
         return jax.jit(lambda *args: self._forward(*args)[0], out_shardings=replicated(self.mesh))
 
     def accumulate(self) -> Any:
-        """(gradients, params, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs [R, N])."""
+        """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
+        [R, N])."""
 
-        def run(gradients: Any, params: Any, rows: Rows, scalars: Scalars) -> Any:
-            added, metrics, logprobs = self._gradients(params, rows, scalars)
-            return jax.tree.map(jnp.add, gradients, added), metrics, logprobs
+        def run(gradients: Any, working: Any, frozen: Any, rows: Rows, scalars: Scalars) -> Any:
+            added, metrics, logprobs = self._gradients(working, frozen, rows, scalars)
+            return self._add(gradients, added), metrics, logprobs
 
         everywhere = replicated(self.mesh)
         return jax.jit(run, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
@@ -183,13 +141,15 @@ class Programs:
         return jax.jit(run, donate_argnums=(0, 1, 2), out_shardings=shardings)
 
     def scan(self) -> Any:
-        """(params, state, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics [M],
-        log-probs [M, R, N]): a whole minibatch."""
+        """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics
+        [M], log-probs [M, R, N]): a whole minibatch."""
 
-        def run(params: Any, state: Any, rows: Rows, scalars: Scalars, learning_rate: jax.Array) -> Any:
+        def run(params: Any, state: Any, frozen: Any, rows: Rows, scalars: Scalars, learning_rate: jax.Array) -> Any:
+            working = trees.cast(params, self.settings.dtype)  # once, outside the loop
+
             def body(gradients: Any, microbatch: Rows) -> Any:
-                added, metrics, logprobs = self._gradients(params, microbatch, scalars)
-                return jax.tree.map(jnp.add, gradients, added), (metrics, logprobs)
+                added, metrics, logprobs = self._gradients(working, frozen, microbatch, scalars)
+                return self._add(gradients, added), (metrics, logprobs)
 
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
             params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
@@ -199,30 +159,57 @@ class Programs:
         shardings = (self.params, self.state, everywhere, everywhere, everywhere)
         return jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings)
 
-    def rows_sharding(self, microbatches: bool) -> jax.sharding.NamedSharding:
-        return row_sharding(self.mesh, leading_axes=int(microbatches))
+    def _add(self, gradients: Any, added: Any) -> Any:
+        """float32 sums; the scale that kept small gradients of a narrow dtype above 0 is taken out."""
+        unscale = 1.0 / self.settings.loss_scale
+        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
 
-    def _forward(self, params: Any, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+    def _forward(self, working: Any, frozen: Any, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
         return forward(
             self.decoder,
-            params,
+            trees.join(working, frozen),
             rows,
             scalars['temperature'],
-            vocab_chunk=self.objective.vocab_chunk,
-            attention=self.objective.attention,
+            vocab_chunk=self.settings.vocab_chunk,
+            attention=self.attention,
             mesh=self.mesh,
         )
 
-    def _gradients(self, params: Any, rows: Rows, scalars: Scalars) -> tuple[Any, dict[str, jax.Array], jax.Array]:
-        (_, (metrics, logprobs)), gradients = jax.value_and_grad(self._loss, has_aux=True)(params, rows, scalars)
+    def _gradients(
+        self, working: Any, frozen: Any, rows: Rows, scalars: Scalars
+    ) -> tuple[Any, dict[str, jax.Array], jax.Array]:
+        def scaled(working: Any) -> tuple[jax.Array, Any]:
+            loss, rest = self._loss(working, frozen, rows, scalars)
+            return loss * self.settings.loss_scale, rest
+
+        (_, (metrics, logprobs)), gradients = jax.value_and_grad(scaled, has_aux=True)(working)
         return gradients, metrics, logprobs
 
-    def _loss(self, params: Any, rows: Rows, scalars: Scalars) -> tuple[jax.Array, Any]:
+    def _loss(self, working: Any, frozen: Any, rows: Rows, scalars: Scalars) -> tuple[jax.Array, Any]:
         """This micro-batch's part of the loss of its minibatch."""
-        objective = self.objective
-        policy_logprobs, entropy = self._forward(params, rows, scalars)
+        policy_logprobs, entropy = self._forward(working, frozen, rows, scalars)
+        objective = self._likelihood if self.settings.objective == 'sft' else self._surrogate
+        loss, metrics = objective(policy_logprobs, rows, scalars)
+        normalizer = (rows['loss_mask'], scalars['denominator'], rows['token_weights'])
+        if self.settings.entropy_coefficient:
+            loss = loss - self.settings.entropy_coefficient * entropy_bonus(entropy, *normalizer)
+        if self.settings.kl_coefficient:
+            penalty, kl_metrics = losses.kl_penalty(
+                policy_logprobs, rows['reference_logprobs'], *normalizer, estimator=self.settings.kl_estimator
+            )
+            loss, metrics = loss + self.settings.kl_coefficient * penalty, metrics | kl_metrics
+        metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
+        return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)
+
+    def _likelihood(self, policy_logprobs: jax.Array, rows: Rows, scalars: Scalars) -> tuple[jax.Array, Any]:
+        return negative_log_likelihood(
+            policy_logprobs, rows['loss_mask'], scalars['denominator'], rows['token_weights']
+        )
+
+    def _surrogate(self, policy_logprobs: jax.Array, rows: Rows, scalars: Scalars) -> tuple[jax.Array, Any]:
+        settings = self.settings
         proximal = proximal_logprobs(
-            objective.proximal,
+            settings.proximal,
             policy_logprobs,
             rows['behavior_logprobs'],
             rows['policy_versions'],
@@ -230,18 +217,15 @@ class Programs:
             rows['recomputed_logprobs'],
             scalars['weights_are_proximal'],
         )
-        normalizer = (rows['loss_mask'], scalars['denominator'], rows['token_weights'])
-        loss, metrics = decoupled_ppo_loss(
+        return decoupled_ppo_loss(
             policy_logprobs,
             proximal,
             rows['behavior_logprobs'],
             rows['advantages'],
-            *normalizer,
-            clip_epsilon=objective.clip_epsilon,
-            clip_epsilon_high=objective.clip_epsilon_high,
-            behavior_weight_cap=objective.behavior_weight_cap,
+            rows['loss_mask'],
+            scalars['denominator'],
+            rows['token_weights'],
+            clip_epsilon=settings.clip_epsilon,
+            clip_epsilon_high=settings.clip_epsilon_high,
+            behavior_weight_cap=settings.behavior_weight_cap,
         )
-        if objective.entropy_coefficient:
-            loss = loss - objective.entropy_coefficient * entropy_bonus(entropy, *normalizer)
-        metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
-        return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)

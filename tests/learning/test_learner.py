@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import make_optimizer
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, tiny_decoder, trajectory
@@ -20,16 +21,11 @@ _SGD = make_optimizer('sgd', clip_norm=0)
 _ADAM = make_optimizer('adamw', clip_norm=1.0)
 
 
-def _learner(mesh=None, **settings) -> SpmdLearner:
-    defaults = {
-        'optimizer': _SGD,
-        'learning_rate': 0.1,
-        'row_tokens': 40,
-        'row_loss_tokens': 24,
-        'vocab_chunk': 4,
-        'filter_equal_rewards': True,
-    }
-    return SpmdLearner(_DECODER, _PARAMS, mesh or make_mesh(), **(defaults | settings))
+def _learner(mesh=None, *, decoder=_DECODER, params=_PARAMS, optimizer=_SGD, learning_rate=0.1, **settings):
+    settings = LearnerSettings(**({'row_tokens': 40, 'row_loss_tokens': 24, 'vocab_chunk': 4} | settings))
+    return SpmdLearner(
+        decoder, params, mesh or make_mesh(), optimizer=optimizer, learning_rate=learning_rate, settings=settings
+    )
 
 
 def _weights(learner: SpmdLearner):
@@ -292,8 +288,8 @@ def test_restore_of_other_shapes_is_refused_and_changes_nothing():
 )
 def test_nothing_compiles_after_warm_up(settings):
     learner = _learner(optimizer=_ADAM, **settings)
-    # copy, initial state; dispatch: zeros, accumulate, apply, log-probs; scan: 1 and 2 micro-batches
-    assert learner.warm_up() == (6 if settings.get('n_minibatches') else 4)
+    # copy, initial state, export; dispatch: zeros, accumulate, apply, log-probs; scan: 1 and 2 micro-batches
+    assert learner.warm_up() == (7 if settings.get('n_minibatches') else 5)
     compiled = []
 
     def listener(event: str, duration: float, **_) -> None:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.learning.forward import forward
 from areal_jax.learning.losses import decoupled_ppo_loss
 from areal_jax.learning.packing import denominator_weights, pack
-from areal_jax.learning.train_step import forward, training_rows
+from areal_jax.learning.train_step import training_rows
 from tests.learning.examples import random_groups, tiny_decoder
 
 _DECODER = tiny_decoder(n_layers=2)
@@ -24,7 +25,7 @@ def params():
     return _DECODER.init(seed=1, scale=2.0)
 
 
-def _attend_causally(q, k, v, cache):
+def _attend_causally(q, k, v, cache, window):
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum('qhd,khd->hqk', q, k) / jnp.sqrt(q.shape[-1])
     causal = jnp.tril(jnp.ones((len(q), len(q)), bool))

@@ -1,0 +1,157 @@
+"""Arrow 7, the pass: packed rows over a mesh become log-probs of their loss tokens.
+
+Dense layers see one flat stream of tokens. Where rows lie over devices and their tokens over `context`, the stream is
+ordered by device, so that flattening moves nothing: [R, T] with R over data and fsdp becomes
+[data * fsdp, context, R / (data * fsdp), T / context] and is flattened from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from areal_jax.models.attention import packed_rows_attention
+from areal_jax.models.logprobs import sharded_token_logprobs, token_logprobs
+from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
+from areal_jax.sharding.rules import data_shards
+
+Rows = Mapping[str, Any]  # fields of a micro-batch [R, ...], see `train_step.training_rows`
+
+
+class PackedDecoder(Protocol):
+    """What the learner needs of a model (models/decoder.py)."""
+
+    def hidden(
+        self, params: Any, tokens: Any, positions: Any, attend: Any, *, constrain: Callable[[Any], Any]
+    ) -> tuple[Any, Any]: ...
+
+    def head(self, params: Any) -> Any: ...
+
+
+def forward(
+    decoder: PackedDecoder,
+    params: Any,
+    rows: Rows,
+    temperature: jax.Array | float,
+    *,
+    vocab_chunk: int | None = None,
+    attention: str = 'auto',
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies of the loss tokens of packed rows.
+
+    Only the hidden states at `sources` reach the head.
+
+    Args:
+      rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources', 'targets' int [R, N].
+      mesh: where rows lie; None = one device. R, T and N are multiples of what they are cut over.
+
+    Returns:
+      (logprobs, entropy), float32 [R, N], both at `temperature`.
+    """
+    tokens, targets = Stream(mesh, *rows['tokens'].shape), Stream(mesh, *rows['targets'].shape)
+    flat_hidden, _ = decoder.hidden(
+        params,
+        tokens.flatten(rows['tokens']),
+        tokens.flatten(rows['positions']),
+        _attend(rows, tokens, attention),
+        constrain=tokens.constrain,
+    )
+    hidden = tokens.unflatten(flat_hidden)
+    predicting = jax.numpy.take_along_axis(hidden, rows['sources'][..., None], axis=1)
+    arguments = targets.flatten(predicting), decoder.head(params), targets.flatten(rows['targets']), temperature
+    if mesh is not None and tokens.spread:
+        logprobs, entropy = sharded_token_logprobs(
+            *arguments, mesh=mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', chunk=vocab_chunk
+        )
+    else:
+        logprobs, entropy = token_logprobs(*arguments, chunk=vocab_chunk)
+    return targets.unflatten(logprobs), targets.unflatten(entropy)
+
+
+class Stream:
+    """The order in which tokens of rows [R, T] stand in the flat stream [R * T], and where it lies."""
+
+    def __init__(self, mesh: Mesh | None, rows: int, tokens: int):
+        self.spread = mesh is not None and mesh.size > 1
+        self.mesh, self._rows, self._tokens = mesh, rows, tokens
+        self._parts = (data_shards(mesh), mesh.shape['context']) if self.spread else (1, 1)
+        for size, parts, what in ((rows, self._parts[0], 'rows'), (tokens, self._parts[1], 'tokens of a row')):
+            if size % parts:
+                raise ValueError(f'{size} {what} do not divide over {parts} devices of the mesh')
+
+    def flatten(self, x: jax.Array) -> jax.Array:
+        """[R, T, ...] -> [R * T, ...]."""
+        shards, slices = self._parts
+        if slices > 1:
+            x = x.reshape(shards, self._rows // shards, slices, self._tokens // slices, *x.shape[2:]).swapaxes(1, 2)
+            return self.constrain(x.reshape(self._rows * self._tokens, *x.shape[4:]))
+        return self.constrain(x.reshape(self._rows * self._tokens, *x.shape[2:]))
+
+    def unflatten(self, x: jax.Array) -> jax.Array:
+        """[R * T, ...] -> [R, T, ...]."""
+        shards, slices = self._parts
+        if slices > 1:
+            x = x.reshape(shards, slices, self._rows // shards, self._tokens // slices, *x.shape[1:]).swapaxes(1, 2)
+            return self._at(x.reshape(self._rows, self._tokens, *x.shape[4:]), ROW_AXES, 'context')
+        return self._at(x.reshape(self._rows, self._tokens, *x.shape[1:]), ROW_AXES)
+
+    def constrain(self, x: jax.Array) -> jax.Array:
+        """The stream [R * T, ...], each device holding its own tokens whole."""
+        return self._at(x, TOKEN_AXES)
+
+    def _at(self, x: jax.Array, *spec: Any) -> jax.Array:
+        if not self.spread:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+
+def _attend(rows: Rows, stream: Stream, impl: str) -> Callable[..., Any]:
+    """`attend` of Decoder.hidden; with a mesh each device attends from its part of its rows' tokens and heads."""
+    places = tuple(rows[name] for name in ('segment_ids', 'parent_ids', 'positions'))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Any, window: int | None) -> tuple[jax.Array, Any]:
+        def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array, first: Any = 0) -> jax.Array:
+            segments, parents, positions = places
+            seen = {'window': window, 'positions': positions} if window is not None else {}
+            return packed_rows_attention(
+                q, k, v, segments, parents, scale=q.shape[-1] ** -0.5, impl=impl, first=first, **seen
+            )
+
+        run = _over_mesh(attend_rows, stream.mesh, q.shape[1], k.shape[1]) if stream.spread else attend_rows
+        out = run(*(stream.unflatten(x) for x in (q, k, v)), *places)
+        return stream.flatten(out), entry
+
+    return attend
+
+
+def _over_mesh(attend_rows: Callable[..., Any], mesh: Mesh, n_heads: int, n_kv_heads: int) -> Callable[..., Any]:
+    """Attention with heads cut over `tensor` and queries over `context`, whose devices gather all keys.
+
+    Where `tensor` has more devices than there are key heads, each takes the one key head that its queries read.
+    """
+    context, tensor = mesh.shape['context'], mesh.shape['tensor']
+    if n_heads % tensor or (n_kv_heads % tensor and tensor % n_kv_heads):
+        raise ValueError(
+            f'mesh.tensor={tensor} does not divide the {n_heads} query heads and {n_kv_heads} key heads of the model; '
+            'use a common divisor'
+        )
+    cut_keys = n_kv_heads % tensor == 0
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array) -> jax.Array:
+        first: Any = 0
+        if context > 1:
+            k, v = (jax.lax.all_gather(x, 'context', axis=1, tiled=True) for x in (k, v))
+            first = jax.lax.axis_index('context') * q.shape[1]
+        if not cut_keys:
+            head = jax.lax.axis_index('tensor') * n_kv_heads // tensor
+            k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
+        return attend_rows(q, k, v, *places, first=first)
+
+    heads = PartitionSpec(ROW_AXES, 'context', 'tensor')
+    keys = heads if cut_keys else PartitionSpec(ROW_AXES, 'context')
+    in_specs = (heads, keys, keys) + (PartitionSpec(ROW_AXES),) * 3
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)

@@ -1,0 +1,36 @@
+"""Arrow 7, the objective of supervised training: the negative log-likelihood of given answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from areal_jax.learning.losses import masked_sum
+
+
+def negative_log_likelihood(
+    policy_logprobs: jax.Array, loss_mask: jax.Array, denominator: jax.Array | float, token_weights: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """-Σₜ mₜ uₜ log π_θ(yₜ|sₜ) / N, float32, over the same denominators as the policy losses.
+
+    All arrays float or bool [...] of one shape; what stands at masked places is not read.
+    """
+    loss = -masked_sum(policy_logprobs, loss_mask, token_weights) / denominator
+    metrics = {
+        'token_count': masked_sum(jnp.ones_like(policy_logprobs), loss_mask),
+        'nll_sum': -masked_sum(policy_logprobs, loss_mask),
+    }
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+def finalize_likelihood(merged: Mapping[str, float]) -> dict[str, float]:
+    """Per trained token of the update, in nats; nothing for no token."""
+    n = merged.get('token_count', 0.0)
+    if not n:
+        return {}
+    nll = merged['nll_sum'] / n
+    perplexity = math.exp(nll) if nll < 700 else math.inf
+    return {'loss/nll': nll, 'loss/perplexity': perplexity, 'loss/entropy': merged['entropy_sum'] / n}

@@ -1,0 +1,111 @@
+"""Under arrow 7: what an update is, in one value that names config fields when it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from areal_jax.learning.advantages import ESTIMATORS
+from areal_jax.learning.packing import FILLS, MODES
+from areal_jax.learning.proximal import KINDS
+from areal_jax.learning.trees import DTYPES
+
+OBJECTIVES = ('decoupled_ppo', 'sft')
+KL_ESTIMATORS = ('k1', 'k2', 'k3')
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerSettings:
+    """Everything of an update but the weights, the mesh and the optimizer; see config.py for what each field means.
+
+    Raises ValueError, naming the config field, for what cannot work.
+    """
+
+    row_tokens: int  # static length of a row; a trajectory must fit one
+    row_loss_tokens: int
+    rows_per_microbatch: int = 1  # over all devices, a multiple of mesh.data * mesh.fsdp
+    n_minibatches: int = 1
+    epochs: int = 1
+    packing: str = 'shared_prompt'
+    fill: str = 'first_fit'
+    tail_buckets: int = 0  # shapes of rows for a light last micro-batch, each half the next
+    accumulate: str = 'dispatch'
+    max_microbatches: int = 1  # 'scan' only: the most of a minibatch for which `warm_up` compiles
+    filter_equal_rewards: bool = True
+    strategy: str = 'fsdp'
+    dtype: str = 'float32'  # of the working copy that passes compute with; masters stay float32
+    publish_dtype: str = 'float32'  # of the weights that engines get
+    loss_scale: float = 1.0  # multiplies the loss before its gradient is taken, and is divided out in float32
+    objective: str = 'decoupled_ppo'
+    advantage: str = 'group'
+    temperature: float = 1.0
+    clip_epsilon: float = 0.2
+    clip_epsilon_high: float | None = None
+    proximal: str = 'recompute'
+    behavior_weight_cap: float | None = None
+    aggregation: str = 'token_mean'
+    entropy_coefficient: float = 0.0
+    kl_coefficient: float = 0.0  # of the divergence from the reference model, the weights at the start; 0 = none
+    kl_estimator: str = 'k3'
+    max_token_age: int | None = None  # with over_age='mask' older tokens leave the loss, not its denominator
+    over_age: str = 'off'
+    vocab_chunk: int | None = None  # of token_logprobs; None = as many columns as suit
+    attention: str = 'auto'  # implementation of packed_attention
+
+    def __post_init__(self) -> None:
+        for field, value, allowed in (
+            ('learner.packing', self.packing, MODES),
+            ('learner.fill', self.fill, FILLS),
+            ('learner.accumulate', self.accumulate, ('dispatch', 'scan')),
+            ('learner.dtype', self.dtype, DTYPES),
+            ('publication.dtype', self.publish_dtype, DTYPES),
+            ('loss.objective', self.objective, OBJECTIVES),
+            ('loss.proximal', self.proximal, KINDS),
+            ('loss.advantage', self.advantage, tuple(ESTIMATORS)),
+            ('loss.aggregation', self.aggregation, ('token_mean', 'sequence_mean')),
+            ('loss.kl_estimator', self.kl_estimator, KL_ESTIMATORS),
+            ('staleness.over_age', self.over_age, ('off', 'mask', 'drop')),
+        ):
+            _require(field, value, allowed)
+        for field, number in (
+            ('learner.n_minibatches', self.n_minibatches),
+            ('learner.epochs', self.epochs),
+        ):
+            if number < 1:
+                raise ValueError(f'{field}={number} must be at least 1')
+        if self.over_age == 'mask' and self.max_token_age is None:
+            raise ValueError(
+                "staleness.over_age='mask' needs staleness.max_token_age, which is None: set it or over_age='off'"
+            )
+        if self.kl_coefficient < 0 or self.loss_scale <= 0:
+            raise ValueError(
+                f'loss.kl_coefficient={self.kl_coefficient} must not be negative, learner.loss_scale='
+                f'{self.loss_scale} must be above 0'
+            )
+        if self.tail_buckets < 0:
+            raise ValueError(f'learner.tail_buckets={self.tail_buckets} must not be negative; 0 = none')
+        if self.tail_buckets and self.accumulate == 'scan':
+            raise ValueError(
+                f'learner.tail_buckets={self.tail_buckets} needs programs of one micro-batch: set '
+                "learner.accumulate='dispatch', or learner.tail_buckets=0"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of an update, at most."""
+        return self.n_minibatches * self.epochs
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether log-probs of the weights before the update outlive its first step."""
+        return self.objective != 'sft' and self.proximal == 'recompute' and self.steps > 1
+
+    @property
+    def oldest_age(self) -> int | None:
+        """Tokens older than this leave the loss."""
+        return self.max_token_age if self.over_age == 'mask' else None
+
+
+def _require(field: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f'{field}={value!r} is unknown; use one of {", ".join(allowed)}')

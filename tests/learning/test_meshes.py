@@ -1,0 +1,88 @@
+"""Whatever the mesh, the strategy and the form of the layers: the same loss, gradients and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.optimizer import make_optimizer
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.shape import ModelConfig
+from areal_jax.sharding.mesh import make_mesh
+from tests.learning.examples import random_groups
+
+_CONFIG = ModelConfig(
+    vocab_size=32, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, rope_theta=100.0,
+    tie_embeddings=False, qkv_bias=True, qk_norm=True, family='qwen2',
+)  # fmt: skip
+_PARAMS = Decoder(_CONFIG).init(seed=2, scale=2.0)
+_GROUPS = random_groups(5, 5)
+_RATE = 10.0  # of SGD: the step of a weight, its gradient, is then far above the rounding of the weight
+_ADAM_RATE = 0.01
+_SGD, _ADAM = make_optimizer('sgd', clip_norm=0), make_optimizer('adamw')
+_MESHES = {
+    'fsdp=8': {'fsdp': 8},
+    'fsdp=4 x tensor=2': {'fsdp': 4, 'tensor': 2, 'strategy': 'fsdp_tensor'},
+    'context=2 x fsdp=4': {'fsdp': 4, 'context': 2},
+    'tensor=4, more than key heads': {'data': 2, 'tensor': 4, 'strategy': 'tensor'},
+    'context=2 x tensor=2 x data=2': {'data': 2, 'context': 2, 'tensor': 2, 'strategy': 'fsdp_tensor'},
+}
+
+
+def _learner(*, optimizer=_SGD, config=_CONFIG, params=_PARAMS, layers='list', lora=None, strategy='fsdp', **mesh):
+    decoder = Decoder(config, layers=layers, lora=lora)
+    settings = LearnerSettings(row_tokens=40, row_loss_tokens=24, rows_per_microbatch=8, strategy=strategy)
+    return SpmdLearner(
+        decoder, decoder.complete(params, 0), make_mesh(**mesh), optimizer=optimizer, learning_rate=_ADAM_RATE if optimizer is _ADAM else _RATE,
+        settings=settings,
+    )  # fmt: skip
+
+
+def _update(learner):
+    metrics = learner.update(_GROUPS, version=2)
+    return metrics, learner.save()['params']
+
+
+@pytest.fixture(scope='module')
+def alone():
+    return _update(_learner())
+
+
+_FAST = {'fsdp=8': 'list', 'fsdp=4 x tensor=2': 'stacked', 'context=2 x fsdp=4': 'stacked'}
+_CASES = [
+    pytest.param(mesh, layers, id=f'{name} {layers}', marks=() if _FAST.get(name) == layers else pytest.mark.slow)
+    for name, mesh in _MESHES.items()
+    for layers in ('list', 'stacked')
+]
+
+
+@pytest.mark.parametrize(('mesh', 'layers'), _CASES)
+def test_a_mesh_changes_nothing(alone, mesh, layers):
+    expected, weights = alone
+    metrics, found = _update(_learner(layers=layers, **mesh))
+    for name in ('loss/value', 'update/grad_norm', 'loss/entropy', 'loss/approx_kl', 'mismatch/mean_abs'):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, err_msg=name)
+    steps = jax.tree.map(lambda after, before: np.asarray(after) - np.asarray(before), found, _PARAMS)
+    expected_steps = jax.tree.map(lambda after, before: np.asarray(after) - np.asarray(before), weights, _PARAMS)
+    for path, step in jax.tree_util.tree_leaves_with_path(steps):
+        (other,) = (s for p, s in jax.tree_util.tree_leaves_with_path(expected_steps) if p == path)
+        # SGD without clipping: the step is the gradient
+        assert np.linalg.norm(step - other) <= 1e-5 * np.linalg.norm(other) + 1e-9, jax.tree_util.keystr(path)
+        assert np.linalg.norm(other) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', _MESHES.values(), ids=_MESHES.keys())
+def test_adamw_weights_agree_to_two_learning_rates(mesh):
+    (_, expected), (_, found) = (
+        _update(_learner(optimizer=_ADAM, **kind)) for kind in ({}, mesh)
+    )
+    # where a gradient is 0 but for rounding, Adam's step is +- the learning rate
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2 * _ADAM_RATE), found, expected)
+    equal = np.concatenate([np.ravel(np.abs(a - b) < 1e-4) for a, b in zip(*map(jax.tree.leaves, (found, expected)))])
+    assert equal.mean() > 0.98
