@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+KL_ESTIMATORS = ('k1', 'k2', 'k3')
 _LOG_RATIO_LIMIT = 20.0  # bounds |log ratio| before exp; e^20 = 4.9e8 is far outside any trust region
 
 
@@ -74,6 +75,58 @@ def decoupled_ppo_loss(
     return loss, jax.lax.stop_gradient(metrics)
 
 
+def kl_penalty(
+    policy_logprobs: jax.Array,
+    reference_logprobs: jax.Array,
+    loss_mask: jax.Array,
+    denominator: jax.Array | float,
+    token_weights: jax.Array | None = None,
+    *,
+    estimator: str = 'k3',
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean estimate of KL(policy ‖ reference) on tokens of the policy, to be added to the loss with a coefficient.
+
+      K(θ) = Σₜ mₜ uₜ kₜ / N,   ℓₜ = log π_θ(aₜ|sₜ) - log π_ref(aₜ|sₜ)
+      'k1': ℓ    'k2': ℓ²/2    'k3': e^-ℓ - 1 + ℓ
+
+    Schulman, "Approximating KL Divergence" (2020). As loss terms they pull on log π_θ with 1 (which is zero in
+    expectation and hence no penalty: k1 is for measuring), ℓ, and 1 - π_ref/π_θ. ℓ is bounded to ±20 in all three;
+    beyond, the value is constant and the gradient zero. The estimates assume tokens of π_θ itself, and no weight
+    corrects for older behavior.
+
+    Args:
+      policy_logprobs: float [...], log π_θ; the only differentiated input.
+      reference_logprobs: float [...], log π_ref, constant.
+      loss_mask: bool [...], tokens the loss may touch; whatever stands elsewhere is not read.
+      denominator: float scalar > 0, of the whole minibatch, counted before any token is rejected.
+      token_weights: float [...], of each token in the sum; None = 1.
+      estimator: see KL_ESTIMATORS.
+
+    Returns:
+      (penalty, metrics), float32; 'reference_kl_sum' is of the estimates without weights. An empty mask gives 0 and
+      gradient 0.
+
+    Raises ValueError for an unknown estimator.
+    """
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f'loss.kl_estimator={estimator!r} is unknown; use one of {", ".join(KL_ESTIMATORS)}')
+    chex.assert_equal_shape([policy_logprobs, reference_logprobs, loss_mask])
+    chex.assert_rank(denominator, 0)
+    policy, reference = (
+        jnp.where(loss_mask, x, 0.0).astype(jnp.float32)
+        for x in (policy_logprobs, jax.lax.stop_gradient(reference_logprobs))
+    )
+    log_ratio = _clamp(policy - reference)
+    if estimator == 'k1':
+        token_kl = log_ratio
+    elif estimator == 'k2':
+        token_kl = 0.5 * log_ratio**2
+    else:
+        token_kl = jnp.expm1(-log_ratio) + log_ratio
+    penalty = masked_sum(token_kl, loss_mask, token_weights) / denominator
+    return penalty, {'reference_kl_sum': jax.lax.stop_gradient(masked_sum(token_kl, loss_mask))}
+
+
 def entropy_bonus(
     entropy: jax.Array, loss_mask: jax.Array, denominator: jax.Array | float, token_weights: jax.Array | None = None
 ) -> jax.Array:
@@ -102,7 +155,8 @@ def finalize_metrics(merged: Mapping[str, float]) -> dict[str, float]:
     if not n:
         return {}
     weight_sum, weight_sq_sum = merged['weight_sum'], merged['weight_sq_sum']
-    return {
+    reference = {'loss/reference_kl': merged['reference_kl_sum'] / n} if 'reference_kl_sum' in merged else {}
+    return reference | {
         'loss/clip_fraction': merged['clip_count'] / n,
         'loss/behavior_weight_mean': weight_sum / n,
         'loss/behavior_weight_max': merged['weight_max'],

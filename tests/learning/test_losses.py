@@ -9,6 +9,7 @@ from areal_jax.learning.losses import (
     decoupled_ppo_loss,
     entropy_bonus,
     finalize_metrics,
+    kl_penalty,
     masked_sum,
     merge_metrics,
 )
@@ -220,6 +221,82 @@ def test_entropy_bonus_is_a_masked_mean():
     entropy = jnp.array([1.0, 3.0, jnp.nan])
     assert entropy_bonus(entropy, jnp.array([True, True, False]), 4.0) == 1.0
     assert masked_sum(entropy, jnp.array([True, True, False]), jnp.array([2.0, 1.0, 1.0])) == 5.0
+
+
+@pytest.mark.parametrize(
+    ('estimator', 'policy', 'reference', 'values', 'gradient'),
+    [
+        # l = -1, 14, 29: bounded to 20 in the last
+        ('k1', [-1, -1, -1], [0, -15, -30], [-1, 14, 20], [1, 1, 0]),
+        ('k2', [-1, -1, -1], [0, -15, -30], [0.5, 98, 200], [-1, 14, 0]),
+        # e^1 - 1 - 1 = .718282; e^-14 - 1 + 14 = 13; e^-20 - 1 + 20 = 19; gradient 1 - e^-l: -1.718282, 1, 0
+        ('k3', [-1, -1, -1], [0, -15, -30], [0.718282, 13, 19], [-1.718282, 0.999999, 0]),
+        # l = 1, 0, -1: e^-1 = .367879, 0, e - 2
+        ('k3', [0, -1, -2], [-1, -1, -1], [0.367879, 0, 0.718282], [0.632121, 0, -1.718282]),
+        # l = -30: e^20 + 1 * -20 - 1
+        ('k3', [-30, 0, 0], [0, 0, 0], [485165174.4, 0, 0], [0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize('transform', [lambda f: f, jax.jit], ids=['eager', 'jit'])
+def test_kl_estimates_by_hand(transform, estimator, policy, reference, values, gradient):
+    policy, reference = jnp.array(policy, jnp.float32), jnp.array(reference, jnp.float32)
+    weights = jnp.array([1.0, 2.0, 0.5])
+    penalty = lambda p: kl_penalty(p, reference, _full(p), 4.0, weights, estimator=estimator)
+    (found, metrics), slope = transform(jax.value_and_grad(penalty, has_aux=True))(policy)
+    np.testing.assert_allclose(found, np.dot(values, weights) / 4, rtol=2e-6)
+    np.testing.assert_allclose(metrics['reference_kl_sum'], sum(values), rtol=2e-6)
+    np.testing.assert_allclose(slope, np.multiply(gradient, weights) / 4, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize('estimator', ['k1', 'k2', 'k3'])
+@pytest.mark.parametrize('other', [np.nan, np.inf, -np.inf])
+def test_kl_does_not_read_masked_places(estimator, other):
+    mask = jnp.array([True, False, True])
+    policy, reference, weights = (jnp.array([a, other, b]) for a, b in ((-1.0, -2.0), (-1.5, -1.0), (1.0, 1.0)))
+
+    def penalty(policy, reference, mask):
+        return kl_penalty(policy, reference, mask, 2.0, weights[: len(mask)], estimator=estimator)
+
+    found = jax.value_and_grad(penalty, has_aux=True)(policy, reference, mask)
+    kept = policy[mask], reference[mask], jnp.ones(2, bool)
+    expected, slope = jax.value_and_grad(penalty, has_aux=True)(policy.at[1].set(0), reference.at[1].set(0), mask)
+    jax.tree.map(np.testing.assert_array_equal, found, (expected, slope))
+    np.testing.assert_array_equal(slope[1], 0)
+    weights = jnp.ones(2)
+    np.testing.assert_allclose(found[0][0], penalty(*kept)[0], rtol=1e-6)
+
+
+def test_kl_of_nothing_and_of_equals_is_zero():
+    zero = jnp.zeros(3)
+    for mask, reference in ((jnp.zeros(3, bool), zero - 5), (jnp.ones(3, bool), zero)):
+        (penalty, metrics), slope = jax.value_and_grad(lambda p: kl_penalty(p, reference, mask, 1.0), has_aux=True)(
+            zero
+        )
+        assert penalty == metrics['reference_kl_sum'] == 0
+        np.testing.assert_array_equal(slope, 0)
+
+
+def test_k3_is_as_exact_near_equality():
+    # l = 1e-4: l^2/2 - l^3/6 = 4.99983e-9, where e^-l - 1 + l in float32 would give 0 or 6e-8
+    penalty, _ = kl_penalty(jnp.array([1e-4]), jnp.zeros(1), jnp.ones(1, bool), 1.0)
+    np.testing.assert_allclose(penalty, 4.99983e-9, rtol=1e-2)
+
+
+def test_the_reference_is_not_differentiated():
+    slope = jax.grad(lambda r: kl_penalty(_POLICY, r, _full(r), 1.0)[0])(_BEHAVIOR)
+    np.testing.assert_array_equal(slope, 0)
+
+
+def test_kl_metric_is_per_token():
+    _, metrics = kl_penalty(jnp.array([0.0, -1.0, -2.0]), jnp.full(3, -1.0), jnp.ones(3, bool), 7.0, estimator='k3')
+    loss_metrics = decoupled_ppo_loss(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(_POLICY), 3.0)[1]
+    merged = merge_metrics([loss_metrics | metrics | {'entropy_sum': np.float32(3)}])
+    np.testing.assert_allclose(finalize_metrics(merged)['loss/reference_kl'], 0.36205, rtol=1e-4)
+
+
+def test_unknown_kl_estimator_is_named():
+    with pytest.raises(ValueError, match=r"loss.kl_estimator='k4' is unknown; use one of k1, k2, k3"):
+        kl_penalty(_POLICY, _POLICY, _full(_POLICY), 1.0, estimator='k4')
 
 
 def test_gradient_agrees_with_finite_differences():
