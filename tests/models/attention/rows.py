@@ -15,7 +15,7 @@ T, N, K, D = 150, 4, 2, 8  # three blocks of 64 tokens, the last not full
 SCALE = 0.4
 OUR_OWN = ('dense', 'blocked', 'pallas')  # share prompts, windows, slices; contain bad values
 INTERPRETED = ('pallas', 'splash')
-runs_here = pytest.mark.parametrize('impl', (*OUR_OWN, 'splash'))
+runs_here = pytest.mark.parametrize('impl', [*OUR_OWN, 'splash'])
 runs_anything = pytest.mark.parametrize('impl', OUR_OWN)
 
 
