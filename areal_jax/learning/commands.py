@@ -183,7 +183,7 @@ class _Peer:
         while True:
             try:
                 message = self._connection.recv()
-            except (EOFError, OSError):
+            except (EOFError, OSError, TypeError):  # TypeError: closed by this side while it was reading
                 self._gone()
                 return
             self._received.put(message)

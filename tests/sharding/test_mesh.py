@@ -8,15 +8,21 @@ from areal_jax.sharding.mesh import make_mesh
 
 def test_mesh_takes_the_first_devices():
     mesh = make_mesh(data=2, fsdp=3)
-    assert dict(mesh.shape) == {'data': 2, 'fsdp': 3}
+    assert dict(mesh.shape) == {'data': 2, 'fsdp': 3, 'context': 1, 'tensor': 1}
     assert list(mesh.devices.ravel()) == jax.devices()[:6]
 
 
+def test_neighbours_lie_along_tensor():
+    mesh = make_mesh(fsdp=2, context=2, tensor=2)
+    assert [d.id for d in mesh.devices[0, 0, 0]] == [0, 1]
+    assert [d.id for d in mesh.devices[0, :, 0, 0]] == [0, 4]
+
+
 def test_too_many_devices_names_both_numbers():
-    with pytest.raises(ValueError, match=r'mesh.data=4 x mesh.fsdp=4 needs 16 devices, 8 are available'):
+    with pytest.raises(ValueError, match=r'mesh.data=4 x mesh.fsdp=4 x .* needs 16 devices, 8 are available'):
         make_mesh(data=4, fsdp=4)
 
 
 def test_no_devices_is_refused():
-    with pytest.raises(ValueError, match=r'mesh.fsdp=0 must be at least 1'):
-        make_mesh(fsdp=0)
+    with pytest.raises(ValueError, match=r'mesh.context=0 must be at least 1'):
+        make_mesh(context=0)

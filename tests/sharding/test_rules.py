@@ -5,54 +5,100 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.lora import Lora
+from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.rules import data_shards, param_shardings, partition, path_name, row_sharding
+from areal_jax.sharding.rules import data_shards, logical_axes, param_shardings, path_name, row_sharding
 
-_PARAMS = {'layers': {'0': {'up': np.zeros((8, 24)), 'norm': np.zeros(16)}}, 'embedding': np.zeros((50, 8))}
-
-
-@pytest.mark.parametrize(
-    ('shape', 'spec'),
-    [
-        ((8, 24), P(None, 'fsdp')),  # the largest
-        ((50, 8), P(None, 'fsdp')),  # 50 is larger but 8 devices do not divide it
-        ((16, 16), P('fsdp')),  # the first of equals
-        ((2, 16, 8), P(None, 'fsdp')),
-        ((50, 7), P()),
-        ((16,), P()),  # vectors are replicated
-        ((), P()),
-    ],
-)
-def test_largest_divisible_axis_is_cut(shape, spec):
-    assert partition(shape, make_mesh(fsdp=8)) == spec
+_CONFIG = ModelConfig(
+    vocab_size=50, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=40, rope_theta=1e4,
+    tie_embeddings=False, qkv_bias=True, qk_norm=True, value_head=True,
+)  # fmt: skip
+_UNITS = {'heads': 4, 'kv_heads': 2}
 
 
-def test_fsdp_cuts_and_replicated_does_not():
-    mesh = make_mesh(fsdp=8)
-    cut = jax.device_put(_PARAMS, param_shardings(_PARAMS, mesh, 'fsdp'))
-    assert cut['layers']['0']['up'].addressable_shards[0].data.shape == (8, 3)
-    whole = jax.device_put(_PARAMS, param_shardings(_PARAMS, mesh, 'replicated'))
-    assert {leaf.addressable_shards[3].data.shape for leaf in jax.tree.leaves(whole)} == {(8, 24), (16,), (50, 8)}
+def _specs(mesh, strategy, **decoder):
+    shardings = param_shardings(Decoder(_CONFIG, **decoder).abstract(), mesh, strategy, _UNITS)
+    return {path_name(path): s.spec for path, s in jax.tree_util.tree_leaves_with_path(shardings)}
+
+
+def test_fsdp_cuts_the_width_of_every_matrix_and_no_vector():
+    specs = _specs(make_mesh(fsdp=8), 'fsdp')
+    assert specs['embedding'] == specs['head'] == P(None, 'fsdp')
+    assert specs['layers/1/attention/query/weight'] == P('fsdp')
+    assert specs['layers/1/attention/output/weight'] == P(None, 'fsdp')
+    assert specs['layers/0/mlp/down/weight'] == P(None, 'fsdp')
+    vectors = ('final_norm', 'value_head', 'layers/0/attention/query_norm', 'layers/0/attention/key/bias')
+    assert {specs[name] for name in vectors} == {P()}
+
+
+def test_an_axis_that_does_not_divide_leaves_the_next_best():
+    # 16 of the width does not divide over 5 devices, 40 of the MLP and 50 of the vocabulary do, heads do not
+    specs = _specs(make_mesh(fsdp=5), 'fsdp')
+    assert specs['layers/0/mlp/up/weight'] == P(None, 'fsdp')
+    assert specs['embedding'] == P('fsdp')
+    assert specs['layers/0/attention/query/weight'] == P()
+
+
+def test_tensor_cuts_what_is_computed_in_parts():
+    specs = _specs(make_mesh(fsdp=4, tensor=2), 'fsdp_tensor')
+    assert specs['layers/0/attention/key/weight'] == P('fsdp', 'tensor')
+    assert specs['layers/0/attention/output/weight'] == P('tensor', 'fsdp')
+    assert specs['layers/0/mlp/down/weight'] == P('tensor', 'fsdp')
+    assert specs['head'] == P('tensor', 'fsdp')
+
+
+def test_heads_are_not_cut_in_pieces():
+    # 2 key heads of 6 are 12 columns, which 4 divides, but half a head is of no use
+    specs = _specs(make_mesh(tensor=4), 'tensor')
+    assert specs['layers/0/attention/query/weight'] == P(None, 'tensor')
+    assert specs['layers/0/attention/key/weight'] == P()
+
+
+def test_stacked_layers_are_not_cut_along_the_layers():
+    specs = _specs(make_mesh(fsdp=2, tensor=2), 'fsdp_tensor', layers='stacked')
+    assert specs['layers/attention/query/weight'] == P(None, 'fsdp', 'tensor')
+    assert specs['layers/mlp/down/weight'] == P(None, 'tensor', 'fsdp')
+
+
+def test_adapters_are_cut_along_the_width_alone():
+    specs = _specs(make_mesh(fsdp=8), 'fsdp', lora=Lora(4, 8.0, ('query',)))
+    assert specs['layers/0/attention/query/lora_a'] == P('fsdp')
+    assert logical_axes('layers/attention/query/lora_b', 3) == ('layers', 'rank', 'embed')
+
+
+def test_replicated_cuts_nothing():
+    assert set(_specs(make_mesh(data=8), 'replicated').values()) == {P()}
 
 
 def test_replicas_hold_equal_shards():
-    shardings = param_shardings(_PARAMS, make_mesh(data=2, fsdp=4), 'fsdp')
-    placed = jax.device_put(np.arange(8 * 24).reshape(8, 24), shardings['layers']['0']['up'])
+    shardings = param_shardings({'embedding': np.zeros((50, 16))}, make_mesh(data=2, fsdp=4), 'fsdp')
+    placed = jax.device_put(np.arange(50 * 16).reshape(50, 16), shardings['embedding'])
     shards = {s.device.id: np.asarray(s.data) for s in placed.addressable_shards}
     np.testing.assert_array_equal(shards[1], shards[5])  # devices (0, 1) and (1, 1) of the 2 x 4 mesh
     assert not (shards[0] == shards[1]).any()
 
 
-def test_rows_lie_over_all_devices():
-    mesh = make_mesh(data=2, fsdp=4)
-    assert data_shards(mesh) == 8
-    assert row_sharding(mesh).shard_shape((16, 5)) == (2, 5)
-    assert row_sharding(mesh, leading_axes=1).shard_shape((3, 16, 5)) == (3, 2, 5)
+def test_rows_lie_over_data_and_fsdp_and_their_tokens_over_context():
+    mesh = make_mesh(data=2, fsdp=2, context=2)
+    assert data_shards(mesh) == 4
+    assert row_sharding(mesh).shard_shape((16, 6)) == (4, 3)
+    assert row_sharding(mesh, leading_axes=1).shard_shape((3, 16, 6)) == (3, 4, 3)
 
 
-def test_unknown_strategy_is_named():
-    with pytest.raises(ValueError, match=r"mesh.strategy='tensor' is unknown; use one of fsdp, replicated"):
-        param_shardings(_PARAMS, make_mesh(), 'tensor')
+@pytest.mark.parametrize(
+    ('mesh', 'strategy', 'params', 'message'),
+    [
+        ({}, 'zero', {}, "mesh.strategy='zero' is unknown; use one of replicated, fsdp, tensor, fsdp_tensor"),
+        ({'tensor': 2}, 'fsdp', {}, "mesh.strategy='fsdp' leaves mesh.tensor=2 idle"),
+        ({}, 'fsdp', {'router': np.zeros((2, 2))}, "no logical axes for the parameter 'router' with 2 axes"),
+        ({}, 'fsdp', {'embedding': np.zeros(2)}, "no logical axes for the parameter 'embedding' with 1 axes"),
+    ],
+)
+def test_what_the_tables_do_not_know_is_named(mesh, strategy, params, message):
+    with pytest.raises(ValueError, match=message):
+        param_shardings(params, make_mesh(**mesh), strategy)
 
 
 def test_path_names_are_readable():

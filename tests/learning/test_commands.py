@@ -1,0 +1,145 @@
+"""Two processes of four devices, under jax.distributed, against one of eight; and what becomes of the others when one
+is gone."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Pipe
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.learning.commands import CommandError, CommandLeader, follow
+from tests.learning.test_meshes import _PARAMS, _learner, _update
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def _start(tmp_path, what: str) -> list[subprocess.Popen]:
+    command = [sys.executable, '-m', 'tests.learning.one_of_two']
+    port = str(_free_port())
+    return [
+        subprocess.Popen([*command, str(i), port, str(tmp_path), what], stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path):
+    processes = _start(tmp_path, 'train')
+    expected, weights = _update(_learner(fsdp=8))
+    errors = [p.communicate(timeout=300)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], errors
+    results = pickle.loads((tmp_path / 'results.pickle').read_bytes())
+    for name, value in expected.items():
+        np.testing.assert_allclose(results['metrics'][name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    for tree in (results['published'], results['saved']['params']):
+        for found, one, before in zip(*map(jax.tree.leaves, (tree, weights, _PARAMS)), strict=True):
+            assert np.linalg.norm(found - one) <= 1e-5 * np.linalg.norm(one - np.asarray(before))
+    jax.tree.map(np.testing.assert_array_equal, results['restored']['params'], jax.device_get(_PARAMS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('what', 'survivor', 'message'),
+    [
+        ('follower dies', 0, 'follower 1 is gone; the run ends here, go on from the last checkpoint with --resume'),
+        ('follower hangs', 0, 'took more than 15 s; the run ends here'),
+        ('leader dies', 1, 'process 0 is gone'),
+    ],
+)
+def test_one_that_is_gone_ends_the_other(tmp_path, what, survivor, message):
+    processes = _start(tmp_path, what)
+    try:
+        error = processes[survivor].communicate(timeout=180)[1]
+    finally:
+        for p in processes:
+            p.kill()
+    assert processes[survivor].returncode == 1, error
+    assert message in error
+
+
+class _Recorder:
+    """A learner that notes what it is told."""
+
+    def __init__(self):
+        self.calls: list = []
+
+    def update(self, groups, version):
+        self.calls.append(('update', groups, version))
+        if version < 0:
+            raise ValueError(f'version={version}')
+        return {'loss/value': 1.0}
+
+    def publish(self, version):
+        self.calls.append(('publish', version))
+        return version
+
+
+def _pair(leader_learner, follower_learner, **settings):
+    ours, theirs = Pipe()
+    lost: list[str] = []
+    thread = threading.Thread(target=follow, args=(follower_learner, theirs), kwargs={'on_lost': lost.append})
+    thread.start()
+    return (
+        CommandLeader(leader_learner, [ours], **({'deadline_s': 5.0, 'on_lost': lost.append} | settings)),
+        lost,
+        thread,
+    )
+
+
+def test_followers_do_what_is_said_in_that_order():
+    one, other = _Recorder(), _Recorder()
+    leader, lost, thread = _pair(one, other)
+    assert leader.update(['group'], 3) == {'loss/value': 1.0}
+    assert leader.publish(4) == 4
+    leader.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert one.calls == other.calls == [('update', ['group'], 3), ('publish', 4)]
+    assert lost == []
+
+
+def test_an_error_of_all_is_that_of_process_0_and_the_next_command_works():
+    leader, lost, thread = _pair(_Recorder(), _Recorder())
+    with pytest.raises(ValueError, match='version=-1'):
+        leader.update([], -1)
+    assert leader.publish(1) == 1
+    leader.close()
+    thread.join(5)
+    assert lost == []
+
+
+def test_an_error_of_a_follower_alone_names_it():
+    class Failing(_Recorder):
+        def publish(self, version):
+            raise OSError('no space left')
+
+    leader, _, _ = _pair(_Recorder(), Failing())
+    with pytest.raises(CommandError, match=r"follower 1 failed at the command 'publish' .* OSError: no space left"):
+        leader.publish(1)
+    leader.close()
+
+
+def test_a_follower_that_does_not_answer_is_reported_within_the_deadline():
+    class Slow(_Recorder):
+        def publish(self, version):
+            time.sleep(2)
+
+    began = time.monotonic()
+    leader, lost, _ = _pair(_Recorder(), Slow(), deadline_s=0.2)
+    with pytest.raises(CommandError, match=r'follower 1 gave no answer for 0.2 s'):
+        leader.publish(1)
+    assert time.monotonic() - began < 1.5
+    assert any('follower 1 gave no answer' in reason or "the command 'publish' took" in reason for reason in lost)
+    leader.close()
