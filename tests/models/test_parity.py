@@ -1,0 +1,150 @@
+"""Every family against transformers on tiny checkpoints: equal logits, alone and packed, and equal greedy text."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.models.attention import packed_attention
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.hf_config import read_hf_config
+from areal_jax.models.hf_directory import load_hf
+from areal_jax.publication.export import export_hf
+from areal_jax.rollout.backend import SlotInit
+from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.types import GenerationRequest, SamplingParams
+from tests.models import parity
+
+LENGTH = 48  # tokens of a row: both texts and one of padding
+TOLERANCE = 1e-5  # of the range of the logits
+# the two forms run the same layers; one checkpoint has every option that the loop over them can see
+DECODED = [
+    pytest.param(name, marks=[] if name in ('llama3', 'qwen2_window', 'qwen3_window') else [pytest.mark.slow])
+    for name in parity.CONFIGS
+]
+STACKED = [
+    pytest.param(name, 'stacked', marks=[pytest.mark.slow] if name != 'qwen3_window' else []) for name in parity.CONFIGS
+]
+
+
+@functools.cache
+def recorded():
+    with np.load(parity.RECORDED) as file:
+        return dict(file)
+
+
+@functools.cache
+def model(name, layers):
+    with tempfile.TemporaryDirectory() as folder:
+        parity.write(directory := parity.pathlib.Path(folder), name)
+        config, params = load_hf(directory, layers=layers)
+    return Decoder(config, layers=layers), params
+
+
+@functools.cache
+def row_logits(name, layers):
+    """(tokens, positions, segment ids) int32 [LENGTH] -> logits [LENGTH, V], compiled once."""
+    decoder, params = model(name, layers)
+
+    @jax.jit
+    def run(tokens, positions, segments):
+        def attend(q, k, v, entry, window):
+            scale = q.shape[-1] ** -0.5
+            out = packed_attention(q, k, v, segments, segments, scale=scale, positions=positions, window=window)
+            return out, entry
+
+        return decoder.logits(params, decoder.hidden(params, tokens, positions, attend)[0])
+
+    return run
+
+
+def logits_of(name, layers, texts):
+    """Logits of texts in one row, a segment each."""
+    row = np.zeros((3, LENGTH), np.int32)
+    ends = np.cumsum([len(text) for text in texts])
+    for number, (text, end) in enumerate(zip(texts, ends, strict=True)):
+        row[:, end - len(text) : end] = text, np.arange(len(text)), np.full(len(text), number + 1)
+    return np.split(np.asarray(row_logits(name, layers)(*row))[: ends[-1]], ends[:-1])
+
+
+def assert_close(actual, expected):
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
+
+
+@pytest.mark.parametrize(('name', 'layers'), [*((name, 'list') for name in parity.CONFIGS), *STACKED])
+def test_logits_are_those_of_transformers(name, layers):
+    texts = parity.texts(name)
+    expected = [recorded()[f'{name}/{number}/logits'] for number in range(len(texts))]
+    for text, one in zip(texts, expected, strict=True):
+        assert_close(logits_of(name, layers, [text])[0], one)
+    for actual, one in zip(logits_of(name, layers, texts), expected, strict=True):
+        assert_close(actual, one)
+
+
+def greedy(name, texts):
+    """What the decode engine continues every text with."""
+    decoder, params = model(name, 'list')
+    backend = JaxDecodeBackend(
+        decoder, slots=2, context_tokens=LENGTH, prefill_buckets=(LENGTH,), decode_steps=parity.NEW_TOKENS
+    )
+    sampling = SamplingParams(parity.NEW_TOKENS, temperature=0.0, top_k=0, top_p=1.0, stop_tokens=())
+    inits = [
+        SlotInit(slot, GenerationRequest(0, slot, 0, text, sampling), text, len(text) + parity.NEW_TOKENS)
+        for slot, text in enumerate(texts)
+    ]
+    state = backend.initial_state()
+    for prefix, init in zip(backend.prefill(params, [text[:-1] for text in texts]), inits, strict=True):
+        state = backend.insert(prefix, state, [init])
+    _, output = backend.generate(params, state, parity.NEW_TOKENS, LENGTH)
+    return output.tokens.T  # [slots, NEW_TOKENS]
+
+
+# four programs to compile for each: the quick tests take what decoding could get wrong
+@pytest.mark.parametrize('name', DECODED)
+def test_greedy_continuations_are_those_of_transformers(name):
+    expected = [recorded()[f'{name}/{number}/greedy'] for number in range(2)]
+    np.testing.assert_array_equal(greedy(name, parity.texts(name)), expected)
+
+
+def test_the_checkpoints_exercise_the_options():
+    configs = {}
+    for name in parity.CONFIGS:
+        configs[name] = model(name, 'list')[0].config
+    llama3 = configs['llama3']
+    assert llama3.rope_scaling.original_context_tokens < min(parity.LENGTHS)
+    frequencies = llama3.rope_theta ** (-np.arange(0, llama3.head_dim, 2) / llama3.head_dim)
+    turns = llama3.rope_scaling.original_context_tokens * frequencies / (2 * np.pi)
+    assert {*np.digitize(turns, [1, 2.5])} == {0, 1, 2}  # some stretched, some in part, some left alone
+    windows = {name: [config.window(layer) for layer in range(2)] for name, config in configs.items()}
+    assert windows['qwen2_window'] == [None, 7]
+    assert windows['qwen3_window'] == [None, 5]
+    assert windows['mistral'] == [7, 7]
+    assert windows['qwen2'] == windows['mistral_full'] == [None] * 2
+    assert {config.tie_embeddings for config in configs.values()} == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', parity.CONFIGS)
+def test_an_export_is_what_transformers_runs(tmp_path, name):
+    pytest.importorskip('torch')
+    pytest.importorskip('transformers')
+    from tests.models import record_parity
+
+    decoder, params = model(name, 'list')
+    export_hf(tmp_path / 'export', params, decoder.config, file_bytes=20_000)
+    assert read_hf_config(tmp_path / 'export') == decoder.config
+    scores, following = record_parity.run(tmp_path / 'export', parity.texts(name))
+    for number, (one, tokens) in enumerate(zip(scores, following, strict=True)):
+        assert_close(logits_of(name, 'list', [parity.texts(name)[number]])[0], one)
+        np.testing.assert_array_equal(one, recorded()[f'{name}/{number}/logits'])
+        np.testing.assert_array_equal(tokens, recorded()[f'{name}/{number}/greedy'])
+    # in bfloat16 both libraries read the same values back
+    export_hf(tmp_path / 'half', params, decoder.config, dtype='bfloat16')
+    loaded = record_parity.load(tmp_path / 'half').model.embed_tokens.weight.detach().numpy()
+    np.testing.assert_array_equal(loaded, np.asarray(params['embedding'].astype(jnp.bfloat16).astype(jnp.float32)))
