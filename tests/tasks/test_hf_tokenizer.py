@@ -1,0 +1,94 @@
+"""Tokenizers of Hugging Face directories against what transformers makes of the same files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from areal_jax.tasks.tokenizer import HfTokenizer, TokenizerError, chat_messages
+from tests.tasks import hf_directory
+
+
+@pytest.fixture
+def directory(tmp_path):
+    hf_directory.write(tmp_path)
+    return tmp_path
+
+
+def test_chats_are_those_of_transformers(directory):
+    recorded = json.loads(hf_directory.RECORDED.read_text())
+    tokenizer = HfTokenizer(directory)
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (recorded['eos_id'], recorded['size'])
+    for chat, expected in zip(hf_directory.CHATS, recorded['chats'], strict=True):
+        tokens = tokenizer.encode_chat(chat)
+        assert tokens.dtype == np.int32
+        assert tokens.tolist() == expected['tokens']
+        assert tokenizer.decode(np.append(tokens, tokenizer.eos_id)) == expected['text']
+
+
+def test_ids_by_hand(directory):
+    # 256 bytes, 'on' is 256, ' 1' is 257, then <|bos|>, <|end|> and <|turn|>, which the other file adds
+    tokenizer = HfTokenizer(directory)
+    assert tokenizer.encode('on 1<|turn|><|end|>').tolist() == [256, 257, 260, 259]
+    assert tokenizer.decode(np.array([256, 259, 257, 259])) == 'on<|end|> 1'
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (259, 261)
+    tokenizer.fits(261)
+    with pytest.raises(TokenizerError, match='260 embeddings, the tokenizer 261'):
+        tokenizer.fits(260)
+
+
+def test_a_template_file_goes_before_the_one_in_the_config(directory):
+    (directory / 'chat_template.jinja').write_text('{{ messages[0].content }}<|turn|>')
+    assert HfTokenizer(directory).encode_chat(chat_messages('on')).tolist() == [256, 260]
+
+
+def test_the_template_named_default_is_taken(tmp_path):
+    templates = [{'name': 'tool_use', 'template': 'x'}, {'name': 'default', 'template': '{{ eos_token }}'}]
+    hf_directory.write(tmp_path, chat_template=templates)
+    assert HfTokenizer(tmp_path).encode_chat(chat_messages('on')).tolist() == [259]
+
+
+def test_templates_see_no_clock(tmp_path):
+    hf_directory.write(tmp_path, chat_template="{{ strftime_now('%d') if strftime_now is defined else 'on' }}")
+    assert HfTokenizer(tmp_path).encode_chat(chat_messages('?')).tolist() == [256]
+
+
+def test_without_a_template_only_chats_are_refused(tmp_path):
+    hf_directory.write(tmp_path, chat_template=None)
+    tokenizer = HfTokenizer(tmp_path)
+    assert tokenizer.encode('on').tolist() == [256]
+    with pytest.raises(TokenizerError, match=rf'{tmp_path} has a chat template neither in chat_template\.jinja nor in'):
+        tokenizer.encode_chat(chat_messages('on'))
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'eos_token': None}, r'tokenizer_config\.json has no eos_token'),
+        ({'eos_token': '<|stop|>'}, r"tokenizer_config\.json: eos_token='<\|stop\|>' is not in the vocabulary"),
+        ({'eos_token': 7}, r'tokenizer_config\.json: eos_token=7 is no token'),
+        (
+            {'added_tokens_decoder': {'300': {'content': '<|bos|>'}}},
+            r"tokenizer_config\.json: .*'<\|bos\|>' the id 300, tokenizer\.json the id 258",
+        ),
+        ({'chat_template': '{% if %}'}, r'tokenizer_config\.json: the chat template cannot be read'),
+    ],
+)
+def test_faults_of_the_config_are_named(tmp_path, changes, message):
+    hf_directory.write(tmp_path, **changes)
+    with pytest.raises(TokenizerError, match=f'{tmp_path}/{message}'):
+        HfTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json'])
+def test_files_that_cannot_be_read_are_named(directory, name):
+    path = directory / name
+    for content, message in (('{"a"', 'is no JSON|describes no'), ('[]', 'holds a list|describes no')):
+        path.write_text(content)
+        with pytest.raises(TokenizerError, match=rf'{path} ({message})'):
+            HfTokenizer(directory)
+    path.unlink()
+    with pytest.raises(TokenizerError, match=rf'{path} cannot be read'):
+        HfTokenizer(directory)
