@@ -102,7 +102,7 @@ class Decoder:
             return _normal(jax.random.fold_in(key, zlib.crc32(name.encode())), value.shape, deviation)
 
         def fill(prefix: str, abstract: Params, given: Params) -> Params:
-            filled = {}
+            filled: Params = {}
             for name, value in abstract.items():
                 if isinstance(value, dict):
                     filled[name] = fill(f'{prefix}{name}/', value, given.get(name, {}))

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from areal_jax.models.decoder import REMAT, Decoder, rms_norm
 from areal_jax.models.layers import stack_layers, unstack_layers
+from areal_jax.models.lora import Lora
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from tests.models import reference
 
@@ -336,7 +337,7 @@ def tagged_forward(q, k, v, window):
 
 
 def tagged_backward(window, saved, d_out):
-    # four products: weights again, and d_weights, d_v, d_scores into d_q and d_k make five with d_q and d_k apart
+    # five products: the scores again, d_weights, d_q, d_k and d_v
     q, k, v, out, lse = saved
     weights = jnp.exp(scores(q, k, window) - lse[..., None])
     d_weights = jnp.einsum('qhd,khd->hqk', d_out, repeated(v, q))
@@ -424,6 +425,19 @@ def test_either_form_is_initialised_with_the_same_bits_in_the_stated_shapes(name
         shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
         assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), decoder.abstract())
     assert listed.parameter_count() == stacked.parameter_count()
+
+
+def test_completion_keeps_what_is_given_and_makes_the_rest_as_init_would():
+    given = Decoder(CONFIG).init(7)
+    larger = Decoder(dataclasses.replace(CONFIG, value_head=True), lora=Lora(2, 4.0, ('up',)))
+    fresh, completed = larger.init(8), larger.complete(given, 8)
+    assert jax.tree.structure(completed) == jax.tree.structure(larger.abstract())
+    assert completed['layers']['1']['mlp']['up']['weight'] is given['layers']['1']['mlp']['up']['weight']
+    for layer in '012':
+        for name in ('lora_a', 'lora_b'):
+            ours, made = (tree['layers'][layer]['mlp']['up'][name] for tree in (completed, fresh))
+            np.testing.assert_array_equal(ours, made)
+    np.testing.assert_array_equal(completed['value_head'], 0.0)
 
 
 def test_random_weights_follow_seed_and_scale():
