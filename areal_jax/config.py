@@ -48,7 +48,7 @@ def _declare_run(c: config_dict.ConfigDict) -> None:
     c.task.name = 'token_reversal'  # see tasks/registry.py
     c.task.system_prompt = ''  # '' = the chat template's own
     c.task.datasets = ()  # reasoning_gym: mix of basic_arithmetic, chain_sum, products
-    c.task.path = ''  # jsonl: a file with a JSON object {question, answer} a line
+    c.task.path = ''  # jsonl: a file with a JSON object {question, answer} a line; sft: or {messages}
     c.task.held_out_fraction = 0.25  # share of the problems kept for evaluation
     c.task.symbols = 2  # token_reversal: size of the alphabet
     c.task.length = 4  # token_reversal: symbols in a prompt
@@ -87,7 +87,7 @@ def _declare_rollout(c: config_dict.ConfigDict) -> None:
 def _declare_learner(c: config_dict.ConfigDict) -> None:
     """What an update is."""
     c.learner = config_dict.ConfigDict()
-    c.learner.groups_per_update = 8  # B of Eq. 3
+    c.learner.groups_per_update = 8  # B of Eq. 3; sft: demonstrations
     c.learner.n_minibatches = 1  # parts of a batch, each an optimizer step
     c.learner.epochs = 1  # passes over them
     c.learner.packing = 'shared_prompt'  # 'shared_prompt': a group's prompt once per row | 'ordinary'
@@ -110,6 +110,7 @@ def _declare_learner(c: config_dict.ConfigDict) -> None:
     c.lora.targets = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')  # projections that get them
 
     c.loss = config_dict.ConfigDict()
+    c.loss.objective = 'decoupled_ppo'  # 'decoupled_ppo': asynchronous RL | 'sft': imitate given answers, docs/sft.md
     c.loss.clip_epsilon = 0.2  # lower half width of the trust region around the proximal policy
     c.loss.clip_epsilon_high = config_dict.placeholder(float)  # upper half width; None = clip_epsilon
     c.loss.proximal = 'recompute'  # 'recompute' | 'loglinear' (A-3PO) | 'behavior' (plain PPO)
@@ -153,8 +154,13 @@ def _declare_surroundings(c: config_dict.ConfigDict) -> None:
     c.checkpoint.every = 0  # updates between saves; 0 = only when the run stops early
     c.checkpoint.keep = 1  # newest checkpoints kept
 
+    c.sft = config_dict.ConfigDict()  # read where loss.objective='sft'
+    c.sft.over_length = 'refuse'  # a demonstration that fits no row: 'refuse' | 'drop', which counts them
+    c.sft.evaluate_every = 0  # updates between held-out likelihoods; 0 = only before the first and after the last
+    c.sft.export_dtype = 'float32'  # of WORKDIR/export: 'float32' | 'bfloat16' | 'float16'
+
     c.evaluation = config_dict.ConfigDict()
-    c.evaluation.problems = 64  # held-out problems; 0 = no evaluation
+    c.evaluation.problems = 64  # held-out problems (sft: demonstrations); 0 = no evaluation
     c.evaluation.samples = 4  # sampled answers per problem at rollout.temperature, beside one greedy
 
     c.telemetry = config_dict.ConfigDict()
@@ -202,6 +208,7 @@ CHOICES = {
     'learner.layers': ('list', 'stacked'),
     'learner.remat': ('none', 'dots', 'attention', 'full'),
     'learner.attention': ('auto', 'dense', 'blocked', 'pallas', 'splash', 'cudnn'),
+    'loss.objective': ('decoupled_ppo', 'sft'),
     'loss.proximal': ('recompute', 'loglinear', 'behavior'),
     'loss.advantage': ('group', 'group_mean', 'rloo'),
     'loss.aggregation': ('token_mean', 'sequence_mean'),
@@ -212,6 +219,8 @@ CHOICES = {
     'mesh.strategy': ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'),
     'publication.dtype': DTYPES,
     'publication.channel': ('device', 'files'),
+    'sft.over_length': ('refuse', 'drop'),
+    'sft.export_dtype': DTYPES,
 }
 AT_LEAST_ONE = (
     *('run.steps', 'rollout.engines', 'rollout.slots', 'rollout.decode_steps', 'rollout.group_size'),
@@ -236,11 +245,26 @@ def _problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f'rollout.top_p={c.rollout.top_p}, rollout.top_k={c.rollout.top_k}: use 0 < top_p <= 1 and top_k >= 0'
     if c.staleness.eta < 0:
         yield f'staleness.eta={c.staleness.eta} must be at least 0; 0 is synchronous'
-    yield from _combination_problems(c)
+    yield from _sft_problems(c) if c.loss.objective == 'sft' else _rollout_problems(c)
+    yield from _training_problems(c)
 
 
-def _combination_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Pairs of fields, each legal alone, that cannot go together."""
+def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What supervised training cannot run with."""
+    if c.task.name == 'jsonl' and not c.task.path:
+        yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer, or messages"
+    for path, value in (('sft.evaluate_every', c.sft.evaluate_every), ('evaluation.problems', c.evaluation.problems)):
+        if value < 0:
+            yield f'{path}={value} must not be negative'
+    if c.sft.evaluate_every and not c.evaluation.problems:
+        yield (
+            f'sft.evaluate_every={c.sft.evaluate_every} measures nothing with evaluation.problems=0; set '
+            'evaluation.problems, or sft.evaluate_every=0'
+        )
+
+
+def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Pairs of fields of the asynchronous loop, each legal alone, that cannot go together."""
     lock_step = c.staleness.schedule != 'natural'
     if lock_step and c.staleness.eta != default_config().staleness.eta:
         yield (
@@ -287,6 +311,10 @@ def _combination_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'learner.row_loss_tokens={c.learner.row_loss_tokens} must hold one answer of rollout.max_new_tokens='
             f'{c.rollout.max_new_tokens}; raise it'
         )
+
+
+def _training_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """The same of model, learner and mesh."""
     if c.learner.rows_per_microbatch % (c.mesh.data * c.mesh.fsdp):
         yield (
             f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of mesh.data * mesh.fsdp '

@@ -72,11 +72,16 @@ def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         head_dim=config.model.head_dim,
         d_ff=config.model.d_ff,
         rope_theta=config.model.rope_theta,
-        context_tokens=config.rollout.context_tokens,
+        context_tokens=_longest(config),
         family=config.model.family,
         qkv_bias=config.model.family == 'qwen2',
         qk_norm=config.model.family == 'qwen3',
     )
+
+
+def _longest(config: TrackedConfig) -> int:
+    """Tokens of a sequence, at most."""
+    return config.learner.row_tokens if config.loss.objective == 'sft' else config.rollout.context_tokens
 
 
 @contextlib.contextmanager
@@ -198,37 +203,49 @@ def build_optimizer(config: TrackedConfig) -> Optimizer:
 
 
 def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
+    """What an update is, under either objective."""
     learner, loss = config.learner, config.loss
-    most_rows = learner.groups_per_update * config.rollout.group_size
-    return LearnerSettings(
+    supervised = loss.objective == 'sft'
+    most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
+    settings = LearnerSettings(
         row_tokens=learner.row_tokens,
         row_loss_tokens=learner.row_loss_tokens,
         rows_per_microbatch=learner.rows_per_microbatch,
         n_minibatches=learner.n_minibatches,
         epochs=learner.epochs,
-        packing=learner.packing,
+        packing='ordinary',
         fill=learner.fill,
         tail_buckets=learner.tail_buckets,
         accumulate=learner.accumulate,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
-        filter_equal_rewards=learner.filter_equal_rewards,
         strategy=config.mesh.strategy,
         dtype=learner.dtype,
-        publish_dtype=config.publication.dtype,
         loss_scale=learner.loss_scale,
+        objective=loss.objective,
+        aggregation=loss.aggregation,
+        attention=learner.attention,
+    )
+    return settings if supervised else _add_policy_settings(config, settings)
+
+
+def _add_policy_settings(config: TrackedConfig, settings: LearnerSettings) -> LearnerSettings:
+    loss = config.loss
+    return dataclasses.replace(
+        settings,
+        packing=config.learner.packing,
+        filter_equal_rewards=config.learner.filter_equal_rewards,
+        publish_dtype=config.publication.dtype,
         advantage=loss.advantage,
         temperature=config.rollout.temperature,
         clip_epsilon=loss.clip_epsilon,
         clip_epsilon_high=loss.clip_epsilon_high,
         proximal=loss.proximal,
         behavior_weight_cap=loss.behavior_weight_cap,
-        aggregation=loss.aggregation,
         entropy_coefficient=loss.entropy_coefficient,
         kl_coefficient=loss.kl_coefficient,
         kl_estimator=loss.kl_estimator if loss.kl_coefficient else 'k3',
         max_token_age=config.staleness.max_token_age,
         over_age=config.staleness.over_age,
-        attention=learner.attention,
     )
 
 

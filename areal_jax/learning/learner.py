@@ -15,7 +15,7 @@ from areal_jax.learning.balance import CostCoefficients, cost_coefficients
 from areal_jax.learning.likelihood import finalize_likelihood
 from areal_jax.learning.losses import finalize_metrics, merge_metrics
 from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.packing import count_tokens, empty_batch, pack, tail_bucket, tail_buckets, trim
+from areal_jax.learning.packing import PackingReport, count_tokens, empty_batch, pack, tail_bucket, tail_buckets, trim
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import KnownLogprobs, Programs, interchange, training_rows, training_scalars
 from areal_jax.models.attention import choose_checked, shares_prompts
@@ -97,7 +97,7 @@ class SpmdLearner:
             one = self._place_rows({name: array[0] for name, array in rows.items()})
             if self._settings.accumulate == 'dispatch':
                 self._program('accumulate', self._gradients, working, self._frozen, one, scalars)
-            if self._settings.recomputes or self._reference is not None:
+            if self._settings.recomputes or self._reference is not None or self._settings.objective == 'sft':
                 self._program('logprobs', working, self._frozen, one, scalars)
         if self._settings.accumulate == 'dispatch':
             self._program('apply', self._params, self._state, self._gradients, self._rate())
@@ -119,23 +119,30 @@ class SpmdLearner:
         """
         settings = self._settings
         kept = self._kept(groups)
-        batches, report = pack(
+        batches, report = self._pack(
             kept,
             [self._advantages(group) for group in kept],
-            mode=self.packing,
-            fill=settings.fill,
-            row_tokens=settings.row_tokens,
-            row_loss_tokens=settings.row_loss_tokens,
-            rows_per_microbatch=settings.rows_per_microbatch,
-            data_shards=data_shards(self._mesh),
             n_minibatches=settings.n_minibatches,
             oldest_version=None if settings.oldest_age is None else version - settings.oldest_age,
             round_microbatches=settings.accumulate == 'scan',
-            cost=self._cost,
-            buckets=self._buckets,
         )
         metrics = diagnostics.data_metrics(groups, kept) | diagnostics.age_metrics(batches, version)
         return metrics | report.metrics() | self._train(batches, version)
+
+    def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Negative log-likelihood of the generated tokens, at the temperature of training; changes nothing.
+
+        Returns:
+          {'nll': nats per token, absent where there are none, 'tokens': their number}; independent of the packing.
+
+        Raises ValueError for a trajectory that does not fit a row.
+        """
+        batches, _ = self._pack(groups, [np.ones(len(group.trajectories), np.float32) for group in groups])
+        if not batches:
+            return {'tokens': 0.0}
+        (batch,) = batches  # one minibatch, all of whose tokens are in the loss
+        logprobs = self._logprobs(self._working(), batch, version=0)[batch.loss_mask]
+        return {'nll': -float(logprobs.mean(dtype=np.float64)), 'tokens': float(logprobs.size)}
 
     def publish(self, version: int) -> Any:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
@@ -220,6 +227,24 @@ class SpmdLearner:
         if self._settings.objective == 'sft':
             return np.ones(len(group.trajectories), np.float32)
         return group_advantages(group, self._settings.advantage)
+
+    def _pack(
+        self, groups: Sequence[TrajectoryGroup], advantages: Sequence[np.ndarray], **division: Any
+    ) -> tuple[list[PackedBatch], PackingReport]:
+        settings = self._settings
+        return pack(
+            groups,
+            advantages,
+            mode=self.packing,
+            fill=settings.fill,
+            row_tokens=settings.row_tokens,
+            row_loss_tokens=settings.row_loss_tokens,
+            rows_per_microbatch=settings.rows_per_microbatch,
+            data_shards=data_shards(self._mesh),
+            cost=self._cost,
+            buckets=self._buckets,
+            **division,
+        )
 
     # An update.
 

@@ -45,6 +45,10 @@ INTERRUPTIONS = Metric('interruptions', 'interruptions', 'times that new weights
 PUBLISH_PAUSE = Metric('publish/pause_seconds', 's', 'longest stop of an engine to load new weights')
 COMPILATIONS = Metric('compilations', 'programs', 'XLA programs compiled')
 
+EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, the one under way as a fraction')
+HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')
+HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')
+
 MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-prob, tokens of the current version')
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
 MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
