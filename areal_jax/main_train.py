@@ -21,11 +21,13 @@ def main(arguments: list[str]) -> int:
     return_freed_memory()
     from areal_jax.app.errors import USER_ERRORS
     from areal_jax.app.session import Session
+    from areal_jax.app.sft import SftSession
 
     workdir = pathlib.Path(str(_WORKDIR.value))
     source = config_flags.get_config_filename(flags.FLAGS['config'])
     try:
-        session = Session(_CONFIG.value, workdir, resume=_RESUME.value, source=source)
+        kind = SftSession if _CONFIG.value.loss.objective == 'sft' else Session
+        session = kind(_CONFIG.value, workdir, resume=_RESUME.value, source=source)
         report = session.train()
     except USER_ERRORS as error:
         print(f'error: {error}', file=sys.stderr)

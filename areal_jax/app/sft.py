@@ -1,0 +1,228 @@
+"""One run of supervised training from a config to its report: build, warm up, then draw, update, measure, save."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from ml_collections import config_dict
+
+from areal_jax.app import build
+from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.interrupt import StopRequest
+from areal_jax.app.sft_report import SftFacts, write_sft_report
+from areal_jax.app.workdir import CHECKPOINTS, prepare_workdir
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.config import TrackedConfig, validate
+from areal_jax.publication.export import export_hf
+from areal_jax.publication.manifest import weights_sha256
+from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
+from areal_jax.tasks.registry import make_task, value_names
+from areal_jax.tasks.tokenizer import Tokenizer
+from areal_jax.telemetry import names
+from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.numerals import format_duration
+from areal_jax.telemetry.resources import ResourceSampler
+
+EXPORT = 'export'
+_OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # metrics of the learner that given answers do not have
+
+
+class SftSession:
+    """Everything of one supervised run. Use `train`; the parts are attributes so that a test can look at them.
+
+    The learner, its rows and programs are those of the asynchronous loop; there is nothing to wait for, so no clock.
+
+    Args:
+      config: as an experiment file gives it, overrides applied; its loss.objective is 'sft'.
+      workdir: where the run leaves what it leaves.
+      resume: go on from the newest checkpoint in the workdir.
+      source: where the config came from, for the report.
+    """
+
+    def __init__(
+        self, config: config_dict.ConfigDict, workdir: pathlib.Path, *, resume: bool = False, source: str = ''
+    ):
+        validate(config)
+        self._started = time.monotonic()
+        self.workdir, self._source = workdir, source
+        self.config = TrackedConfig(config)
+        prepare_workdir(workdir, self.config.as_dict(), resume=resume)
+        self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+        self.resources, self.compilations = ResourceSampler(), CompilationCounter()
+        self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
+        self._held_out_nll: dict[int, float] = {}  # by update
+        self._build(resume)
+
+    def _build(self, resume: bool) -> None:
+        config = self.config
+        if cache := config.run.compilation_cache:
+            jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(cache).absolute()))
+        model = build.build_model(config)
+        self.decoder = model.decoder
+        self.demonstrations = build_demonstrations(config, model.tokenizer)
+        self.stream = self.demonstrations.stream(config.run.seed)
+        self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
+        self.learner = build.build_learner(config, model)
+        model.params = None  # the learner has its copy
+        if resume:
+            self._restore()
+        self._steps, self._per_update = config.run.steps, config.learner.groups_per_update
+        self._evaluate_every, self._save_every = config.sft.evaluate_every, config.checkpoint.every
+        self._shows_progress = config.telemetry.progress
+        self._export_dtype = config.sft.export_dtype
+        self._companions = config.model.path if config.model.source == 'hf' else None
+        use_tensorboard = config.telemetry.tensorboard
+        config.require_all_read()
+        self.metrics = MetricsWriter(self.workdir, use_tensorboard)
+        self.metrics.truncate(self.step)
+
+    # Running.
+
+    def train(self) -> dict[str, Any] | None:
+        """Run to the end (the report) or to a requested stop (None; the checkpoint is saved)."""
+        try:
+            with self.resources, self.compilations, StopRequest() as stop:
+                self._warm_up()
+                if not self._run(stop):
+                    return None
+                return self._report()
+        finally:
+            self.metrics.close()
+
+    def _warm_up(self) -> None:
+        began = time.monotonic()
+        programs = self.learner.warm_up()
+        self.compilations.reset()
+        print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
+        sizes = f'{self.stream.size} to train on, {len(self._held_out)} to measure'
+        dropped = f', {self.demonstrations.dropped} dropped: they fit no row' if self.demonstrations.dropped else ''
+        print(f'demonstrations: {sizes}{dropped}; {self._epochs(self._steps):.3g} epochs', flush=True)
+
+    def _run(self, stop: StopRequest) -> bool:
+        """Updates up to the last (True) or to a requested stop, saved (False)."""
+        if 0 == self.step not in self._held_out_nll:
+            self._evaluate()
+        self._first_step = self.step
+        self._first_seconds, self._resumed_at = self._seconds, time.monotonic()
+        saved = None
+        while self.step < self._steps and not stop.requested:
+            self._update()
+            if self._save_every and self.step % self._save_every == 0:
+                saved = self._save()
+        if stop.requested and self.step < self._steps:
+            if saved != self.step:
+                self._save()
+            return False
+        return True
+
+    def _update(self) -> None:
+        began, compiled = time.monotonic(), self.compilations.count
+        groups = [self.stream.draw() for _ in range(self._per_update)]
+        metrics = self.learner.update(groups, self.step)
+        self.step += 1
+        train_seconds = time.monotonic() - began
+        trained = metrics['update/trained_tokens']
+        self._trained_tokens += trained
+        values = {name: value for name, value in metrics.items() if not name.startswith(_OF_ROLLOUTS)}
+        if self.step == self._steps or (self._evaluate_every and self.step % self._evaluate_every == 0):
+            values |= self._evaluate()
+        self._seconds = self._first_seconds + time.monotonic() - self._resumed_at
+        values |= {
+            names.TIME: self._seconds,
+            names.EPOCH: self._epochs(self.step),
+            names.TRAIN_RATE: trained / max(train_seconds, 1e-9),
+            names.TOKENS_TRAINED: trained,
+            names.COMPILATIONS: self.compilations.count - compiled,
+        }
+        self.metrics.write(self.step, values)
+        if self._shows_progress:
+            print(self._progress(values), flush=True)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out likelihood under the weights as they are."""
+        if not self._held_out:
+            return {}
+        measured = self.learner.evaluate(self._held_out)
+        self._held_out_nll[self.step] = measured['nll']
+        print(f'held-out nll after {self.step} updates: {measured["nll"]:.4f} nats a token', flush=True)
+        return {names.HELD_OUT_NLL: measured['nll'], names.HELD_OUT_TOKENS: measured['tokens']}
+
+    def _epochs(self, step: int) -> float:
+        return step * self._per_update / self.stream.size
+
+    def _progress(self, values: Mapping[str, Any]) -> str:
+        seconds = self._seconds - self._first_seconds
+        left = seconds / (self.step - self._first_step) * (self._steps - self.step)
+        return '  '.join(
+            (
+                f'step {self.step:>{len(str(self._steps))}}/{self._steps}',
+                f'nll {values.get("loss/nll", float("nan")):.4f}',
+                f'epoch {values[names.EPOCH]:.2f}',
+                f'train {values[names.TRAIN_RATE]:.0f} tok/s',
+                f'left {format_duration(left)}',
+            )
+        )
+
+    # What stays.
+
+    def _save(self) -> int:
+        state = {
+            'stream': dict(self.stream.state()),
+            'seconds': self._seconds,
+            'trained_tokens': self._trained_tokens,
+            'held_out_nll': {str(step): nll for step, nll in self._held_out_nll.items()},
+        }
+        self._store.save(self.step, self.learner.save(), state)
+        return self.step
+
+    def _restore(self) -> None:
+        step, arrays, state = self._store.restore_latest()
+        try:
+            self.learner.restore(arrays)
+        except ValueError as error:
+            raise CheckpointError(f'{self.workdir}/{CHECKPOINTS} is of another model: {error}') from error
+        self.stream.restore(state['stream'])
+        self.step, self._seconds, self._trained_tokens = step, state['seconds'], state['trained_tokens']
+        self._held_out_nll = {int(step): nll for step, nll in state['held_out_nll'].items()}
+        print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
+
+    def _report(self) -> dict[str, Any]:
+        params = self.learner.publish(self.step)
+        export_hf(
+            self.workdir / EXPORT, params, self.decoder.config, dtype=self._export_dtype, source=self._companions
+        )
+        facts = SftFacts(
+            config=self._source,
+            seed=self.config.run.seed,
+            steps=self.step,
+            epochs=self._epochs(self.step),
+            demonstrations={
+                'train': self.stream.size,
+                'held_out': len(self._held_out),
+                'dropped': self.demonstrations.dropped,
+            },
+            held_out_nll=self._held_out_nll,
+            trained_tokens=int(self._trained_tokens),
+            training_seconds=self._seconds,
+            wall_seconds=time.monotonic() - self._started,
+            compilations=self.compilations.count,
+            peak_memory_bytes=self.resources.peak_bytes,
+            weights_sha256=weights_sha256(params),
+        )
+        return write_sft_report(self.workdir, facts)
+
+
+def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonstrations:
+    """Those of the file task.path (task.name='jsonl'), or the problems of another task with their answers."""
+    name = config.task.name
+    if name == 'jsonl':
+        task = config.task
+        found = read_demonstrations(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
+    else:
+        values = {field: getattr(config.task, field) for field in value_names(name)}
+        found = solve_task(make_task(name, tokenizer, **values), tokenizer)
+    return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.sft.over_length)

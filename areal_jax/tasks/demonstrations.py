@@ -1,0 +1,252 @@
+"""Where supervised training begins instead of arrow 1: prompts with the answers to imitate, in a resumable stream."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_jax.tasks.task import ListedTask, ShuffledStream, Split, Task, TaskError, hash_fraction
+from areal_jax.tasks.tokenizer import Messages, Tokenizer, TokenizerError, chat_messages
+from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
+
+_NAME = 'demonstrations'  # what the prompts give as their task
+_TRAINED_VERSION = 0  # policy version of answer tokens: any that is not NOT_GENERATED puts them into the loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstration:
+    """A prompt and the answer to imitate."""
+
+    prompt_tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
+    answer_tokens: np.ndarray  # int32 [A], the last one EOS
+    source: str  # 'FILE:LINE', or the question of a task: names it in errors
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Places it takes in a row: tokens that are read, tokens in the loss. The last token is never read."""
+        return len(self.prompt_tokens) + len(self.answer_tokens) - 1, len(self.answer_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstrations:
+    """All that is to be imitated, tokenized and split."""
+
+    train: tuple[Demonstration, ...]
+    held_out: tuple[Demonstration, ...]
+    dropped: int = 0  # left out because they fit no row
+
+    def stream(self, seed: int) -> DemonstrationStream:
+        """An endless stream over the training side. Raises TaskError when that is empty."""
+        return DemonstrationStream(self._side('train'), seed)
+
+    def held_out_groups(self, n: int, seed: int) -> list[TrajectoryGroup]:
+        """n of the held-out demonstrations, or all if there are fewer. Raises TaskError for n > 0 and none."""
+        if n == 0:
+            return []
+        side = self._side('held_out')
+        stream = DemonstrationStream(side, seed)
+        return [stream.draw() for _ in range(min(n, len(side)))]  # the first epoch repeats nothing
+
+    def fitting(self, row_tokens: int, row_loss_tokens: int, over_length: str) -> Demonstrations:
+        """Those that fit a row of this shape.
+
+        Args:
+          over_length: what to do about others: 'refuse' | 'drop', which counts them.
+
+        Raises TaskError for the first one that does not fit and is not to be dropped.
+        """
+        capacity = {'learner.row_tokens': row_tokens, 'learner.row_loss_tokens': row_loss_tokens}
+        sides = [self.train, self.held_out]
+        kept = [tuple(d for d in side if _fits(d, capacity)) for side in sides]
+        dropped = sum(map(len, sides)) - sum(map(len, kept))
+        if dropped and over_length == 'refuse':
+            raise TaskError(_describe_too_long([d for side in sides for d in side], capacity))
+        return Demonstrations(*kept, dropped=self.dropped + dropped)
+
+    def _side(self, split: Split) -> tuple[Demonstration, ...]:
+        side = self.train if split == 'train' else self.held_out
+        if not side:
+            left_out = f' ({self.dropped} fit no row and were dropped)' if self.dropped else ''
+            raise TaskError(
+                f'there is no demonstration on the side {split!r}{left_out}; change task.held_out_fraction'
+                f'{", set evaluation.problems=0" if split == "held_out" else ""}'
+                f'{" or raise learner.row_tokens and learner.row_loss_tokens" if self.dropped else ""}'
+            )
+        return side
+
+
+class DemonstrationStream:
+    """Every demonstration once per epoch, in an order that is a function of (seed, epoch): the position is a number."""
+
+    def __init__(self, demonstrations: Sequence[Demonstration], seed: int):
+        self._demonstrations = demonstrations
+        problems = [{'index': index, 'source': d.source} for index, d in enumerate(demonstrations)]
+        self._prompts = ShuffledStream(problems, self._make_prompt, seed)
+
+    @property
+    def size(self) -> int:
+        """Demonstrations in an epoch."""
+        return self._prompts.size
+
+    def draw(self) -> TrajectoryGroup:
+        """The next demonstration, a group of one trajectory: what the learner takes."""
+        prompt = self._prompts.draw()
+        tokens = self._demonstrations[prompt.problem['index']].answer_tokens
+        answer = Segment(tokens, np.zeros(len(tokens), np.float32), _TRAINED_VERSION)
+        return TrajectoryGroup(prompt.draw, (Trajectory(prompt, 0, (answer,), 0.0, 'stop', '', 0.0, 0.0),))
+
+    def state(self) -> Mapping[str, Any]:
+        """The number of the next draw, and what makes it mean the same demonstration again."""
+        return {**self._prompts.state(), 'sha256': _digest(self._demonstrations)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; raises TaskError when it comes from a stream of others."""
+        if state['sha256'] != (here := _digest(self._demonstrations)):
+            raise TaskError(
+                f'the demonstrations are not those of the saved run: their tokens had sha256 {state["sha256"][:12]}, '
+                f'these have {here[:12]}. Resume with the file as it was, or start a new run'
+            )
+        self._prompts.restore(state)
+
+    def _make_prompt(self, draw: int, problem: Mapping[str, Any]) -> Prompt:
+        return Prompt(draw, self._demonstrations[problem['index']].prompt_tokens, _NAME, problem)
+
+
+def read_demonstrations(
+    path: str, tokenizer: Tokenizer, system_prompt: str = '', held_out_fraction: float = 0.25
+) -> Demonstrations:
+    """Demonstrations from a file of JSON lines; blank lines are skipped, repeated ones kept.
+
+    A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier
+    ones of the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations
+    that do not begin with one of their own. The side is decided by a hash of the first user message, so that a question
+    with several answers is on one side, and on the same as in the task 'jsonl'.
+
+    Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
+    """
+    sides: dict[Split, list[Demonstration]] = {'train': [], 'held_out': []}
+    # Not splitlines: a JSON string may hold the other line ends of Unicode as they are.
+    for number, line in enumerate(_read_text(path).split('\n'), start=1):
+        if line.strip():
+            source = f'{path}:{number}'
+            messages, answer = _parse_line(line, source, system_prompt)
+            question = next(m['content'] for m in messages if m['role'] == 'user')
+            side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
+            with _naming(source):
+                sides[side].append(_encode(tokenizer, tokenizer.encode_chat(messages), answer, source))
+    if not any(sides.values()):
+        raise TaskError(f'{path} has no line: give a JSON object with question and answer, or messages, a line')
+    return Demonstrations(tuple(sides['train']), tuple(sides['held_out']))
+
+
+def solve_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
+    """Each problem of a task once, with its own answer. Raises TaskError for a task whose problems have none."""
+    if not isinstance(task, ListedTask):
+        raise TaskError(f'task.name={task.name!r} does not list its problems; use task.name=jsonl with task.path')
+    return Demonstrations(_solve_side(task, 'train', tokenizer), _solve_side(task, 'held_out', tokenizer))
+
+
+def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[Demonstration, ...]:
+    if not task.problems[split]:
+        return ()
+    stream = task.prompts(split, seed=0)
+    demonstrations = []
+    for prompt in (stream.draw() for _ in range(stream.size)):  # the first epoch: each once
+        source = f'{task.name}: {prompt.problem["question"]!r}'
+        if 'answer' not in prompt.problem:
+            raise TaskError(f'{source} has no answer to imitate; use task.name=jsonl with task.path')
+        with _naming(source):
+            demonstrations.append(_encode(tokenizer, prompt.tokens, str(prompt.problem['answer']), source))
+    return tuple(demonstrations)
+
+
+def _read_text(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding='utf-8')
+    except OSError as error:
+        raise TaskError(f'task.path={path!r} cannot be read ({error.strerror}): give a file of JSON lines') from error
+    except UnicodeDecodeError as error:
+        raise TaskError(f'task.path={path!r} is not UTF-8 at byte {error.start}: give a file of JSON lines') from error
+
+
+def _parse_line(line: str, source: str, system_prompt: str) -> tuple[Messages, str]:
+    """The conversation up to the answer, and the answer."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise TaskError(f'{source}: not JSON ({error}), got {line[:80]!r}') from error
+    if not isinstance(row, dict) or not ('messages' in row or {'question', 'answer'} <= row.keys()):
+        raise TaskError(f'{source}: expected an object with question and answer, or messages, got {line[:80]!r}')
+    if 'messages' not in row:
+        messages = chat_messages(row['question'])
+        messages.append({'role': 'assistant', 'content': row['answer']})
+    else:
+        messages = row['messages']
+    _require_conversation(messages, source)
+    if system_prompt and messages[0]['role'] != 'system':
+        messages = [{'role': 'system', 'content': system_prompt}, *messages]
+    return messages[:-1], messages[-1]['content']
+
+
+def _require_conversation(messages: Any, source: str) -> None:
+    """Raises TaskError for what is no list of turns that ends in an answer to somebody."""
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in messages
+    ):
+        raise TaskError(f'{source}: question, answer and the role and content of every message must be text')
+    roles = [m['role'] for m in messages]
+    if 'user' not in roles[:-1] or roles[-1] != 'assistant':
+        raise TaskError(f'{source}: messages have the roles {roles}; they must end with assistant, after a user')
+    for message in (messages[roles.index('user')], messages[-1]):
+        if not message['content'].strip():
+            raise TaskError(f'{source}: the {message["role"]} message is empty; write it or remove the line')
+
+
+@contextlib.contextmanager
+def _naming(source: str) -> Iterator[None]:
+    try:
+        yield
+    except TokenizerError as error:
+        raise TaskError(f'{source}: {error}') from error
+
+
+def _encode(tokenizer: Tokenizer, prompt_tokens: np.ndarray, answer: str, source: str) -> Demonstration:
+    answer_tokens = tokenizer.encode(answer)
+    if tokenizer.eos_id in answer_tokens:
+        raise TaskError(
+            f'{source}: the answer {answer[-80:]!r} contains the text of the end token, which would end it there; '
+            'remove it: the end token is added'
+        )
+    return Demonstration(prompt_tokens, np.append(answer_tokens, np.int32(tokenizer.eos_id)), source)
+
+
+def _fits(demonstration: Demonstration, capacity: Mapping[str, int]) -> bool:
+    return all(needed <= room for needed, room in zip(demonstration.size, capacity.values(), strict=True))
+
+
+def _describe_too_long(demonstrations: Sequence[Demonstration], capacity: Mapping[str, int]) -> str:
+    too_long = [d for d in demonstrations if not _fits(d, capacity)]
+    needed = dict(zip(capacity, np.max([d.size for d in too_long], axis=0).tolist(), strict=True))
+    lacking = [f'{field} to {needed[field]} (it is {room})' for field, room in capacity.items() if needed[field] > room]
+    read, answered = too_long[0].size
+    return (
+        f'{too_long[0].source} takes {read} places of a row, {answered} of them in the loss, and no row has as many; '
+        f'{len(too_long)} of {len(demonstrations)} demonstrations are too long: raise {" and ".join(lacking)}, or '
+        'leave them out with sft.over_length=drop'
+    )
+
+
+def _digest(demonstrations: Sequence[Demonstration]) -> str:
+    """sha256, in hex, of all tokens and where they part."""
+    digest = hashlib.sha256()
+    for d in demonstrations:
+        digest.update(np.array([len(d.prompt_tokens), len(d.answer_tokens)], '<i4').tobytes())
+        digest.update(np.concatenate([d.prompt_tokens, d.answer_tokens]).astype('<i4').tobytes())
+    return digest.hexdigest()
