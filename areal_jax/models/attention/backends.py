@@ -32,6 +32,17 @@ class Backend:
     max_head_dim: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What a call asks of a backend; fields as in choose_implementation."""
+
+    dtype: jax.typing.DTypeLike
+    head_dim: int | None
+    shares_prompts: bool
+    window: int | None
+    slices: bool
+
+
 BACKENDS = {
     'dense': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
     'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
@@ -70,10 +81,10 @@ def choose_implementation(
     Raises AttentionError, naming what `impl` lacks and a backend that has it.
     """
 
+    demand = Demand(dtype, head_dim, shares_prompts, window, slices)
+
     def missing(name: str) -> str | None:
-        return missing_feature(
-            name, dtype=dtype, head_dim=head_dim, shares_prompts=shares_prompts, window=window, slices=slices
-        ) or _missing_hardware(BACKENDS[name], platform, capability)
+        return missing_feature(name, demand) or _missing_hardware(BACKENDS[name], platform, capability)
 
     if impl != 'auto':
         if reason := missing(impl):
@@ -93,26 +104,18 @@ def shares_prompts(impl: str) -> bool:
     return BACKENDS[impl].shares_prompts
 
 
-def missing_feature(
-    impl: str,
-    *,
-    dtype: jax.typing.DTypeLike,
-    head_dim: int | None,
-    shares_prompts: bool,
-    window: int | None,
-    slices: bool,
-) -> str | None:
-    """What a call asks for and the backend cannot express, as the rest of a sentence; None = nothing."""
+def missing_feature(impl: str, demand: Demand) -> str | None:
+    """What is asked for and the backend cannot express, as the rest of a sentence; None = nothing."""
     if impl not in BACKENDS:
         raise AttentionError(f'impl={impl!r} is unknown; use one of {", ".join(IMPLEMENTATIONS)}')
-    backend, dtype = BACKENDS[impl], jnp.dtype(dtype).name
+    backend, dtype, head_dim = BACKENDS[impl], jnp.dtype(demand.dtype).name, demand.head_dim
     if dtype not in backend.dtypes:
         return f'cannot compute in {dtype} (only {", ".join(backend.dtypes)})'
-    if shares_prompts and not backend.shares_prompts:
+    if demand.shares_prompts and not backend.shares_prompts:
         return 'cannot express shared prompts (parent_ids other than segment_ids)'
-    if window is not None and not backend.windows:
-        return f'cannot express a sliding window (window={window})'
-    if slices and not backend.slices:
+    if demand.window is not None and not backend.windows:
+        return f'cannot express a sliding window (window={demand.window})'
+    if demand.slices and not backend.slices:
         return 'cannot express a slice of the queries (first, or fewer queries than keys)'
     if head_dim is not None and (head_dim % backend.head_dim_step or head_dim > (backend.max_head_dim or head_dim)):
         return (

@@ -68,7 +68,7 @@ def self_check(
 
     for row, segments, parents, positions in _rows(BACKENDS[impl].shares_prompts):
         seen = _seen(segments, parents, positions, window)
-        expected = _dense(*(np.asarray(x, np.float64) for x in (q, k, v, d_out)), seen, scale, part)
+        expected = _dense([np.asarray(x, np.float64) for x in (q, k, v, d_out)], seen, scale, part)
         try:
             found = run(jnp.int32(first), segments, parents, positions)
         except AttentionError:
@@ -137,10 +137,9 @@ def _seen(segments: np.ndarray, parents: np.ndarray, positions: np.ndarray, wind
     return seen if window is None else seen & (positions[:, None] - positions < window)
 
 
-def _dense(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, d_out: np.ndarray, seen: np.ndarray, scale: float, part: slice
-) -> tuple[np.ndarray, ...]:
-    """Output and gradients by definition, for the queries of `part`."""
+def _dense(arrays: list[np.ndarray], seen: np.ndarray, scale: float, part: slice) -> tuple[np.ndarray, ...]:
+    """Output and gradients by definition, for the queries of `part`; arrays are q, k, v and d_out."""
+    q, k, v, d_out = arrays
     q, d_out, seen = q[part], d_out[part], seen[part]
     groups = k.shape[1]
     k, v = (np.repeat(x, q.shape[1] // groups, axis=1) for x in (k, v))

@@ -48,8 +48,7 @@ def packed_offsets(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
         starts_here = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
         starts = jnp.nonzero(starts_here, size=MAX_SEGMENTS + 1, fill_value=tokens)[0].astype(jnp.int32)
         lengths = jnp.where(starts[:-1] < tokens, starts[1:] - starts[:-1], -1)
-        # one more segment than fit is an error of the caller's row, seen in the count
-        offsets = jnp.where(starts < tokens, starts, -1).at[-1].set(-1)
+        offsets = jnp.where(starts < tokens, starts, -1)
         return lengths, offsets, starts_here.sum(dtype=jnp.int32)
 
     return jax.vmap(row)(segment_ids)

@@ -13,12 +13,14 @@ from areal_jax.models.attention.visibility import RowIds, stream_ids, visible
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
     """`flash.attend` row by row, with scores [R, N, Tq, T] in memory: [R, Tq, N, D]."""
 
-    def row(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds) -> jax.Array:
-        lone = RowIds(*(x[None] if getattr(x, 'ndim', 0) else x for x in ids))
-        return flash.attend(Kernel(forward, backward), q, k, v, *stream_ids(lone, len(q)), setting)
+    def row(
+        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, parent: jax.Array, position: jax.Array | None
+    ) -> jax.Array:
+        one = RowIds(segment[None], parent[None], None if position is None else position[None], ids.first)
+        return flash.attend(Kernel(forward, backward), q, k, v, *stream_ids(one, len(q)), setting)
 
-    axes = RowIds(0, 0, None if ids.position is None else 0, None)
-    return jax.vmap(row, in_axes=(0, 0, 0, axes))(q, k, v, ids)
+    axes = (0, 0, 0, 0, 0, None if ids.position is None else 0)
+    return jax.vmap(row, in_axes=axes)(q, k, v, ids.segment, ids.parent, ids.position)
 
 
 def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array]:

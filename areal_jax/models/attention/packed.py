@@ -10,6 +10,7 @@ from areal_jax.models.attention import blocked, cudnn, dense, pallas, splash
 from areal_jax.models.attention.backends import (
     BACKENDS,
     AttentionError,
+    Demand,
     able,
     choose_implementation,
     local_device,
@@ -83,16 +84,16 @@ def packed_rows_attention(
     _check_shapes(q, k, positions, window, first)
     slices = not (isinstance(first, int) and first == 0 and q.shape[1] == k.shape[1])
     shares = _may_share(segment_ids, parent_ids)
-    asked = {'dtype': q.dtype, 'head_dim': q.shape[-1], 'window': window, 'slices': slices}
     if impl == 'auto':
         platform, capability = local_device()
         impl = choose_implementation(
-            impl, platform=platform, capability=capability, tokens=k.shape[1], shares_prompts=shares, **asked
-        )
+            impl, platform=platform, capability=capability, tokens=k.shape[1], dtype=q.dtype, head_dim=q.shape[-1],
+            shares_prompts=shares, window=window, slices=slices,
+        )  # fmt: skip
     known_to_share = shares and not _is_traced(segment_ids, parent_ids)
-    if reason := missing_feature(impl, shares_prompts=known_to_share, **asked):
-        others = able(lambda name: missing_feature(name, shares_prompts=shares, **asked))
-        raise AttentionError(f'attention {impl!r} {reason}; use {others}')
+    demand = Demand(q.dtype, q.shape[-1], known_to_share, window, slices)
+    if reason := missing_feature(impl, demand):
+        raise AttentionError(f'attention {impl!r} {reason}; use {able(lambda name: missing_feature(name, demand))}')
     ids = RowIds(segment_ids, parent_ids, positions if window else None, first)
     out = _MODULES[impl].attend_rows(q, k, v, ids, Setting(scale, window, interpret))
     if shares and not BACKENDS[impl].shares_prompts:

@@ -60,10 +60,10 @@ def from_the_start(attend):
         (wrong_heads, {}, 'output of a packed row is off by'),
         (wrong_gradient, {}, 'gradient of k of a packed row is off by 1 of'),
         (without_segments, {}, 'output of a packed row is off by'),
-        (without_parents, {}, 'output of a row with a shared prompt is off by'),
-        (without_scale, {}, 'output of a packed row is off by'),
-        (without_window, {'window': 4096}, 'output of a packed row is off by'),
-        (from_the_start, {'slices': True}, 'output of a packed row is off by'),
+        pytest.param(without_parents, {}, 'output of a row with a shared prompt is off by', marks=pytest.mark.slow),
+        pytest.param(without_scale, {}, 'output of a packed row is off by', marks=pytest.mark.slow),
+        pytest.param(without_window, {'window': 4096}, 'output of a packed row is off by', marks=pytest.mark.slow),
+        pytest.param(from_the_start, {'slices': True}, 'output of a packed row is off by', marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_backend_is_refused(monkeypatch, fault, features, message):

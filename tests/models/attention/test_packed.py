@@ -120,7 +120,7 @@ def test_rows_together_equal_row_by_row(impl, sliced):
             np.testing.assert_allclose(ours[index], alone, atol=5e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 6), st.integers(0, 40)), min_size=T, max_size=T),
     st.integers(0, 99),
@@ -150,9 +150,9 @@ def test_only_tiles_with_a_visible_pair_are_visited():
     assert tiles_of(segment, parent) == [[0], [0, 1], [0, 2], [3], [3, 4]]
     # queries 160 to 223 are of segments 3 and 4 with parents 1 and 4: the range of parents holds 2, visited in vain
     assert tiles_of(segment, parent, first=160, n_queries=128) == [[0, 1, 2, 3], [3, 4]]
-    # the answers start at position 64: a window of 64 reaches one block back, into the prompt; one of 1 not
+    # the answers start at position 64: a window of 2 reaches the last token of the prompt, one of 1 does not
     positions = np.r_[0:64, 64:128, 64:128, 0:128].astype(np.int32)
-    assert tiles_of(segment, parent, positions, 64) == [[0], [0, 1], [0, 2], [3], [3, 4]]
+    assert tiles_of(segment, parent, positions, 2) == [[0], [0, 1], [0, 2], [3], [3, 4]]
     assert tiles_of(segment, parent, positions, 1) == [[0], [1], [2], [3], [4]]
 
 
