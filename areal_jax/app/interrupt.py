@@ -9,7 +9,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """`requested` after the first signal; a second one acts as it did before. A context manager, for the main thread."""
+    """`requested` after the first signal; a second acts as it did before. A context manager, for the main thread."""
 
     requested = False
 

@@ -104,7 +104,7 @@ class SftSession:
 
     def _run(self, stop: StopRequest) -> bool:
         """Updates up to the last (True) or to a requested stop, saved (False)."""
-        if 0 == self.step not in self._held_out_nll:
+        if self.step == 0 and not self._held_out_nll:
             self._evaluate()
         self._first_step = self.step
         self._first_seconds, self._resumed_at = self._seconds, time.monotonic()
@@ -192,9 +192,7 @@ class SftSession:
 
     def _report(self) -> dict[str, Any]:
         params = self.learner.publish(self.step)
-        export_hf(
-            self.workdir / EXPORT, params, self.decoder.config, dtype=self._export_dtype, source=self._companions
-        )
+        export_hf(self.workdir / EXPORT, params, self.decoder.config, dtype=self._export_dtype, source=self._companions)
         facts = SftFacts(
             config=self._source,
             seed=self.config.run.seed,

@@ -54,7 +54,7 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:
 
 def _render(report: Mapping[str, Any]) -> str:
     held_out, train, sizes = report['held_out_nll'], report['train_nll'], report['demonstrations']
-    measured = [f'| held-out, after {step} updates | {nll:.4f} |' for step, nll in held_out.items()]
+    measured = [f'| held-out, after {step} updates | {_format_nll(nll)} |' for step, nll in held_out.items()]
     lines = [
         f'# Supervised training: {report["config"] or "no config file"}, seed {report["seed"]}',
         '',
@@ -67,9 +67,14 @@ def _render(report: Mapping[str, Any]) -> str:
         '| negative log-likelihood | nats per answer token |',
         '|---|---|',
         *measured,
-        *(f'| train, {place} batch | {nll:.4f} |' for place, nll in train.items() if nll is not None),
+        *(f'| train, {place} batch | {_format_nll(nll)} |' for place, nll in train.items()),
         '',
         f'Weights: `export/`, a Hugging Face directory; sha256 {report["weights_sha256"]}.',
         '',
     ]
     return '\n'.join(lines)
+
+
+def _format_nll(nll: float | None) -> str:
+    """Four decimals; '-' where it is missing or was not finite."""
+    return '-' if nll is None else f'{nll:.4f}'

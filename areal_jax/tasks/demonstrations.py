@@ -63,12 +63,12 @@ class Demonstrations:
         Raises TaskError for the first one that does not fit and is not to be dropped.
         """
         capacity = {'learner.row_tokens': row_tokens, 'learner.row_loss_tokens': row_loss_tokens}
-        sides = [self.train, self.held_out]
-        kept = [tuple(d for d in side if _fits(d, capacity)) for side in sides]
-        dropped = sum(map(len, sides)) - sum(map(len, kept))
+        everything = self.train + self.held_out
+        train, held_out = (tuple(d for d in side if _fits(d, capacity)) for side in (self.train, self.held_out))
+        dropped = len(everything) - len(train) - len(held_out)
         if dropped and over_length == 'refuse':
-            raise TaskError(_describe_too_long([d for side in sides for d in side], capacity))
-        return Demonstrations(*kept, dropped=self.dropped + dropped)
+            raise TaskError(_describe_too_long(everything, capacity))
+        return Demonstrations(train, held_out, self.dropped + dropped)
 
     def _side(self, split: Split) -> tuple[Demonstration, ...]:
         side = self.train if split == 'train' else self.held_out
