@@ -141,6 +141,11 @@ def _declare_learner(c: config_dict.ConfigDict) -> None:
     c.mesh.tensor = 1  # slices of heads, MLP and vocabulary
     c.mesh.strategy = 'fsdp'  # 'fsdp' | 'fsdp_tensor' | 'tensor' | 'replicated': see sharding/rules.py
 
+    c.distributed = config_dict.ConfigDict()  # the learner's mesh over several processes
+    c.distributed.processes = 1  # each started with the same config; process 0 drives
+    c.distributed.coordinator = ''  # host:port of process 0, with --process_id; '' = SLURM, GKE or the pod tells
+    c.distributed.command_deadline_s = 600.0  # longest command of the learner before the run ends, compilation included
+
 
 def _declare_surroundings(c: config_dict.ConfigDict) -> None:
     """Weights on their way, and what a run leaves behind."""
@@ -226,7 +231,7 @@ AT_LEAST_ONE = (
     *('run.steps', 'rollout.engines', 'rollout.slots', 'rollout.decode_steps', 'rollout.group_size'),
     *('rollout.max_running_groups', 'rollout.max_new_tokens', 'buffer.capacity', 'learner.groups_per_update'),
     *('learner.n_minibatches', 'learner.epochs', 'learner.rows_per_microbatch', 'checkpoint.keep'),
-    *('mesh.data', 'mesh.fsdp', 'mesh.context', 'mesh.tensor'),
+    *('mesh.data', 'mesh.fsdp', 'mesh.context', 'mesh.tensor', 'distributed.processes'),
     *('task.verifier_workers', 'task.verifier_attempts'),
 )
 

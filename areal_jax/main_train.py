@@ -10,6 +10,7 @@ from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment file, e.g. configs/tiny_cpu.py.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of distributed.processes this is; 0 drives the run.')
 _RESUME = flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.')
 
 
@@ -20,12 +21,16 @@ def main(arguments: list[str]) -> int:
 
     return_freed_memory()
     from areal_jax.app.errors import USER_ERRORS
+    from areal_jax.app.processes import follow_run, join_processes
     from areal_jax.app.session import Session
     from areal_jax.app.sft import SftSession
 
     workdir = pathlib.Path(str(_WORKDIR.value))
     source = config_flags.get_config_filename(flags.FLAGS['config'])
     try:
+        if join_processes(_CONFIG.value, _PROCESS_ID.value):
+            follow_run(_CONFIG.value)
+            return 0
         kind = SftSession if _CONFIG.value.loss.objective == 'sft' else Session
         session = kind(_CONFIG.value, workdir, resume=_RESUME.value, source=source)
         report = session.train()

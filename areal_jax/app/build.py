@@ -24,16 +24,19 @@ from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.gguf import find_package_file, load_gguf
+from areal_jax.models.hf_config import read_hf_config
+from areal_jax.models.hf_directory import load_hf_weights
 from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import param_shardings
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.token_reversal import characters
-from areal_jax.tasks.tokenizer import CharacterTokenizer, GgufTokenizer, Tokenizer
+from areal_jax.tasks.tokenizer import CharacterTokenizer, GgufTokenizer, HfTokenizer, Tokenizer
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.types import SamplingParams
 
@@ -54,12 +57,24 @@ def build_model(config: TrackedConfig) -> Model:
         file = find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
         model_config, params, fields = load_gguf(file)
         model = Model(Decoder(model_config), params, GgufTokenizer(fields))
+    elif config.model.source == 'hf':
+        model = _load_hf_model(config, pathlib.Path(config.model.path))
     else:
         tokenizer = CharacterTokenizer(characters(config.task.symbols))
         decoder = Decoder(_random_shape(config, tokenizer.vocab_size))
         model = Model(decoder, decoder.init(config.run.seed, config.model.init_scale), tokenizer)
     model.tokenizer.fits(model.decoder.config.vocab_size)
     return model
+
+
+def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
+    """Weights go from the files straight to where the learner has them."""
+    decoder = Decoder(read_hf_config(directory))
+    shape = decoder.config
+    with _naming_fields():
+        units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
+        shardings = param_shardings(decoder.abstract(), build_mesh(config), config.mesh.strategy, units)
+    return Model(decoder, load_hf_weights(directory, shape, shardings=shardings), HfTokenizer(directory))
 
 
 def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import ConfigError
 from areal_jax.control.clocks.loop import CallDeadlineError, StallError
+from areal_jax.learning.commands import CommandError
+from areal_jax.models.attention import AttentionError
 from areal_jax.models.gguf import GgufError
 from areal_jax.models.hf import WeightsError
+from areal_jax.models.hf_config import HfError
 from areal_jax.publication.errors import PublicationError
 from areal_jax.rollout.engine import PromptTooLongError
 from areal_jax.tasks.task import TaskError
@@ -14,6 +17,9 @@ from areal_jax.tasks.tokenizer import TokenizerError
 from areal_jax.tasks.verifier import VerifierError
 
 USER_ERRORS = (
+    AttentionError,
+    CommandError,
+    HfError,
     ConfigError,
     CheckpointError,
     CallDeadlineError,

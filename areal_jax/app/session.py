@@ -17,10 +17,12 @@ from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.observer import StepObserver
+from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.app.workdir import CHECKPOINTS, prepare_workdir
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.config import ConfigError, TrackedConfig, flatten, validate
+from areal_jax.config import TrackedConfig, validate
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import Controller
 from areal_jax.control.events import truncate_events
@@ -58,8 +60,8 @@ class Session:
         self.started = time.monotonic()
         self.workdir, self._source, self._resume = workdir, source, resume
         self.config = TrackedConfig(config)
-        self._prepare_workdir(config)
-        self._store = CheckpointStore(workdir / 'checkpoints', keep=self.config.checkpoint.keep)
+        prepare_workdir(workdir, self.config.as_dict(), resume=resume)
+        self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.version_at_start = 0
         self._build()
@@ -84,13 +86,13 @@ class Session:
         self.verifier = build.build_verifier(config, self.clock, task, model.tokenizer.decode)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
-        self.learner = build.build_learner(config, model)
+        self.learner = lead(config, build.build_learner(config, model))
         model.params = None  # the learner has its copy
         if arrays is not None:
             try:
                 self.learner.restore(arrays)
             except ValueError as error:
-                raise CheckpointError(f'{self.workdir}/checkpoints is of another model: {error}') from error
+                raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
             del arrays
         self._channel = build.build_channel(config, self.workdir, model.decoder)
         ring, engines = self._build_engines(model)
@@ -181,14 +183,19 @@ class Session:
     def train(self) -> dict[str, Any] | None:
         """Run to the end (the report) or to a requested stop (None; the checkpoint is saved)."""
         try:
+            return self._report() if self._run() else None
+        finally:
+            self.learner.close()
+
+    def _run(self) -> bool:
+        try:
             self._warm_up()
-            finished = self.clock.execute(self.supervisor.run(self._program()))
+            return self.clock.execute(self.supervisor.run(self._program()))
         except BaseException as error:
             self.log.write('error', message=f'{type(error).__name__}: {error}')
             raise
         finally:
             self.close()
-        return self._report() if finished else None
 
     def close(self) -> None:
         """Free processes, threads and files."""
@@ -233,35 +240,13 @@ class Session:
 
     # What stays.
 
-    def _prepare_workdir(self, config: config_dict.ConfigDict) -> None:
-        """Write config.json, or compare with the one there when resuming."""
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        path, values = self.workdir / 'config.json', self.config.as_dict()
-        if self._resume and path.exists():
-            saved, current = dict(flatten(json.loads(path.read_text()))), dict(flatten(values))
-            if different := sorted(field for field in current if saved.get(field) != current[field]):
-                changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
-                raise ConfigError(
-                    f'--resume with another config than {path}: {changes}; use the same, or a new workdir'
-                )
-        elif not self._resume and self._holds_updates():
-            raise ConfigError(
-                f'{self.workdir} holds a run already: go on with --resume, or give another --workdir (or remove it)'
-            )
-        path.write_text(json.dumps(values, indent=1) + '\n')
-
-    def _holds_updates(self) -> bool:
-        """Whether something would be lost; an attempt that ended before its first update is simply replaced."""
-        metrics = self.workdir / 'metrics.jsonl'
-        return any((self.workdir / 'checkpoints').glob('step_*')) or (metrics.exists() and metrics.stat().st_size > 0)
-
     def _load_checkpoint(self, model: build.Model) -> tuple[dict[str, Any] | None, Any]:
         if not self._resume:
             return None, None
         step, arrays, run_state = self._store.restore_latest()
         self.version_at_start = step
         snapshot = decode_run_state(run_state)
-        print(f'resumed after update {step} from {self.workdir / "checkpoints"}', flush=True)
+        print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
         return snapshot, arrays
 
     def _save_checkpoint(self, step: int, arrays: Any, snapshot: Mapping[str, Any]) -> None:

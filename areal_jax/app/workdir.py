@@ -12,6 +12,8 @@ from areal_jax.telemetry import metrics
 
 CONFIG = 'config.json'
 CHECKPOINTS = 'checkpoints'
+# where and in which form it is computed may change on the way: checkpoints are whole arrays, one leaf per layer
+_MAY_CHANGE = ('mesh.', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention')
 
 
 def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume: bool) -> None:
@@ -24,7 +26,8 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
     path = workdir / CONFIG
     if resume and path.exists():
         saved, current = dict(flatten(json.loads(path.read_text()))), dict(flatten(values))
-        if different := sorted(field for field in current if saved.get(field) != current[field]):
+        fixed = [field for field in current if not field.startswith(_MAY_CHANGE)]
+        if different := sorted(field for field in fixed if saved.get(field) != current[field]):
             changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
             raise ConfigError(f'--resume with another config than {path}: {changes}; use the same, or a new workdir')
     elif not resume and _holds_updates(workdir):

@@ -161,9 +161,10 @@ def _write_arrays(directory: pathlib.Path, leaves: Mapping[str, np.ndarray]) -> 
     import orbax.checkpoint as ocp
 
     # float32 weights hardly compress: without it a save costs its bytes and no CPU that decoding needs
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+    alone = _this_process_alone()
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False, multiprocessing_options=alone)
     directory.mkdir(parents=True)
-    with ocp.Checkpointer(handler) as checkpointer:
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         for index, names in enumerate(_portions({name: leaf.nbytes for name, leaf in leaves.items()})):
             portion = {name: leaves[name] for name in names}
             checkpointer.save(directory / f'{index:04d}', args=ocp.args.PyTreeSave(portion))
@@ -191,11 +192,25 @@ def _read_arrays(directory: pathlib.Path, described: Mapping[str, Any]) -> dict[
     }
     sizes = {name: np.dtype(leaf['dtype']).itemsize * int(np.prod(leaf['shape'])) for name, leaf in described.items()}
     arrays: dict[str, np.ndarray] = {}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
+    alone = _this_process_alone()
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         for index, names in enumerate(_portions(sizes)):
             arguments = ocp.args.PyTreeRestore(restore_args={name: wanted[name] for name in names})
             arrays |= checkpointer.restore(directory / f'{index:04d}', args=arguments)
     return arrays
+
+
+def _this_process_alone() -> Any:
+    """Arrays come whole, to one process: orbax must not wait for the others of a distributed run."""
+    import orbax.checkpoint as ocp
+
+    this = jax.process_index()
+    prefix = None if jax.process_count() == 1 else f'process{this}'
+    active = None if jax.process_count() == 1 else {this}
+    return ocp.options.MultiprocessingOptions(
+        primary_host=this, active_processes=active, barrier_sync_key_prefix=prefix
+    )
 
 
 def _away_from_loops(fn: Callable[[], _T]) -> _T:

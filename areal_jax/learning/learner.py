@@ -187,6 +187,9 @@ class SpmdLearner:
         self._frozen = place(frozen, self._programs.frozen)
         self._state = place(state, self._programs.state)
 
+    def close(self) -> None:
+        """Nothing to let go of; learners of several processes have followers (commands.py)."""
+
     # What a run is built with.
 
     def _require_shapes(self) -> None:
