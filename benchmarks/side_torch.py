@@ -1,83 +1,91 @@
-"""The other side of against_torch.py: transformers' generate and a plain padded PPO step in torch, float32."""
+"""The other side of against_torch.py: a plain padded GRPO step and transformers' generate in torch, float32.
+
+Needs torch, transformers and numpy, and nothing of ours.
+"""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
-from benchmarks import workload
+from benchmarks.sides import Call, Start, serve
+from benchmarks.workload import Work, load_work
 
-MICROBATCH_ROWS = 16
-
-
-def timed(work) -> dict[str, float]:
-    wall, cpu = time.monotonic(), time.process_time()
-    work()
-    return {'wall_s': time.monotonic() - wall, 'cpu_s': time.process_time() - cpu}
+CLIP_EPSILON = 0.2
 
 
-def padded_rows(lengths: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Micro-batches (tokens, loss mask), sorted by length and padded to the longest of their rows."""
-    rows = []
-    for prompt, group in zip(workload.prompts(0, workload.GROUPS), workload.answers(0, lengths), strict=True):
-        rows += [(torch.tensor([*prompt, *answer]).long(), len(answer)) for answer in group]
-    rows.sort(key=lambda row: len(row[0]))
+def prepare(arguments: dict[str, Any]) -> Start:
+    model = transformers.AutoModelForCausalLM.from_pretrained(arguments['model'], dtype=torch.float32)
+    work = load_work(arguments['work'])
+    kind = {'train': start_training, 'generate': start_generation}[arguments['task']]
+    facts = {
+        'threads': torch.get_num_threads(),
+        'versions': {'torch': torch.__version__, 'transformers': transformers.__version__},
+    }
+    return lambda: (kind(model, work, arguments), lambda: facts)
+
+
+def start_training(model: Any, work: Work, arguments: Mapping[str, Any]) -> Call:
+    """An update with learning rate 0, so that every call computes the same."""
+    batches = pad_rows(work, arguments['rows_per_microbatch'], arguments['order'])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    return lambda: train_step(model, optimizer, batches)
+
+
+def pad_rows(work: Work, rows: int, order: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Micro-batches (tokens [R, T], mask of answers [R, T], advantages [R]), padded to the longest of their rows."""
+    lengths = np.array([len(a) for a in work.answers])
+    indices = np.argsort(lengths, kind='stable') if order == 'by length' else np.arange(len(lengths))
     batches = []
-    for start in range(0, len(rows), MICROBATCH_ROWS):
-        part = rows[start : start + MICROBATCH_ROWS]
-        tokens = torch.nn.utils.rnn.pad_sequence([r for r, _ in part], batch_first=True)
+    for part in np.split(indices, range(rows, len(indices), rows)):
+        texts = [torch.tensor([*work.prompt_of(i), *work.answers[i]]).long() for i in part]
+        tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
-        for i, (row, answer) in enumerate(part):
-            mask[i, len(row) - answer : len(row)] = True
-        batches.append((tokens, mask))
+        for row, text, i in zip(mask, texts, part, strict=True):
+            row[len(text) - lengths[i] : len(text)] = True
+        batches.append((tokens, mask, torch.tensor(work.advantages[part])))
     return batches
 
 
-def train_step(model, optimizer, batches) -> None:
-    total = sum(int(mask.sum()) for _, mask in batches)
-    for tokens, mask in batches:
+def train_step(model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> Mapping[str, float]:
+    total = sum(int(mask.sum()) for _, mask, _ in batches)
+    loss_sum = 0.0
+    for tokens, mask, advantages in batches:
         attention = torch.ones_like(tokens)  # padding is at the end and out of the loss: causal order hides it
         logits = model(input_ids=tokens, attention_mask=attention).logits[:, :-1]
         answer = mask[:, 1:]
         logprobs = torch.log_softmax(logits[answer].float(), -1)
         policy = logprobs.gather(-1, tokens[:, 1:][answer][:, None])[:, 0]
         ratio = torch.exp(policy - policy.detach())
-        advantage = torch.ones_like(ratio)
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / total
+        advantage = advantages[:, None].expand(answer.shape)[answer]
+        clipped = ratio.clamp(1 - CLIP_EPSILON, 1 + CLIP_EPSILON)
+        loss = -torch.minimum(ratio * advantage, clipped * advantage).sum() / total
         loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss_sum += float(loss.detach())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
+    return {'loss/value': loss_sum, 'update/grad_norm': float(norm)}
 
 
-def main() -> None:
-    repetitions, directory = int(sys.argv[1]), sys.argv[2]
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    rows = torch.tensor(workload.prompts(0, workload.SLOTS)).long()
-    attention = torch.ones_like(rows)
+def start_generation(model: Any, work: Work, arguments: Mapping[str, Any]) -> Call:
+    rows = torch.tensor(work.prompts).long()
+    new_tokens = arguments['new_tokens']
 
-    def generate() -> None:
+    def call() -> Mapping[str, float]:
         with torch.no_grad():
-            model.generate(
-                rows, attention_mask=attention, do_sample=True, min_new_tokens=workload.NEW_TOKENS,
-                max_new_tokens=workload.NEW_TOKENS, pad_token_id=2,
+            out = model.generate(
+                rows, attention_mask=torch.ones_like(rows), do_sample=True, min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens, pad_token_id=2,
             )  # fmt: skip
+        return {'tokens': float(out.numel() - rows.numel())}
 
-    generate()
-    results = {'generate': [timed(generate) for _ in range(repetitions)]}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    for lengths in ('equal', 'lognormal'):
-        batches = padded_rows(lengths)
-        train_step(model, optimizer, batches)
-        results[f'train {lengths}'] = [timed(lambda: train_step(model, optimizer, batches)) for _ in range(repetitions)]
-    results['threads'] = torch.get_num_threads()
-    results['versions'] = {'torch': torch.__version__, 'transformers': __import__('transformers').__version__}
-    print(json.dumps(results))
+    return call
 
 
 if __name__ == '__main__':
-    main()
+    serve(prepare)

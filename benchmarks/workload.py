@@ -1,23 +1,104 @@
-"""The work that the comparisons share: prompts and answers of the quickstart's shape, from a seed. numpy only."""
+"""The work that the comparisons share: prompts and answers of a group step, from a seed. numpy only."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-GROUPS, GROUP_SIZE, PROMPT_TOKENS = 8, 8, 44
-NEW_TOKENS, SLOTS = 64, 8
-VOCABULARY = 49152
+FIRST_TOKEN = 8  # smaller ids are special somewhere: padding, beginning or end of a text
+LIMIT = 3  # longest answer over the mean: about that of the paper's 27648 tokens to a mean of 9000
+SIGMA = 0.75  # of the lognormal lengths with which arXiv 2505.24298's runs can be explained
 
 
-def prompts(seed: int, count: int) -> np.ndarray:
-    """int32 [count, PROMPT_TOKENS]."""
-    return np.random.default_rng(seed).integers(3, VOCABULARY, (count, PROMPT_TOKENS)).astype(np.int32)
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Answers of one update. Every sigma has the same number of tokens, to the token, so that lengths alone differ."""
+
+    groups: int
+    group_size: int
+    prompt_tokens: int
+    mean_tokens: int  # of an answer
+    sigma: float  # lengths are lognormal up to LIMIT times the mean; 0 = all equal
+    vocabulary: int
+    seed: int = 0
+
+    @property
+    def answer_tokens(self) -> int:
+        """Of all answers: what is trained."""
+        return self.groups * self.group_size * self.mean_tokens
+
+    @property
+    def limit_tokens(self) -> int:
+        """The longest answer there may be: what a generator would be told."""
+        return self.mean_tokens * (LIMIT if self.sigma else 1)
+
+    def prompts(self) -> np.ndarray:
+        """int32 [groups, prompt_tokens]."""
+        rng = np.random.default_rng(self.seed)
+        return rng.integers(FIRST_TOKEN, self.vocabulary, (self.groups, self.prompt_tokens)).astype(np.int32)
+
+    def answers(self) -> list[list[np.ndarray]]:
+        """groups x group_size of int32 [n]."""
+        rng = np.random.default_rng(self.seed + 1)
+        drawn = draw_lengths(self.groups * self.group_size, self.mean_tokens, self.limit_tokens, self.sigma, rng)
+        tokens = [rng.integers(FIRST_TOKEN, self.vocabulary, int(n)).astype(np.int32) for n in drawn]
+        return [tokens[i : i + self.group_size] for i in range(0, len(tokens), self.group_size)]
 
 
-def answers(seed: int, lengths: str) -> list[list[np.ndarray]]:
-    """GROUPS x GROUP_SIZE answers: 'equal' = 16 tokens each, 'lognormal' = median 16, sigma 0.7, at most 64."""
-    rng = np.random.default_rng(seed + 1)
-    count = GROUPS * GROUP_SIZE
-    drawn = np.full(count, 16) if lengths == 'equal' else np.clip(rng.lognormal(np.log(16), 0.7, count), 1, 64)
-    tokens = [rng.integers(3, VOCABULARY, int(n)).astype(np.int32) for n in drawn]
-    return [tokens[i * GROUP_SIZE : (i + 1) * GROUP_SIZE] for i in range(GROUPS)]
+def draw_lengths(count: int, mean: int, limit: int, sigma: float, rng: np.random.Generator) -> np.ndarray:
+    """int [count] in [1, limit] of mean exactly `mean`: lognormal, scaled so that what is cut off is made up for."""
+    drawn = np.exp(sigma * rng.standard_normal(count))
+    low, high = 0.0, float(limit * count) / drawn.min()
+    for _ in range(100):
+        scale = (low + high) / 2
+        low, high = (scale, high) if np.clip(scale * drawn, 1, limit).sum() < mean * count else (low, scale)
+    exact = np.clip(high * drawn, 1, limit)
+    lengths = np.floor(exact + 1e-6).astype(int)
+    rounded_up = np.argsort(lengths - exact, kind='stable')[: mean * count - lengths.sum()]
+    lengths[rounded_up] += 1
+    return lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What an update learns from, as every side loads it. Trajectory i belongs to group i // group_size."""
+
+    prompts: np.ndarray  # int32 [groups, prompt_tokens]
+    answers: tuple[np.ndarray, ...]  # int32 [n] for each trajectory
+    behavior_logprobs: tuple[np.ndarray, ...]  # float32 [n], of the weights that both sides load
+    rewards: np.ndarray  # float32 [trajectories]
+    advantages: np.ndarray  # float32 [trajectories], of those rewards
+    limit_tokens: int
+
+    @property
+    def group_size(self) -> int:
+        return len(self.answers) // len(self.prompts)
+
+    def prompt_of(self, trajectory: int) -> np.ndarray:
+        return self.prompts[trajectory // self.group_size]
+
+    def save(self, path: str) -> None:
+        np.savez(
+            path,
+            prompts=self.prompts,
+            lengths=np.array([len(a) for a in self.answers]),
+            answers=np.concatenate(self.answers),
+            behavior_logprobs=np.concatenate(self.behavior_logprobs),
+            rewards=self.rewards,
+            advantages=self.advantages,
+            limit_tokens=np.array(self.limit_tokens),
+        )
+
+
+def load_work(path: str) -> Work:
+    with np.load(path) as saved:
+        ends = np.cumsum(saved['lengths'])[:-1]
+        return Work(
+            saved['prompts'],
+            tuple(np.split(saved['answers'], ends)),
+            tuple(np.split(saved['behavior_logprobs'], ends)),
+            saved['rewards'],
+            saved['advantages'],
+            int(saved['limit_tokens']),
+        )

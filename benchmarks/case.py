@@ -1,0 +1,71 @@
+"""What the sides of a comparison load: a model directory, and work whose log-probs are that model's."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax.learning.advantages import group_advantages
+from areal_jax.learning.forward import forward
+from areal_jax.learning.packing import pack
+from areal_jax.learning.train_step import training_rows
+from areal_jax.models.decoder import Decoder
+from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
+from benchmarks.workload import Work, Workload
+
+
+def make_work(decoder: Decoder, params: Any, workload: Workload) -> Work:
+    """Answers as if the weights had sampled them; every other answer of a group is rewarded."""
+    answers = tuple(answer for group in workload.answers() for answer in group)
+    rewards = np.arange(len(answers), dtype=np.float32) % 2
+    unknown = tuple(np.zeros(len(a), np.float32) for a in answers)
+    nothing = np.zeros(len(answers), np.float32)
+    work = Work(workload.prompts(), answers, unknown, rewards, nothing, workload.limit_tokens)
+    groups = make_groups(work)
+    return dataclasses.replace(
+        work,
+        behavior_logprobs=_logprobs(decoder, params, work, groups),
+        advantages=np.concatenate([group_advantages(group, 'group') for group in groups]),
+    )
+
+
+def make_groups(work: Work) -> list[TrajectoryGroup]:
+    """The work as a learner gets it."""
+    groups = []
+    for draw, prompt_tokens in enumerate(work.prompts):
+        prompt = Prompt(draw, prompt_tokens, 'benchmark', {})
+        trajectories = []
+        for sample in range(work.group_size):
+            i = draw * work.group_size + sample
+            segment = Segment(work.answers[i], work.behavior_logprobs[i], 0)
+            trajectories.append(Trajectory(prompt, sample, (segment,), float(work.rewards[i]), 'stop', '', 0.0, 0.0))
+        groups.append(TrajectoryGroup(draw, tuple(trajectories)))
+    return groups
+
+
+def save_work(directory: str | pathlib.Path, work: Work) -> str:
+    path = pathlib.Path(directory) / 'work.npz'
+    work.save(str(path))
+    return str(path)
+
+
+def _logprobs(decoder: Decoder, params: Any, work: Work, groups: list[TrajectoryGroup]) -> tuple[np.ndarray, ...]:
+    """Of one trajectory per row, at temperature 1."""
+    longest = max(len(a) for a in work.answers)
+    batches, _ = pack(
+        groups,
+        [np.zeros(work.group_size, np.float32) for _ in groups],
+        mode='ordinary',
+        fill='padded',
+        row_tokens=work.prompts.shape[1] + longest,
+        row_loss_tokens=longest,
+        rows_per_microbatch=work.group_size,
+    )
+    rows, _ = training_rows(batches[0], 'token_mean')
+    score = jax.jit(lambda params, rows: forward(decoder, params, rows, 1.0)[0])
+    logprobs = np.concatenate([score(params, {k: x[m] for k, x in rows.items()}) for m in range(len(rows['tokens']))])
+    return tuple(row[: len(answer)] for row, answer in zip(logprobs, work.answers, strict=False))
