@@ -13,6 +13,7 @@ from ml_collections import config_dict
 from areal_jax.app import build
 from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.interrupt import StopRequest
+from areal_jax.app.processes import lead
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.workdir import CHECKPOINTS, prepare_workdir
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -66,7 +67,7 @@ class SftSession:
         self.demonstrations = build_demonstrations(config, model.tokenizer)
         self.stream = self.demonstrations.stream(config.run.seed)
         self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
-        self.learner = build.build_learner(config, model)
+        self.learner = lead(config, build.build_learner(config, model))
         model.params = None  # the learner has its copy
         if resume:
             self._restore()
@@ -92,6 +93,7 @@ class SftSession:
                 return self._report()
         finally:
             self.metrics.close()
+            self.learner.close()
 
     def _warm_up(self) -> None:
         began = time.monotonic()

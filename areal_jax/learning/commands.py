@@ -62,6 +62,9 @@ class CommandLeader:
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
         return self._everywhere('update', groups, version)
 
+    def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        return self._everywhere('evaluate', groups)
+
     def publish(self, version: int) -> Any:
         return self._everywhere('publish', version)
 
@@ -141,7 +144,7 @@ def _accept_all(listener: Listener, count: int, deadline_s: float) -> list[Conne
 
     threading.Thread(target=accept, daemon=True).start()
     end = time.monotonic() + deadline_s
-    connections = []
+    connections: list[Connection] = []
     while len(connections) < count:
         try:
             connections.append(accepted.get(timeout=max(end - time.monotonic(), 0.0)))

@@ -63,9 +63,9 @@ def forward(
     hidden = tokens.unflatten(flat_hidden)
     predicting = jax.numpy.take_along_axis(hidden, rows['sources'][..., None], axis=1)
     arguments = targets.flatten(predicting), decoder.head(params), targets.flatten(rows['targets']), temperature
-    if mesh is not None and tokens.spread:
+    if tokens.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
-            *arguments, mesh=mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', chunk=vocab_chunk
+            *arguments, mesh=tokens.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', chunk=vocab_chunk
         )
     else:
         logprobs, entropy = token_logprobs(*arguments, chunk=vocab_chunk)
@@ -76,9 +76,9 @@ class Stream:
     """The order in which tokens of rows [R, T] stand in the flat stream [R * T], and where it lies."""
 
     def __init__(self, mesh: Mesh | None, rows: int, tokens: int):
-        self.spread = mesh is not None and mesh.size > 1
-        self.mesh, self._rows, self._tokens = mesh, rows, tokens
-        self._parts = (data_shards(mesh), mesh.shape['context']) if self.spread else (1, 1)
+        self.mesh = mesh if mesh is not None and mesh.size > 1 else None  # None: nothing has to be said
+        self._rows, self._tokens = rows, tokens
+        self._parts = (1, 1) if self.mesh is None else (data_shards(self.mesh), self.mesh.shape['context'])
         for size, parts, what in ((rows, self._parts[0], 'rows'), (tokens, self._parts[1], 'tokens of a row')):
             if size % parts:
                 raise ValueError(f'{size} {what} do not divide over {parts} devices of the mesh')
@@ -104,7 +104,7 @@ class Stream:
         return self._at(x, TOKEN_AXES)
 
     def _at(self, x: jax.Array, *spec: Any) -> jax.Array:
-        if not self.spread:
+        if self.mesh is None:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
@@ -116,12 +116,21 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Callable[..., Any]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Any, window: int | None) -> tuple[jax.Array, Any]:
         def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array, first: Any = 0) -> jax.Array:
             segments, parents, positions = places
-            seen = {'window': window, 'positions': positions} if window is not None else {}
             return packed_rows_attention(
-                q, k, v, segments, parents, scale=q.shape[-1] ** -0.5, impl=impl, first=first, **seen
+                q,
+                k,
+                v,
+                segments,
+                parents,
+                scale=q.shape[-1] ** -0.5,
+                impl=impl,
+                positions=positions,
+                window=window,
+                first=first,
             )
 
-        run = _over_mesh(attend_rows, stream.mesh, q.shape[1], k.shape[1]) if stream.spread else attend_rows
+        mesh = stream.mesh
+        run = attend_rows if mesh is None else _over_mesh(attend_rows, mesh, q.shape[1], k.shape[1])
         out = run(*(stream.unflatten(x) for x in (q, k, v)), *places)
         return stream.flatten(out), entry
 

@@ -262,8 +262,7 @@ class SpmdLearner:
             step_rows = self._step(rows, self._scalars(denominator, version, first))
             results.append(jax.device_get(step_rows))
             if first and settings.recomputes:
-                before = np.reshape(results[0][2], batches[0].targets.shape)
-                known[0] = KnownLogprobs(before, known[0].reference)
+                known[0] = KnownLogprobs(np.reshape(results[0][2], batches[0].targets.shape), known[0].reference)
         metrics = _step_metrics([step for step, _, _ in results])
         merged = merge_metrics([m for _, microbatches, _ in results for m in microbatches])
         if results:

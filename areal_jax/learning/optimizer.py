@@ -35,8 +35,9 @@ class Schedule:
             raise ValueError(f'optimizer.schedule={self.kind!r} is unknown; use one of {", ".join(SCHEDULES)}')
         if self.kind != 'constant' and self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f'optimizer.schedule={self.kind!r} needs optimizer.total_steps={self.total_steps} above '
-                f"optimizer.warmup_steps={self.warmup_steps}: set it to the run's last step"
+                f'optimizer.schedule={self.kind!r} falls over {self.total_steps} optimizer steps (run.steps * '
+                f'learner.n_minibatches * learner.epochs), which must be more than optimizer.warmup_steps='
+                f'{self.warmup_steps}: raise run.steps or shorten the warm-up'
             )
         if not 0 <= self.final_ratio <= 1:
             raise ValueError(f'optimizer.final_ratio={self.final_ratio} must lie in [0, 1]')

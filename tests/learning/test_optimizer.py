@@ -281,7 +281,11 @@ def test_every_optimizer_skips_a_non_finite_gradient(name):
         ('adamw', {'moment_dtype': 'int8'}, r"optimizer.moment_dtype='int8' is unknown; .* optimizer.name='adamw8bit'"),
         ('lion', {'moment_dtype': 'bfloat16'}, r"optimizer.moment_dtype='bfloat16' is read by 'adamw' alone"),
         ('sgd', {'schedule': 'step'}, r"optimizer.schedule='step' is unknown; use one of constant, cosine, linear"),
-        ('sgd', {'schedule': 'cosine', 'warmup_steps': 5, 'total_steps': 5}, r'total_steps=5 above .*warmup_steps=5'),
+        (
+            'sgd',
+            {'schedule': 'cosine', 'warmup_steps': 5, 'total_steps': 5},
+            r'over 5 optimizer steps .*warmup_steps=5',
+        ),
         ('sgd', {'final_ratio': 1.5}, r'optimizer.final_ratio=1.5 must lie in \[0, 1\]'),
     ],
 )
