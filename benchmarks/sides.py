@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -96,16 +96,15 @@ class Side:
 
 def take_turns(sides: Mapping[str, Side], repetitions: int) -> dict[str, dict[str, Any]]:
     """One first call of each side, then `repetitions` calls of each in turn; what `summarize` says of them."""
-    first = {name: side.call() for name, side in sides.items()}
     calls: dict[str, list[Run]] = {name: [] for name in sides}
-    for _ in range(repetitions):
+    for _ in range(1 + repetitions):
         for name, side in sides.items():
             calls[name].append(side.call())
             print(name, calls[name][-1], file=sys.stderr, flush=True)
-    return {name: summarize(first[name], calls[name]) | {'facts': side.facts()} for name, side in sides.items()}
+    return {name: summarize(*calls[name]) | {'facts': side.facts()} for name, side in sides.items()}
 
 
-def summarize(first: Run, calls: Sequence[Run]) -> dict[str, Any]:
+def summarize(first: Run, *calls: Run) -> dict[str, Any]:
     """Medians over the calls after the first; what the first took beyond them is building and compiling."""
     middle = {key: statistics.median(call[key] for call in calls) for key in ('wall_s', 'cpu_s')}
     last = calls[-1]
