@@ -47,6 +47,7 @@ setup(
             *PLOTS,
             *GGUF,
             'pytest>=8',
+            'pytest-xdist>=3.6',
             'hypothesis>=6',
             'ruff==0.17.5',
             'mypy>=1.15',

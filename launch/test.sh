@@ -8,4 +8,5 @@ make_environment dev
 "$PYTHON" -m ruff format --check --quiet .
 "$PYTHON" -m mypy
 if [ $# -eq 0 ]; then set -- -m "not slow"; fi
-exec "$PYTHON" -m pytest "$@"
+# two processes: most of the time goes into compiling, which uses one core; files are not split over them
+exec "$PYTHON" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"

@@ -43,7 +43,7 @@ def model(path):
 
     @jax.jit
     def run(params, row, segment):
-        attend = lambda q, k, v, entry: (packed_attention(q, k, v, segment, segment, scale=64**-0.5), entry)
+        attend = lambda q, k, v, entry, _: (packed_attention(q, k, v, segment, segment, scale=64**-0.5), entry)
         hidden, _ = decoder.hidden(params, row, jnp.arange(ROW), attend)
         return decoder.logits(params, hidden), *token_logprobs(hidden[:-1], decoder.head(params), row[1:], 1.0)
 
