@@ -119,6 +119,48 @@ MUTATIONS = [
         'segments=[])',
         'tests/control/test_controller.py',
     ),
+    Mutation(
+        'every slice of a row attends as the first',
+        'areal_jax/learning/forward.py',
+        "first = jax.lax.axis_index('context') * q.shape[1]",
+        "first = 0 * jax.lax.axis_index('context')",
+        'tests/learning/test_meshes.py',
+    ),
+    Mutation(
+        'flatten rows as if their tokens were not cut',
+        'areal_jax/learning/forward.py',
+        'x.reshape(shards, self._rows // shards, slices, self._tokens // slices, *x.shape[2:]).swapaxes(1, 2)',
+        'x.reshape(shards, slices, self._rows // shards, self._tokens // slices, *x.shape[2:])',
+        'tests/learning/test_meshes.py',
+    ),
+    Mutation(
+        'keep the loss scale in the gradient',
+        'areal_jax/learning/train_step.py',
+        'unscale = 1.0 / self.settings.loss_scale',
+        'unscale = 1.0',
+        'tests/learning/test_forms.py',
+    ),
+    Mutation(
+        'forget the centre of the trust region after the first step',
+        'areal_jax/learning/learner.py',
+        'if first and settings.recomputes:',
+        'if False:',
+        'tests/learning/test_forms.py',
+    ),
+    Mutation(
+        'publish adapters without their scale',
+        'areal_jax/models/lora.py',
+        'lora.scale * jnp.matmul',
+        'jnp.matmul',
+        'tests/models/test_lora.py',
+    ),
+    Mutation(
+        'stretch short wavelengths too',
+        'areal_jax/models/rotary.py',
+        'frequencies * (kept + (1 - kept) / scaling.factor)',
+        'frequencies / scaling.factor',
+        'tests/models/test_rotary.py',
+    ),
 ]
 
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning import losses, trees
+from areal_jax.learning import trees
 from areal_jax.learning.forward import Rows, forward
 from areal_jax.learning.likelihood import negative_log_likelihood
-from areal_jax.learning.losses import decoupled_ppo_loss, entropy_bonus, masked_sum
+from areal_jax.learning.losses import decoupled_ppo_loss, entropy_bonus, kl_penalty, masked_sum
 from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.packing import denominator_weights
 from areal_jax.learning.proximal import proximal_logprobs
@@ -188,25 +188,24 @@ class Programs:
     def _loss(self, working: Any, frozen: Any, rows: Rows, scalars: Scalars) -> tuple[jax.Array, Any]:
         """This micro-batch's part of the loss of its minibatch."""
         policy_logprobs, entropy = self._forward(working, frozen, rows, scalars)
-        objective = self._likelihood if self.settings.objective == 'sft' else self._surrogate
-        loss, metrics = objective(policy_logprobs, rows, scalars)
         normalizer = (rows['loss_mask'], scalars['denominator'], rows['token_weights'])
+        if self.settings.objective == 'sft':
+            loss, metrics = negative_log_likelihood(policy_logprobs, *normalizer)
+        else:
+            loss, metrics = self._surrogate(policy_logprobs, rows, scalars, normalizer)
         if self.settings.entropy_coefficient:
             loss = loss - self.settings.entropy_coefficient * entropy_bonus(entropy, *normalizer)
         if self.settings.kl_coefficient:
-            penalty, kl_metrics = losses.kl_penalty(
+            penalty, kl_metrics = kl_penalty(
                 policy_logprobs, rows['reference_logprobs'], *normalizer, estimator=self.settings.kl_estimator
             )
             loss, metrics = loss + self.settings.kl_coefficient * penalty, metrics | kl_metrics
         metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
         return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)
 
-    def _likelihood(self, policy_logprobs: jax.Array, rows: Rows, scalars: Scalars) -> tuple[jax.Array, Any]:
-        return negative_log_likelihood(
-            policy_logprobs, rows['loss_mask'], scalars['denominator'], rows['token_weights']
-        )
-
-    def _surrogate(self, policy_logprobs: jax.Array, rows: Rows, scalars: Scalars) -> tuple[jax.Array, Any]:
+    def _surrogate(
+        self, policy_logprobs: jax.Array, rows: Rows, scalars: Scalars, normalizer: tuple[Any, Any, Any]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         settings = self.settings
         proximal = proximal_logprobs(
             settings.proximal,
@@ -222,9 +221,7 @@ class Programs:
             proximal,
             rows['behavior_logprobs'],
             rows['advantages'],
-            rows['loss_mask'],
-            scalars['denominator'],
-            rows['token_weights'],
+            *normalizer,
             clip_epsilon=settings.clip_epsilon,
             clip_epsilon_high=settings.clip_epsilon_high,
             behavior_weight_cap=settings.behavior_weight_cap,
