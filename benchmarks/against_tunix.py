@@ -11,8 +11,9 @@ Tokens are the answers' own: trained by both, counted alike. Tunix pads every an
 generated and every prompt stands beside every answer; it computes logits of prompts and answers and, always, their
 entropy. It has no reference or old log-probs to compute here (beta 0, one iteration) and no rollout engine, and its
 arrays are padded beforehand. Ours packs inside the timed call: 'shared_prompt' has each prompt once in a row,
-'ordinary' beside each answer, in a row that holds them all as Tunix's micro-batch does. Its decoder is a loop over
-layers ('stacked') or a straight program ('list'), as Tunix's is.
+'ordinary' beside each answer, in a row that holds them all as Tunix's micro-batch does; or in four micro-batches, whose
+gradient is the same (the norm is compared). Its decoder is a loop over layers ('stacked') or a straight program
+('list'), as Tunix's is.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ROW_MULTIPLE = 128  # row shapes are multiples of it: what is trained never fill
 MODELS = {'4 layers': (4, 128, 512), '8 layers': (8, 256, 2048)}  # layers, width, vocabulary
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, MEAN_TOKENS = 4, 4, 32, 64
 LENGTHS = {'equal': 0.0, 'lognormal': SIGMA}
-OURS = ('shared_prompt/list', 'shared_prompt/stacked', 'ordinary/list')
+OURS = ('shared_prompt/list/1', 'shared_prompt/stacked/1', 'shared_prompt/stacked/4', 'ordinary/list/1')
 
 
 def model_config(layers: int, width: int, vocabulary: int) -> ModelConfig:
@@ -80,8 +81,8 @@ def run_cell(options: argparse.Namespace, directory: str, config: ModelConfig, w
         )
     }
     for name in options.ours.split(','):
-        packing, layers = name.split('/')
-        settings = our_settings(work, packing, options.microbatches) | {'accumulate': options.accumulate}
+        packing, layers, split = name.split('/')
+        settings = our_settings(work, packing, int(split) * options.microbatches) | {'accumulate': options.accumulate}
         arguments = case | {'task': 'train', 'decoder': {'layers': layers}, 'settings': settings}
         sides[f'ours, {name}'] = Side(sys.executable, 'benchmarks.side_ours', arguments)
     try:
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument('--out', type=pathlib.Path)
     parser.add_argument('--models', default=','.join(MODELS))
     parser.add_argument('--lengths', default=','.join(LENGTHS))
-    parser.add_argument('--ours', default=','.join(OURS), help='packing of our rows / form of our decoder')
+    parser.add_argument('--ours', default=','.join(OURS), help='packing of our rows / form of our decoder / our micro-batches to one')
     parser.add_argument('--accumulate', default='scan', help='scan or dispatch: how our learner runs micro-batches')
     parser.add_argument('--microbatches', type=int, default=1, help='of the update, on both sides')
     parser.add_argument('--repetitions', type=int, default=7, help='timed calls of each side')
