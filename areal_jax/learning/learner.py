@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,19 +13,20 @@ from jax.sharding import Mesh
 from areal_jax.learning import diagnostics, trees
 from areal_jax.learning.advantages import group_advantages, has_signal
 from areal_jax.learning.balance import CostCoefficients, cost_coefficients
+from areal_jax.learning.interchange import export_weights, read_snapshot, take_snapshot
 from areal_jax.learning.likelihood import finalize_likelihood
 from areal_jax.learning.losses import finalize_metrics, merge_metrics
 from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.packing import PackingReport, count_tokens, empty_batch, pack, tail_bucket, tail_buckets, trim
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.train_step import KnownLogprobs, Programs, interchange, training_rows, training_scalars
+from areal_jax.learning.train_step import KnownLogprobs, Programs, training_rows, training_scalars
 from areal_jax.models.attention import choose_checked, shares_prompts
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers, unstack_layers
+from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.placement import gather, place
-from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated, row_sharding
+from areal_jax.sharding.rules import data_shards, param_shardings, replicated, row_sharding
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
@@ -65,7 +67,7 @@ class SpmdLearner:
         config = decoder.config
         units = {'heads': config.n_heads, 'kv_heads': config.n_kv_heads}
         cut = lambda tree: param_shardings(tree, mesh, settings.strategy, units)
-        exported = jax.eval_shape(lambda *sides: interchange(decoder, settings.publish_dtype, *sides), trained, frozen)
+        export = functools.partial(export_weights, decoder, settings.publish_dtype)
         self._programs = Programs(
             decoder,
             settings,
@@ -75,7 +77,7 @@ class SpmdLearner:
             params=cut(trained),
             frozen=cut(frozen),
             state=optimizer.shardings(trained, cut(trained), replicated(mesh)),
-            exported=cut(exported),
+            exported=cut(jax.eval_shape(export, trained, frozen)),
         )
         self._compiled: dict[Any, Any] = {}
         self._params = self._run('copy', place(trees.cast(trained, 'float32'), self._programs.params))
@@ -159,28 +161,17 @@ class SpmdLearner:
         In interchange form, one leaf per layer, whatever form and mesh this learner has. The weights are those of the
         last publication, if those are all and no update came after it, and then need no further copy.
         """
-        whole = self._copy is not None and not self._decoder.lora and self._settings.publish_dtype == 'float32'
-        params = self._copy if whole else self._unstacked(trees.join(self._params, self._frozen))
-        leaves = jax.tree_util.tree_leaves_with_path(self._unstacked(self._state))
-        return {
-            'params': jax.tree.map(gather, params),
-            'optimizer': {path_name(path): gather(leaf) for path, leaf in leaves},
-        }
+        copied = self._copy is not None and not self._decoder.lora and self._settings.publish_dtype == 'float32'
+        params = {} if copied else trees.join(self._params, self._frozen)
+        saved = take_snapshot(self._decoder, params, self._state)
+        return saved | {'params': jax.device_get(self._copy)} if copied else saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes what `save` gave, on any mesh and from either form of layers.
 
         Raises ValueError where names or shapes differ from this learner's; it is unchanged then.
         """
-        current = trees.join(self._params, self._frozen)
-        params = _like(saved['params'], self._abstract_interchange(current), 'params')
-        expected = self._abstract_interchange(self._state)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(expected)
-        paths = [path_name(path) for path, _ in leaves]
-        flat = _like(saved['optimizer'], {p: leaf for p, (_, leaf) in zip(paths, leaves, strict=True)}, 'optimizer')
-        state = jax.tree.unflatten(structure, [flat[path] for path in paths])
-        if self._decoder.layers == 'stacked':
-            params, state = stack_layers(params), _restack(state, self._state)
+        params, state = read_snapshot(self._decoder, saved, trees.join(self._params, self._frozen), self._state)
         trained, frozen = trees.split(params, is_adapter if self._decoder.lora else lambda _: True)
         self._copy = None
         self._params = place(trained, self._programs.params)
@@ -350,14 +341,6 @@ class SpmdLearner:
                 rows, denominator = training_rows(empty, settings.aggregation)
                 yield rows, self._scalars(denominator, version=0, first=True)
 
-    # Interchange form.
-
-    def _unstacked(self, tree: Any) -> Any:
-        return unstack_layers(tree, self._decoder.config.n_layers) if self._decoder.layers == 'stacked' else tree
-
-    def _abstract_interchange(self, tree: Any) -> Any:
-        return jax.eval_shape(self._unstacked, tree)
-
     # Placing and running.
 
     def _place_rows(self, rows: Mapping[str, np.ndarray], microbatches: bool = False) -> Any:
@@ -397,11 +380,6 @@ def _row_cost(c: ModelConfig) -> CostCoefficients:
     )
 
 
-def _restack(state: Any, like: Any) -> Any:
-    """An optimizer state in stacked form; a placeholder that had no axis of layers is the same in all of them."""
-    return jax.tree.map(lambda x, current: x if x.shape == current.shape else x[0], stack_layers(state), like)
-
-
 def _step_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     skipped = sum(float(s['skip_count']) for s in steps)
     metrics = {'update/optimizer_steps': len(steps) - skipped, 'update/skipped_steps': skipped}
@@ -409,16 +387,3 @@ def _step_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics['update/grad_norm'] = sum(float(s['grad_norm']) for s in steps) / (len(steps) - skipped)
         metrics['update/learning_rate'] = float(steps[-1]['learning_rate'])
     return metrics
-
-
-def _like(saved: Any, current: Any, name: str) -> Any:
-    """Copies of the saved leaves, in the dtypes of `current`, after a check of names and shapes."""
-    saved_shapes = {path_name(p): np.shape(x) for p, x in jax.tree_util.tree_leaves_with_path(saved)}
-    shapes = {path_name(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(current)}
-    if saved_shapes != shapes:
-        differing = sorted(set(saved_shapes.items()) ^ set(shapes.items()))
-        raise ValueError(
-            f"saved {name} differ from the learner's in {len(differing)} names or shapes, the first {differing[:2]}: "
-            'restore with the model and optimizer of the run that saved'
-        )
-    return jax.tree.map(lambda s, c: np.array(s, c.dtype, copy=True), saved, current)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from areal_jax.learning import trees
 from areal_jax.learning.forward import Rows, forward
+from areal_jax.learning.interchange import export_weights
 from areal_jax.learning.likelihood import negative_log_likelihood
 from areal_jax.learning.losses import decoupled_ppo_loss, entropy_bonus, kl_penalty, masked_sum
 from areal_jax.learning.optimizer import Optimizer
@@ -19,8 +20,6 @@ from areal_jax.learning.packing import denominator_weights
 from areal_jax.learning.proximal import proximal_logprobs
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import unstack_layers
-from areal_jax.models.lora import merge_adapters
 from areal_jax.sharding.rules import replicated
 from areal_jax.types import PackedBatch
 
@@ -64,16 +63,6 @@ def training_scalars(
     }
 
 
-def interchange(decoder: Decoder, dtype: str, params: Any, frozen: Any) -> Any:
-    """Trained and frozen weights as others read them: adapters merged, one leaf per layer, all of `dtype`."""
-    whole = trees.join(params, frozen)
-    if decoder.lora:
-        whole = merge_adapters(whole, decoder.lora)
-    if decoder.layers == 'stacked':
-        whole = unstack_layers(whole, decoder.config.n_layers)
-    return trees.cast(whole, dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """The functions of one learner that are compiled. Loss and gradient are sums over micro-batches of parts of one
@@ -112,7 +101,7 @@ class Programs:
 
     def export(self) -> Any:
         """(params, frozen) -> the interchange form, in buffers of its own."""
-        run = lambda *sides: jax.tree.map(jnp.copy, interchange(self.decoder, self.settings.publish_dtype, *sides))
+        run = lambda *sides: jax.tree.map(jnp.copy, export_weights(self.decoder, self.settings.publish_dtype, *sides))
         return jax.jit(run, out_shardings=self.exported)
 
     def logprobs(self) -> Any:
