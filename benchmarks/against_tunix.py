@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument('--out', type=pathlib.Path)
     parser.add_argument('--models', default=','.join(MODELS))
     parser.add_argument('--lengths', default=','.join(LENGTHS))
-    parser.add_argument('--ours', default=','.join(OURS), help='packing of our rows / form of our decoder / our micro-batches to one')
+    parser.add_argument('--ours', default=','.join(OURS), help='packing / layers / our micro-batches to one of theirs')
     parser.add_argument('--accumulate', default='scan', help='scan or dispatch: how our learner runs micro-batches')
     parser.add_argument('--microbatches', type=int, default=1, help='of the update, on both sides')
     parser.add_argument('--repetitions', type=int, default=7, help='timed calls of each side')
