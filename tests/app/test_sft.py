@@ -203,6 +203,7 @@ def test_what_cannot_run_is_named_with_the_fix(fields, message):
         validate(sft_config(**fields))
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_report_or_one_sentence(tmp_path):
     tiny = {'config': 'configs/sft_tiny.py'}
     done = train(tmp_path / 'good', '--config.run.steps=6', '--config.sft.evaluate_every=0', **tiny)

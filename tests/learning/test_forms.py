@@ -24,6 +24,10 @@ _SGD = make_optimizer('sgd', clip_norm=0)
 _ADAM = make_optimizer('adamw', warmup_steps=3)
 
 
+def _slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def _learner(*, optimizer=_SGD, rate=0.1, layers='list', remat='none', lora=None, mesh=None, **settings):
     decoder = Decoder(_CONFIG, layers=layers, remat=remat, lora=lora)
     settings = LearnerSettings(**({'row_tokens': 40, 'row_loss_tokens': 24} | settings))
@@ -90,6 +94,7 @@ def test_the_reference_is_the_weights_at_the_start():
     assert second['loss/reference_kl'] > 1e-3
 
 
+@pytest.mark.slow
 def test_a_large_coefficient_keeps_the_policy_near_the_reference():
     kept, free = (_learner(kl_coefficient=c, rate=0.05) for c in (5.0, 1e-9))
     for version in range(2, 8):
@@ -101,7 +106,7 @@ def test_a_large_coefficient_keeps_the_policy_near_the_reference():
 
 
 @pytest.mark.parametrize(('dtype', 'scale'), [('bfloat16', 1.0), ('float16', 64.0)])
-@pytest.mark.parametrize('accumulate', ['dispatch', 'scan'])
+@pytest.mark.parametrize('accumulate', [_slow('dispatch'), 'scan'])
 def test_narrow_passes_stay_near_float32_and_masters_stay_float32(dtype, scale, accumulate):
     settings = {'accumulate': accumulate, 'max_microbatches': 2}
     exact, narrow = _learner(rate=1.0, **settings), _learner(rate=1.0, dtype=dtype, loss_scale=scale, **settings)
@@ -130,7 +135,7 @@ def test_a_loss_scale_is_divided_out():
 
 
 @pytest.mark.parametrize(
-    'form', [{'layers': 'stacked'}, {'layers': 'stacked', 'remat': 'attention'}, {'remat': 'full'}]
+    'form', [_slow({'layers': 'stacked'}), {'layers': 'stacked', 'remat': 'attention'}, _slow({'remat': 'full'})]
 )
 def test_form_and_remat_change_nothing(form):
     expected, found = _learner(), _learner(**form)
@@ -160,7 +165,7 @@ def test_only_adapters_are_trained_and_engines_get_them_merged():
     }
 
 
-@pytest.mark.parametrize('layers', ['list', 'stacked'])
+@pytest.mark.parametrize('layers', [_slow('list'), 'stacked'])
 def test_an_adapter_restores_to_the_bit(layers):
     lora = Lora(rank=2, alpha=4.0, targets=('query', 'gate'))
     kind = {'lora': lora, 'optimizer': _ADAM, 'dtype': 'bfloat16', 'layers': layers}
@@ -175,7 +180,7 @@ def test_an_adapter_restores_to_the_bit(layers):
 # Checkpoints between meshes and forms.
 
 
-@pytest.mark.parametrize('optimizer', ['adamw', 'adamw8bit', 'adafactor', 'lion'])
+@pytest.mark.parametrize('optimizer', ['adamw', *(_slow(name) for name in ('adamw8bit', 'adafactor', 'lion'))])
 def test_a_checkpoint_is_the_same_on_another_mesh_and_in_the_other_form(optimizer):
     make = lambda **kind: _learner(
         optimizer=make_optimizer(optimizer, warmup_steps=3), rate=0.01, rows_per_microbatch=8, **kind
