@@ -13,7 +13,10 @@ from areal_jax.telemetry import metrics
 CONFIG = 'config.json'
 CHECKPOINTS = 'checkpoints'
 # where and in which form it is computed may change on the way: checkpoints are whole arrays, one leaf per layer
-_MAY_CHANGE = ('mesh.', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention')
+_MAY_CHANGE = (
+    *('mesh.', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
+    'learner.rows_per_microbatch',  # a multiple of the mesh
+)
 
 
 def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume: bool) -> None:

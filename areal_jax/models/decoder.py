@@ -54,7 +54,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, *, layers: str = 'list', remat: str = 'none', lora: Lora | None = None):
         if layers not in FORMS:
-            raise ValueError(f'mesh.layers={layers!r} is unknown; use one of {", ".join(FORMS)}')
+            raise ValueError(f'learner.layers={layers!r} is unknown; use one of {", ".join(FORMS)}')
         if remat not in REMAT:
             raise ValueError(f'learner.remat={remat!r} is unknown; use one of {", ".join(REMAT)}')
         self.config, self.layers, self.lora = config, layers, lora

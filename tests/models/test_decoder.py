@@ -476,7 +476,7 @@ def test_random_weights_have_the_stated_deviation():
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'layers': 'looped'}, r"mesh.layers='looped' is unknown; use one of list, stacked"),
+        ({'layers': 'looped'}, r"learner.layers='looped' is unknown; use one of list, stacked"),
         ({'remat': 'half'}, r"learner.remat='half' is unknown; use one of none, dots, attention, full"),
     ],
 )
