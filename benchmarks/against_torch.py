@@ -42,7 +42,12 @@ def train_sides(options: argparse.Namespace, case: Mapping[str, Any], lengths: s
     training = {**case, 'task': 'train'}
     sides = {}
     for packing in options.packings.split(','):
-        settings = {'row_tokens': ROW_TOKENS, 'row_loss_tokens': ROW_LOSS_TOKENS, 'packing': packing}
+        settings = {
+            'row_tokens': ROW_TOKENS,
+            'row_loss_tokens': ROW_LOSS_TOKENS,
+            'packing': packing,
+            'accumulate': 'scan',
+        }
         arguments = training | {'decoder': {'layers': 'list'}, 'settings': settings}
         sides[f'ours, {packing}'] = Side(sys.executable, 'benchmarks.side_ours', arguments)
     for order in ('by length',) if lengths == 'equal' else ('by length', 'in order'):

@@ -7,6 +7,8 @@ which would turn them into loops over everything.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -24,7 +26,8 @@ from areal_jax.models.attention.visibility import (
     visits,
 )
 
-_BLOCK = 64  # tokens: side of a tile
+_BLOCK, _SHORT_BLOCK = 64, 32  # tokens: side of a tile, and in short rows, whose segments are short
+_SHORT_ROW = 2048  # tokens
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
@@ -32,25 +35,26 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
     queries, keys = stream_ids(ids, q.shape[1])
     shape = q.shape
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    more_queries, more_keys = -len(q) % _BLOCK, -len(k) % _BLOCK
+    block = _SHORT_BLOCK if ids.segment.shape[1] <= _SHORT_ROW else _BLOCK
+    more_queries, more_keys = -len(q) % block, -len(k) % block
     padded = jnp.pad(q, ((0, more_queries), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, more_keys), (0, 0), (0, 0))) for x in (k, v))
     queries, keys = pad_queries(queries, more_queries), pad_keys(keys, more_keys)
-    return flash.attend(Kernel(forward, backward), padded, k, v, queries, keys, setting)[: len(q)].reshape(shape)
+    return flash.attend(_KERNELS[block], padded, k, v, queries, keys, setting)[: len(q)].reshape(shape)
 
 
-def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array]:
-    """See flash.Kernel."""
-    order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, _BLOCK))
+def forward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.Array, jax.Array]:
+    """See flash.Kernel; `block` is the side of a tile in tokens."""
+    order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, block))
 
-    def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        queries = _row_block(rows, index)
+    def attend_block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        queries = _row_block(rows, index, block)
 
         def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             # largest score so far; sums of exp(score - top) and of that times v. Where a tile holds nothing visible
             # to a query the sums are of invisible keys: the tile where it sees itself shrinks them to nothing.
             top, total, out = state
-            tile = _key_block(keys, order[index, step])
+            tile = _key_block(keys, order[index, step], block)
             scores = flash.scores(queries, tile, visible(queries.ids, tile.ids, setting.window), setting.scale)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             weights = jnp.exp(scores - new_top[..., None])
@@ -64,21 +68,21 @@ def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Ar
         top, total, out = jax.lax.fori_loop(0, count[index], fold, start)
         return (out / total[..., None]).astype(keys.v.dtype), top + jnp.log(total)
 
-    out, lse = jax.lax.map(block, jnp.arange(len(count)))
+    out, lse = jax.lax.map(attend_block, jnp.arange(len(count)))
     return jnp.moveaxis(out, 0, 2).reshape(rows.q.shape), jnp.moveaxis(lse, 0, 2).reshape(rows.q.shape[:-1])
 
 
-def backward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See flash.Kernel."""
-    order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, _BLOCK))
+def backward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See flash.Kernel; `block` is the side of a tile in tokens."""
+    order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, block))
 
-    def block(index: jax.Array, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        queries = _row_block(rows, index)
+    def add_gradients(index: jax.Array, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        queries = _row_block(rows, index, block)
 
         def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             d_q, d_k, d_v = state
             column = order[index, step]
-            tile_q, tile_k, tile_v = tile_gradients(queries, _key_block(keys, column), setting)
+            tile_q, tile_k, tile_v = tile_gradients(queries, _key_block(keys, column, block), setting)
             return d_q + tile_q, _add_block(d_k, tile_k, column), _add_block(d_v, tile_v, column)
 
         d_q, d_k, d_v = gradients
@@ -87,27 +91,38 @@ def backward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.A
         return _add_block(d_q, own, index), d_k, d_v
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (rows.q, keys.k, keys.v))
-    d_q, d_k, d_v = jax.lax.fori_loop(0, len(count), block, start)
+    d_q, d_k, d_v = jax.lax.fori_loop(0, len(count), add_gradients, start)
     return d_q.astype(rows.q.dtype), d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype)
 
 
-def _row_block(rows: Rows, index: jax.Array) -> Rows:
+_KERNELS = {
+    block: Kernel(functools.partial(forward, block=block), functools.partial(backward, block=block))
+    for block in (_BLOCK, _SHORT_BLOCK)
+}
+
+
+def _row_block(rows: Rows, index: jax.Array, block: int) -> Rows:
     gradient = {}
     if rows.statistics is not None:
-        gradient = {'d_out': _block(rows.d_out, index, 2), 'statistics': _block(rows.statistics, index, 3)}
-    return Rows(_block(rows.q, index, 2), QueryIds(*(_block(x, index, 0) for x in rows.ids)), **gradient)
+        gradient = {
+            'd_out': _slice(rows.d_out, index, block, axis=2),
+            'statistics': _slice(rows.statistics, index, block, axis=3),
+        }
+    ids = QueryIds(*(_slice(x, index, block, axis=0) for x in rows.ids))
+    return Rows(_slice(rows.q, index, block, axis=2), ids, **gradient)
 
 
-def _key_block(keys: Keys, index: jax.Array) -> Keys:
-    ids = KeyIds(*(_block(x, index, 0) for x in keys.ids))
-    return Keys(_block(keys.k, index, 1), _block(keys.v, index, 1), ids)
+def _key_block(keys: Keys, index: jax.Array, block: int) -> Keys:
+    ids = KeyIds(*(_slice(x, index, block, axis=0) for x in keys.ids))
+    return Keys(_slice(keys.k, index, block, axis=1), _slice(keys.v, index, block, axis=1), ids)
 
 
-def _block(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, index * _BLOCK, _BLOCK, axis)
+def _slice(x: jax.Array, index: jax.Array, block: int, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis)
 
 
 def _add_block(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
     """`part` added in place to the tokens (next to last axis) of a block."""
     axis = total.ndim - 2
-    return jax.lax.dynamic_update_slice_in_dim(total, _block(total, index, axis) + part, index * _BLOCK, axis)
+    block = part.shape[axis]
+    return jax.lax.dynamic_update_slice_in_dim(total, _slice(total, index, block, axis) + part, index * block, axis)

@@ -116,9 +116,14 @@ def tile_gradients(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array,
     d_scores = jnp.where(seen, weights * (d_weights - overlap[..., None]), 0.0) * setting.scale
     return (
         product('kgts,ksd->kgtd', d_scores, keys.k),
-        product('kgts,kgtd->ksd', d_scores, rows.q),
-        product('kgts,kgtd->ksd', weights, rows.d_out),
+        product('kms,kmd->ksd', _by_key_head(d_scores), _by_key_head(rows.q)),
+        product('kms,kmd->ksd', _by_key_head(weights), _by_key_head(rows.d_out)),
     )
+
+
+def _by_key_head(x: jax.Array) -> jax.Array:
+    """[K, G, t, ...] -> [K, G * t, ...]: XLA transposes and copies what it sums over two axes, but not over one."""
+    return x.reshape(len(x), -1, *x.shape[3:])
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
