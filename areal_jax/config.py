@@ -101,7 +101,7 @@ def _declare_learner(c: config_dict.ConfigDict) -> None:
     c.learner.dtype = 'float32'  # of the passes: 'float32' | 'bfloat16' | 'float16'; masters stay float32
     c.learner.loss_scale = 1.0  # float16: multiplies the loss before its gradient, divided out in float32
     c.learner.layers = 'list'  # 'list': a straight program, best on CPU | 'stacked': a loop, compiles fast at depth
-    c.learner.remat = 'none'  # kept for the gradient: 'none' everything | 'dots' | 'attention' | 'full' nothing
+    c.learner.remat = 'dots'  # kept for the gradient: 'none' everything | 'dots' | 'attention' | 'full' nothing
     c.learner.attention = 'auto'  # 'auto' by platform | 'dense' | 'blocked' | 'pallas' | 'splash' | 'cudnn'
 
     c.lora = config_dict.ConfigDict()

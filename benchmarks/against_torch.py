@@ -48,7 +48,7 @@ def train_sides(options: argparse.Namespace, case: Mapping[str, Any], lengths: s
             'packing': packing,
             'accumulate': 'scan',
         }
-        arguments = training | {'decoder': {'layers': 'list'}, 'settings': settings}
+        arguments = training | {'decoder': {'layers': 'list', 'remat': 'dots'}, 'settings': settings}
         sides[f'ours, {packing}'] = Side(sys.executable, 'benchmarks.side_ours', arguments)
     for order in ('by length',) if lengths == 'equal' else ('by length', 'in order'):
         arguments = training | {'order': order, 'rows_per_microbatch': ROWS_OF_TORCH}

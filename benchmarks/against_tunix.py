@@ -13,7 +13,7 @@ entropy. It has no reference or old log-probs to compute here (beta 0, one itera
 arrays are padded beforehand. Ours packs inside the timed call: 'shared_prompt' has each prompt once in a row,
 'ordinary' beside each answer, in a row that holds them all as Tunix's micro-batch does; or in four micro-batches, whose
 gradient is the same (the norm is compared). Its decoder is a loop over layers ('stacked') or a straight program
-('list'), as Tunix's is.
+('list'), as Tunix's is; for the gradient it keeps matrix products and attention ('dots') or attention alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ ROW_MULTIPLE = 128  # row shapes are multiples of it: what is trained never fill
 MODELS = {'4 layers': (4, 128, 512), '8 layers': (8, 256, 2048)}  # layers, width, vocabulary
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, MEAN_TOKENS = 4, 4, 32, 64
 LENGTHS = {'equal': 0.0, 'lognormal': SIGMA}
-OURS = ('shared_prompt/list/1', 'shared_prompt/stacked/1', 'shared_prompt/stacked/4', 'ordinary/list/1')
+OURS = (
+    *('shared_prompt/list/dots/1', 'shared_prompt/stacked/dots/1', 'shared_prompt/stacked/attention/1'),
+    *('shared_prompt/stacked/dots/4', 'ordinary/list/dots/1'),
+)
 
 
 def model_config(layers: int, width: int, vocabulary: int) -> ModelConfig:
@@ -81,9 +84,9 @@ def run_cell(options: argparse.Namespace, directory: str, config: ModelConfig, w
         )
     }
     for name in options.ours.split(','):
-        packing, layers, split = name.split('/')
+        packing, layers, remat, split = name.split('/')
         settings = our_settings(work, packing, int(split) * options.microbatches) | {'accumulate': options.accumulate}
-        arguments = case | {'task': 'train', 'decoder': {'layers': layers}, 'settings': settings}
+        arguments = case | {'task': 'train', 'decoder': {'layers': layers, 'remat': remat}, 'settings': settings}
         sides[f'ours, {name}'] = Side(sys.executable, 'benchmarks.side_ours', arguments)
     try:
         results = take_turns(sides, options.repetitions)
@@ -124,7 +127,9 @@ def main() -> None:
     parser.add_argument('--out', type=pathlib.Path)
     parser.add_argument('--models', default=','.join(MODELS))
     parser.add_argument('--lengths', default=','.join(LENGTHS))
-    parser.add_argument('--ours', default=','.join(OURS), help='packing / layers / our micro-batches to one of theirs')
+    parser.add_argument(
+        '--ours', default=','.join(OURS), help='packing / layers / remat / our micro-batches to one of theirs'
+    )
     parser.add_argument('--accumulate', default='scan', help='scan or dispatch: how our learner runs micro-batches')
     parser.add_argument('--microbatches', type=int, default=1, help='of the update, on both sides')
     parser.add_argument('--repetitions', type=int, default=7, help='timed calls of each side')

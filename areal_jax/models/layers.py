@@ -39,9 +39,16 @@ def _has_layers(leaf: Any, n_layers: int) -> bool:
 
 def _stack(layers: Sequence[Any]) -> Any:
     def join(*leaves: Any) -> Any:
-        return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else jnp.stack(leaves)
+        if isinstance(leaves[0], np.ndarray):
+            return np.stack(leaves)
+        # on a CPU numpy stacks without compiling a program for each shape
+        return jnp.asarray(np.stack(leaves)) if all(_lies_on_cpu(leaf) for leaf in leaves) else jnp.stack(leaves)
 
     return jax.tree.map(join, *layers)
+
+
+def _lies_on_cpu(leaf: jax.Array) -> bool:
+    return not isinstance(leaf, jax.core.Tracer) and [device.platform for device in leaf.devices()] == ['cpu']
 
 
 def _convert(tree: Any, convert: Callable[[Any], Any]) -> Any:

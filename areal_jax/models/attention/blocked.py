@@ -48,13 +48,13 @@ def forward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.A
     order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, block))
 
     def attend_block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        queries = _row_block(rows, index, block)
+        queries, columns = _row_block(rows, index, block), _at(order, index)
 
         def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             # largest score so far; sums of exp(score - top) and of that times v. Where a tile holds nothing visible
             # to a query the sums are of invisible keys: the tile where it sees itself shrinks them to nothing.
             top, total, out = state
-            tile = _key_block(keys, order[index, step], block)
+            tile = _key_block(keys, _at(columns, step), block)
             scores = flash.scores(queries, tile, visible(queries.ids, tile.ids, setting.window), setting.scale)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             weights = jnp.exp(scores - new_top[..., None])
@@ -65,7 +65,7 @@ def forward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.A
         shape = queries.q.shape
         zeros = jnp.zeros(shape[:-1], jnp.float32)
         start = (jnp.full_like(zeros, INVISIBLE), zeros, jnp.zeros(shape, jnp.float32))
-        top, total, out = jax.lax.fori_loop(0, count[index], fold, start)
+        top, total, out = jax.lax.fori_loop(0, _at(count, index), fold, start)
         return (out / total[..., None]).astype(keys.v.dtype), top + jnp.log(total)
 
     out, lse = jax.lax.map(attend_block, jnp.arange(len(count)))
@@ -77,17 +77,17 @@ def backward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.
     order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, block))
 
     def add_gradients(index: jax.Array, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        queries = _row_block(rows, index, block)
+        queries, columns = _row_block(rows, index, block), _at(order, index)
 
         def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             d_q, d_k, d_v = state
-            column = order[index, step]
+            column = _at(columns, step)
             tile_q, tile_k, tile_v = tile_gradients(queries, _key_block(keys, column, block), setting)
             return d_q + tile_q, _add_block(d_k, tile_k, column), _add_block(d_v, tile_v, column)
 
         d_q, d_k, d_v = gradients
         start = jnp.zeros(queries.q.shape, jnp.float32)
-        own, d_k, d_v = jax.lax.fori_loop(0, count[index], fold, (start, d_k, d_v))
+        own, d_k, d_v = jax.lax.fori_loop(0, _at(count, index), fold, (start, d_k, d_v))
         return _add_block(d_q, own, index), d_k, d_v
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (rows.q, keys.k, keys.v))
@@ -117,12 +117,17 @@ def _key_block(keys: Keys, index: jax.Array, block: int) -> Keys:
     return Keys(_slice(keys.k, index, block, axis=1), _slice(keys.v, index, block, axis=1), ids)
 
 
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
+
+
 def _slice(x: jax.Array, index: jax.Array, block: int, axis: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis)
+    return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis, allow_negative_indices=False)
 
 
 def _add_block(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
     """`part` added in place to the tokens (next to last axis) of a block."""
     axis = total.ndim - 2
     block = part.shape[axis]
-    return jax.lax.dynamic_update_slice_in_dim(total, _slice(total, index, block, axis) + part, index * block, axis)
+    added = _slice(total, index, block, axis) + part
+    return jax.lax.dynamic_update_slice_in_dim(total, added, index * block, axis, allow_negative_indices=False)

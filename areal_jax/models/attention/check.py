@@ -5,6 +5,7 @@ Fused kernels have ignored segment ids, or read other tokens with grouped keys, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -55,7 +56,10 @@ def self_check(
     window, scale = None if window is None else _WINDOW, head_dim**-0.5
     part = slice(first, first + count)
 
-    @jax.jit
+    # on a CPU compiling takes almost all the time, a third of it to make a program faster that runs twice
+    options = {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
+
+    @functools.partial(jax.jit, compiler_options=options)
     def run(first: jax.Array, segments: jax.Array, parents: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return packed_attention(

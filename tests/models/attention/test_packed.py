@@ -264,3 +264,15 @@ def test_wrong_arguments_are_named():
         attend(q, k, v, *PACKED, 'dense', None, 3)
     with pytest.raises(AttentionError, match='queries 149 to 151 do not lie in a row of 150 tokens'):
         packed_attention(q[:2], k, v, *PACKED, scale=1.0, first=149)
+
+
+def test_blocked_equals_dense_in_rows_long_enough_for_large_tiles():
+    # more than 2048 tokens: tiles of 64; segments of 700 tokens, two of them answers to the first, and 35 of padding
+    tokens = 2135
+    segment = np.r_[np.repeat([1, 2, 3], 700), np.zeros(35)].astype(np.int32)
+    parent = np.where(segment == 0, 0, 1).astype(np.int32)
+    q, k, v = (x[:, :2] for x in tensors(tokens=tokens))
+    d_out = cotangent((tokens, 2, D))
+    dense, blocked = (pull_back(q, k, v, d_out, segment, parent, impl) for impl in ('dense', 'blocked'))
+    for ours, expected in zip(blocked, dense, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-5)
