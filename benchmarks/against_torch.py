@@ -22,11 +22,11 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.gguf import find_package_file, load_gguf
 from areal_jax.publication.export import export_hf
 from benchmarks.case import make_work, save_work
+from benchmarks.report import write_report
 from benchmarks.sides import Side, take_turns
 from benchmarks.workload import SIGMA, Workload
 
@@ -114,18 +114,13 @@ def main() -> None:
         if options.generate:
             save_work(directory, make_work(Decoder(config), params, dataclasses.replace(shape, groups=SLOTS)))
             cells['generate'] = run_cell(generation_sides(options, case), SLOTS * NEW_TOKENS, options.repetitions)
-    report = {
+    numbers = {
         'ours_over_torch': {name: cell['ratios'] for name, cell in cells.items()},
         'cells': cells,
         'work': dataclasses.asdict(shape) | {'sigmas': LENGTHS},
         'options': {k: v for k, v in vars(options).items() if k not in ('out', 'torch_python')},
-        'hardware': hardware(), 'versions': package_versions(), 'commit': git_commit(),
     }  # fmt: skip
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + '\n')
+    write_report(numbers, options.out)
 
 
 if __name__ == '__main__':

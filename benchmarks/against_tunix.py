@@ -28,11 +28,11 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
 from benchmarks.case import make_work, save_work
+from benchmarks.report import write_report
 from benchmarks.sides import Side, take_turns
 from benchmarks.workload import SIGMA, Workload
 
@@ -142,18 +142,13 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as directory:
                 cells[f'{name}, {lengths}'] = run_cell(options, directory, config, work)
             print(f'{name}, {lengths}', json.dumps(cells[f'{name}, {lengths}']['ratios']), file=sys.stderr, flush=True)
-    report = {
+    numbers = {
         'ours_over_tunix': {name: cell['ratios'] for name, cell in cells.items()},
         'cells': cells,
         'models': {name: dataclasses.asdict(model_config(*MODELS[name])) for name in options.models.split(',')},
         'options': {k: v for k, v in vars(options).items() if k not in ('out', 'tunix_python')},
-        'hardware': hardware(), 'versions': package_versions(), 'commit': git_commit(),
     }  # fmt: skip
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + '\n')
+    write_report(numbers, options.out)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,6 @@ first call is thrown away, and ratios are of medians. Temporary memory is what t
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import sys
@@ -21,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.models.attention import packed_attention
+from benchmarks.report import write_report
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 64
 SIGMA = 0.5  # of the logarithm of a segment's length
@@ -104,18 +103,14 @@ def main() -> None:
         'forward and backward': min(both['ratio']['wall_s'], both['ratio']['cpu_s']),
         'temporary memory': min(x['ratio']['temporary_bytes'] for x in (forward, both)),
     }
-    report = {
+    numbers = {
         'dense_over_blocked': reached, 'asked_for': LEAST, 'forward': forward, 'forward_and_backward': both,
         'segment_lengths': np.bincount(ids)[1:].tolist(),
         'shape': {'tokens': options.tokens, 'heads': HEADS, 'key_heads': KEY_HEADS, 'head_dim': HEAD_DIM},
         'command': f'python -m benchmarks.attention {" ".join(sys.argv[1:])}',
         'rounds': options.rounds, 'seed': options.seed,
-        'hardware': hardware(), 'versions': package_versions(), 'commit': git_commit(),
     }  # fmt: skip
-    print(json.dumps(report, indent=1))
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + '\n')
+    write_report(numbers, options.out)
     missed = [name for name, least in LEAST.items() if reached[name] < least]
     if missed:
         print(f'below what is asked for: {", ".join(missed)}', file=sys.stderr)

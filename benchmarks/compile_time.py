@@ -10,7 +10,6 @@ medians. Equations (of the traced program) and instructions (of the compiled one
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import sys
@@ -23,10 +22,10 @@ import jax.extend
 import jax.numpy as jnp
 import optax
 
-from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.learning.forward import forward
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
+from benchmarks.report import write_report
 
 LAYER_NUMBERS = (2, 32)
 FORMS = ('stacked', 'list')
@@ -120,13 +119,8 @@ def main() -> None:
         if n == few
     }
     shape = {name: getattr(options, name) for name in ('width', 'tokens', 'remat', 'attention', 'rounds')}
-    report = {f'{many}_over_{few}_layers': ratios, **results, 'shape': shape}
-    report |= {'hardware': hardware(), 'versions': package_versions(), 'commit': git_commit()}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + '\n')
+    numbers = {f'{many}_over_{few}_layers': ratios, **results, 'shape': shape}
+    write_report(numbers, options.out)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,6 @@ is what the compiler reserves for a program beside its arguments and results. Ra
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import sys
@@ -19,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.models.logprobs import token_logprobs
+from benchmarks.report import write_report
 
 
 def naive(hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
@@ -91,17 +90,13 @@ def main() -> None:
             rng.normal(size=options.tokens).astype(np.float32),
         )
     )
-    report = {
+    numbers = {
         name: compare(arguments, entropy, options.chunk, options.rounds)
         for name, entropy in (('logprobs', 0.0), ('logprobs and entropy', 0.01))
     }
     shape = {name: getattr(options, name) for name in ('tokens', 'vocabulary', 'width', 'chunk', 'rounds')}
-    report |= {'shape': shape, 'hardware': hardware(), 'versions': package_versions(), 'commit': git_commit()}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + '\n')
+    numbers |= {'shape': shape}
+    write_report(numbers, options.out)
 
 
 if __name__ == '__main__':

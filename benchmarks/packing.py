@@ -13,7 +13,6 @@ that); and how evenly the shards finish.
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import sys
@@ -22,10 +21,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.learning.balance import cost_coefficients, place_rows, row_cost, shard_costs, visible_pairs
 from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
 from areal_jax.learning.packing import tail_buckets
+from benchmarks.report import write_report
 
 CAPACITY, LOSS_CAPACITY, SHARDS = 32_768, 20_480, 8
 Bins = list[list[int]]
@@ -138,17 +137,12 @@ def main() -> None:
         one[n] = compare(answers[:, None], (CAPACITY,), options.rounds, ways)
         two[n] = compare(both, (CAPACITY, LOSS_CAPACITY), options.rounds, ways)
         print(n, one[n], two[n], file=sys.stderr, flush=True)
-    report = {
+    numbers = {
         'one_capacity': one, 'two_capacities': two,
         'static_micro_batches': {n: static_steps(n, options.steps) for n in (128, 512, 2048)},
-        'command': ' '.join(['python -m benchmarks.packing', *sys.argv[1:]]), 'hardware': hardware(),
-        'versions': package_versions(), 'commit': git_commit(),
+        'command': ' '.join(['python -m benchmarks.packing', *sys.argv[1:]]),
     }  # fmt: skip
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + '\n')
+    write_report(numbers, options.out)
 
 
 if __name__ == '__main__':

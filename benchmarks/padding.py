@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 
-from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import make_optimizer
 from areal_jax.learning.settings import LearnerSettings
@@ -35,6 +34,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
 from benchmarks.case import make_groups, make_work
+from benchmarks.report import write_report
 from benchmarks.workload import SIGMA, Workload
 
 SIGMAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -103,16 +103,16 @@ def require_same_work(metrics: dict[str, Any]) -> None:
             raise RuntimeError(f'{name} differs, so the ways did different work: {values}')
 
 
-def draw(report: dict[str, Any], path: pathlib.Path) -> None:
+def draw(results: dict[str, Any], path: pathlib.Path) -> None:
     import matplotlib
 
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    sigmas = [float(sigma) for sigma in report['sigmas']]
+    sigmas = [float(sigma) for sigma in results['sigmas']]
     figure, axes = plt.subplots(figsize=(5.5, 3.6), layout='constrained')
     for way, marker in (('padded', 'o'), ('trimmed', 's')):
-        speed_ups = [cell['speed_up'][f'packed over {way}']['tokens_per_cpu_s'] for cell in report['sigmas'].values()]
+        speed_ups = [cell['speed_up'][f'packed over {way}']['tokens_per_cpu_s'] for cell in results['sigmas'].values()]
         axes.plot(sigmas, speed_ups, marker=marker, label=f'packed over {way}')
     axes.axhline(1.0, color='grey', linewidth=0.8)
     axes.set(xlabel='sigma of the lognormal lengths', ylabel='trained tokens per CPU second, ratio', ylim=(0, None))
@@ -138,20 +138,16 @@ def main() -> None:
         work = Workload(options.groups, options.group_size, 32, options.mean_tokens, sigma, MODEL.vocab_size)
         cells[str(sigma)] = measure(decoder, params, work, options)
         print(sigma, json.dumps(cells[str(sigma)]['speed_up']), file=sys.stderr, flush=True)
-    report = {
+    numbers = {
         'packed_over': {sigma: cell['speed_up'] for sigma, cell in cells.items()},
         'paper_like_sigma': SIGMA,
         'sigmas': cells,
         'model': dataclasses.asdict(MODEL),
         'options': {k: v for k, v in vars(options).items() if k != 'out'},
-        'hardware': hardware(), 'versions': package_versions(), 'commit': git_commit(),
     }  # fmt: skip
-    text = json.dumps(report, indent=1)
-    print(text)
+    whole = write_report(numbers, options.out)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + '\n')
-        draw(report, options.out.with_suffix('.png'))
+        draw(whole, options.out.with_suffix('.png'))
 
 
 if __name__ == '__main__':
