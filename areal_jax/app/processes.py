@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
+from collections.abc import Iterator
 
 import jax
 from ml_collections import config_dict
 
 from areal_jax.app import build
 from areal_jax.config import ConfigError, TrackedConfig, validate
-from areal_jax.learning.commands import CommandLeader, accept_invitation, follow, invite
+from areal_jax.learning.commands import CommandError, CommandLeader, accept_invitation, follow, invite
 from areal_jax.learning.learner import SpmdLearner
 
 
@@ -50,17 +53,34 @@ def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bo
 
 
 def lead(config: TrackedConfig, learner: SpmdLearner) -> SpmdLearner | CommandLeader:
-    """The learner of the whole run for process 0, once all followers are there."""
+    """The learner of the whole run for process 0, once all followers are there; raises CommandError without them."""
     distributed = config.distributed
     if distributed.processes == 1:
         return learner
     deadline_s = distributed.command_deadline_s
     host = distributed.coordinator.rpartition(':')[0] or socket.gethostbyname(socket.gethostname())
-    return CommandLeader(learner, invite(host, deadline_s), deadline_s=deadline_s)
+    with _expecting('a follower'):
+        followers = invite(host, deadline_s)
+    return CommandLeader(learner, followers, deadline_s=deadline_s)
 
 
 def follow_run(config: config_dict.ConfigDict) -> None:
-    """What a follower does from start to end."""
+    """What a follower does from start to end; raises CommandError where process 0 never comes."""
     tracked = TrackedConfig(config)
     learner = build.build_learner(tracked, build.build_model(tracked))
-    follow(learner, accept_invitation())
+    with _expecting('process 0'):
+        leader = accept_invitation()
+    # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
+    # which it needs the others; it lets them go, and they notice when it is gone.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    follow(learner, leader)
+
+
+@contextlib.contextmanager
+def _expecting(who: str) -> Iterator[None]:
+    """One sentence where the other side of the first collective ended while it was building the run."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, OSError, EOFError) as error:
+        raise CommandError(f'{who} ended before the run began; its own output says why') from error

@@ -42,6 +42,9 @@ def export_hf(
 
     A value head is left out, since the causal language models of Hugging Face have none: a checkpoint keeps it.
 
+    Two shapes that transformers runs are not for vllm 0.32: it refuses the Qwen families with windows in some layers
+    only, and computes qwen2 with heads of d_model / n_heads, silently, where head_dim is another.
+
     Args:
       params: nested dict of arrays in list form, without adapters.
       dtype: of the files: float32, bfloat16 or float16.
