@@ -59,7 +59,7 @@ REPORT_KEYS = {
 
 
 def test_the_tiny_run_learns_and_leaves_what_it_promises(tmp_path):
-    done = train(tmp_path)
+    done = train(tmp_path, '--config.run.steps=120')  # of 200
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / 'report.json').read_text())
     assert report.keys() >= REPORT_KEYS
@@ -82,11 +82,11 @@ def test_the_tiny_run_learns_and_leaves_what_it_promises(tmp_path):
 
 @pytest.mark.parametrize('end', [signal.SIGINT, signal.SIGKILL], ids=['ctrl-c', 'kill -9'])
 def test_a_run_that_was_ended_resumes(tmp_path, end):
-    options = [*QUICK, '--config.run.steps=60', '--config.checkpoint.every=10']
+    options = [*QUICK, '--config.run.steps=40', '--config.checkpoint.every=5']
     process = subprocess.Popen(
         command(tmp_path, *options), cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE
     )
-    wait_for_steps(tmp_path, 15, process)
+    wait_for_steps(tmp_path, 8, process)
     process.send_signal(end)
     output, _ = process.communicate(timeout=60)
     if end == signal.SIGINT:
@@ -96,9 +96,9 @@ def test_a_run_that_was_ended_resumes(tmp_path, end):
     assert done.returncode == 0, done.stderr
     assert 'resumed after update' in done.stdout
     metrics = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
-    assert [m['step'] for m in metrics] == list(range(1, 61))
+    assert [m['step'] for m in metrics] == list(range(1, 41))
     counts = assert_conserved(events(tmp_path))
-    assert counts == {'trained': 60 * 8}
+    assert counts == {'trained': 40 * 8}
     assert [e['seq'] for e in events(tmp_path)] == list(range(len(events(tmp_path))))
 
 

@@ -53,10 +53,13 @@ def one_row_at_a_time():
         {},
         {'rows_per_microbatch': 3},
         {'accumulate': 'scan'},  # 2 micro-batches, and 3 with an empty one
-        {'rows_per_microbatch': 8, 'mesh': (1, 8)},
-        {'rows_per_microbatch': 8, 'mesh': (2, 4), 'accumulate': 'scan', 'packing': 'ordinary', 'row_tokens': 20},
+        {'rows_per_microbatch': 8, 'mesh': (2, 4)},
+        pytest.param(
+            {'rows_per_microbatch': 8, 'mesh': (2, 4), 'accumulate': 'scan', 'packing': 'ordinary', 'row_tokens': 20},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=['shared prompts', '3 rows', 'scan', 'fsdp=8', 'data=2 fsdp=4 scan'],
+    ids=['shared prompts', '3 rows', 'scan', 'data=2 fsdp=4', 'data=2 fsdp=4 scan'],
 )
 def test_update_does_not_depend_on_packing_split_or_devices(one_row_at_a_time, settings):
     settings = dict(settings)
@@ -332,7 +335,7 @@ def test_settings_that_cannot_work_are_named(settings, message):
         _learner(make_mesh(*settings.pop('mesh', (1, 1))), **settings)
 
 
-@pytest.mark.parametrize('proximal', ['recompute', 'loglinear', 'behavior'])
+@pytest.mark.parametrize('proximal', ['recompute', 'loglinear', pytest.param('behavior', marks=pytest.mark.slow)])
 def test_bandit_learns(proximal):
     # one prompt, one-token answers, reward 1 for token 3: a share of 1/11 before, nearly 1 after
     learner = _learner(optimizer=_ADAM, learning_rate=0.02, proximal=proximal, row_tokens=8, row_loss_tokens=16)

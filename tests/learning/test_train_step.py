@@ -13,7 +13,7 @@ from areal_jax.learning.packing import denominator_weights, pack
 from areal_jax.learning.train_step import training_rows
 from tests.learning.examples import random_groups, tiny_decoder
 
-_DECODER = tiny_decoder(n_layers=2)
+_DECODER = tiny_decoder(n_layers=1)
 _TEMPERATURE = 0.7
 _GROUPS = random_groups(3, 3)
 _ADVANTAGES = [np.random.default_rng(9).normal(size=len(g.trajectories)).astype(np.float32) for g in _GROUPS]
@@ -56,10 +56,10 @@ def _unpacked_loss(params):
 @jax.jit
 @functools.partial(jax.value_and_grad, has_aux=True)
 def _microbatch_loss(params, rows, denominator):
-    policy, _ = forward(_DECODER, params, rows, _TEMPERATURE, vocab_chunk=4)
+    policy, entropy = forward(_DECODER, params, rows, _TEMPERATURE, vocab_chunk=4)
     behavior = rows['behavior_logprobs']
     loss, _ = decoupled_ppo_loss(policy, behavior, behavior, rows['advantages'], rows['loss_mask'], denominator)
-    return loss, policy
+    return loss, (policy, entropy)
 
 
 def _packed_loss_and_gradient(params, rows, denominator):
@@ -68,7 +68,7 @@ def _packed_loss_and_gradient(params, rows, denominator):
         for m in range(len(rows['tokens']))
     ]
     loss, gradient = jax.tree.map(lambda *p: sum(p), *[(loss, gradient) for (loss, _), gradient in parts])
-    return (loss, np.stack([policy for (_, policy), _ in parts])), gradient
+    return (loss, np.stack([policy for (_, (policy, _)), _ in parts])), gradient
 
 
 @pytest.fixture(scope='module')
@@ -122,9 +122,8 @@ def test_entropy_is_of_the_distribution_at_the_temperature(params, unpacked):
     (batch,), _ = pack(
         _GROUPS, _ADVANTAGES, mode='shared_prompt', row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3
     )
-    rows, _ = training_rows(batch, 'token_mean')
-    one = {name: array[0] for name, array in rows.items()}
-    _, entropy = jax.jit(lambda p, r: forward(_DECODER, p, r, _TEMPERATURE, vocab_chunk=4))(params, one)
+    rows, denominator = training_rows(batch, 'token_mean')
+    (_, (_, entropy)), _ = _microbatch_loss(params, {name: array[0] for name, array in rows.items()}, denominator)
     expected = jax.scipy.special.entr(jax.nn.softmax(logits)).sum(-1)[0, np.flatnonzero(_TRAJECTORIES[0].loss_mask) - 1]
     np.testing.assert_allclose(entropy[batch.trajectory_ids[0] == 0], expected, atol=1e-5)
 

@@ -355,7 +355,7 @@ def tagged(q, k, v, entry, window):
     return tagged_attention(q, k, v, window), entry
 
 
-@pytest.mark.parametrize('layers', ['list', 'stacked'])
+@pytest.mark.parametrize('layers', ['list', pytest.param('stacked', marks=pytest.mark.slow)])
 def test_remat_changes_neither_value_nor_gradient(layers):
     config = dataclasses.replace(CONFIG, n_layers=2 if layers == 'stacked' else 1)
     params = Decoder(config, layers=layers).init(5)

@@ -24,7 +24,7 @@ LENGTH = 48  # tokens of a row: both texts and one of padding
 TOLERANCE = 1e-5  # of the range of the logits
 # the two forms run the same layers; one checkpoint has every option that the loop over them can see
 DECODED = [
-    pytest.param(name, marks=[] if name in ('llama3', 'qwen2_window', 'qwen3_window') else [pytest.mark.slow])
+    pytest.param(name, marks=[] if name in ('llama3', 'qwen3_window') else [pytest.mark.slow])
     for name in parity.CONFIGS
 ]
 STACKED = [

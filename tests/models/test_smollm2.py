@@ -90,6 +90,7 @@ def test_logprobs_equal_those_of_transformers(model, path, entry):
     assert logits[:-1].argmax(-1).tolist() == entry['most_likely']
 
 
+@pytest.mark.slow  # 30 layers in numpy; the log-probs of transformers on the same file are compared above
 def test_logits_equal_a_float64_decoder_on_the_file_itself(model, path):
     # reads the file with the gguf package and turns rotary pairs as they lie there, so no row is permuted; largest
     # difference seen: 1.5e-4 in logits from -31 to 39

@@ -10,7 +10,7 @@ from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from tests.rollout.decode.examples import DECODER, PROMPT, Decoding, backend, forward_logprobs, request, weights
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('dtype', ['bfloat16', pytest.param('float16', marks=pytest.mark.slow)])
 def test_logprobs_are_those_of_a_forward_in_the_same_dtype_and_not_of_one_in_float32(dtype):
     decoding = Decoding(backend(dtype=dtype), weights(0, dtype))
     # a prefix of 4 tokens, one of none, and a rebuild half way
