@@ -11,9 +11,10 @@ from typing import Any
 
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.telemetry import metrics as metric_log
+from areal_jax.telemetry.caveats import warn_of_skipped_steps
 from areal_jax.telemetry.json_lines import plain
 from areal_jax.telemetry.numerals import format_duration, format_number
-from areal_jax.telemetry.report import FILE, PAGE
+from areal_jax.telemetry.report import FILE, PAGE, count_optimizer_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,17 @@ class SftFacts:
 
 def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:
     """Writes report.json and report.md from the facts and metrics.jsonl; returns the report."""
-    values = [line['loss/nll'] for line in metric_log.read_metrics(workdir / metric_log.FILE) if 'loss/nll' in line]
+    metrics = metric_log.read_metrics(workdir / metric_log.FILE)
+    values = [line['loss/nll'] for line in metrics if 'loss/nll' in line]
+    optimizer_steps = count_optimizer_steps(metrics)
+    warning = warn_of_skipped_steps(optimizer_steps)
     report = plain(
         {
             **dataclasses.asdict(facts),
             'held_out_nll': {str(step): nll for step, nll in sorted(facts.held_out_nll.items())},
             'train_nll': {'first': values[0] if values else None, 'last': values[-1] if values else None},
+            'optimizer_steps': optimizer_steps,
+            'warnings': [warning] if warning else [],
             'git_commit': git_commit(),
             'versions': package_versions(),
             'hardware': hardware() | {'platform': platform.platform()},
@@ -55,12 +61,15 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:
 def _render(report: Mapping[str, Any]) -> str:
     held_out, train, sizes = report['held_out_nll'], report['train_nll'], report['demonstrations']
     measured = [f'| held-out, after {step} updates | {_format_nll(nll)} |' for step, nll in held_out.items()]
+    steps = report['optimizer_steps']
     lines = [
         f'# Supervised training: {report["config"] or "no config file"}, seed {report["seed"]}',
         '',
-        f'{report["steps"]} updates, {format_number(report["epochs"])} epochs over {sizes["train"]} demonstrations '
-        f'({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped because they fit no row), '
-        f'{report["trained_tokens"]} tokens in the loss, {format_duration(report["training_seconds"])}; '
+        *(f'**Warning:** {warning}\n' for warning in report['warnings']),
+        f'{report["steps"]} updates ({steps["applied"]} optimizer steps applied, {steps["skipped"]} skipped because '
+        f'their gradient was not finite), {format_number(report["epochs"])} epochs over {sizes["train"]} '
+        f'demonstrations ({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped because they fit no '
+        f'row), {report["trained_tokens"]} tokens in the loss, {format_duration(report["training_seconds"])}; '
         f'{report["compilations"]} compilations after warm-up, '
         f'{report["peak_memory_bytes"] / 1e9:.2f} GB of memory at most.',
         '',

@@ -22,6 +22,7 @@ def find_caveats(events: Sequence[Event], metrics: Records, report: Mapping[str,
     checks = (
         _broken_conservation(events),
         _errors(events),
+        warn_of_skipped_steps(report['optimizer_steps']),
         _compilations(facts),
         _at_bound(metrics, facts.eta),
         _never_interrupted(report, facts.eta),
@@ -47,6 +48,18 @@ def sits_at_bound(metrics: Records, eta: float) -> bool:
     trained = [counts for counts in histograms if counts and sum(counts)]
     return bool(trained) and all(
         len(counts) > age and counts[age] >= AT_BOUND_SHARE * sum(counts) for counts in trained
+    )
+
+
+def warn_of_skipped_steps(optimizer_steps: Mapping[str, int]) -> str:
+    """The sentence on steps whose gradient was not finite, '' without any; `optimizer_steps`: applied, skipped."""
+    applied, skipped = optimizer_steps['applied'], optimizer_steps['skipped']
+    if not skipped:
+        return ''
+    effect = 'those steps changed no weights' if applied else 'the weights never changed'
+    return (
+        f'{skipped} of {applied + skipped} optimizer steps were skipped because their gradient was not finite: '
+        f'{effect}. Look at the weights that the model starts from, learner.loss_scale and optimizer.learning_rate.'
     )
 
 

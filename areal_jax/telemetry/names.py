@@ -45,6 +45,9 @@ INTERRUPTIONS = Metric('interruptions', 'interruptions', 'times that new weights
 PUBLISH_PAUSE = Metric('publish/pause_seconds', 's', 'longest stop of an engine to load new weights')
 COMPILATIONS = Metric('compilations', 'programs', 'XLA programs compiled')
 
+OPTIMIZER_STEPS = Metric('update/optimizer_steps', 'steps', 'optimizer steps that were applied')
+SKIPPED_STEPS = Metric('update/skipped_steps', 'steps', 'optimizer steps left out: their gradient was not finite')
+
 EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, the one under way as a fraction')
 HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')
 HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')

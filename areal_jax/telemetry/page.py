@@ -77,8 +77,9 @@ def _accuracy_rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def _learning_rows(report: Report) -> list[tuple[str, ...]]:
-    reward, mismatch = report['reward'], report['mismatch']
+    reward, mismatch, steps = report['reward'], report['mismatch'], report['optimizer_steps']
     return [
+        ('optimizer steps, applied / skipped (gradient not finite)', f'{steps["applied"]} / {steps["skipped"]}'),
         ('reward, first to last update', f'{format_number(reward["first"])} to {format_number(reward["last"])}'),
         (
             'tokens generated / trained',

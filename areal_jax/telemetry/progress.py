@@ -45,6 +45,7 @@ class Progress:
 def format_line(step: int, steps: int, metrics: Mapping[str, Any], left_seconds: float | None) -> str:
     """One update in one line; `-` for a value that is missing or not finite."""
     width = len(str(steps))
+    skipped = _skipped(metrics)
     parts = [
         f'step {step:>{width}}/{steps}',
         f'reward {_number(metrics, names.REWARD_MEAN, "4.2f")}',
@@ -52,9 +53,16 @@ def format_line(step: int, steps: int, metrics: Mapping[str, Any], left_seconds:
         f'gen {_number(metrics, names.GENERATE_RATE, "3.0f")} tok/s',
         f'train {_number(metrics, names.TRAIN_RATE, "3.0f")} tok/s',
         f'interrupts {_number(metrics, names.INTERRUPTIONS, ".0f")}',
+        *([skipped] if skipped else []),
         f'left {format_duration(left_seconds)}',
     ]
     return '  '.join(parts)
+
+
+def _skipped(metrics: Mapping[str, Any]) -> str:
+    """Shown only where it happened: whoever watches should see a run that does not learn."""
+    skipped, applied = metrics.get(names.SKIPPED_STEPS) or 0, metrics.get(names.OPTIMIZER_STEPS) or 0
+    return f'skipped {skipped:.0f} of {skipped + applied:.0f} steps (gradient not finite)' if skipped else ''
 
 
 def _number(metrics: Mapping[str, Any], name: str, form: str) -> str:

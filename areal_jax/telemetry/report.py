@@ -60,6 +60,7 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
         'groups': _groups(events),
         'tokens': {'generated': _generated(training), 'trained': _total(metrics, names.TOKENS_TRAINED)},
+        'optimizer_steps': count_optimizer_steps(metrics),
         'reward': _ends(metrics, names.REWARD_MEAN),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': {
@@ -93,6 +94,12 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         'cause_of_gap': limit.cause,
     }
     return plain({**report, 'warnings': find_caveats(events, metrics, report, facts)})
+
+
+def count_optimizer_steps(metrics: Records) -> dict[str, int]:
+    """Over all updates: {'applied', 'skipped' because the gradient was not finite}."""
+    applied, skipped = _total(metrics, names.OPTIMIZER_STEPS), _total(metrics, names.SKIPPED_STEPS)
+    return {'applied': int(applied), 'skipped': int(skipped)}
 
 
 def _span(events: Sequence[Event]) -> float | None:

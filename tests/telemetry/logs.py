@@ -93,10 +93,13 @@ def two_updates() -> list[dict[str, Any]]:
     )
 
 
-def two_metrics() -> list[dict[str, Any]]:
-    """Ages: 10 tokens of age 0; then 2 of age 0 and 4 of age 1. Mismatch on 10 and then 30 tokens."""
+def two_metrics(*optimizer_steps: tuple[float, float]) -> list[dict[str, Any]]:
+    """Ages: 10 tokens of age 0; then 2 of age 0 and 4 of age 1. Mismatch on 10 and then 30 tokens.
+
+    `optimizer_steps`: (applied, skipped) of either update; by default one applied each.
+    """
     shared = {'groups/trained': 1, 'buffer/groups': 1}
-    return [
+    lines: list[dict[str, Any]] = [
         {
             'step': 1, 'time': 13.0, 'reward/mean': 0.25, 'tokens/trained': 10, **shared,
             'staleness/token_age_histogram': [10], 'staleness/versions_per_trajectory_mean': 1.0,
@@ -110,6 +113,9 @@ def two_metrics() -> list[dict[str, Any]]:
             'mismatch/max_abs': 0.25, 'mismatch/exact_share': 0.9,
         },
     ]  # fmt: skip
+    for line, (applied, skipped) in zip(lines, optimizer_steps or ((1.0, 0.0),) * 2, strict=True):
+        line |= {'update/optimizer_steps': applied, 'update/skipped_steps': skipped}
+    return lines
 
 
 def two_facts(**changes: Any) -> RunFacts:

@@ -48,6 +48,22 @@ def test_budgets(changes: dict[str, Any], warning: str):
     assert any(found.startswith(warning) for found in _warnings(facts=two_facts(**changes)))
 
 
+def test_some_optimizer_steps_were_skipped():
+    (found,) = [
+        w for w in build_report(two_updates(), two_metrics((1, 0), (1, 2)), two_facts())['warnings'] if 'skipped' in w
+    ]
+    assert found.startswith('2 of 4 optimizer steps were skipped because their gradient was not finite: those steps')
+    assert 'never changed' not in found
+
+
+def test_no_optimizer_step_was_applied():
+    found = build_report(two_updates(), two_metrics((0, 1), (0, 2)), two_facts())['warnings'][0]
+    assert found == (
+        '3 of 3 optimizer steps were skipped because their gradient was not finite: the weights never changed. '
+        'Look at the weights that the model starts from, learner.loss_scale and optimizer.learning_rate.'
+    )
+
+
 def test_never_interrupted():
     calm = [event for event in two_updates() if event['kind'] != 'interrupt']
     assert any(found.startswith('No request was ever interrupted') for found in _warnings(calm))

@@ -21,6 +21,13 @@ def test_what_is_missing_is_a_dash():
     assert line == 'step 1/9  reward    -  age   - (max -)  gen   - tok/s  train   - tok/s  interrupts -  left -'
 
 
+def test_skipped_steps_are_shown_where_there_are_any():
+    steps = lambda applied, skipped: {'update/optimizer_steps': applied, 'update/skipped_steps': skipped}
+    line = format_line(7, 20, METRICS | steps(3.0, 1.0), 100.0)
+    assert line.endswith('interrupts 3  skipped 1 of 4 steps (gradient not finite)  left 1m40s')
+    assert format_line(7, 20, METRICS | steps(4.0, 0.0), 100.0) == format_line(7, 20, METRICS, 100.0)
+
+
 def test_time_left_follows_the_updates_of_this_process():
     # a run of 10 goes on after update 4 at 100 s; update 6 at 120 s: 10 s an update, 4 to go
     stream = io.StringIO()

@@ -26,6 +26,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
     expected = {
         'groups': {'drawn': None, 'trained': None, 'dropped': {'over_age': None}},
         'tokens': dict.fromkeys(('generated', 'trained')),
+        'optimizer_steps': dict.fromkeys(('applied', 'skipped')),
         'reward': dict.fromkeys(('first', 'last')),
         'accuracy': {
             'greedy': {'before': interval, 'after': interval},
@@ -93,6 +94,16 @@ def test_mismatch_of_no_token_is_null():
     assert any('mismatch' in warning for warning in found['warnings'])
 
 
+def test_optimizer_steps_are_summed(tmp_path: pathlib.Path):
+    # 2 of 2 applied, then 1 of 2
+    _write_logs(tmp_path, (2.0, 0.0), (1.0, 1.0))
+    assert write_report(tmp_path, two_facts(), plots=False)['optimizer_steps'] == {'applied': 3, 'skipped': 1}
+    assert json.loads((tmp_path / 'report.json').read_text())['optimizer_steps'] == {'applied': 3, 'skipped': 1}
+    page = (tmp_path / 'report.md').read_text()
+    assert '| optimizer steps, applied / skipped (gradient not finite) | 3 / 1 |' in page
+    assert '- 1 of 4 optimizer steps were skipped' in page
+
+
 def test_rates_and_time(report: dict[str, Any]):
     # window 20 s: 23 / 20 and 16 / 20 tokens a second; lanes and ideal: see test_limit
     assert report['window_seconds'] == 20
@@ -123,9 +134,10 @@ def test_a_run_that_did_nothing_still_has_a_report(tmp_path: pathlib.Path, event
     assert '![' not in (tmp_path / 'report.md').read_text()
 
 
-def _write_logs(workdir: pathlib.Path) -> None:
+def _write_logs(workdir: pathlib.Path, *optimizer_steps: tuple[float, float]) -> None:
     (workdir / 'events.jsonl').write_text(''.join(json.dumps(event) + '\n' for event in two_updates()))
-    (workdir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in two_metrics()))
+    lines = two_metrics(*optimizer_steps)
+    (workdir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
 
 
 def test_the_page_tells_the_run(tmp_path: pathlib.Path):
