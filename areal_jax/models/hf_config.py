@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,26 @@ _ONLY: dict[str, Any] = {
     'use_mrope': False,
     'pretraining_tp': 1,
     'quantization_config': None,
+    # of other families; whoever derived a model from one may have kept them
+    'rotary_pct': 1.0,
+    'logit_scale': 1.0,
+    'logits_scaling': 1.0,
+    'embedding_multiplier': 1.0,
+    'residual_multiplier': 1.0,
+    'attention_multiplier': None,  # the scale of the scores itself, so that 1.0 is not neutral
+    'query_pre_attn_scalar': None,
+    'final_logit_softcapping': None,
+    'attn_logit_softcapping': None,
+    'dual_chunk_attention_config': None,
+    'attention_chunk_size': None,
+    'no_rope_layers': None,
+    'clip_qkv': None,
+    'is_causal': True,
+    'num_experts': 0,
+    'num_local_experts': 0,
+    'n_routed_experts': 0,
 }
+_SIZE_END = 2**31  # sizes and what is counted with them are int32
 
 
 def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
@@ -62,7 +82,7 @@ def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
     path = pathlib.Path(directory) / CONFIG
     fields = _Fields(path, read_json(path))
     family = fields.get('model_type')
-    if family not in _DEFAULTS:
+    if not isinstance(family, str) or family not in _DEFAULTS:
         raise fields.unsupported('model_type', family, ', '.join(FAMILIES))
     architectures = fields.get('architectures') or [_DEFAULTS[family].architecture]
     if architectures != [_DEFAULTS[family].architecture]:
@@ -146,14 +166,14 @@ class _Fields:
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(name, default)
-        if type(value) is not int or value < least:
-            raise HfError(f'{self.path}: {name}={value!r} must be an integer of at least {least}')
+        if type(value) is not int or not least <= value < _SIZE_END:
+            raise HfError(f'{self.path}: {name}={value!r} must be an integer of at least {least} and below 2**31')
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name, default)
-        if type(value) not in (int, float) or value <= 0:
-            raise HfError(f'{self.path}: {name}={value!r} must be a number above 0')
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:  # json reads NaN and Infinity
+            raise HfError(f'{self.path}: {name}={value!r} must be a number above 0 and finite')
         return float(value)
 
     def flag(self, name: str) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,17 @@ import numpy as np
 
 DTYPES = {'F32': np.dtype(np.float32), 'BF16': np.dtype(jnp.bfloat16), 'F16': np.dtype(np.float16)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BITS = {  # of one element, every dtype of the format: others are not read, but must lie where the header says
+    'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6, 'F8_E4M3': 8, 'F8_E5M2': 8, 'F8_E8M0': 8, 'F8_E4M3FNUZ': 8, 'F8_E5M2FNUZ': 8,
+    'BOOL': 8, 'U8': 8, 'I8': 8, 'U16': 16, 'I16': 16, 'F16': 16, 'BF16': 16, 'U32': 32, 'I32': 32, 'F32': 32,
+    'U64': 64, 'I64': 64, 'F64': 64, 'C64': 64,
+}  # fmt: skip
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8  # bytes: where the first tensor may start
 
 
 class SafetensorsError(ValueError):
-    """A file that is no safetensors file or only a part of one; the message names it."""
+    """A file that is no safetensors file, damaged, or only a part of one; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,11 @@ class StoredTensor:
 
 
 def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
-    """Every tensor of the file by name; raises SafetensorsError."""
+    """Every tensor of the file by name.
+
+    Raises SafetensorsError for a file that is cut short, and for a header that cannot be read or that does not place
+    the tensors one after the other over all of the rest of the file, each as long as its dtype and shape say.
+    """
     size = path.stat().st_size
     with path.open('rb') as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), 'little')
@@ -66,16 +75,55 @@ def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
     try:
         header: dict[str, Any] = json.loads(content)
         header.pop('__metadata__', None)
-        tensors = {
-            name: StoredTensor(path, name, entry['dtype'], tuple(entry['shape']), start + entry['data_offsets'][0])
-            for name, entry in header.items()
-        }
-        end = start + max((entry['data_offsets'][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        entries = {name: (entry['dtype'], entry['shape'], entry['data_offsets']) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SafetensorsError(f'{path} is no safetensors file: its header cannot be read ({error!r})') from error
+    for name, entry in entries.items():
+        _require_extent(path, name, *entry)
+    end = start + _require_tiling(path, {name: offsets for name, (_, _, offsets) in entries.items()})
     if end > size:
         raise SafetensorsError(f'{path} is cut short: it has {size} bytes, its tensors end at {end}')
-    return tensors
+    if end < size:
+        raise SafetensorsError(f'{path} is damaged: it has {size} bytes, but its tensors end at {end}')
+    return {
+        name: StoredTensor(path, name, dtype, tuple(shape), start + offsets[0])
+        for name, (dtype, shape, offsets) in entries.items()
+    }
+
+
+def _require_extent(path: pathlib.Path, name: str, dtype: Any, shape: Any, offsets: Any) -> None:
+    """The offsets are as far apart as the dtype and the shape say."""
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise SafetensorsError(f'{path}: {name} has dtype {dtype!r}, which is none of the format')
+    if not _are_sizes(shape):
+        raise SafetensorsError(f'{path} is damaged: {name} has shape {shape!r}; it must list integers of at least 0')
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise SafetensorsError(
+            f'{path} is damaged: {name} has data_offsets {offsets!r}; they must be two integers of at least 0, the '
+            'first not above the second'
+        )
+    bits, extent = math.prod(shape) * _BITS[dtype], offsets[1] - offsets[0]
+    if bits != 8 * extent:
+        raise SafetensorsError(
+            f'{path} is damaged: {name} lies in {extent} bytes (data_offsets {offsets}), but {dtype} of shape {shape} '
+            f'takes {bits / 8 if bits % 8 else bits // 8}'
+        )
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _require_tiling(path: pathlib.Path, offsets: Mapping[str, Sequence[int]]) -> int:
+    """The tensors follow each other from byte 0 without gap or overlap; returns the end of the last."""
+    end, place = 0, 'where the data begins'
+    for name, (first, own_end) in sorted(offsets.items(), key=lambda item: tuple(item[1])):
+        if first != end:
+            raise SafetensorsError(
+                f'{path} is damaged: {name} begins at byte {first} of the data, not at byte {end}, {place}'
+            )
+        end, place = own_end, f'where {name} ends'
+    return end
 
 
 def write_tensors(

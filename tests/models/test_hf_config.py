@@ -210,6 +210,53 @@ def test_what_is_not_supported_is_named(tmp_path, change, message):
         read(tmp_path, QWEN_1_5B | change)
 
 
+@pytest.mark.parametrize('value', [float('nan'), float('inf'), -float('inf'), 10**400, 0, 0.0, -1e-6, True])
+@pytest.mark.parametrize('name', ['rope_theta', 'rms_norm_eps', 'rope_parameters.rope_theta'])
+def test_numbers_that_no_model_computes_with_are_named(tmp_path, name, value):
+    section, _, key = name.rpartition('.')
+    with pytest.raises(HfError, match=rf'^{tmp_path}/config\.json: {name}=.* must be a number above 0 and finite$'):
+        read(tmp_path, QWEN_1_5B | ({section: {key: value}} if section else {key: value}))
+
+
+@pytest.mark.parametrize('value', [0, -1, 2**31, 2.0, float('nan'), True])
+@pytest.mark.parametrize(
+    'name',
+    ['vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim',
+     'intermediate_size', 'max_position_embeddings'],
+)  # fmt: skip
+def test_sizes_that_no_model_has_are_named(tmp_path, name, value):
+    with pytest.raises(
+        HfError, match=rf'^{tmp_path}/config\.json: {name}=.* must be an integer of at least 1 and below'
+    ):
+        read(tmp_path, QWEN_1_5B | {name: value})
+
+
+@pytest.mark.parametrize('value', [['qwen2'], {'qwen2': 1}, 2])
+def test_a_model_type_that_is_no_string_is_named(tmp_path, value):
+    with pytest.raises(HfError, match=rf'^{tmp_path}/config\.json: model_type=.* is not supported; supported: llama'):
+        read(tmp_path, QWEN_1_5B | {'model_type': value})
+
+
+# of Granite, Gemma 2, Cohere, Mixtral, OLMo and others: a value that changes nothing of what is computed, and another
+@pytest.mark.parametrize(
+    ('name', 'neutral', 'other'),
+    [
+        ('partial_rotary_factor', 1, 0.5), ('rotary_pct', 1.0, 0.25), ('logit_scale', 1, 0.0625),
+        ('logits_scaling', 1, 8.0), ('embedding_multiplier', 1.0, 12.0), ('residual_multiplier', 1.0, 0.22),
+        ('attention_multiplier', None, 1.0), ('query_pre_attn_scalar', None, 224), ('is_causal', True, False),
+        ('final_logit_softcapping', None, 30.0), ('attn_logit_softcapping', None, 50.0), ('clip_qkv', None, 8.0),
+        ('dual_chunk_attention_config', None, {'chunk_size': 8192}), ('attention_chunk_size', None, 8192),
+        ('no_rope_layers', None, [1, 0]), ('num_experts', 0, 8), ('num_local_experts', 0, 8),
+        ('n_routed_experts', 0, 64),
+    ],
+)  # fmt: skip
+def test_options_of_other_families_are_refused_unless_they_change_nothing(tmp_path, name, neutral, other):
+    plain = read(tmp_path, QWEN_1_5B)
+    assert read(tmp_path, QWEN_1_5B | {name: neutral}) == read(tmp_path, QWEN_1_5B | {name: None}) == plain
+    with pytest.raises(HfError, match=rf'^{tmp_path}/config\.json: {name}=.* is not supported; supported: '):
+        read(tmp_path, QWEN_1_5B | {name: other})
+
+
 def test_windows_of_a_llama_model_are_refused(tmp_path):
     with pytest.raises(HfError, match='sliding_window=64 is not supported; supported: null'):
         read(tmp_path, LLAMA_8B | {'sliding_window': 64})
