@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from areal_jax.learning.rows import BatchError
 from areal_jax.types import TrajectoryGroup
 
+_LARGEST_REWARD = 1e30
 _STD_FLOOR = 1e-4  # keeps the advantage finite where the rewards of a group hardly differ
 
 
@@ -36,14 +38,16 @@ ESTIMATORS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 def rewards_of(group: TrajectoryGroup) -> np.ndarray:
     """float64 [trajectories of the group].
 
-    Raises ValueError where a reward is not finite: it would poison every trajectory of its group.
+    Raises BatchError where a reward is not finite, or so large that its square is not: it would poison every
+    trajectory of its group.
     """
     rewards = np.array([t.reward for t in group.trajectories], np.float64)
-    if not np.isfinite(rewards).all():
-        bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise ValueError(
+    wrong = ~(np.abs(rewards) <= _LARGEST_REWARD)  # NaN too
+    if wrong.any():
+        bad = int(np.flatnonzero(wrong)[0])
+        raise BatchError(
             f'draw {group.draw}, sample {group.trajectories[bad].sample}: reward is {rewards[bad]}; '
-            'verifiers must return finite numbers'
+            f'verifiers must return finite numbers of at most {_LARGEST_REWARD:g}'
         )
     return rewards
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.learning.advantages import rewards_of
+from areal_jax.learning.rows import BatchError
 from areal_jax.types import PackedBatch, TrajectoryGroup, concatenate
 
 
@@ -32,14 +33,14 @@ def age_metrics(batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
     """Age of the trained tokens when the batch was formed (version - policy version), and how versions mix.
 
     The histogram is a list: trained tokens of age 0, 1, 2, ...
-    Raises ValueError for a token of a version that is not published yet.
+    Raises BatchError for a token of a version that is not published yet.
     """
     trained = _join([b.loss_mask for b in batches], bool)
     ids = _join([b.trajectory_ids for b in batches], np.int32)
     ages = version - _join([b.policy_versions for b in batches], np.int32)
     if (ages[ids >= 0] < 0).any():
         newest = version - int(ages[ids >= 0].min())
-        raise ValueError(f'a token has policy version {newest}, but the update starts from version {version}')
+        raise BatchError(f'a token has policy version {newest}, but the update starts from version {version}')
     metrics: dict[str, Any] = {
         'update/trained_tokens': float(trained.sum()),
         'staleness/masked_tokens': float(((ids >= 0) & ~trained).sum()),

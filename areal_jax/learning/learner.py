@@ -237,6 +237,7 @@ class SpmdLearner:
             data_shards=data_shards(self._mesh),
             cost=self._cost,
             buckets=self._buckets,
+            vocab_size=self._decoder.config.vocab_size,
             **division,
         )
 

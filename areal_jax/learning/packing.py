@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
 from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
-from areal_jax.learning.rows import Example, NextTokenForm, Row, Unit, write_rows
+from areal_jax.learning.rows import BatchError, Example, NextTokenForm, Row, Unit, write_rows
 from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup
 
 MODES = ('shared_prompt', 'ordinary')
@@ -23,6 +23,7 @@ FILLS = ('first_fit', 'algorithm_1', 'padded')
 _PADDING = -1  # trajectory id of a loss place that holds no token
 _TOKENS_ONLY = CostCoefficients()
 _TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids')  # one value per token; all others per loss token
+_LARGEST_LOGPROB = 1e-2  # rounding makes some of almost certain tokens positive
 _MULTIPLE = 64  # tokens: tail buckets are multiples of it, as are the tiles of attention
 
 
@@ -30,12 +31,12 @@ def next_token_form(trajectory: Trajectory) -> NextTokenForm:
     """The only shift by one: arrays aligned by the token they describe go to the position that predicts it.
 
     The first answer token is predicted by the last prompt token. Environment tokens are context: read, never targets.
-    Raises ValueError where the very first token was generated: nothing predicts it.
+    Raises BatchError where the very first token was generated: nothing predicts it.
     """
     tokens = trajectory.tokens
     predicted = np.flatnonzero(trajectory.loss_mask)
     if len(predicted) and predicted[0] == 0:
-        raise ValueError(f'draw {trajectory.prompt.draw}: the prompt is empty, so nothing predicts its first token')
+        raise BatchError(f'draw {trajectory.prompt.draw}: the prompt is empty, so nothing predicts its first token')
     return NextTokenForm(
         inputs=tokens[: predicted[-1]] if len(predicted) else tokens[:0],
         sources=(predicted - 1).astype(np.int32),
@@ -93,6 +94,7 @@ def pack(
     data_shards: int = 1,
     cost: CostCoefficients = _TOKENS_ONLY,
     buckets: Sequence[RowShape] = (),
+    vocab_size: int | None = None,
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
@@ -111,14 +113,16 @@ def pack(
       cost: by which they are balanced (balance.place_rows).
       buckets: row shapes, ascending to the full one, to which the caller trims micro-batches; () = it trims none. With
         'first_fit' a last micro-batch of few full rows is spread over more and shorter rows where one of them allows.
+      vocab_size: token ids lie below it; None = they are not looked at.
 
     Raises:
-      ValueError: an unknown mode or fill, a trajectory that does not fit a row, an advantage that is not finite, or
-        rows that the shards cannot share evenly.
+      BatchError: a trajectory that does not fit a row, an advantage that is not finite, a token outside the
+        vocabulary, a behavior log-prob that is none, or a group of several prompts.
+      ValueError: an unknown mode or fill, or rows that the shards cannot share evenly.
     """
     _require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
-    examples_of = _examples(groups, advantages, capacity)
+    examples_of = _examples(groups, advantages, capacity, vocab_size)
     loss_tokens = [sum(e.size[1] for e in examples) for examples in examples_of]
     batches, reports = [], []
     for members in split_minibatches(loss_tokens, n_minibatches):
@@ -195,7 +199,7 @@ def denominator_weights(batch: PackedBatch, aggregation: str) -> tuple[np.ndarra
 def count_tokens(groups: Sequence[TrajectoryGroup], mode: str) -> int:
     """Tokens that packing would put into rows, if no group had to be split: cheap, to price an update before it."""
     total = 0
-    for group in groups:
+    for group in (group for group in groups if group.trajectories):
         prompts = 1 if mode == 'shared_prompt' else len(group.trajectories)
         answers = sum(len(s.tokens) for t in group.trajectories for s in t.segments)
         total += prompts * len(group.trajectories[0].prompt.tokens) + answers - len(group.trajectories)
@@ -258,18 +262,17 @@ def _require_known(mode: str, fill: str) -> None:
 
 
 def _examples(
-    groups: Sequence[TrajectoryGroup], advantages: Sequence[np.ndarray], capacity: tuple[int, int]
+    groups: Sequence[TrajectoryGroup],
+    advantages: Sequence[np.ndarray],
+    capacity: tuple[int, int],
+    vocab_size: int | None,
 ) -> list[list[Example]]:
     """Per group its trajectories with loss tokens; ids number all trajectories of the update."""
     examples_of, next_id = [], 0
     for group, values in zip(groups, advantages, strict=True):
         examples = []
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
-            if not np.isfinite(advantage):
-                raise ValueError(
-                    f'draw {trajectory.prompt.draw}, sample {trajectory.sample}: advantage is {advantage}, which would '
-                    'poison the whole update; rewards must be finite'
-                )
+            _require_sound(trajectory, group, float(advantage), vocab_size)
             form = next_token_form(trajectory)
             if len(form.targets):
                 _require_fit(trajectory, form, capacity)
@@ -279,11 +282,36 @@ def _examples(
     return examples_of
 
 
+def _require_sound(trajectory: Trajectory, group: TrajectoryGroup, advantage: float, vocab_size: int | None) -> None:
+    """What no kernel would notice: it would read another row of the embedding, or weigh one token like millions."""
+    where = f'draw {trajectory.prompt.draw}, sample {trajectory.sample}'
+    if not np.isfinite(advantage):
+        raise BatchError(
+            f'{where}: advantage is {advantage}, which would poison the whole update; rewards must be finite'
+        )
+    tokens, mask, logprobs = trajectory.tokens, trajectory.loss_mask, trajectory.behavior_logprobs
+    if len(logprobs) != len(tokens):
+        raise BatchError(f'{where}: {len(logprobs)} behavior log-probs for {len(tokens)} tokens, prompt included')
+    outside = (tokens < 0) | (tokens >= (vocab_size or np.inf))
+    if outside.any():
+        raise BatchError(
+            f'{where}: token {tokens[outside][0]} lies outside the vocabulary of {vocab_size} of the model; the '
+            'tokenizer or the engine belongs to another model'
+        )
+    wrong = mask & ~(np.isfinite(logprobs) & (logprobs <= _LARGEST_LOGPROB))
+    if wrong.any():
+        raise BatchError(
+            f'{where}: a behavior log-prob is {logprobs[wrong][0]}; the engine must report finite ones of at most 0'
+        )
+    if not np.array_equal(trajectory.prompt.tokens, group.trajectories[0].prompt.tokens):
+        raise BatchError(f'{where}: its prompt is not that of the other answers of its group')
+
+
 def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[int, int]) -> None:
     fields = ('learner.row_tokens', 'learner.row_loss_tokens')
     for field, needed, available in zip(fields, (len(form.inputs), len(form.targets)), capacity, strict=True):
         if needed > available:
-            raise ValueError(
+            raise BatchError(
                 f'draw {trajectory.prompt.draw}, sample {trajectory.sample}: {len(trajectory.tokens)} tokens of '
                 f'trajectory need {needed} places of a row, but {field}={available}; raise {field} to at least '
                 f'{needed} or lower rollout.max_new_tokens'

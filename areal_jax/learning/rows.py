@@ -14,6 +14,10 @@ from areal_jax.learning.balance import EMPTY, CostCoefficients, row_cost, visibl
 from areal_jax.types import PackedBatch
 
 
+class BatchError(ValueError):
+    """Trajectories that must not be learned from; the message names the draw, the sample and what is wrong."""
+
+
 @dataclasses.dataclass(frozen=True)
 class NextTokenForm:
     """A trajectory as the learner reads it: what goes in, and what is predicted from where."""

@@ -56,6 +56,12 @@ def test_infinite_reward_is_named():
         group_advantages(_group(0, float('nan')), 'group')
 
 
+def test_a_reward_whose_square_overflows_is_named():
+    # its standard deviation is infinite, so that all advantages would be 0 and nothing learned, silently
+    with pytest.raises(ValueError, match=r'draw 0, sample 1: reward is 1e\+200; verifiers must return finite numbers'):
+        group_advantages(_group(0, 1e200), 'group')
+
+
 def test_unknown_estimator_is_named():
     with pytest.raises(ValueError, match=r"loss.advantage='gae' is unknown; use one of group, group_mean, rloo"):
         group_advantages(_group(0, 1), 'gae')

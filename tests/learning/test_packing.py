@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from areal_jax.learning.packing import (
     tail_buckets,
     trim,
 )
+from areal_jax.learning.rows import BatchError
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
 
@@ -371,6 +373,37 @@ def test_an_advantage_that_is_not_finite_is_named():
     groups = [group([1], [[2], [3]], draw=4)]
     with pytest.raises(ValueError, match=r'draw 4, sample 1: advantage is nan, .* rewards must be finite'):
         pack(groups, [np.array([0, np.nan])], mode='ordinary', row_tokens=8, row_loss_tokens=8, rows_per_microbatch=1)
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'sentence'),
+    [
+        (segment([11], 0), 'draw 0, sample 1: token 11 lies outside the vocabulary of 11'),
+        (segment([3, -1], NOT_GENERATED), 'token -1 lies outside the vocabulary'),  # read, not only predicted
+        (segment([3], 0, [-np.inf]), 'sample 1: a behavior log-prob is -inf; the engine must report finite ones'),
+        (segment([3], 0, [np.nan]), 'a behavior log-prob is nan'),
+        (segment([3], 0, [0.5]), 'a behavior log-prob is 0.5'),
+        (segment([3, 4], 0, [-0.5]), '4 behavior log-probs for 5 tokens'),
+    ],
+)
+def test_what_no_kernel_would_notice_is_refused(wrong, sentence):
+    # without the check another row of the embedding is read, or one token weighs e^20 times the others
+    sound = segment([3], 0, [1e-7])  # a rounding above 0 is none of the engine's business
+    answers = [trajectory([1, 2], [segment([10], 0), sound]), trajectory([1, 2], [sound, wrong], sample=1)]
+    _pack([TrajectoryGroup(0, (answers[0],))], vocab_size=11)
+    with pytest.raises(BatchError, match=re.escape(sentence)):
+        _pack([TrajectoryGroup(0, tuple(answers))], vocab_size=11)
+
+
+def test_a_group_of_two_prompts_is_refused():
+    # sharing the prompt would train the second answer under the first one's
+    answers = trajectory([1, 2], [segment([3], 0)]), trajectory([1, 4], [segment([3], 0)], sample=1)
+    with pytest.raises(BatchError, match='draw 0, sample 1: its prompt is not that of the other answers'):
+        _pack([TrajectoryGroup(0, answers)])
+
+
+def test_a_group_without_trajectories_counts_nothing():
+    assert count_tokens([TrajectoryGroup(0, ())], 'shared_prompt') == 0
 
 
 def test_a_prompt_that_fills_its_row_leaves_room_for_answers_of_one_token():
