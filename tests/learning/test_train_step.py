@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ from areal_jax.learning.forward import forward
 from areal_jax.learning.losses import decoupled_ppo_loss
 from areal_jax.learning.packing import denominator_weights, pack
 from areal_jax.learning.train_step import training_rows
+from areal_jax.models.decoder import Decoder
 from tests.learning.examples import random_groups, tiny_decoder
 
 _DECODER = tiny_decoder(n_layers=1)
@@ -28,7 +30,8 @@ def params():
 def _attend_causally(q, k, v, cache, window):
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum('qhd,khd->hqk', q, k) / jnp.sqrt(q.shape[-1])
-    causal = jnp.tril(jnp.ones((len(q), len(q)), bool))
+    distance = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
+    causal = (distance >= 0) & (distance < (window or len(q)))
     return jnp.einsum('hqk,khd->qhd', jax.nn.softmax(jnp.where(causal, scores, -1e30)), v), cache
 
 
@@ -102,6 +105,29 @@ def test_packed_equals_one_trajectory_at_a_time(params, unpacked, mode, row_toke
         expected = np.asarray(policy)[index, predicted]
         np.testing.assert_allclose(found[batch.trajectory_ids == index], expected, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), packed_gradient, gradient)
+
+
+@pytest.mark.parametrize('attention', ['dense', 'blocked'])
+def test_a_model_with_a_window_sees_no_further_in_packed_rows(attention):
+    # 3 positions: most answers no longer see the start of their prompt
+    decoder = Decoder(dataclasses.replace(_DECODER.config, sliding_window=3))
+    params = decoder.init(seed=1, scale=2.0)
+    (batch,), _ = pack(
+        _GROUPS, _ADVANTAGES, mode='shared_prompt', row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3
+    )
+    rows, _ = training_rows(batch, 'token_mean')
+    run = jax.jit(functools.partial(forward, decoder, attention=attention), static_argnames='temperature')
+    found = run(params, {name: array[0] for name, array in rows.items()}, temperature=1.0)[0]
+
+    @jax.jit
+    def logprobs_of(tokens):
+        hidden, _ = decoder.hidden(params, tokens, jnp.arange(len(tokens)), _attend_causally)
+        return jax.nn.log_softmax(hidden @ decoder.head(params).T)
+
+    for index, t in enumerate(_TRAJECTORIES[:3]):
+        predicted = np.flatnonzero(t.loss_mask)
+        expected = logprobs_of(np.pad(t.tokens, (0, 32 - len(t.tokens))))[predicted - 1, t.tokens[predicted]]
+        np.testing.assert_allclose(found[batch.trajectory_ids[0] == index], expected, atol=1e-5)
 
 
 def test_last_token_of_an_answer_has_gradient(params):
