@@ -64,7 +64,7 @@ DAMAGED = {
     'scalar': (changed('a', shape=[]), f'a lies in 24 bytes {A}, but F32 of shape [] takes 4'),
     'dtype': (changed('a', dtype='BF16'), f'a lies in 24 bytes {A}, but BF16 of shape [2, 3] takes 12'),
     'dtype not read': (changed('c', dtype='I64'), f'c lies in 3 bytes {C}, but I64 of shape [3] takes 24'),
-    'half bytes': (changed('c', dtype='F4'), f'c lies in 3 bytes {C}, but F4 of shape [3] takes 1.5'),
+    'half bytes': (changed('c', dtype='F4', shape=[7]), f'c lies in 3 bytes {C}, but F4 of shape [7] takes 3.5'),
     'unknown dtype': (changed('c', dtype='F5'), "c has dtype 'F5', which is none of the format"),
     'dtype no name': (changed('c', dtype=['I8']), "c has dtype ['I8'], which is none of the format"),
     'overlap': (
