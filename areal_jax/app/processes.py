@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from typing import Any
 
 import jax
 from ml_collections import config_dict
@@ -14,6 +15,8 @@ from areal_jax.app import build
 from areal_jax.config import ConfigError, TrackedConfig, validate
 from areal_jax.learning.commands import CommandError, CommandLeader, accept_invitation, follow, invite
 from areal_jax.learning.learner import SpmdLearner
+
+_BUILT, _ENDED = 'built', 'ended'
 
 
 def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:
@@ -49,6 +52,7 @@ def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bo
         raise ConfigError(
             f'distributed.processes={distributed.processes}, but {jax.process_count()} have come; set their number'
         )
+    atexit.register(_tell, _ENDED)  # before jax's own, which waits for the others
     return jax.process_index() > 0
 
 
@@ -59,17 +63,16 @@ def lead(config: TrackedConfig, learner: SpmdLearner) -> SpmdLearner | CommandLe
         return learner
     deadline_s = distributed.command_deadline_s
     host = distributed.coordinator.rpartition(':')[0] or socket.gethostbyname(socket.gethostname())
-    with _expecting('a follower'):
-        followers = invite(host, deadline_s)
-    return CommandLeader(learner, followers, deadline_s=deadline_s)
+    _meet(deadline_s)
+    return CommandLeader(learner, invite(host, deadline_s), deadline_s=deadline_s)
 
 
 def follow_run(config: config_dict.ConfigDict) -> None:
-    """What a follower does from start to end; raises CommandError where process 0 never comes."""
+    """What a follower does from start to end; raises CommandError where the others never come."""
     tracked = TrackedConfig(config)
     learner = build.build_learner(tracked, build.build_model(tracked))
-    with _expecting('process 0'):
-        leader = accept_invitation()
+    _meet(config.distributed.command_deadline_s)
+    leader = accept_invitation()
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
     # which it needs the others; it lets them go, and they notice when it is gone.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -77,10 +80,39 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     follow(learner, leader)
 
 
-@contextlib.contextmanager
-def _expecting(who: str) -> Iterator[None]:
-    """One sentence where the other side of the first collective ended while it was building the run."""
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, OSError, EOFError) as error:
-        raise CommandError(f'{who} ended before the run began; its own output says why') from error
+def _meet(deadline_s: float) -> None:
+    """Returns when all processes have built their part; raises CommandError where one ended or takes longer.
+
+    Collectives between CPUs give up after 30 s, but a process may read its weights, or process 0 its demonstrations,
+    for longer than the others; so they wait for each other before the first one.
+    """
+    _tell(_BUILT)
+    end = time.monotonic() + deadline_s
+    for index in range(jax.process_count()):
+        try:
+            left_ms = int(1000 * max(end - time.monotonic(), 0.001))
+            state = _coordination().blocking_key_value_get(_key(index), left_ms)
+        except jax.errors.JaxRuntimeError as error:
+            raise CommandError(
+                f'process {index} did not build its part of the run within distributed.command_deadline_s='
+                f'{deadline_s:g}: its own output says what it does; raise the deadline if it needs longer'
+            ) from error
+        if state == _ENDED:
+            raise CommandError(f'process {index} ended before the run began; its own output says why')
+    atexit.unregister(_tell)
+
+
+def _tell(state: str) -> None:
+    """Tells all processes how far this one is."""
+    _coordination().key_value_set(_key(jax.process_index()), state, allow_overwrite=True)
+
+
+def _key(index: int) -> str:
+    return f'areal_jax/process/{index}'
+
+
+def _coordination() -> Any:
+    """Messages between processes that need no collective; jax has no public name for it."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
+from areal_jax.app import processes
 from areal_jax.app.processes import join_processes
 from areal_jax.config import ConfigError, default_config
+from areal_jax.learning.commands import CommandError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
@@ -146,7 +149,7 @@ def test_an_error_of_a_follower_alone_is_one_sentence_in_both(tmp_path):
     assert codes == [1, 1]
     (other,), (own,) = map(_sentences, errors)
     assert 'config.json cannot be read' in own
-    assert other == 'a follower ended before the run began; its own output says why'
+    assert other == 'process 1 ended before the run began; its own output says why'
 
 
 def _wait_for_updates(workdir, started, count):
@@ -235,3 +238,36 @@ def test_a_process_without_a_number_is_told():
 
 def test_one_process_joins_nobody():
     assert join_processes(default_config(), None) is False
+
+
+class _Messages(dict):
+    """What processes have told each other; whoever is silent stays so."""
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self[key] = value
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        if key not in self:
+            raise jax.errors.JaxRuntimeError(f'DEADLINE_EXCEEDED after {timeout_ms}')
+        return self[key]
+
+
+@pytest.mark.parametrize(
+    ('last', 'message'),
+    [
+        ({'areal_jax/process/2': 'built'}, None),
+        ({'areal_jax/process/2': 'ended'}, 'process 2 ended before the run began'),
+        ({}, r'process 2 did not build .* within distributed\.command_deadline_s=5: .*; raise the deadline'),
+    ],
+    ids=['all there', 'one ended', 'one silent'],
+)
+def test_processes_wait_for_each_other_before_the_first_collective(monkeypatch, last, message):
+    messages = _Messages({'areal_jax/process/1': 'built'} | last)
+    monkeypatch.setattr(processes, '_coordination', lambda: messages)
+    monkeypatch.setattr(jax, 'process_count', lambda: 3)
+    if message:
+        with pytest.raises(CommandError, match=message):
+            processes._meet(5)
+    else:
+        processes._meet(5)
+    assert messages['areal_jax/process/0'] == 'built'
