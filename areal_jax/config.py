@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -194,7 +196,9 @@ def flatten(config: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, 
 
 def validate(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for what cannot run, naming the fields, their values and the fix."""
-    for problem in _problems(config.copy_and_resolve_references()):
+    resolved = config.copy_and_resolve_references()
+    require_in_range({path: value for path, value in flatten(resolved) if path in RANGES})
+    for problem in _problems(resolved):
         raise ConfigError(problem)
 
 
@@ -227,13 +231,97 @@ CHOICES = {
     'sft.over_length': ('refuse', 'drop'),
     'sft.export_dtype': DTYPES,
 }
-AT_LEAST_ONE = (
-    *('run.steps', 'rollout.engines', 'rollout.slots', 'rollout.decode_steps', 'rollout.group_size'),
-    *('rollout.max_running_groups', 'rollout.max_new_tokens', 'buffer.capacity', 'learner.groups_per_update'),
-    *('learner.n_minibatches', 'learner.epochs', 'learner.rows_per_microbatch', 'checkpoint.keep'),
-    *('mesh.data', 'mesh.fsdp', 'mesh.context', 'mesh.tensor', 'distributed.processes'),
-    *('task.verifier_workers', 'task.verifier_attempts'),
-)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that a field may hold; NaN lies in none."""
+
+    low: float
+    high: float
+    rule: str  # the same in words: what the value must do
+    or_none: bool = False  # None is a value too
+
+    def __contains__(self, value: float | None) -> bool:
+        return self.or_none if value is None else self.low <= value <= self.high
+
+    def require(self, field: str, value: float | None) -> None:
+        """Raises ConfigError where `value` lies outside."""
+        if value not in self:
+            raise ConfigError(f'{field}={value} must {self.rule}{", or be None" if self.or_none else ""}')
+
+
+# programs compute in float32: what it rounds to 0, to 1 or to infinity counts as that
+_LEAST, _BELOW_ONE, _MOST = 2.0**-126, 1 - 2.0**-24, (2 - 2.0**-23) * 2.0**127
+
+COUNT = Range(1, math.inf, 'be at least 1')
+COUNT_OR_OFF = Range(0, math.inf, 'not be negative')
+POSITIVE = Range(_LEAST, _MOST, 'be above 0 and finite, in float32')
+NOT_NEGATIVE = Range(0, _MOST, 'not be negative, infinite or NaN, in float32')
+SHARE = Range(0, 1, 'lie in [0, 1]')
+SHARE_ABOVE_ZERO = Range(_LEAST, 1, 'lie in (0, 1]')
+DECAY = Range(0, _BELOW_ONE, 'lie in [0, 1), in float32')
+
+# the number that every numeric field may be
+RANGES: Mapping[str, Range] = {
+    'run.seed': Range(0, 2**31 - 1, 'lie in [0, 2^31 - 1]'),
+    'run.steps': COUNT,
+    'run.stall_timeout_s': POSITIVE,
+    'run.compilation_budget': COUNT_OR_OFF,
+    **dict.fromkeys((f'model.{name}' for name in ('n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads')), COUNT),
+    'model.head_dim': COUNT,
+    'model.rope_theta': POSITIVE,
+    'model.init_scale': POSITIVE,
+    'task.held_out_fraction': SHARE,
+    'task.symbols': COUNT,
+    'task.length': COUNT,
+    'task.verifier_workers': COUNT,
+    'task.verifier_deadline_s': POSITIVE,
+    'task.verifier_attempts': COUNT,
+    **dict.fromkeys((f'rollout.{name}' for name in ('engines', 'slots', 'decode_steps', 'context_tokens')), COUNT),
+    **dict.fromkeys((f'rollout.{name}' for name in ('group_size', 'max_running_groups', 'max_new_tokens')), COUNT),
+    'rollout.temperature': POSITIVE,  # training needs a sampled policy
+    'rollout.top_k': COUNT_OR_OFF,
+    'rollout.top_p': SHARE_ABOVE_ZERO,
+    'staleness.eta': Range(0, math.inf, 'be at least 0; 0 is synchronous'),
+    'staleness.max_token_age': dataclasses.replace(COUNT_OR_OFF, or_none=True),
+    'buffer.capacity': COUNT,
+    **dict.fromkeys((f'learner.{name}' for name in ('groups_per_update', 'n_minibatches', 'epochs')), COUNT),
+    **dict.fromkeys((f'learner.{name}' for name in ('row_tokens', 'row_loss_tokens', 'rows_per_microbatch')), COUNT),
+    'learner.tail_buckets': COUNT_OR_OFF,
+    'learner.loss_scale': POSITIVE,
+    'lora.rank': COUNT_OR_OFF,
+    'lora.alpha': POSITIVE,
+    'loss.clip_epsilon': SHARE_ABOVE_ZERO,
+    'loss.clip_epsilon_high': dataclasses.replace(POSITIVE, or_none=True),
+    'loss.behavior_weight_cap': dataclasses.replace(POSITIVE, or_none=True),
+    'loss.entropy_coefficient': NOT_NEGATIVE,
+    'loss.kl_coefficient': NOT_NEGATIVE,
+    'optimizer.learning_rate': NOT_NEGATIVE,
+    'optimizer.final_ratio': SHARE,
+    'optimizer.b1': DECAY,
+    'optimizer.b2': DECAY,
+    'optimizer.eps': POSITIVE,
+    'optimizer.weight_decay': NOT_NEGATIVE,
+    'optimizer.clip_norm': NOT_NEGATIVE,
+    'optimizer.warmup_steps': COUNT_OR_OFF,
+    **dict.fromkeys((f'mesh.{name}' for name in ('data', 'fsdp', 'context', 'tensor')), COUNT),
+    'distributed.processes': COUNT,
+    'distributed.command_deadline_s': POSITIVE,
+    'checkpoint.every': COUNT_OR_OFF,
+    'checkpoint.keep': COUNT,
+    'sft.evaluate_every': COUNT_OR_OFF,
+    'evaluation.problems': COUNT_OR_OFF,
+    'evaluation.samples': COUNT_OR_OFF,
+    **dict.fromkeys((f'virtual.{name}_s' for name in ('decode_step', 'prefill_token', 'train_token')), NOT_NEGATIVE),
+    **dict.fromkeys((f'virtual.{name}_s' for name in ('publish', 'reward', 'save')), NOT_NEGATIVE),
+}
+
+
+def require_in_range(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first of {'learner.loss_scale': 1.0, ...} that RANGES does not allow."""
+    for path, value in values.items():
+        RANGES[path].require(path, value)
 
 
 def _problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -241,15 +329,6 @@ def _problems(c: config_dict.ConfigDict) -> Iterator[str]:
     for path, choices in CHOICES.items():
         if values[path] not in choices:
             yield f'{path}={values[path]!r} is not known; use one of {", ".join(choices)}'
-    for path in AT_LEAST_ONE:
-        if values[path] < 1:
-            yield f'{path}={values[path]} must be at least 1'
-    if values['rollout.temperature'] <= 0:
-        yield f'rollout.temperature={c.rollout.temperature} must be above 0: training needs a sampled policy'
-    if not 0 < c.rollout.top_p <= 1 or c.rollout.top_k < 0:
-        yield f'rollout.top_p={c.rollout.top_p}, rollout.top_k={c.rollout.top_k}: use 0 < top_p <= 1 and top_k >= 0'
-    if c.staleness.eta < 0:
-        yield f'staleness.eta={c.staleness.eta} must be at least 0; 0 is synchronous'
     yield from _sft_problems(c) if c.loss.objective == 'sft' else _rollout_problems(c)
     yield from _training_problems(c)
 
@@ -258,9 +337,6 @@ def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """What supervised training cannot run with."""
     if c.task.name == 'jsonl' and not c.task.path:
         yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer, or messages"
-    for path, value in (('sft.evaluate_every', c.sft.evaluate_every), ('evaluation.problems', c.evaluation.problems)):
-        if value < 0:
-            yield f'{path}={value} must not be negative'
     if c.sft.evaluate_every and not c.evaluation.problems:
         yield (
             f'sft.evaluate_every={c.sft.evaluate_every} measures nothing with evaluation.problems=0; set '
@@ -301,7 +377,7 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'rollout.max_new_tokens={c.rollout.max_new_tokens} leaves no room for a prompt in rollout.context_tokens='
             f'{c.rollout.context_tokens}; raise the context'
         )
-    if max(c.rollout.prefill_buckets) < c.rollout.context_tokens - 1:
+    if max(c.rollout.prefill_buckets, default=0) < c.rollout.context_tokens - 1:
         yield (
             f'rollout.prefill_buckets={tuple(c.rollout.prefill_buckets)} must hold an unfinished answer: raise the '
             f'largest to rollout.context_tokens - 1 = {c.rollout.context_tokens - 1}'
@@ -316,6 +392,11 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'learner.row_loss_tokens={c.learner.row_loss_tokens} must hold one answer of rollout.max_new_tokens='
             f'{c.rollout.max_new_tokens}; raise it'
         )
+    if (c.learner.packing, c.learner.fill) == ('shared_prompt', 'padded'):
+        yield (
+            "learner.fill='padded' puts one trajectory in a row, so learner.packing='shared_prompt' has no prompt to "
+            "share; set learner.packing='ordinary'"
+        )
 
 
 def _training_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -329,8 +410,10 @@ def _training_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
     if c.model.source == 'hf' and not c.model.path:
         yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
-    if c.lora.rank < 0:
-        yield f'lora.rank={c.lora.rank} must not be negative; 0 trains all weights'
+    if c.model.source == 'random' and c.model.n_heads % c.model.n_kv_heads:
+        yield f'model.n_heads={c.model.n_heads} must be a multiple of model.n_kv_heads={c.model.n_kv_heads}'
+    if c.model.source == 'random' and c.model.head_dim % 2:
+        yield f'model.head_dim={c.model.head_dim} must be even: rotary positions need pairs'
     if c.mesh.tensor > 1 and 'tensor' not in c.mesh.strategy:
         yield (
             f'mesh.tensor={c.mesh.tensor} is left idle by mesh.strategy={c.mesh.strategy!r}; use fsdp_tensor or tensor'

@@ -1,9 +1,11 @@
 import importlib
+import math
 import pathlib
 
+import numpy as np
 import pytest
 
-from areal_jax.config import CHOICES, ConfigError, TrackedConfig, default_config, flatten, validate
+from areal_jax.config import CHOICES, RANGES, ConfigError, TrackedConfig, default_config, flatten, validate
 
 CONFIGS = sorted(p.stem for p in (pathlib.Path(__file__).parent.parent / 'configs').glob('*.py'))
 
@@ -40,6 +42,21 @@ BAD = [
     ({'learner.row_loss_tokens': 8}, r'learner\.row_loss_tokens=8 must hold.*max_new_tokens=16'),
     ({'mesh.fsdp': 4}, r'rows_per_microbatch=1 must be a multiple of mesh\.data \* mesh\.fsdp = 4'),
     ({'model.source': 'gguf'}, r"model\.source='gguf' needs model\.path"),
+    ({'learner.fill': 'padded'}, r"fill='padded' puts.*set learner\.packing='ordinary'"),
+    ({'rollout.prefill_buckets': ()}, r'prefill_buckets=\(\).*context_tokens - 1 = 63'),
+    ({'model.n_kv_heads': 3}, r'model\.n_heads=4 must be a multiple of model\.n_kv_heads=3'),
+    ({'model.head_dim': 7}, r'model\.head_dim=7 must be even'),
+    ({'mesh.fsdp': 0}, r'mesh\.fsdp=0 must be at least 1'),
+    ({'optimizer.learning_rate': -1e-4}, r'optimizer\.learning_rate=-0\.0001 must not be negative, infinite or NaN'),
+    ({'optimizer.learning_rate': None}, r'optimizer\.learning_rate=None must not be negative, infinite or NaN'),
+    ({'optimizer.b2': 1.0}, r'optimizer\.b2=1\.0 must lie in \[0, 1\)'),
+    ({'optimizer.b2': 1 - 1e-9}, r'optimizer\.b2=0\.999999999 must lie in \[0, 1\), in float32'),  # rounds to 1 there
+    ({'optimizer.eps': 0.0}, r'optimizer\.eps=0\.0 must be above 0 and finite'),
+    ({'optimizer.eps': 1e-50}, r'optimizer\.eps=1e-50 must be above 0 and finite, in float32'),  # rounds to 0 there
+    ({'loss.clip_epsilon': 1.5}, r'loss\.clip_epsilon=1\.5 must lie in \(0, 1\]'),
+    ({'loss.clip_epsilon_high': 0.0}, r'clip_epsilon_high=0\.0 must be above 0 and finite, in float32, or be None'),
+    ({'lora.rank': -1}, r'lora\.rank=-1 must not be negative'),
+    ({'lora.alpha': 0.0}, r'lora\.alpha=0\.0 must be above 0'),
 ]
 
 
@@ -49,6 +66,35 @@ def test_what_cannot_run_is_named_with_the_fix(fields, message):
     config.update_from_flattened_dict(fields)
     with pytest.raises(ConfigError, match=message):
         validate(config)
+
+
+def test_every_number_of_the_schema_has_a_range():
+    numbers = {path for path, value in flatten(default_config()) if type(value) in (int, float)}
+    left_out = {path for path, value in flatten(default_config()) if value is None}
+    assert RANGES.keys() == numbers | left_out  # a field that may be None holds a number otherwise
+
+
+@pytest.mark.parametrize('value', [math.nan, -math.inf, math.inf])
+def test_no_float_is_accepted_that_is_not_finite(value):
+    floats = [path for path, number in flatten(default_config()) if type(number) is float]
+    for path in [*floats, 'loss.clip_epsilon_high', 'loss.behavior_weight_cap']:
+        config = default_config()
+        config.update_from_flattened_dict({path: value})
+        if (path, value) == ('staleness.eta', math.inf):
+            assert validate(config) is None  # unbounded
+            continue
+        with pytest.raises(ConfigError, match=rf'^{path}={value} must ') as refused:
+            validate(config)
+        assert '\n' not in str(refused.value)
+
+
+def test_bounds_are_those_of_float32():
+    # a bound is the last number that float32 tells from the one it stands for
+    for path, below, above in (('optimizer.b1', -0.1, 1.0), ('learner.loss_scale', 0.0, math.inf)):
+        for bound, outside in ((RANGES[path].low, below), (RANGES[path].high, above)):
+            assert bound in RANGES[path]
+            assert outside not in RANGES[path]
+            assert float(np.float32(bound)) == bound
 
 
 def test_every_choice_is_a_field_with_a_legal_default():

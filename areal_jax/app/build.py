@@ -19,6 +19,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
+from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings
@@ -61,7 +62,8 @@ def build_model(config: TrackedConfig) -> Model:
         model = _load_hf_model(config, pathlib.Path(config.model.path))
     else:
         tokenizer = CharacterTokenizer(characters(config.task.symbols))
-        decoder = Decoder(_random_shape(config, tokenizer.vocab_size))
+        with _naming_fields():
+            decoder = Decoder(_random_shape(config, tokenizer.vocab_size))
         model = Model(decoder, decoder.init(config.run.seed, config.model.init_scale), tokenizer)
     model.tokenizer.fits(model.decoder.config.vocab_size)
     return model
@@ -166,6 +168,7 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
     """The learner; `model.params` is copied and may be dropped."""
     with _naming_fields():
         mesh = build_mesh(config)
+        require_divisible(model.decoder.config, mesh)
         decoder, params = build_training_decoder(config, model)
         optimizer = build_optimizer(config)
         settings = build_learner_settings(config)
@@ -183,6 +186,21 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
 def build_mesh(config: TrackedConfig) -> Mesh:
     mesh = config.mesh
     return make_mesh(mesh.data, mesh.fsdp, context=mesh.context, tensor=mesh.tensor)
+
+
+def require_divisible(shape: ModelConfig, mesh: Mesh) -> None:
+    """Raises ConfigError for a model whose heads or vocabulary do not divide over the mesh."""
+    tensor = mesh.shape['tensor']
+    if shape.n_heads % tensor or (shape.n_kv_heads % tensor and tensor % shape.n_kv_heads):
+        raise ConfigError(
+            f'mesh.tensor={tensor} does not divide the {shape.n_heads} query heads and {shape.n_kv_heads} key heads of '
+            'the model; use a common divisor'
+        )
+    if shape.vocab_size % tensor:
+        raise ConfigError(
+            f'mesh.tensor={tensor} does not divide the {shape.vocab_size} tokens of the vocabulary; use a divisor of '
+            'it, or shard with mesh.fsdp'
+        )
 
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
@@ -312,6 +330,16 @@ def build_gate(config: TrackedConfig) -> StalenessGate:
         buffer_capacity=config.buffer.capacity,
         max_admitted=config.run.steps * batch,
     )
+
+
+def build_ring(config: TrackedConfig) -> VersionRing | None:
+    """The versions that a lock-step schedule may still ask for; None without one."""
+    with _naming_fields():
+        try:
+            schedule = parse_schedule(config.staleness.schedule, config.run.seed)
+        except OSError as error:
+            raise ConfigError(f'staleness.schedule={config.staleness.schedule!r}: {error}') from error
+    return VersionRing(schedule) if schedule else None
 
 
 def build_settings(config: TrackedConfig) -> LoopSettings:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from areal_jax.checkpoint.state import RunStateError
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import ConfigError
 from areal_jax.control.clocks.loop import CallDeadlineError, StallError
 from areal_jax.learning.commands import CommandError
+from areal_jax.learning.rows import BatchError
 from areal_jax.models.attention import AttentionError
 from areal_jax.models.gguf import GgufError
 from areal_jax.models.hf import WeightsError
@@ -18,6 +20,7 @@ from areal_jax.tasks.verifier import VerifierError
 
 USER_ERRORS = (
     AttentionError,
+    BatchError,
     CommandError,
     HfError,
     ConfigError,
@@ -27,6 +30,7 @@ USER_ERRORS = (
     GgufError,
     PromptTooLongError,
     PublicationError,
+    RunStateError,
     TaskError,
     TokenizerError,
     VerifierError,

@@ -26,7 +26,7 @@ from areal_jax.config import TrackedConfig, validate
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import Controller
 from areal_jax.control.events import truncate_events
-from areal_jax.control.schedule import VersionRing, parse_schedule
+from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.publication.manifest import weights_sha256
@@ -133,8 +133,7 @@ class Session:
     def _build_engines(self, model: build.Model) -> tuple[VersionRing | None, list[Engine]]:
         config, version = self.config, self.version_at_start
         published = self._channel.transfer(version, self.learner.publish(version))
-        schedule = parse_schedule(config.staleness.schedule, config.run.seed)
-        ring = VersionRing(schedule) if schedule else None
+        ring = build.build_ring(config)
         if ring:
             ring.add(published)
         backend = build.build_backend(config, model.decoder)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from areal_jax.config import require_in_range
 from areal_jax.learning.quantized import scale_by_adam
 
 NAMES = ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd')
@@ -142,12 +143,11 @@ def make_optimizer(
       'lion' (arXiv 2302.06675): b1, b2; the sign of a momentum, hence a rate 3 to 10 times below AdamW's; 4.
       'sgd': nothing; 0.
 
-    Raises ValueError for an unknown name or a setting that is negative, contradicts another, or would not be read.
+    Raises ValueError for an unknown name or a setting out of its range, against another, or that would not be read.
     """
-    settings = {'clip_norm': clip_norm, 'warmup_steps': warmup_steps, 'weight_decay': weight_decay}
-    for field, value in settings.items():
-        if value < 0:
-            raise ValueError(f'optimizer.{field}={value} must not be negative; 0 turns it off')
+    numbers = {'b1': b1, 'b2': b2, 'eps': eps, 'weight_decay': weight_decay, 'clip_norm': clip_norm}
+    numbers |= {'warmup_steps': warmup_steps, 'final_ratio': final_ratio}
+    require_in_range({f'optimizer.{name}': value for name, value in numbers.items()})
     if name not in NAMES:
         raise ValueError(f'optimizer.name={name!r} is unknown; use one of {", ".join(NAMES)}')
     if moment_dtype not in ('float32', 'bfloat16'):

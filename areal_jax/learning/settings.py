@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from areal_jax.config import require_in_range
 from areal_jax.learning.advantages import ESTIMATORS
 from areal_jax.learning.packing import FILLS, MODES
 from areal_jax.learning.proximal import KINDS
@@ -67,23 +68,28 @@ class LearnerSettings:
             ('staleness.over_age', self.over_age, ('off', 'mask', 'drop')),
         ):
             _require(field, value, allowed)
-        for field, number in (
-            ('learner.n_minibatches', self.n_minibatches),
-            ('learner.epochs', self.epochs),
-        ):
-            if number < 1:
-                raise ValueError(f'{field}={number} must be at least 1')
+        require_in_range(
+            {
+                'learner.row_tokens': self.row_tokens,
+                'learner.row_loss_tokens': self.row_loss_tokens,
+                'learner.rows_per_microbatch': self.rows_per_microbatch,
+                'learner.n_minibatches': self.n_minibatches,
+                'learner.epochs': self.epochs,
+                'learner.tail_buckets': self.tail_buckets,
+                'learner.loss_scale': self.loss_scale,
+                'rollout.temperature': self.temperature,
+                'loss.clip_epsilon': self.clip_epsilon,
+                'loss.clip_epsilon_high': self.clip_epsilon_high,
+                'loss.behavior_weight_cap': self.behavior_weight_cap,
+                'loss.entropy_coefficient': self.entropy_coefficient,
+                'loss.kl_coefficient': self.kl_coefficient,
+                'staleness.max_token_age': self.max_token_age,
+            }
+        )
         if self.over_age == 'mask' and self.max_token_age is None:
             raise ValueError(
                 "staleness.over_age='mask' needs staleness.max_token_age, which is None: set it or over_age='off'"
             )
-        if self.kl_coefficient < 0 or self.loss_scale <= 0:
-            raise ValueError(
-                f'loss.kl_coefficient={self.kl_coefficient} must not be negative, learner.loss_scale='
-                f'{self.loss_scale} must be above 0'
-            )
-        if self.tail_buckets < 0:
-            raise ValueError(f'learner.tail_buckets={self.tail_buckets} must not be negative; 0 = none')
         if self.tail_buckets and self.accumulate == 'scan':
             raise ValueError(
                 f'learner.tail_buckets={self.tail_buckets} needs programs of one micro-batch: set '

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from areal_jax.config import COUNT, require_in_range
+
 TARGETS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 _LEAVES = ('lora_a', 'lora_b')
 
@@ -24,8 +26,8 @@ class Lora:
     targets: tuple[str, ...] = TARGETS
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f'lora.rank={self.rank} must be at least 1')
+        COUNT.require('lora.rank', self.rank)
+        require_in_range({'lora.alpha': self.alpha})
         if not self.targets or set(self.targets) - set(TARGETS):
             raise ValueError(f'lora.targets={self.targets!r} must name some of {", ".join(TARGETS)} and nothing else')
 

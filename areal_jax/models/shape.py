@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from areal_jax.config import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE
+
 FAMILIES = ('llama', 'qwen2', 'qwen3', 'mistral')
 
 
@@ -17,6 +19,9 @@ class Llama3Scaling:
     original_context_tokens: int  # of the model before stretching
 
     def __post_init__(self) -> None:
+        for name in ('factor', 'low_frequency_factor', 'high_frequency_factor'):
+            POSITIVE.require(name, getattr(self, name))
+        COUNT.require('original_context_tokens', self.original_context_tokens)
         if self.high_frequency_factor <= self.low_frequency_factor:
             raise ValueError(
                 f'high_frequency_factor={self.high_frequency_factor} must be above '
@@ -54,6 +59,11 @@ class ModelConfig:
     value_head: bool = False  # a scalar per token, for a critic
 
     def __post_init__(self) -> None:
+        counts = ('vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'd_ff', 'context_tokens')
+        ranges = dict.fromkeys(counts, COUNT)
+        ranges |= {'rope_theta': POSITIVE, 'rms_eps': NOT_NEGATIVE, 'first_window_layer': COUNT_OR_OFF}
+        for name, allowed in ranges.items():
+            allowed.require(name, getattr(self, name))
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f'n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}')
         if self.head_dim % 2:

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.build import build_learner, build_model
-from areal_jax.config import TrackedConfig, default_config
+from areal_jax.app.build import build_learner, build_model, build_ring
+from areal_jax.app.errors import USER_ERRORS
+from areal_jax.app.session import Session
+from areal_jax.checkpoint.state import RunStateError
+from areal_jax.config import ConfigError, TrackedConfig, default_config
+from areal_jax.learning.rows import BatchError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.hf_config import HfError
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
+from tests.app.small import small_config
 from tests.tasks import hf_directory
 
 
@@ -39,3 +46,51 @@ def test_a_directory_without_a_model_is_named(tmp_path):
     config.model.source, config.model.path = 'hf', str(tmp_path)
     with pytest.raises(HfError, match=str(tmp_path)):
         build_model(TrackedConfig(config))
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'mesh.tensor': 8}, r'^mesh\.tensor=8 does not divide the 4 query heads and 2 key heads of the model'),
+        (
+            {'mesh.tensor': 3, 'model.n_heads': 3, 'model.n_kv_heads': 3},
+            r'mesh\.tensor=3 .* 4 tokens of the vocabulary',
+        ),
+    ],
+)
+def test_a_model_that_the_mesh_cannot_cut_is_named_before_anything_compiles(fields, message):
+    config = default_config()
+    config.update_from_flattened_dict({'mesh.strategy': 'tensor'} | fields)
+    tracked = TrackedConfig(config)
+    with pytest.raises(ConfigError, match=message):
+        build_learner(tracked, build_model(tracked))
+
+
+def test_an_impossible_random_shape_is_an_error_of_the_config():
+    config = default_config()
+    config.model.head_dim = 7
+    with pytest.raises(ConfigError, match='head_dim=7 is odd'):
+        build_model(TrackedConfig(config))
+
+
+@pytest.mark.parametrize('schedule', ['fixed(x)', 'trace(/no/such/file)'])
+def test_a_schedule_that_cannot_be_read_is_an_error_of_the_config(schedule):
+    config = default_config()
+    config.staleness.schedule = schedule
+    with pytest.raises(ConfigError, match=r"^staleness\.schedule='(fixed\(x\)' is not known|trace.*No such file)"):
+        build_ring(TrackedConfig(config))
+
+
+def test_a_batch_that_the_learner_refuses_reaches_the_user_as_such(tmp_path):
+    session = Session(small_config(), tmp_path)
+    update = session.learner.update
+
+    def update_with_a_reward_that_is_no_number(groups, version):
+        first, *others = groups[0].trajectories
+        broken = (dataclasses.replace(first, reward=float('nan')), *others)
+        return update([dataclasses.replace(groups[0], trajectories=broken), *groups[1:]], version)
+
+    session.learner.update = update_with_a_reward_that_is_no_number
+    with pytest.raises(BatchError, match='reward is nan'):
+        session.train()
+    assert {BatchError, RunStateError} <= set(USER_ERRORS)

@@ -292,3 +292,20 @@ def test_every_optimizer_skips_a_non_finite_gradient(name):
 def test_settings_that_cannot_work_are_named(name, settings, message):
     with pytest.raises(ValueError, match=message):
         make_optimizer(name, **settings)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'b1': 1.0}, r'optimizer.b1=1.0 must lie in \[0, 1\)'),
+        ({'b2': -0.1}, r'optimizer.b2=-0.1 must lie in \[0, 1\)'),
+        ({'eps': 0.0}, r'optimizer.eps=0.0 must be above 0'),
+        ({'weight_decay': np.inf}, r'optimizer.weight_decay=inf must not be negative, infinite or NaN'),
+        ({'clip_norm': np.nan}, r'optimizer.clip_norm=nan must not be negative, infinite or NaN'),
+        ({'warmup_steps': -1}, r'optimizer.warmup_steps=-1 must not be negative'),
+        ({'final_ratio': np.nan}, r'optimizer.final_ratio=nan must lie in \[0, 1\]'),
+    ],
+)
+def test_numbers_out_of_range_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer('adamw', **settings)

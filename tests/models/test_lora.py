@@ -137,6 +137,7 @@ def test_gradients_reach_both_matrices():
     ('change', 'message'),
     [
         ({'rank': 0}, r'lora.rank=0 must be at least 1'),
+        ({'alpha': float('nan')}, r'lora.alpha=nan must be above 0 and finite'),
         ({'targets': ()}, r'lora.targets=\(\) must name some of query, key'),
         ({'targets': ('query', 'head')}, r"lora.targets=\('query', 'head'\) must name some of query, key"),
     ],

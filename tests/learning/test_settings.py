@@ -1,0 +1,33 @@
+"""What an update is: a setting that cannot work is named as the config names it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from areal_jax.learning.settings import LearnerSettings
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'row_tokens': 0}, r'learner\.row_tokens=0 must be at least 1'),
+        ({'tail_buckets': -1}, r'learner\.tail_buckets=-1 must not be negative'),
+        ({'loss_scale': math.inf}, r'learner\.loss_scale=inf must be above 0 and finite'),
+        ({'temperature': math.nan}, r'rollout\.temperature=nan must be above 0'),
+        ({'clip_epsilon': 0.0}, r'loss\.clip_epsilon=0\.0 must lie in \(0, 1\]'),
+        ({'clip_epsilon_high': -0.1}, r'loss\.clip_epsilon_high=-0\.1 must be above 0'),
+        ({'behavior_weight_cap': math.nan}, r'loss\.behavior_weight_cap=nan must be above 0'),
+        ({'entropy_coefficient': math.nan}, r'loss\.entropy_coefficient=nan must not be negative'),
+        ({'kl_coefficient': math.nan}, r'loss\.kl_coefficient=nan must not be negative'),
+        ({'max_token_age': -1}, r'staleness\.max_token_age=-1 must not be negative, or be None'),
+    ],
+)
+def test_a_number_out_of_its_range_names_the_field(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LearnerSettings(**{'row_tokens': 8, 'row_loss_tokens': 4} | settings)
+
+
+def test_the_ends_of_closed_ranges_are_allowed():
+    assert LearnerSettings(8, 4, clip_epsilon=1.0, kl_coefficient=0.0, max_token_age=0).clip_epsilon == 1.0
