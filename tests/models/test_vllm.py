@@ -134,4 +134,4 @@ def test_smollm2_speaks_alike(tmp_path):
     config, params, _ = load_gguf(find_package_file(GGUF))
     export_hf(tmp_path / 'export', params, config)
     texts = [CHAT, CHAT[:11]]
-    assert_equal_text(vllm_greedy(tmp_path / 'export', texts, tmp_path), our_greedy(config, params, texts), 1e-3)
+    assert_equal_text(vllm_greedy(tmp_path / 'export', texts, tmp_path), our_greedy(config, params, texts), 2e-4)
