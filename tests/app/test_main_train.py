@@ -39,9 +39,14 @@ def train(workdir, *arguments, **options):
 
 
 def wait_for_steps(workdir, steps, process):
+    """And for a whole checkpoint."""
     end = time.monotonic() + 120
     metrics = workdir / 'metrics.jsonl'
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+    while (
+        not metrics.exists()
+        or len(metrics.read_text().splitlines()) < steps
+        or not any((workdir / 'checkpoints').glob('step_*'))
+    ):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -82,7 +87,7 @@ def test_the_tiny_run_learns_and_leaves_what_it_promises(tmp_path):
 
 @pytest.mark.parametrize('end', [signal.SIGINT, signal.SIGKILL], ids=['ctrl-c', 'kill -9'])
 def test_a_run_that_was_ended_resumes(tmp_path, end):
-    options = [*QUICK, '--config.run.steps=40', '--config.checkpoint.every=5']
+    options = [*QUICK, '--config.run.steps=60', '--config.checkpoint.every=5']
     process = subprocess.Popen(
         command(tmp_path, *options), cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE
     )
@@ -96,9 +101,9 @@ def test_a_run_that_was_ended_resumes(tmp_path, end):
     assert done.returncode == 0, done.stderr
     assert 'resumed after update' in done.stdout
     metrics = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
-    assert [m['step'] for m in metrics] == list(range(1, 41))
+    assert [m['step'] for m in metrics] == list(range(1, 61))
     counts = assert_conserved(events(tmp_path))
-    assert counts == {'trained': 40 * 8}
+    assert counts == {'trained': 60 * 8}
     assert [e['seq'] for e in events(tmp_path)] == list(range(len(events(tmp_path))))
 
 

@@ -14,6 +14,7 @@ from areal_jax.models.logprobs import logprob_of, sharded_token_logprobs, token_
 
 N, D, V = 9, 6, 101  # chunks of 32 leave 5 columns over
 CHUNKS = (None, 1, 32, 50, 101, 1000)
+compiled_logprobs = jax.jit(token_logprobs, static_argnames='chunk')
 
 
 def example(scale=1.0):
@@ -48,7 +49,7 @@ def test_temperature_zero_is_greedy_with_the_logprobs_of_one():
     hidden, head, targets = example()
     logits = hidden @ head.T
     np.testing.assert_array_equal(logprob_of(logits, targets, 0.0), logprob_of(logits, targets, 1.0))
-    for ours, one in zip(*(token_logprobs(hidden, head, targets, t) for t in (0.0, 1.0)), strict=True):
+    for ours, one in zip(*(compiled_logprobs(hidden, head, targets, t) for t in (0.0, 1.0)), strict=True):
         np.testing.assert_array_equal(ours, one)
 
 
@@ -59,7 +60,7 @@ def test_every_row_may_have_its_own_temperature():
         *(by_numpy(hidden[i : i + 1], head, targets[i : i + 1], temperature[i]) for i in range(N)), strict=True
     )
     np.testing.assert_allclose(logprob_of(hidden @ head.T, targets, temperature), np.ravel(expected), atol=1e-5)
-    tiled = token_logprobs(hidden, head, targets, temperature, chunk=32)
+    tiled = compiled_logprobs(hidden, head, targets, temperature, chunk=32)
     np.testing.assert_allclose(tiled[0], np.ravel(expected), atol=1e-5)
     np.testing.assert_allclose(tiled[1], np.ravel(entropy), atol=1e-5)
 
@@ -79,7 +80,7 @@ def test_leading_axes_and_half_precision():
 @pytest.mark.parametrize('temperature', [1.0, 0.6])
 def test_tiled_equals_numpy(chunk, temperature):
     hidden, head, targets = example()
-    logprobs, entropy = token_logprobs(hidden, head, targets, temperature, chunk=chunk)
+    logprobs, entropy = compiled_logprobs(hidden, head, targets, temperature, chunk=chunk)
     assert logprobs.dtype == entropy.dtype == jnp.float32
     expected = by_numpy(hidden, head, targets, temperature)
     np.testing.assert_allclose(logprobs, expected[0], atol=1e-5)
@@ -89,7 +90,7 @@ def test_tiled_equals_numpy(chunk, temperature):
 def test_tiled_is_the_definition_that_decoding_uses():
     hidden, head, targets = example(scale=4.0)
     decoded = logprob_of(hidden @ head.T, targets, 0.8)
-    np.testing.assert_allclose(token_logprobs(hidden, head, targets, 0.8, chunk=32)[0], decoded, atol=2e-5)
+    np.testing.assert_allclose(compiled_logprobs(hidden, head, targets, 0.8, chunk=32)[0], decoded, atol=2e-5)
 
 
 @pytest.mark.parametrize('temperature', [0.7, np.linspace(0.5, 2.0, N, dtype=np.float32)], ids=['one', 'each'])
@@ -115,10 +116,10 @@ def test_equal_logits_have_the_entropy_of_all_choices():
     # every head row alike: p = 1/101, log-prob -ln 101, entropy ln 101, and no direction raises the entropy
     hidden, _, targets = example()
     head = np.ones((V, D), np.float32)
-    logprobs, entropy = token_logprobs(hidden, head, targets, 1.0, chunk=32)
+    logprobs, entropy = compiled_logprobs(hidden, head, targets, 1.0, chunk=32)
     np.testing.assert_allclose(logprobs, -math.log(V), rtol=1e-5)
     np.testing.assert_allclose(entropy, math.log(V), rtol=1e-5)
-    gradient = jax.grad(lambda h: token_logprobs(h, head, targets, 1.0, chunk=32)[1].sum())(hidden)
+    gradient = jax.grad(lambda h: compiled_logprobs(h, head, targets, 1.0, chunk=32)[1].sum())(hidden)
     np.testing.assert_allclose(gradient, 0.0, atol=1e-5)
 
 
@@ -126,11 +127,13 @@ def test_equal_logits_have_the_entropy_of_all_choices():
 def test_extreme_logits_stay_finite(chunk):
     # logits of about +-1e5: one token has all the mass, entropy 0, the others log-probs of minus their distance
     hidden, head, targets = example(scale=3e4)
-    values = token_logprobs(hidden, head, targets, 1.0, chunk=chunk)
+    values = compiled_logprobs(hidden, head, targets, 1.0, chunk=chunk)
     z = hidden.astype(np.float64) @ head.T.astype(np.float64)
     np.testing.assert_allclose(values[0], z[np.arange(N), targets] - z.max(axis=1), rtol=1e-5, atol=0.1)
     np.testing.assert_allclose(values[1], 0.0, atol=1e-3)
-    gradients = jax.grad(lambda *x: sum(v.sum() for v in token_logprobs(*x, targets, 1.0, chunk=chunk)), argnums=(0, 1))
+    gradients = jax.grad(
+        lambda *x: sum(v.sum() for v in compiled_logprobs(*x, targets, 1.0, chunk=chunk)), argnums=(0, 1)
+    )
     assert all(np.isfinite(g).all() for g in gradients(hidden, head))
 
 
@@ -151,10 +154,10 @@ def test_the_logits_are_never_whole():
 @pytest.mark.parametrize('chunk', [32, None])
 def test_nan_stays_with_its_token(chunk):
     hidden, head, targets = example()
-    clean = token_logprobs(hidden, head, targets, 1.0, chunk=chunk)
+    clean = compiled_logprobs(hidden, head, targets, 1.0, chunk=chunk)
     poisoned = hidden.copy()
     poisoned[3, 2] = np.nan
-    for ours, expected in zip(token_logprobs(poisoned, head, targets, 1.0, chunk=chunk), clean, strict=True):
+    for ours, expected in zip(compiled_logprobs(poisoned, head, targets, 1.0, chunk=chunk), clean, strict=True):
         np.testing.assert_array_equal(ours, np.where(np.arange(N) == 3, np.nan, expected))
     # one logit only, in the last, smaller tile: token 3 alone reads column 100 there
     only_3 = np.zeros((N, V), np.float32)
@@ -241,7 +244,7 @@ def test_gradients_inside_a_shard_map_are_parts_to_be_summed():
 
     specs = (PartitionSpec(), PartitionSpec('tensor'))
     ours = jax.jit(jax.shard_map(parts, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False))(hidden, head)
-    whole = jax.grad(lambda *x: token_logprobs(*x, targets, 0.7)[0].sum(), argnums=(0, 1))(hidden, head)
+    whole = jax.grad(lambda *x: compiled_logprobs(*x, targets, 0.7)[0].sum(), argnums=(0, 1))(hidden, head)
     assert_near(ours, whole, 2e-6)
 
 
