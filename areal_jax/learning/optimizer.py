@@ -138,7 +138,7 @@ def make_optimizer(
       'adamw' (arXiv 1412.6980): b1, b2, eps; 8, or 4 with moment_dtype='bfloat16'.
       'adamw8bit': b1, b2, eps; both moments in int8 with a scale per block, about 2 (see quantized.py).
       'adafactor' (arXiv 1804.04235): nothing. The second moment in row and column means where two axes have at least
-        128 entries, decay 1 - n^-0.8 at step n, the direction clipped to a root mean square of 1 per leaf; no first
+        128 entries, decay 1 - n^-0.8 at step n, the direction clipped to a root mean square of 1 per matrix; no first
         moment, no rate relative to the weights. Near 0.
       'lion' (arXiv 2302.06675): b1, b2; the sign of a momentum, hence a rate 3 to 10 times below AdamW's; 4.
       'sgd': nothing; 0.
@@ -163,7 +163,7 @@ def make_optimizer(
     direction = {
         'adamw': lambda: scale_by_adam(b1, b2, eps, moment_dtype),
         'adamw8bit': lambda: scale_by_adam(b1, b2, eps, 'int8'),
-        'adafactor': lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+        'adafactor': lambda: optax.chain(optax.scale_by_factored_rms(), clip_by_layer_rms(1.0)),
         'lion': lambda: optax.scale_by_lion(b1=b1, b2=b2),
         'sgd': optax.identity,
     }[name]()
@@ -171,6 +171,21 @@ def make_optimizer(
     return Optimizer(
         optax.chain(direction, *decay), clip_norm, Schedule(schedule, warmup_steps, total_steps, final_ratio)
     )
+
+
+def clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
+    """Scales every matrix to a root mean square of at most `threshold` (arXiv 1804.04235, section 6).
+
+    A leaf that stacks layers (models/layers.py) holds one matrix for each, so that both forms step alike.
+    """
+
+    def clip(path: Any, update: jax.Array) -> jax.Array:
+        names = [str(getattr(entry, 'key', entry)) for entry in path]
+        stacked = 'layers' in names and not names[names.index('layers') + 1].isdigit()
+        mean_square = jnp.mean(jnp.square(update), axis=tuple(range(int(stacked), update.ndim)), keepdims=True)
+        return update / jnp.maximum(1.0, jnp.sqrt(mean_square) / threshold)
+
+    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(clip, updates))
 
 
 def _moment_sharding(leaf: Any, param: Any, sharding: NamedSharding) -> NamedSharding:

@@ -122,6 +122,21 @@ def test_adafactor_by_numpy():
     np.testing.assert_allclose(params['b'], b, rtol=1e-4)
 
 
+def test_adafactor_steps_stacked_layers_like_listed_ones():
+    # the gradient of the second layer grows, so that its direction is clipped and the first one's is not
+    rng = np.random.default_rng(0)
+    layers = [np.stack([rng.normal(size=(4, 5)), n * rng.normal(size=(4, 5))]).astype(np.float32) for n in (1, 9, 40)]
+    stacked = [{'layers': {'mlp': g}, 'head': g[0]} for g in layers]
+    listed = [{'layers': {'0': {'mlp': g[0]}, '1': {'mlp': g[1]}}, 'head': g[0]} for g in layers]
+    one, other = (
+        _run(make_optimizer('adafactor', clip_norm=0), jax.tree.map(jnp.ones_like, gradients[0]), gradients)[0]
+        for gradients in (stacked, listed)
+    )
+    for index in range(2):
+        np.testing.assert_allclose(one['layers']['mlp'][index], other['layers'][str(index)]['mlp'], rtol=1e-6)
+    np.testing.assert_allclose(one['head'], other['head'], rtol=1e-6)
+
+
 @pytest.mark.parametrize(('name', 'moment_dtype'), [('adamw', 'bfloat16'), ('adamw8bit', 'float32')])
 def test_fewer_bits_go_the_same_way(name, moment_dtype):
     # 20 steps of .1 against those of float32 moments: the way gone differs by 1% or 5% of its length
