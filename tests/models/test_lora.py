@@ -77,7 +77,7 @@ def test_merged_weights_compute_what_the_attached_ones_do(layers):
     assert jax.tree.structure(merged) == jax.tree.structure(plain.abstract())
     expected = logits(with_adapters, attached)
     assert np.abs(expected - logits(plain, plain.init(7))).max() > 0.1  # the adapters do something
-    np.testing.assert_allclose(logits(plain, merged), expected, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(logits(plain, merged), expected, atol=2e-6 * np.abs(expected).max())
 
 
 def test_either_form_merges_to_the_same():
