@@ -5,7 +5,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from areal_jax.config import CHOICES, RANGES, ConfigError, TrackedConfig, default_config, flatten, validate
+from areal_jax.config import CHOICES, TrackedConfig, default_config, flatten, validate
+from areal_jax.ranges import RANGES, ConfigError
 
 CONFIGS = sorted(p.stem for p in (pathlib.Path(__file__).parent.parent / 'configs').glob('*.py'))
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.config import ConfigError, TrackedConfig
+from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.virtual import VirtualClock
@@ -31,6 +31,7 @@ from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
+from areal_jax.ranges import ConfigError
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.rules import param_shardings

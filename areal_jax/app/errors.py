@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from areal_jax.checkpoint.state import RunStateError
 from areal_jax.checkpoint.store import CheckpointError
-from areal_jax.config import ConfigError
 from areal_jax.control.clocks.loop import CallDeadlineError, StallError
 from areal_jax.learning.commands import CommandError
 from areal_jax.learning.rows import BatchError
@@ -13,6 +12,7 @@ from areal_jax.models.gguf import GgufError
 from areal_jax.models.hf import WeightsError
 from areal_jax.models.hf_config import HfError
 from areal_jax.publication.errors import PublicationError
+from areal_jax.ranges import ConfigError
 from areal_jax.rollout.engine import PromptTooLongError
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.tokenizer import TokenizerError

@@ -12,9 +12,10 @@ import jax
 from ml_collections import config_dict
 
 from areal_jax.app import build
-from areal_jax.config import ConfigError, TrackedConfig, validate
+from areal_jax.config import TrackedConfig, validate
 from areal_jax.learning.commands import CommandError, CommandLeader, accept_invitation, follow, invite
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.ranges import ConfigError
 
 _BUILT, _ENDED = 'built', 'ended'
 

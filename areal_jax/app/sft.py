@@ -159,15 +159,15 @@ class SftSession:
     def _progress(self, values: Mapping[str, Any]) -> str:
         seconds = self._seconds - self._first_seconds
         left = seconds / (self.step - self._first_step) * (self._steps - self.step)
-        return '  '.join(
-            (
-                f'step {self.step:>{len(str(self._steps))}}/{self._steps}',
-                f'nll {values.get("loss/nll", float("nan")):.4f}',
-                f'epoch {values[names.EPOCH]:.2f}',
-                f'train {values[names.TRAIN_RATE]:.0f} tok/s',
-                f'left {format_duration(left)}',
-            )
+        parts = (
+            f'step {self.step:>{len(str(self._steps))}}/{self._steps}',
+            f'nll {values.get("loss/nll", float("nan")):.4f}',
+            f'epoch {values[names.EPOCH]:.2f}',
+            f'train {values[names.TRAIN_RATE]:.0f} tok/s',
+            describe_skipped_steps(values),
+            f'left {format_duration(left)}',
         )
+        return '  '.join(part for part in parts if part)
 
     # What stays.
 

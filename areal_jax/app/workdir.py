@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.config import ConfigError, flatten
+from areal_jax.config import flatten
+from areal_jax.ranges import ConfigError
 from areal_jax.telemetry import metrics
 
 CONFIG = 'config.json'

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from areal_jax.config import require_in_range
 from areal_jax.learning.quantized import scale_by_adam
+from areal_jax.ranges import require_in_range
 
 NAMES = ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd')
 SCHEDULES = ('constant', 'cosine', 'linear')

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from areal_jax.config import require_in_range
 from areal_jax.learning.advantages import ESTIMATORS
 from areal_jax.learning.packing import FILLS, MODES
 from areal_jax.learning.proximal import KINDS
 from areal_jax.learning.trees import DTYPES
+from areal_jax.ranges import require_in_range
 
 OBJECTIVES = ('decoupled_ppo', 'sft')
 KL_ESTIMATORS = ('k1', 'k2', 'k3')

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from areal_jax.config import COUNT, require_in_range
+from areal_jax.ranges import COUNT, require_in_range
 
 TARGETS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 _LEAVES = ('lora_a', 'lora_b')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_jax.config import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE
+from areal_jax.ranges import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE
 
 FAMILIES = ('llama', 'qwen2', 'qwen3', 'mistral')
 

@@ -45,7 +45,7 @@ class Progress:
 def format_line(step: int, steps: int, metrics: Mapping[str, Any], left_seconds: float | None) -> str:
     """One update in one line; `-` for a value that is missing or not finite."""
     width = len(str(steps))
-    skipped = _skipped(metrics)
+    skipped = describe_skipped_steps(metrics)
     parts = [
         f'step {step:>{width}}/{steps}',
         f'reward {_number(metrics, names.REWARD_MEAN, "4.2f")}',
@@ -59,8 +59,8 @@ def format_line(step: int, steps: int, metrics: Mapping[str, Any], left_seconds:
     return '  '.join(parts)
 
 
-def _skipped(metrics: Mapping[str, Any]) -> str:
-    """Shown only where it happened: whoever watches should see a run that does not learn."""
+def describe_skipped_steps(metrics: Mapping[str, Any]) -> str:
+    """'' where none was: whoever watches should see a run that does not learn, and nothing else."""
     skipped, applied = metrics.get(names.SKIPPED_STEPS) or 0, metrics.get(names.OPTIMIZER_STEPS) or 0
     return f'skipped {skipped:.0f} of {skipped + applied:.0f} steps (gradient not finite)' if skipped else ''
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.app.workdir import prepare_workdir
-from areal_jax.config import ConfigError
+from areal_jax.ranges import ConfigError
 
 _VALUES = {'mesh': {'fsdp': 8}, 'learner': {'layers': 'list', 'rows_per_microbatch': 8, 'epochs': 1}}
 

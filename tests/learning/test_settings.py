@@ -14,7 +14,7 @@ from areal_jax.learning.settings import LearnerSettings
     [
         ({'row_tokens': 0}, r'learner\.row_tokens=0 must be at least 1'),
         ({'tail_buckets': -1}, r'learner\.tail_buckets=-1 must not be negative'),
-        ({'loss_scale': math.inf}, r'learner\.loss_scale=inf must be above 0 and finite'),
+        ({'loss_scale': 2.0**33}, r'learner\.loss_scale=8589934592.0 must lie in \(0, 2\^32]'),
         ({'temperature': math.nan}, r'rollout\.temperature=nan must be above 0'),
         ({'clip_epsilon': 0.0}, r'loss\.clip_epsilon=0\.0 must lie in \(0, 1\]'),
         ({'clip_epsilon_high': -0.1}, r'loss\.clip_epsilon_high=-0\.1 must be above 0'),
