@@ -26,6 +26,7 @@ from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.numerals import format_duration
+from areal_jax.telemetry.progress import describe_skipped_steps
 from areal_jax.telemetry.resources import ResourceSampler
 
 EXPORT = 'export'
