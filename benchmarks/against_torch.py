@@ -4,7 +4,8 @@
 
 The other environment needs torch 2.13.0 (CPU), transformers and numpy. Both sides load the same weights and train the
 same tokens with one optimizer step (AdamW, clipping, learning rate 0); gradient norms must agree. In each cell every
-side is a fresh process on all cores and they are asked in turn; the first call of each, which compiles, is not counted.
+side is a fresh process on all cores and they are asked in turn; the first call of each, which compiles, is not counted,
+nor is the first of the two calls of every turn (see sides.take_turns).
 
 torch pads every micro-batch to its longest row, in the order given ('in order') or sorted by length ('by length'), and
 repeats the prompt beside each answer. Ours packs inside the timed call; 'shared_prompt' has each prompt once in a row,
@@ -66,7 +67,7 @@ def generation_sides(options: argparse.Namespace, case: Mapping[str, Any]) -> di
 
 def run_cell(sides: Mapping[str, Side], tokens: int, repetitions: int) -> dict[str, Any]:
     try:
-        results = take_turns(sides, repetitions)
+        results = take_turns(sides, repetitions, uncounted=1)
     finally:
         for side in sides.values():
             side.close()

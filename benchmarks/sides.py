@@ -94,11 +94,17 @@ class Side:
         return json.loads(answer)
 
 
-def take_turns(sides: Mapping[str, Side], repetitions: int) -> dict[str, dict[str, Any]]:
-    """One first call of each side, then `repetitions` calls of each in turn; what `summarize` says of them."""
+def take_turns(sides: Mapping[str, Side], repetitions: int, uncounted: int = 0) -> dict[str, dict[str, Any]]:
+    """One first call of each side, then `repetitions` calls of each in turn; what `summarize` says of them.
+
+    Before each of those a side makes `uncounted` calls: memory that it freed may have gone back to the host of a
+    virtual machine while the others had their turn, and a trainer whose steps follow each other does not wait for it.
+    """
     calls: dict[str, list[Run]] = {name: [] for name in sides}
-    for _ in range(1 + repetitions):
+    for turn in range(1 + repetitions):
         for name, side in sides.items():
+            for _ in range(uncounted if turn else 0):
+                side.call()
             calls[name].append(side.call())
             print(name, calls[name][-1], file=sys.stderr, flush=True)
     return {name: summarize(*calls[name]) | {'facts': side.facts()} for name, side in sides.items()}
