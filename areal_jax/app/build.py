@@ -169,7 +169,6 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
     """The learner; `model.params` is copied and may be dropped."""
     with _naming_fields():
         mesh = build_mesh(config)
-        require_divisible(model.decoder.config, mesh)
         decoder, params = build_training_decoder(config, model)
         optimizer = build_optimizer(config)
         settings = build_learner_settings(config)
@@ -187,21 +186,6 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
 def build_mesh(config: TrackedConfig) -> Mesh:
     mesh = config.mesh
     return make_mesh(mesh.data, mesh.fsdp, context=mesh.context, tensor=mesh.tensor)
-
-
-def require_divisible(shape: ModelConfig, mesh: Mesh) -> None:
-    """Raises ConfigError for a model whose heads or vocabulary do not divide over the mesh."""
-    tensor = mesh.shape['tensor']
-    if shape.n_heads % tensor or (shape.n_kv_heads % tensor and tensor % shape.n_kv_heads):
-        raise ConfigError(
-            f'mesh.tensor={tensor} does not divide the {shape.n_heads} query heads and {shape.n_kv_heads} key heads of '
-            'the model; use a common divisor'
-        )
-    if shape.vocab_size % tensor:
-        raise ConfigError(
-            f'mesh.tensor={tensor} does not divide the {shape.vocab_size} tokens of the vocabulary; use a divisor of '
-            'it, or shard with mesh.fsdp'
-        )
 
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:

@@ -109,6 +109,15 @@ class Stream:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
 
+def require_heads(n_heads: int, n_kv_heads: int, tensor: int) -> None:
+    """Raises ValueError for heads that cannot be cut over the axis `tensor` of a mesh."""
+    if n_heads % tensor or (n_kv_heads % tensor and tensor % n_kv_heads):
+        raise ValueError(
+            f'mesh.tensor={tensor} does not divide the {n_heads} query heads and {n_kv_heads} key heads of the model; '
+            'use a common divisor'
+        )
+
+
 def _attend(rows: Rows, stream: Stream, impl: str) -> Callable[..., Any]:
     """`attend` of Decoder.hidden; with a mesh each device attends from its part of its rows' tokens and heads."""
     places = tuple(rows[name] for name in ('segment_ids', 'parent_ids', 'positions'))
@@ -143,11 +152,7 @@ def _over_mesh(attend_rows: Callable[..., Any], mesh: Mesh, n_heads: int, n_kv_h
     Where `tensor` has more devices than there are key heads, each takes the one key head that its queries read.
     """
     context, tensor = mesh.shape['context'], mesh.shape['tensor']
-    if n_heads % tensor or (n_kv_heads % tensor and tensor % n_kv_heads):
-        raise ValueError(
-            f'mesh.tensor={tensor} does not divide the {n_heads} query heads and {n_kv_heads} key heads of the model; '
-            'use a common divisor'
-        )
+    require_heads(n_heads, n_kv_heads, tensor)
     cut_keys = n_kv_heads % tensor == 0
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from areal_jax.learning import diagnostics, trees
 from areal_jax.learning.advantages import group_advantages, has_signal
 from areal_jax.learning.balance import CostCoefficients, cost_coefficients
+from areal_jax.learning.forward import require_heads
 from areal_jax.learning.interchange import export_weights, read_snapshot, take_snapshot
 from areal_jax.learning.likelihood import finalize_likelihood
 from areal_jax.learning.losses import finalize_metrics, merge_metrics
@@ -184,8 +185,14 @@ class SpmdLearner:
     # What a run is built with.
 
     def _require_shapes(self) -> None:
-        settings, mesh = self._settings, self._mesh
-        shards, context = data_shards(mesh), mesh.shape['context']
+        settings, mesh, config = self._settings, self._mesh, self._decoder.config
+        shards, context, tensor = data_shards(mesh), mesh.shape['context'], mesh.shape['tensor']
+        require_heads(config.n_heads, config.n_kv_heads, tensor)
+        if config.vocab_size % tensor:
+            raise ValueError(
+                f'mesh.tensor={tensor} does not divide the {config.vocab_size} tokens of the vocabulary; use a divisor '
+                'of it, or shard with mesh.fsdp'
+            )
         if settings.rows_per_microbatch % shards:
             raise ValueError(
                 f'learner.rows_per_microbatch={settings.rows_per_microbatch} must be a multiple of the {shards} '

@@ -113,12 +113,10 @@ def pack(
       cost: by which they are balanced (balance.place_rows).
       buckets: row shapes, ascending to the full one, to which the caller trims micro-batches; () = it trims none. With
         'first_fit' a last micro-batch of few full rows is spread over more and shorter rows where one of them allows.
-      vocab_size: token ids lie below it; None = they are not looked at.
+      vocab_size: token ids lie below it; None = any.
 
-    Raises:
-      BatchError: a trajectory that does not fit a row, an advantage that is not finite, a token outside the
-        vocabulary, a behavior log-prob that is none, or a group of several prompts.
-      ValueError: an unknown mode or fill, or rows that the shards cannot share evenly.
+    Raises BatchError for what must not be learned from (`_require_sound`) or does not fit a row, and ValueError for an
+    unknown mode or fill and for rows that the shards cannot share evenly.
     """
     _require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
