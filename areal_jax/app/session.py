@@ -30,6 +30,7 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.publication.manifest import weights_sha256
+from areal_jax.ranges import ConfigError
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
@@ -57,6 +58,12 @@ class Session:
         self, config: config_dict.ConfigDict, workdir: pathlib.Path, *, resume: bool = False, source: str = ''
     ):
         validate(config)
+        self.resumable = config.staleness.schedule == 'natural'
+        if resume and not self.resumable:
+            raise ConfigError(
+                f'--resume with staleness.schedule={config.staleness.schedule!r}: a lock-step run keeps no checkpoint; '
+                'start it again without --resume'
+            )
         self.started = time.monotonic()
         self.workdir, self._source, self._resume = workdir, source, resume
         self.config = TrackedConfig(config)
@@ -105,7 +112,7 @@ class Session:
         self.observer = StepObserver(
             self.metrics, self._progress(start_s), self.compilations, self.resources.cpu_seconds, start_s
         )
-        self.log.listeners += [self.observer.on_event, _announce_stop]
+        self.log.listeners += [self.observer.on_event, self._announce_stop]
         self.controller = Controller(
             build.build_settings(config),
             clock=self.clock,
@@ -121,7 +128,7 @@ class Session:
             ring=ring,
             update_tokens=self.learner.update_tokens,
             on_step=self.observer.on_step,
-            save_checkpoint=self._save_checkpoint,
+            save_checkpoint=self._save_checkpoint if self.resumable else None,
         )
         if snapshot:
             self.controller.restore(snapshot)
@@ -180,7 +187,7 @@ class Session:
     # Running.
 
     def train(self) -> dict[str, Any] | None:
-        """Run to the end (the report) or to a requested stop (None; the checkpoint is saved)."""
+        """Run to the end (the report) or to a requested stop (None; the checkpoint is saved if there can be one)."""
         try:
             return self._report() if self._run() else None
         finally:
@@ -236,6 +243,13 @@ class Session:
         means = sum(sampled) / max(1, len(sampled)), sum(scores.greedy) / len(scores.greedy)
         print(f'accuracy {phase}: sampled {means[0]:.3f}, greedy {means[1]:.3f}', flush=True)
         return True
+
+    def _announce_stop(self, event: Mapping[str, Any]) -> None:
+        if event['kind'] == 'signal':
+            then = 'saving' if self.resumable else 'ending'
+            print(
+                f'{event["name"]}: finishing the update under way, then {then}; once more to quit at once', flush=True
+            )
 
     # What stays.
 
@@ -297,8 +311,3 @@ class Session:
         )
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots)
-
-
-def _announce_stop(event: Mapping[str, Any]) -> None:
-    if event['kind'] == 'signal':
-        print(f'{event["name"]}: finishing the update under way, then saving; once more to quit at once', flush=True)

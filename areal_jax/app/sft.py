@@ -45,6 +45,8 @@ class SftSession:
       source: where the config came from, for the report.
     """
 
+    resumable = True
+
     def __init__(
         self, config: config_dict.ConfigDict, workdir: pathlib.Path, *, resume: bool = False, source: str = ''
     ):

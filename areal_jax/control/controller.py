@@ -107,6 +107,7 @@ class Controller:
         self._admission_closed = False
         self._verifying = 0
         self._saving = False
+        self._standing = False  # stopped for good in a checkpoint: nothing has moved since
         self._admission = clock.event('admission (staleness, memory or checkpoint)')
         self._filled = clock.event('a full batch in the buffer, or a stop')
         self._published = clock.event('publication of the last update')
@@ -310,7 +311,7 @@ class Controller:
 
     async def _checkpoint(self) -> None:
         """Stand still between two dispatches, take the whole state at one instant, and write it while going on."""
-        if self._save_checkpoint is None:
+        if self._save_checkpoint is None or self._standing:
             return
         await self._wait_saved()
         self._admission_closed = True
@@ -323,7 +324,8 @@ class Controller:
         self._log.write('save', update=self._trained_version)
         self._supervisor.start('save', self._write_checkpoint(self._trained_version, arrays, self.snapshot()))
         del arrays
-        if not self.stop_requested.is_set():
+        self._standing = self.stop_requested.is_set()
+        if not self._standing:
             self._admission_closed = False
             self._pool.resume()
             self._admission.set()

@@ -33,9 +33,10 @@ def parse_schedule(text: str, seed: int) -> Schedule | None:
         longest = int(match[1])
         return Schedule(lambda update: _uniform(seed, update, longest), longest)
     if match := re.fullmatch(r'trace\((.+)\)', text):
-        delays = [int(line) for line in pathlib.Path(match[1]).read_text().split()]
-        if not delays or min(delays) < 0:
-            raise ValueError(f'staleness.schedule={text!r}: the file needs at least one integer, all >= 0')
+        words = pathlib.Path(match[1]).read_text().split()
+        if wrong := [word for word in words if not word.isdecimal()] or (not words and ['an empty file']):
+            raise ValueError(f'staleness.schedule={text!r}: the file needs integers >= 0, one a line, not {wrong[0]!r}')
+        delays = [int(word) for word in words]
         return Schedule(lambda update: delays[update % len(delays)], max(delays))
     raise ValueError(
         f'staleness.schedule={text!r} is not known; use natural, fixed(k), uniform(0,k) or trace(file), e.g. fixed(4)'

@@ -183,7 +183,6 @@ class Engine:
 
     def request_pause(self) -> None:
         self._pausing = True
-        self._parked.clear()
         self._wake.set()
 
     async def paused(self) -> None:
@@ -249,6 +248,7 @@ class Engine:
         self._resumed.clear()
         self._parked.set()
         await self._clock.wait(self._resumed)
+        self._parked.clear()
 
     def _plan_prefill(self) -> list[SlotInit]:
         """Slots to rebuild and waiting requests for free slots."""

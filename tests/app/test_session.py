@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import logprob_of
+from areal_jax.ranges import ConfigError
 from areal_jax.types import GenerationRequest, TrajectoryGroup
 from tests.app.small import SmallRun, equal
 
@@ -177,6 +178,17 @@ def test_fixed_staleness_trains_on_one_age(tmp_path):
     seen = [{version - v for g in groups for t in g.trajectories for v in t.policy_versions if v >= 0}
             for version, groups in enumerate(fixed.batches)]  # fmt: skip
     assert seen == [{age} for age in ages]
+
+
+def test_a_stopped_lock_step_run_keeps_no_checkpoint_and_says_so_at_resume(tmp_path):
+    """Its ring of versions is in no checkpoint, so one could not be gone on from."""
+    fields = {'staleness__schedule': 'fixed(2)'}
+    stopped = SmallRun(tmp_path, **fields).session
+    stopped.log.listeners.append(lambda e: stopped.controller.stop_requested.set() if e['kind'] == 'publish' else None)
+    assert stopped.train() is None
+    assert not any(stopped.workdir.glob('checkpoints/step_*'))
+    with pytest.raises(ConfigError, match=r"staleness.schedule='fixed\(2\)': a lock-step run keeps no checkpoint"):
+        SmallRun(tmp_path, resume=True, **fields)
 
 
 def test_compiled_programs_are_kept_in_the_cache_that_the_config_names(tmp_path):

@@ -230,3 +230,22 @@ def test_a_stop_saves_what_is_running_and_the_resumed_run_ends_as_if_never_stopp
     counts = assert_conserved([*run.log.events, *resumed.log.events])
     assert counts == {'trained': 18}
     assert [s.step for s in [*run.steps, *resumed.steps]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize('how', [{'checkpoint_every': 1}, {'schedule': 'fixed(1)', 'eta': math.inf}])
+def test_a_stop_at_any_moment_saves_and_ends(how):
+    """Also while a checkpoint is being taken, when the engines stand still already."""
+    options = {'steps': 3, 'engines': 2, **how}
+    whole = ToyRun(**options).run()
+    outcomes = set()
+    for seq in range(0, whole.log.events[-1]['seq'], 3):
+        run = ToyRun(**options)
+        stop = run.controller.stop_requested
+        run.log.listeners.append(lambda e, seq=seq, stop=stop: stop.set() if e['seq'] == seq else None)
+        run.run()
+        saved = [checkpoint['step'] for checkpoint in run.checkpoints]
+        assert saved == sorted(set(saved)), 'an update was saved twice'
+        if not run.finished:
+            assert len(run.steps) in saved
+        outcomes.add((run.finished, len(run.steps)))
+    assert outcomes >= {(False, 0), (False, 1), (False, 2)}
