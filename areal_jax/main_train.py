@@ -38,9 +38,7 @@ def main(arguments: list[str]) -> int:
         print(f'error: {error}', file=sys.stderr)
         return 1
     if report is None and not session.resumable:
-        print(
-            'stopped; a lock-step run (staleness.schedule) keeps no checkpoint: start anew in another --workdir'
-        )
+        print('stopped; a lock-step run (staleness.schedule) keeps no checkpoint: start anew in another --workdir')
     elif report is None:
         print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
     else:
