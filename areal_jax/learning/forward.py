@@ -2,7 +2,8 @@
 
 Dense layers see one flat stream of tokens. Where rows lie over devices and their tokens over `context`, the stream is
 ordered by device, so that flattening moves nothing: [R, T] with R over data and fsdp becomes
-[data * fsdp, context, R / (data * fsdp), T / context] and is flattened from there.
+[data * fsdp, context, R / (data * fsdp), T / context] and is flattened from there. Over `context` the tokens of a row
+stand in slice order (sharding/slices.py), which only attention and the choice of the predicting places need to know.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.logprobs import sharded_token_logprobs, token_logprobs
 from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
 from areal_jax.sharding.rules import data_shards
+from areal_jax.sharding.slices import first_tokens, from_slices, slice_places, to_slices
 
 Rows = Mapping[str, Any]  # fields of a micro-batch [R, ...], see `train_step.training_rows`
 
@@ -47,21 +50,24 @@ def forward(
 
     Args:
       rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources', 'targets' int [R, N].
-      mesh: where rows lie; None = one device. R, T and N are multiples of what they are cut over.
+      mesh: where rows lie; None = one device. R, T / 2 and N are multiples of what they are cut over.
 
     Returns:
       (logprobs, entropy), float32 [R, N], both at `temperature`.
     """
     tokens, targets = Stream(mesh, *rows['tokens'].shape), Stream(mesh, *rows['targets'].shape)
+    inputs, positions, sources = rows['tokens'], rows['positions'], rows['sources']
+    if (context := 1 if mesh is None else mesh.shape['context']) > 1:
+        sources = slice_places(sources, inputs.shape[1], context)
+        inputs, positions = to_slices(inputs, context), to_slices(positions, context)
     flat_hidden, _ = decoder.hidden(
         params,
-        tokens.flatten(rows['tokens']),
-        tokens.flatten(rows['positions']),
+        tokens.flatten(inputs),
+        tokens.flatten(positions),
         _attend(rows, tokens, attention),
         constrain=tokens.constrain,
     )
-    hidden = tokens.unflatten(flat_hidden)
-    predicting = jax.numpy.take_along_axis(hidden, rows['sources'][..., None], axis=1)
+    predicting = jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
     arguments = targets.flatten(predicting), decoder.head(params), targets.flatten(rows['targets']), temperature
     if tokens.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
@@ -147,7 +153,7 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Callable[..., Any]:
 
 
 def _over_mesh(attend_rows: Callable[..., Any], mesh: Mesh, n_heads: int, n_kv_heads: int) -> Callable[..., Any]:
-    """Attention with heads cut over `tensor` and queries over `context`, whose devices gather all keys.
+    """Attention with heads cut over `tensor` and queries over `context`, whose devices gather all keys of their heads.
 
     Where `tensor` has more devices than there are key heads, each takes the one key head that its queries read.
     """
@@ -156,14 +162,15 @@ def _over_mesh(attend_rows: Callable[..., Any], mesh: Mesh, n_heads: int, n_kv_h
     cut_keys = n_kv_heads % tensor == 0
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array) -> jax.Array:
-        first: Any = 0
-        if context > 1:
-            k, v = (jax.lax.all_gather(x, 'context', axis=1, tiled=True) for x in (k, v))
-            first = jax.lax.axis_index('context') * q.shape[1]
         if not cut_keys:
             head = jax.lax.axis_index('tensor') * n_kv_heads // tensor
             k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
-        return attend_rows(q, k, v, *places, first=first)
+        if context == 1:
+            return attend_rows(q, k, v, *places)
+        k, v = (from_slices(jax.lax.all_gather(x, 'context', axis=1, tiled=True), context) for x in (k, v))
+        firsts = first_tokens(jax.lax.axis_index('context'), k.shape[1], context)
+        halves = zip(jnp.split(q, 2, axis=1), firsts, strict=True)
+        return jnp.concatenate([attend_rows(half, k, v, *places, first=first) for half, first in halves], axis=1)
 
     heads = PartitionSpec(ROW_AXES, 'context', 'tensor')
     keys = heads if cut_keys else PartitionSpec(ROW_AXES, 'context')

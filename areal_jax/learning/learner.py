@@ -199,12 +199,18 @@ class SpmdLearner:
                 'devices that rows lie over (mesh.data * mesh.fsdp)'
             )
         self._buckets = tail_buckets(settings.row_tokens, settings.row_loss_tokens, 1 + settings.tail_buckets)
+        halves = 2 * context if context > 1 else 1
         for bucket in self._buckets:
-            for field, size in zip(('learner.row_tokens', 'learner.row_loss_tokens'), bucket, strict=True):
-                if size % context:
-                    raise ValueError(
-                        f'{field} (or a tail bucket of it)={size} must be a multiple of mesh.context={context}'
-                    )
+            if bucket.tokens % halves:
+                raise ValueError(
+                    f'learner.row_tokens (or a tail bucket of it)={bucket.tokens} must be a multiple of {halves}, '
+                    f'twice mesh.context={context}'
+                )
+            if bucket.loss_tokens % context:
+                raise ValueError(
+                    f'learner.row_loss_tokens (or a tail bucket of it)={bucket.loss_tokens} must be a multiple of '
+                    f'mesh.context={context}'
+                )
 
     def _choose_attention(self) -> str:
         """The backend that passed its self-check here; sets how prompts are packed, which not every mask expresses."""

@@ -27,6 +27,7 @@ _MESHES = {
     'fsdp=8': {'fsdp': 8},
     'fsdp=4 x tensor=2': {'fsdp': 4, 'tensor': 2, 'strategy': 'fsdp_tensor'},
     'context=2 x fsdp=4': {'fsdp': 4, 'context': 2},
+    'context=4 x data=2': {'data': 2, 'context': 4},
     'tensor=4, more than key heads': {'data': 2, 'tensor': 4, 'strategy': 'tensor'},
     'fsdp=2 x context=2 x tensor=2': {'fsdp': 2, 'context': 2, 'tensor': 2, 'strategy': 'fsdp_tensor'},
 }
