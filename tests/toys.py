@@ -241,7 +241,7 @@ class ToyRun:
             workflow=SingleTurn(pool, sampling, seed=0), verifier=ToyVerifier(self.clock, delays, fail),
             learner=self.learner, channel=channel, gate=self.gate, ring=ring,
             update_tokens=lambda groups: sum(len(t.tokens) for g in groups for t in g.trajectories),
-            on_step=self.steps.append, save_checkpoint=self._save,
+            on_step=self.steps.append, save_checkpoint=None if ring else self._save,
         )  # fmt: skip
         if state:
             self.controller.restore(state)

@@ -95,6 +95,11 @@ class Controller:
         ring: VersionRing | None = None,
         save_checkpoint: SaveCheckpoint | None = None,
     ):
+        if ring and settings.over_age == 'drop':  # the refill would be of a later update, or as old
+            raise ValueError(
+                "staleness.over_age='drop' with a lock-step staleness.schedule: the schedule fixes the age of every "
+                "batch; use staleness.over_age='mask' or 'off', or staleness.schedule='natural'"
+            )
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._workflow, self._verifier = stream, pool, workflow, verifier
         self._learner, self._channel, self._gate = learner, channel, gate
@@ -107,7 +112,7 @@ class Controller:
         self._admission_closed = False
         self._verifying = 0
         self._saving = False
-        self._standing = False  # stopped for good in a checkpoint: nothing has moved since
+        self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
         self._admission = clock.event('admission (staleness, memory or checkpoint)')
         self._filled = clock.event('a full batch in the buffer, or a stop')
         self._published = clock.event('publication of the last update')
@@ -142,15 +147,17 @@ class Controller:
         assert self._ring is not None
         for update in range(self._trained_version, self._settings.steps):
             version = self._ring.version_for(update)
-            while self._running or self._gate.version < version:
+            while self._gate.version < version:
                 self._admission.clear()
                 await self._clock.wait(self._admission)
             await self._pool.load_weights(self._ring.weights(version))
-            for _ in range(self._settings.groups_per_update):
-                while not self._gate.is_open():
+            wanted = (update + 1) * self._settings.groups_per_update  # a group that fails leaves the count: refilled
+            while self._running or self._gate.admitted < wanted:
+                if self._gate.admitted < wanted and self._gate.is_open():
+                    self._start_group(self._draw())
+                else:
                     self._admission.clear()
                     await self._clock.wait(self._admission)
-                self._start_group(self._draw())
 
     def _draw(self) -> Prompt:
         prompt = self._stream.draw()
@@ -216,9 +223,7 @@ class Controller:
         while self._trained_version < self._settings.steps:
             groups = await self._form_batch()
             if groups is None:
-                await self._publication_of(self._trained_version)
-                await self._checkpoint()
-                await self._wait_saved()
+                await self.save_for_good()
                 return False
             await self._update(groups)
             every = self._settings.checkpoint_every
@@ -226,6 +231,10 @@ class Controller:
                 await self._publication_of(self._trained_version)
                 await self._checkpoint()
         await self._publication_of(self._trained_version)
+        if self.stop_requested.is_set():
+            await self.save_for_good()
+        elif self._ring:  # the engines may stand at an earlier version; an evaluation is of the last one
+            await self._pool.load_weights(self._ring.weights(self._trained_version))
         await self._wait_saved()
         return True
 
@@ -309,9 +318,15 @@ class Controller:
         self._admission_closed = True
         self._filled.set()
 
+    async def save_for_good(self) -> None:
+        """The last checkpoint of a run that was asked to stop, if it keeps any; returns when it is written."""
+        await self._publication_of(self._trained_version)
+        await self._checkpoint()
+        await self._wait_saved()
+
     async def _checkpoint(self) -> None:
         """Stand still between two dispatches, take the whole state at one instant, and write it while going on."""
-        if self._save_checkpoint is None or self._standing:
+        if self._save_checkpoint is None or self._saved_for_good:
             return
         await self._wait_saved()
         self._admission_closed = True
@@ -324,8 +339,9 @@ class Controller:
         self._log.write('save', update=self._trained_version)
         self._supervisor.start('save', self._write_checkpoint(self._trained_version, arrays, self.snapshot()))
         del arrays
-        self._standing = self.stop_requested.is_set()
-        if not self._standing:
+        stopped = self.stop_requested.is_set()
+        self._saved_for_good = stopped or self._trained_version == self._settings.steps
+        if not stopped:
             self._admission_closed = False
             self._pool.resume()
             self._admission.set()
