@@ -122,7 +122,11 @@ class LoopClock(abc.ABC):
         """I/O on the loop in the lane's turn; raises TimeoutError that names the call at its wall-time deadline."""
         interval = Interval(lane, work, next(self._numbers), self._new_future(), coro=coro, deadline_s=deadline_s)
         self._request(interval)
-        return await interval.future
+        try:
+            return await interval.future
+        finally:
+            if interval.task is None and isinstance(coro, Coroutine):
+                coro.close()  # cancelled before its turn: it will not be awaited
 
     async def wait(self, event: types.Event, timeout_s: float | None = None) -> bool:
         """True when the event is (or becomes) set, False at the deadline."""

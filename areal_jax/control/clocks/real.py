@@ -114,7 +114,7 @@ class RealClock(LoopClock):
     def _cancel_late_calls(self) -> bool:
         """True if a call was cancelled: its task has callbacks to run now, the last of which posts the interval."""
         now = time.monotonic()
-        late = [call for call in self._calls if call[0] <= now]
+        late = [(end, call) for end, call in self._calls if end <= now and call.task and not call.task.done()]
         for deadline, interval in late:
             self._calls.remove((deadline, interval))
             interval.error = self._timeout_error(interval)
