@@ -126,6 +126,8 @@ class Controller:
 
     async def run(self) -> bool:
         """The loop until `steps` updates are published (True) or a stop is requested and saved (False)."""
+        if self._saving:  # resumed: at this instant the checkpoint was being written, which holds up the next one
+            self._supervisor.start('save', self._write_checkpoint(self._trained_version, lambda: None))
         self._supervisor.start('groups', self._collect_groups())
         self._supervisor.start('publication', self._publish_updates())
         self._supervisor.start('stop watch', self._watch_stop())
@@ -337,8 +339,8 @@ class Controller:
         arrays = await self._clock.run('learner', self._learner.save, Work('snapshot'))
         self._saving = True
         self._log.write('save', update=self._trained_version)
-        self._supervisor.start('save', self._write_checkpoint(self._trained_version, arrays, self.snapshot()))
-        del arrays
+        save, step, run_state = self._save_checkpoint, self._trained_version, self.snapshot()
+        self._supervisor.start('save', self._write_checkpoint(step, lambda: save(step, arrays, run_state)))
         stopped = self.stop_requested.is_set()
         self._saved_for_good = stopped or self._trained_version == self._settings.steps
         if not stopped:
@@ -346,10 +348,8 @@ class Controller:
             self._pool.resume()
             self._admission.set()
 
-    async def _write_checkpoint(self, step: int, arrays: Any, run_state: Mapping[str, Any]) -> None:
-        assert self._save_checkpoint is not None
-        save = self._save_checkpoint
-        await self._clock.run('disk', lambda: save(step, arrays, run_state), Work('save', 1, {'update': step}))
+    async def _write_checkpoint(self, step: int, write: Callable[[], None]) -> None:
+        await self._clock.run('disk', write, Work('save', 1, {'update': step}))
         self._saving = False
         self._saved.set()
 
@@ -374,7 +374,7 @@ class Controller:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot; call before `run`."""
-        self._trained_version = state['version']
+        self._trained_version, self._saving = state['version'], True
         self._stream.restore(state['stream'])
         self._gate.restore(state['gate'])
         for group in state['buffer']:

@@ -215,11 +215,13 @@ def test_a_missing_publication_is_a_deadlock_that_names_its_waiters():
         run.run()
 
 
+@pytest.mark.parametrize('save_s', [0.03, 1.0])  # 1 s: the next checkpoint waits until this one is written
 @pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
 @pytest.mark.parametrize('engines', [1, 2])
-def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_policy):
+def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_policy, save_s):
     options = {'steps': 8, 'engines': engines, 'delays': [1, 4], 'checkpoint_every': 1, 'kv_policy': kv_policy}
-    options['prices'] = PRICES | {'train': 0.0005}  # generation is the slower side: something is always under way
+    # generation is the slower side: something is always under way
+    options['prices'] = PRICES | {'train': 0.0005, 'save': save_s}
     whole = ToyRun(**options).run()
     assert len(whole.checkpoints) == 8
     partial = 0
