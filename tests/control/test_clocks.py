@@ -132,6 +132,13 @@ def test_an_exception_in_work_reaches_its_caller_and_frees_the_lane(make):
     assert execute(make(), program) == 'next'
 
 
+@pytest.mark.parametrize('make', [virtual, real])
+def test_an_iterator_that_ends_in_work_is_told_from_the_end_of_a_coroutine(make):
+    with pytest.raises(RuntimeError, match="work 'x' on lane 'a' raised StopIteration") as caught:
+        execute(make(), lambda clock, supervisor: clock.run('a', lambda: next(iter([])), Work('x', 0.01)))
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
 def test_a_call_holds_virtual_time_at_its_modelled_end():
     # the call takes 50 ms of wall time and 1 s of virtual time; work of 2 s on another lane must end after it
     async def program(clock, supervisor):

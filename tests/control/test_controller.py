@@ -1,6 +1,7 @@
 """The production controller around toys whose every token can be predicted (tests/toys.py)."""
 
 import collections
+import itertools
 import math
 
 import numpy as np
@@ -276,3 +277,36 @@ def test_a_stop_at_any_moment_saves_and_ends(how):
             assert saved[-1] == len(run.steps)
         outcomes.add((run.finished, len(run.steps)))
     assert outcomes >= {(False, 0), (False, 1), (False, 2), (True, 3)}
+
+
+@pytest.mark.parametrize('call', [1, 4])
+@pytest.mark.parametrize(
+    ('part', 'method'),
+    [
+        *(('learner', method) for method in ('update', 'publish', 'save')),
+        *(('channel', method) for method in ('transfer', 'release')),
+        *(('backend', method) for method in ('prefill', 'insert', 'generate')),
+        *(('controller', method) for method in ('_on_step', '_save_checkpoint')),
+        *(('stream', method) for method in ('draw', 'state')),
+        ('engine', '_receive'),
+        ('verifier', 'verify'),
+    ],
+)
+def test_an_error_of_any_part_ends_the_run_with_nothing_half_published(part, method, call):
+    run = ToyRun(steps=5, engines=2, checkpoint_every=1)
+    parts = {'learner': run.learner, 'backend': run.backends[1], 'engine': run.engines[1], 'controller': run.controller}
+    owner = parts.get(part) or getattr(run.controller, f'_{part}')
+    answer, calls = getattr(owner, method), itertools.count(1)
+
+    def fail_once(*args, **kwargs):
+        if next(calls) == call:
+            raise OSError('worn out')
+        return answer(*args, **kwargs)
+
+    setattr(owner, method, fail_once)
+    with pytest.raises(OSError, match='worn out'):
+        run.run()
+    assert [step.step for step in run.steps] == list(range(1, len(run.steps) + 1))
+    assert len(run.steps) <= run.gate.version <= len(run.learner.trained)
+    assert [checkpoint['step'] for checkpoint in run.checkpoints] == list(range(1, len(run.checkpoints) + 1))
+    assert_conserved(run.log.events)

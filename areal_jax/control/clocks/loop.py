@@ -217,7 +217,11 @@ class LoopClock(abc.ABC):
             started=interval.started_s, seconds=interval.seconds,
         )  # fmt: skip
         if not interval.future.done():
-            if interval.error is not None:
+            if isinstance(interval.error, StopIteration):  # a future cannot carry it (PEP 479)
+                error = RuntimeError(f'work {interval.work.kind!r} on lane {interval.lane!r} raised StopIteration')
+                error.__cause__ = interval.error
+                interval.future.set_exception(error)
+            elif interval.error is not None:
                 interval.future.set_exception(interval.error)
             else:
                 interval.future.set_result(interval.result)
