@@ -274,7 +274,10 @@ class Learner(Protocol):
         ...
 
     def save(self) -> Any:
-        """A host-safe copy of weights and optimizer state, for the checkpoint's writer on the lane `disk`."""
+        """A host-safe copy of weights and optimizer state, for the checkpoint's writer on the lane `disk`.
+
+        Over several processes what this one has to write of it; the others write theirs when the writer says so.
+        """
         ...
 
     def restore(self, saved: Any) -> None: ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import pathlib
+import secrets
 import signal
 import socket
 import time
@@ -18,6 +20,7 @@ from areal_jax.learning.learner import SpmdLearner
 from areal_jax.ranges import ConfigError
 
 _BUILT, _ENDED = 'built', 'ended'
+_WITNESS = 'areal_jax/witness'  # key of the path of a file that process 0 has written
 
 
 def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:
@@ -57,22 +60,39 @@ def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bo
     return jax.process_index() > 0
 
 
-def lead(config: TrackedConfig, learner: SpmdLearner) -> SpmdLearner | CommandLeader:
-    """The learner of the whole run for process 0, once all followers are there; raises CommandError without them."""
+def lead(config: TrackedConfig, learner: SpmdLearner, workdir: pathlib.Path) -> SpmdLearner | CommandLeader:
+    """The learner of the whole run for process 0, once all followers are there and see its `workdir`.
+
+    Raises CommandError where one does not come.
+    """
     distributed = config.distributed
     if distributed.processes == 1:
         return learner
     deadline_s = distributed.command_deadline_s
     host = distributed.coordinator.rpartition(':')[0] or socket.gethostbyname(socket.gethostname())
-    _meet(deadline_s)
-    return CommandLeader(learner, invite(host, deadline_s), deadline_s=deadline_s)
+    witness = workdir.absolute() / f'.seen_by_all_{secrets.token_hex(8)}'
+    witness.touch()
+    try:
+        _coordination().key_value_set(_WITNESS, str(witness))
+        _meet(deadline_s)
+    finally:
+        witness.unlink()
+    leader = CommandLeader(learner, invite(host, deadline_s), deadline_s=deadline_s)
+    atexit.register(leader.close)  # also where the run ends before it trains: jax's own waits for the followers
+    return leader
 
 
 def follow_run(config: config_dict.ConfigDict) -> None:
-    """What a follower does from start to end; raises CommandError where the others never come."""
+    """What a follower does from start to end.
+
+    Raises CommandError where the others never come, ConfigError where it cannot see process 0's workdir.
+    """
     tracked = TrackedConfig(config)
     learner = build.build_learner(tracked, build.build_model(tracked))
-    _meet(config.distributed.command_deadline_s)
+    deadline_s = config.distributed.command_deadline_s
+    _await_built(0, time.monotonic() + deadline_s, deadline_s)
+    _require_shared(pathlib.Path(_coordination().blocking_key_value_get(_WITNESS, 1000)))
+    _meet(deadline_s)
     leader = accept_invitation()
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
     # which it needs the others; it lets them go, and they notice when it is gone.
@@ -90,17 +110,30 @@ def _meet(deadline_s: float) -> None:
     _tell(_BUILT)
     end = time.monotonic() + deadline_s
     for index in range(jax.process_count()):
-        try:
-            left_ms = int(1000 * max(end - time.monotonic(), 0.001))
-            state = _coordination().blocking_key_value_get(_key(index), left_ms)
-        except jax.errors.JaxRuntimeError as error:
-            raise CommandError(
-                f'process {index} did not build its part of the run within distributed.command_deadline_s='
-                f'{deadline_s:g}: its own output says what it does; raise the deadline if it needs longer'
-            ) from error
-        if state == _ENDED:
-            raise CommandError(f'process {index} ended before the run began; its own output says why')
+        _await_built(index, end, deadline_s)
     atexit.unregister(_tell)
+
+
+def _await_built(index: int, end: float, deadline_s: float) -> None:
+    try:
+        left_ms = int(1000 * max(end - time.monotonic(), 0.001))
+        state = _coordination().blocking_key_value_get(_key(index), left_ms)
+    except jax.errors.JaxRuntimeError as error:
+        raise CommandError(
+            f'process {index} did not build its part of the run within distributed.command_deadline_s='
+            f'{deadline_s:g}: its own output says what it does; raise the deadline if it needs longer'
+        ) from error
+    if state == _ENDED:
+        raise CommandError(f'process {index} ended before the run began; its own output says why')
+
+
+def _require_shared(witness: pathlib.Path) -> None:
+    """Every process writes its shards of a checkpoint where process 0 says."""
+    if not witness.is_file():
+        raise ConfigError(
+            f'process {jax.process_index()} does not see what process 0 wrote in --workdir={witness.parent}: for '
+            'checkpoints it must be one directory that all processes share under the same path (NFS, a mounted bucket)'
+        )
 
 
 def _tell(state: str) -> None:

@@ -93,7 +93,7 @@ class Session:
         self.verifier = build.build_verifier(config, self.clock, task, model.tokenizer.decode)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
-        self.learner = lead(config, build.build_learner(config, model))
+        self.learner = lead(config, build.build_learner(config, model), self.workdir)
         model.params = None  # the learner has its copy
         if arrays is not None:
             try:
@@ -263,7 +263,7 @@ class Session:
         return snapshot, arrays
 
     def _save_checkpoint(self, step: int, arrays: Any, snapshot: Mapping[str, Any]) -> None:
-        self._store.save(step, arrays, encode_run_state(snapshot))
+        self._store.save(step, arrays, encode_run_state(snapshot), self.learner.followers)
 
     def _write_scores(self, phase: str, scores: EvaluationScores) -> None:
         path = self.workdir / EVALUATIONS

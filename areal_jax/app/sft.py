@@ -70,7 +70,7 @@ class SftSession:
         self.demonstrations = build_demonstrations(config, model.tokenizer)
         self.stream = self.demonstrations.stream(config.run.seed)
         self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
-        self.learner = lead(config, build.build_learner(config, model))
+        self.learner = lead(config, build.build_learner(config, model), self.workdir)
         model.params = None  # the learner has its copy
         if resume:
             self._restore()
@@ -181,7 +181,7 @@ class SftSession:
             'trained_tokens': self._trained_tokens,
             'held_out_nll': {str(step): nll for step, nll in self._held_out_nll.items()},
         }
-        self._store.save(self.step, self.learner.save(), state)
+        self._store.save(self.step, self.learner.save(), state, self.learner.followers)
         return self.step
 
     def _restore(self) -> None:

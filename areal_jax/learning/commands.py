@@ -4,13 +4,16 @@ Programs over a mesh of several processes are collectives: one that a process le
 hangs all. So every process holds a learner of the same settings; process 0 drives its own through `CommandLeader`,
 which first sends each command with its numpy arguments to the followers, and these run `follow`. A process that is
 gone, or longer at one command than the deadline, ends all others with one sentence: a collective that waits for it
-cannot be cancelled.
+cannot be cancelled. Beside the commands, over the same connections, go the requests to write what `save` has copied; a
+thread of the follower serves them, while commands go on.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
+import pathlib
 import queue
 import secrets
 import sys
@@ -24,11 +27,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from areal_jax.checkpoint.shards import Index, brief, named_leaves, write_shards
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.types import TrajectoryGroup
 
 _INVITATION_BYTES = 512
 _CLOSE = 'close'
+_COMMANDS, _WRITES = 'commands', 'writes'  # what a message is about, and answers
 OnLost = Callable[[str], None]
 
 
@@ -51,6 +56,7 @@ class CommandLeader:
         """`followers` are connections from `invite`; `deadline_s` bounds every command."""
         self._learner, self._deadline_s, self._on_lost = learner, deadline_s, on_lost
         self._peers = [_Peer(connection, f'follower {i + 1}', self._lost) for i, connection in enumerate(followers)]
+        self.followers = [_RemoteWriter(peer, deadline_s) for peer in self._peers]  # for CheckpointStore.save
         self._closed = False
 
     def warm_up(self) -> int:
@@ -75,15 +81,17 @@ class CommandLeader:
         self._everywhere('restore', saved)
 
     def close(self) -> None:
-        """Lets the followers go."""
+        """Lets the followers go; nothing the second time."""
+        if self._closed:
+            return
         self._closed = True
         for peer in self._peers:
-            peer.send((_CLOSE, ()))
+            peer.send(_COMMANDS, (_CLOSE, ()))
             peer.close()
 
     def _everywhere(self, name: str, *args: Any) -> Any:
         for peer in self._peers:
-            peer.send((name, args))
+            peer.send(_COMMANDS, (name, args))
         with _Deadline(self._deadline_s, f'the command {name!r}', self._lost):
             try:
                 result = getattr(self._learner, name)(*args)
@@ -99,19 +107,57 @@ class CommandLeader:
             self._on_lost(f'{reason}; the run ends here, go on from the last checkpoint with --resume')
 
 
+class _RemoteWriter:
+    """`checkpoint.store.Follower`: the writing of one follower's shards, beside commands."""
+
+    def __init__(self, peer: _Peer, deadline_s: float):
+        self.name, self._peer, self._deadline_s = peer.name, peer, deadline_s
+
+    def write(self, directory: str) -> None:
+        self._directory = directory
+        self._peer.send(_WRITES, directory)
+
+    def written(self) -> Index | str:
+        """Waits no longer than the deadline from here on, when process 0 has written its own part."""
+        end = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                directory, outcome = self._peer.take(_WRITES, max(end - time.monotonic(), 0.0))
+            except queue.Empty:
+                return f'no word of its shards for distributed.command_deadline_s={self._deadline_s:g}'
+            if directory == self._directory:  # else of a step that was given up
+                return outcome
+
+
 def follow(learner: SpmdLearner, leader: Connection, *, on_lost: OnLost = end_process) -> None:
     """Runs the commands of process 0 until it closes; an error is reported to it and the next command awaited."""
     peer = _Peer(leader, 'process 0', on_lost)
+    copies: collections.deque[Any] = collections.deque(maxlen=1)  # the last that `save` made, until it is written
+    threading.Thread(target=_write_copies, args=(peer, copies), daemon=True).start()
     while True:
         name, args = peer.receive(None)
         if name == _CLOSE:
             peer.close()
             return
         try:
-            getattr(learner, name)(*args)
-            peer.send(None)
+            if name == 'save':
+                copies.append(learner.save())
+            else:
+                getattr(learner, name)(*args)
+            peer.send(_COMMANDS, None)
         except Exception as error:  # process 0 decides what becomes of the run
-            peer.send(f'{type(error).__name__}: {error}')
+            peer.send(_COMMANDS, f'{type(error).__name__}: {error}')
+
+
+def _write_copies(peer: _Peer, copies: collections.deque[Any]) -> None:
+    """Writes the last copy where process 0 says, and answers what lies where, or what went wrong; does so for ever."""
+    while True:
+        directory = peer.take(_WRITES, None)
+        try:
+            outcome: Index | str = write_shards(pathlib.Path(directory), named_leaves(copies.pop()))
+        except Exception as error:  # process 0 decides what becomes of the run
+            outcome = brief(error)
+        peer.send(_WRITES, (directory, outcome))
 
 
 def invite(host: str, deadline_s: float) -> list[Connection]:
@@ -161,19 +207,25 @@ class _Peer:
 
     def __init__(self, connection: Connection, name: str, on_lost: OnLost):
         self.name, self._connection, self._on_lost = name, connection, on_lost
-        self._received: queue.Queue[Any] = queue.Queue()
-        self._closing = False
+        self._received: dict[str, queue.Queue[Any]] = {about: queue.Queue() for about in (_COMMANDS, _WRITES)}
+        self._closing, self._sending = False, threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, message: Any) -> None:
+    def send(self, about: str, message: Any) -> None:
         try:
-            self._connection.send(message)
+            with self._sending:
+                self._connection.send((about, message))
         except OSError:
             self._gone()
 
+    def take(self, about: str, timeout_s: float | None) -> Any:
+        """The next message; raises queue.Empty when none came in time."""
+        return self._received[about].get(timeout=timeout_s)
+
     def receive(self, timeout_s: float | None) -> Any:
+        """The next command, or the answer to one."""
         try:
-            return self._received.get(timeout=timeout_s)
+            return self.take(_COMMANDS, timeout_s)
         except queue.Empty:
             self._on_lost(f'{self.name} gave no answer for {timeout_s:g} s')
             raise CommandError(f'{self.name} gave no answer for {timeout_s:g} s') from None
@@ -185,12 +237,12 @@ class _Peer:
     def _read(self) -> None:
         while True:
             try:
-                message = self._connection.recv()
+                about, message = self._connection.recv()
             except (EOFError, OSError, TypeError):  # TypeError: closed by this side while it was reading
                 self._gone()
                 return
-            self._received.put(message)
-            if isinstance(message, tuple) and message[0] == _CLOSE:
+            self._received[about].put(message)
+            if about == _COMMANDS and isinstance(message, tuple) and message[0] == _CLOSE:
                 self._closing = True
                 return
 

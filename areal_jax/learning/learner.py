@@ -157,30 +157,39 @@ class SpmdLearner:
         return self._copy
 
     def save(self) -> dict[str, Any]:
-        """{'params': nested dict, 'optimizer': {path: array}} in numpy arrays that no later update touches.
+        """{'params': nested dict, 'optimizer': {path: leaf}} on the host, in memory that no later update touches.
 
-        In interchange form, one leaf per layer, whatever form and mesh this learner has. The weights are those of the
+        In interchange form, one leaf per layer, whatever form and mesh this learner has: numpy arrays, or, on a mesh
+        that spans processes, HostShards of what this one has to write. In one process the weights are those of the
         last publication, if those are all and no update came after it, and then need no further copy.
         """
-        copied = self._copy is not None and not self._decoder.lora and self._settings.publish_dtype == 'float32'
+        reusable = jax.process_count() == 1 and not self._decoder.lora and self._settings.publish_dtype == 'float32'
+        copied = reusable and self._copy is not None
         params = {} if copied else trees.join(self._params, self._frozen)
         saved = take_snapshot(self._decoder, params, self._state)
         return saved | {'params': jax.device_get(self._copy)} if copied else saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes what `save` gave, on any mesh and from either form of layers.
+        """Takes what `save` gave in one process, or what a checkpoint holds, on any mesh and in either form of layers.
 
-        Raises ValueError where names or shapes differ from this learner's; it is unchanged then.
+        Every process reads what its own devices hold. Raises ValueError where names or shapes differ from this
+        learner's; it is unchanged then.
         """
-        params, state = read_snapshot(self._decoder, saved, trees.join(self._params, self._frozen), self._state)
-        trained, frozen = trees.split(params, is_adapter if self._decoder.lora else lambda _: True)
+        programs = self._programs
+        new = read_snapshot(
+            self._decoder,
+            saved,
+            {'params': trees.join(self._params, self._frozen), 'optimizer': self._state},
+            {'params': trees.join(programs.params, programs.frozen), 'optimizer': programs.state},
+        )
         self._copy = None
-        self._params = place(trained, self._programs.params)
-        self._frozen = place(frozen, self._programs.frozen)
-        self._state = place(state, self._programs.state)
+        self._params, self._frozen = trees.split(new['params'], is_adapter if self._decoder.lora else lambda _: True)
+        self._state = new['optimizer']
+
+    followers = ()  # learners of several processes have them (commands.py)
 
     def close(self) -> None:
-        """Nothing to let go of; learners of several processes have followers (commands.py)."""
+        """Nothing to let go of; followers would be."""
 
     # What a run is built with.
 

@@ -14,7 +14,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -22,37 +21,27 @@ from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 KILLED_SAVER = pathlib.Path(__file__).with_name('killed_saver.py')
 
 
-def test_adamw_state_comes_back_in_its_own_structure(tmp_path):
-    params = {'a': {'b': jnp.arange(6.0).reshape(2, 3)}, 'c': jnp.ones(2)}
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    _, state = optimizer.update(jax.tree.map(jnp.sin, params), optimizer.init(params), params)
-    saved = jax.tree.map(np.asarray, {'params': params, 'opt_state': state, 'nothing': None})
-
+def test_dicts_come_back_with_their_types(tmp_path):
+    saved = {
+        'params': {'layers': {'0': np.arange(6, dtype=np.float32).reshape(2, 3)}, 'half': np.ones(3, jnp.bfloat16)},
+        'optimizer': {'mu/x': np.array(3, np.int32), 'q': np.full((2, 1), -7, np.int8)},
+        'e': {},
+    }
     store = CheckpointStore(tmp_path)
-    store.save(3, saved, {'x': 0.1})
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
-    arrays, run_state = store.restore(3, like)
-
-    assert run_state == {'x': 0.1}
-    assert jax.tree.structure(arrays) == jax.tree.structure(saved)  # EmptyState, ScaleByAdamState, None and all
-    for actual, expected in zip(jax.tree.leaves(arrays), jax.tree.leaves(saved), strict=True):
-        assert isinstance(actual, np.ndarray)
-        assert (actual.dtype, actual.tobytes()) == (expected.dtype, expected.tobytes())
-
-
-def test_dicts_come_back_without_being_told_what_they_look_like(tmp_path):
-    saved = {'params': {'layers': {'0': np.ones(2, np.float32)}}, 'optimizer': {'mu/x': np.array(3, np.int32)}, 'e': {}}
-    store = CheckpointStore(tmp_path)
-    store.save(1, saved, {})
-    step, arrays, _ = store.restore_latest()
-    assert step == 1
+    store.save(1, saved, {'x': 0.1})
+    step, arrays, run_state = store.restore_latest()
+    assert (step, run_state) == (1, {'x': 0.1})
     assert jax.tree.structure(arrays) == jax.tree.structure(saved)  # the empty dict and the key with '/' too
-    np.testing.assert_array_equal(arrays['params']['layers']['0'], [1, 1])
-    assert arrays['optimizer']['mu/x'] == 3
+    for found, expected in zip(jax.tree.leaves(arrays), jax.tree.leaves(saved), strict=True):
+        assert (found.shape, found.dtype, np.asarray(found).dtype) == (expected.shape, expected.dtype, expected.dtype)
+        assert np.asarray(found).tobytes() == expected.tobytes()
+    region = arrays['params']['layers']['0'][slice(1, 2), slice(0, 2)]
+    assert region.tolist() == [[3, 4]]
 
-    store.save(2, {'state': (np.ones(1), np.ones(1))}, {})
-    with pytest.raises(CheckpointError, match='not a tree of dicts with text keys: give `like`'):
-        store.restore(2)
+
+def test_what_json_would_change_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"\['state'\]\[0\] does not lie in dicts with text keys"):
+        CheckpointStore(tmp_path).save(2, {'state': (np.ones(1), np.ones(1))}, {})
 
 
 def test_two_leaves_of_one_path_are_refused(tmp_path):
@@ -77,7 +66,7 @@ def test_a_step_saved_again_replaces_the_first(tmp_path):
     for value in range(12):
         store.save(5, {'w': np.full(2, value, np.float32)}, {'value': value})
     arrays, run_state = store.restore(5)
-    assert (arrays['w'].tolist(), run_state) == ([11, 11], {'value': 11})
+    assert (np.asarray(arrays['w']).tolist(), run_state) == ([11, 11], {'value': 11})
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -93,23 +82,6 @@ def test_nothing_to_resume_from(tmp_path):
     _save(store, 4)
     with pytest.raises(CheckpointError, match='no checkpoint of step 3; it has: 4'):
         store.restore(3)
-
-
-@pytest.mark.parametrize(
-    ('like', 'message'),
-    [
-        ({'w': (3,), 'v': (2,)}, r"leaf 'w' has shape \(1000,\) float32 there and shape \(3,\) float32 here"),
-        ({'w': (1000,), 'v': (2,), 'x': (1,)}, "leaf 'x' has no place there"),
-        ({'w': (1000,)}, r"leaf 'v' has shape \(2,\) float32 there and no place here"),
-    ],
-)
-def test_another_model_is_named_by_its_first_leaf(tmp_path, like, message):
-    store = CheckpointStore(tmp_path)
-    store.save(1, {'w': np.ones(1000, np.float32), 'v': np.ones(2, np.float32)}, {})
-    with pytest.raises(CheckpointError, match=message):
-        store.restore(1, {name: np.ones(shape, np.float32) for name, shape in like.items()})
-    with pytest.raises(CheckpointError, match='int32 here'):
-        store.restore(1, {'w': np.ones(1000, np.int32), 'v': np.ones(2, np.float32)})
 
 
 def test_any_missing_or_empty_file_is_reported_or_harmless(tmp_path):
@@ -148,7 +120,7 @@ def test_a_flipped_bit_is_reported(tmp_path, name):
     path.write_bytes(content)
     what = "leaf 'w'" if name == 'arrays' else 'run_state.json'
     with pytest.raises(CheckpointError, match=f'damaged .*{what} is not what was saved.*: remove it and start without'):
-        store.restore(1)
+        _restored(store, 1)
 
 
 def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
@@ -236,7 +208,7 @@ def _save(store, step):
 def _restored(store, step):
     """The step that arrays and run state both say they are of."""
     arrays, run_state = store.restore(step)
-    assert set(arrays['w'].tolist()) == {run_state['step']}
+    assert set(np.asarray(arrays['w']).tolist()) == {run_state['step']}
     return run_state['step']
 
 

@@ -1,6 +1,7 @@
 """One of two processes of four CPU devices each, for test_commands.py: INDEX PORT DIRECTORY WHAT.
 
-WHAT is 'train', or 'leader dies' | 'follower dies' | 'follower hangs' | 'follower fails' in the middle of an update.
+WHAT is 'train', or 'leader dies' | 'follower dies' | 'follower hangs' in the middle of an update; or, with steps in the
+store DIRECTORY/store, 'restore', or 'follower dies writing' | 'follower may not write' its shards of the second.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import signal
 import sys
 import time
 
@@ -23,41 +25,68 @@ SHORT_DEADLINE_S = 15.0
 def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     jax.distributed.initialize(f'127.0.0.1:{port}', num_processes=2, process_id=index)
     from areal_jax.learning import commands
-    from tests.learning.test_meshes import _GROUPS, _learner
+    from tests.learning.test_meshes import _ADAM, _GROUPS, _SGD, _learner
 
-    learner = _learner(fsdp=8)
+    learner = _learner(fsdp=8, layers='stacked', optimizer=_ADAM if what == 'restore' else _SGD)
     if index:
         _arrange(learner, what)
         commands.follow(learner, commands.accept_invitation())
         return
+    from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+
     followers = commands.invite('127.0.0.1', DEADLINE_S)
     deadline_s = SHORT_DEADLINE_S if what == 'follower hangs' else DEADLINE_S
     leader = commands.CommandLeader(learner, followers, deadline_s=deadline_s)
     (directory / 'ready').touch()
     if what == 'leader dies':
         os._exit(9)
-    initial = leader.save()
-    results = {'metrics': dict(leader.update(_GROUPS, 2)), 'published': leader.publish(3), 'saved': leader.save()}
-    leader.restore(initial)
-    results['restored'] = leader.save()
+    store = CheckpointStore(directory / 'store', keep=9)
+    save = lambda step: store.save(step, leader.save(), {}, leader.followers)
+    results = {}
+    if what == 'restore':
+        leader.restore(store.restore_latest()[1])
+        save(store.latest() + 1)
+    elif 'writ' in what:
+        save(0)
+        try:
+            save(1)
+        except CheckpointError as error:
+            results['error'] = str(error)
+            results['metrics'] = dict(leader.update(_GROUPS, 2))  # commands go on
+    else:
+        save(0)
+        results = {'metrics': dict(leader.update(_GROUPS, 2)), 'published': leader.publish(3)}
+        save(1)
+        leader.restore(store.restore(0)[0])
+        save(2)
     leader.close()
     (directory / 'results.pickle').write_bytes(pickle.dumps(jax.tree.map(np.asarray, results)))
 
 
 def _arrange(learner, what: str) -> None:
-    """Makes this follower's next update go wrong."""
+    """Makes this follower's next update, or its second write, go wrong."""
+    from areal_jax.checkpoint import shards
+    from areal_jax.learning import commands
+
     if what == 'follower dies':
         learner.update = lambda *_: os._exit(9)
     if what == 'follower hangs':
         learner.update = lambda *_: time.sleep(3600)
-    if what == 'follower fails':
-        whole = learner.save
+    whole = commands.write_shards
 
-        def fail():
-            whole()
-            raise OSError('no space left')
+    def second(directory, leaves):
+        commands.write_shards = fail
+        return whole(directory, leaves)
 
-        learner.save = fail
+    def fail(directory, leaves):
+        if what == 'follower dies writing':
+            shards.sync_tree = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # its files are there, nobody knows
+        else:
+            os.seteuid(65534)  # nobody
+        return whole(directory, leaves)
+
+    if 'writ' in what:
+        commands.write_shards = second
 
 
 if __name__ == '__main__':

@@ -3,7 +3,9 @@ is gone."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -15,8 +17,9 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.learning.commands import CommandError, CommandLeader, follow
-from tests.learning.test_meshes import _PARAMS, _learner, _update
+from tests.learning.test_meshes import _ADAM, _PARAMS, _learner, _update
 
 
 def _free_port() -> int:
@@ -43,10 +46,34 @@ def test_two_processes_equal_one(tmp_path):
     results = pickle.loads((tmp_path / 'results.pickle').read_bytes())
     for name, value in expected.items():
         np.testing.assert_allclose(results['metrics'][name], value, rtol=1e-5, atol=1e-7, err_msg=name)
-    for tree in (results['published'], results['saved']['params']):
+    initial, saved, again = (_read(tmp_path, step) for step in range(3))
+    for tree in (results['published'], saved['params']):
         for found, one, before in zip(*map(jax.tree.leaves, (tree, weights, _PARAMS)), strict=True):
             assert np.linalg.norm(found - one) <= 1e-5 * np.linalg.norm(one - np.asarray(before))
-    jax.tree.map(np.testing.assert_array_equal, results['restored']['params'], jax.device_get(_PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, again, initial)
+    jax.tree.map(np.testing.assert_array_equal, initial['params'], jax.device_get(_PARAMS))
+
+
+def _read(tmp_path, step: int):
+    return jax.tree.map(np.asarray, CheckpointStore(tmp_path / 'store').restore(step)[0])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_process_is_that_of_two_and_back(tmp_path):
+    make = lambda: _learner(optimizer=_ADAM, fsdp=2, tensor=2, strategy='fsdp_tensor')
+    one, other = make(), make()
+    _update(one)
+    store = CheckpointStore(tmp_path / 'store', keep=9)
+    store.save(0, saved := one.save(), {})
+    processes = _start(tmp_path, 'restore')  # stacked, on fsdp=8; saves what it has restored
+    errors = [p.communicate(timeout=300)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], errors
+    arrays = store.restore(1)[0]
+    pieces = [piece for leaf in jax.tree.leaves(arrays) for piece in leaf.pieces]
+    assert {piece.tree.split('/')[0] for piece in pieces} == {'writer_0000', 'writer_0001'}
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, arrays), saved)
+    other.restore(arrays)
+    jax.tree.map(np.testing.assert_array_equal, other.save(), saved)
 
 
 @pytest.mark.slow
@@ -56,6 +83,7 @@ def test_two_processes_equal_one(tmp_path):
         ('follower dies', 0, 'follower 1 is gone; the run ends here, go on from the last checkpoint with --resume'),
         ('follower hangs', 0, 'took more than 15 s; the run ends here'),
         ('leader dies', 1, 'process 0 is gone'),
+        ('follower dies writing', 0, 'follower 1 is gone; the run ends here'),
     ],
 )
 def test_one_that_is_gone_ends_the_other(tmp_path, what, survivor, message):
@@ -67,6 +95,25 @@ def test_one_that_is_gone_ends_the_other(tmp_path, what, survivor, message):
             p.kill()
     assert processes[survivor].returncode == 1, error
     assert message in error
+    if what == 'follower dies writing':
+        assert CheckpointStore(tmp_path / 'store').latest() == 0  # the step before stands and can be read
+        assert (tmp_path / 'store' / '.step_00000001.partial' / 'arrays' / 'writer_0001').exists()
+        jax.tree.map(np.testing.assert_array_equal, _read(tmp_path, 0)['params'], jax.device_get(_PARAMS))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root can become another user')
+def test_a_follower_that_may_not_write_is_named_and_the_step_before_stands(tmp_path):
+    processes = _start(tmp_path, 'follower may not write')
+    errors = [p.communicate(timeout=180)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], errors
+    results = pickle.loads((tmp_path / 'results.pickle').read_bytes())
+    expected = (
+        r'saving step 1 to .*/store failed \(follower 1: PermissionError: .*The checkpoint of step 0 is untouched'
+    )
+    assert re.match(expected, str(results['error']))
+    assert 'loss/value' in results['metrics']
+    assert [path.name for path in (tmp_path / 'store').iterdir()] == ['step_00000000']
 
 
 class _Recorder:
