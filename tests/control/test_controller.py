@@ -279,6 +279,22 @@ def test_a_stop_at_any_moment_saves_and_ends(how):
     assert outcomes >= {(False, 0), (False, 1), (False, 2), (True, 3)}
 
 
+def test_a_finished_run_whose_last_evaluation_is_stopped_can_be_saved_and_resumed():
+    run = ToyRun(steps=3)
+    loop = run.program
+
+    async def stop_after_the_loop():
+        await loop()
+        run.controller.stop_requested.set()
+        await run.controller.save_for_good()
+        await run.controller.save_for_good()  # nothing has moved: not written twice
+
+    run.program = stop_after_the_loop
+    (checkpoint,) = run.run().checkpoints
+    resumed = ToyRun(steps=3, resume=checkpoint).run()
+    assert (resumed.finished, resumed.steps, resumed.learner.w) == (True, [], run.learner.w)
+
+
 @pytest.mark.parametrize('call', [1, 4])
 @pytest.mark.parametrize(
     ('part', 'method'),
