@@ -262,6 +262,11 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'staleness.schedule={c.staleness.schedule!r} needs a ring of versions that a checkpoint does not hold; '
             f'set checkpoint.every=0 (it is {c.checkpoint.every}) or staleness.schedule=natural'
         )
+    if lock_step and c.staleness.over_age == 'drop':
+        yield (
+            f"staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.over_age='drop' "
+            "would drop it whole or not at all; use 'mask' or 'off'"
+        )
     if (c.staleness.over_age == 'off') != (c.staleness.max_token_age is None):
         yield (
             f'staleness.max_token_age={c.staleness.max_token_age} and staleness.over_age={c.staleness.over_age!r} go '

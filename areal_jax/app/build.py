@@ -50,6 +50,7 @@ class Model:
     decoder: Decoder
     params: Any
     tokenizer: Tokenizer
+    source: pathlib.Path | None = None  # file or directory of the weights; None = drawn
 
 
 def build_model(config: TrackedConfig) -> Model:
@@ -58,7 +59,7 @@ def build_model(config: TrackedConfig) -> Model:
         path = config.model.path
         file = find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
         model_config, params, fields = load_gguf(file)
-        model = Model(Decoder(model_config), params, GgufTokenizer(fields))
+        model = Model(Decoder(model_config), params, GgufTokenizer(fields), file)
     elif config.model.source == 'hf':
         model = _load_hf_model(config, pathlib.Path(config.model.path))
     else:
@@ -77,7 +78,8 @@ def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
     with _naming_fields():
         units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
         shardings = param_shardings(decoder.abstract(), build_mesh(config), config.mesh.strategy, units)
-    return Model(decoder, load_hf_weights(directory, shape, shardings=shardings), HfTokenizer(directory))
+    params = load_hf_weights(directory, shape, shardings=shardings)
+    return Model(decoder, params, HfTokenizer(directory), directory)
 
 
 def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:

@@ -19,7 +19,7 @@ from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
-from areal_jax.app.workdir import CHECKPOINTS, prepare_workdir
+from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
@@ -82,6 +82,7 @@ class Session:
         self.resources.start()
         self.compilations.__enter__()
         model = build.build_model(config)
+        note_weights(self.workdir, model.source, resume=self._resume)
         self.decoder = model.decoder
         task = build.build_task(config, model.tokenizer)
         snapshot, arrays = self._load_checkpoint(model)
@@ -229,7 +230,10 @@ class Session:
             await self._evaluate('before')
         if not await self.controller.run():
             return False
-        return await self._evaluate('after')
+        if await self._evaluate('after'):
+            return True
+        await self.controller.save_for_good()  # --resume repeats the evaluation
+        return False
 
     async def _evaluate(self, phase: str) -> bool:
         """True when the evaluation is done, or none is wanted."""

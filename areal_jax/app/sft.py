@@ -15,7 +15,7 @@ from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.interrupt import StopRequest
 from areal_jax.app.processes import lead
 from areal_jax.app.sft_report import SftFacts, write_sft_report
-from areal_jax.app.workdir import CHECKPOINTS, prepare_workdir
+from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.publication.export import export_hf
@@ -66,6 +66,7 @@ class SftSession:
         if cache := config.run.compilation_cache:
             jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(cache).absolute()))
         model = build.build_model(config)
+        note_weights(self.workdir, model.source, resume=resume)
         self.decoder = model.decoder
         self.demonstrations = build_demonstrations(config, model.tokenizer)
         self.stream = self.demonstrations.stream(config.run.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
@@ -12,12 +13,14 @@ from areal_jax.ranges import ConfigError
 from areal_jax.telemetry import metrics
 
 CONFIG = 'config.json'
+WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
 # where and in which form it is computed may change on the way: checkpoints are whole arrays, one leaf per layer
 _MAY_CHANGE = (
     *('mesh.', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
 )
+_BLOCKS, _BLOCK_BYTES = 256, 4096
 
 
 def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume: bool) -> None:
@@ -39,6 +42,39 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
             f'{workdir} holds a run already: go on with --resume, or give another --workdir (or remove it)'
         )
     path.write_text(json.dumps(values, indent=1) + '\n')
+
+
+def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: bool) -> None:
+    """Writes down which weights a run starts from; None = drawn by config and seed.
+
+    Raises ConfigError where a resumed run finds other files there: the reference model and frozen weights are not in a
+    checkpoint, and shapes would not show it.
+    """
+    if source is None:
+        return
+    path, digest = workdir / WEIGHTS, sample_digest(source)
+    if resume and path.exists() and json.loads(path.read_text())['samples_sha256'] != digest:
+        raise ConfigError(
+            f'--resume with other weights: the files of model.path={str(source)!r} are not those that the run in '
+            f'{workdir} started from; bring them back, or start anew in another --workdir'
+        )
+    path.write_text(json.dumps({'path': str(source), 'samples_sha256': digest}) + '\n')
+
+
+def sample_digest(source: pathlib.Path) -> str:
+    """SHA-256 over name, size and 256 evenly spaced blocks of 4 KiB of a file, or of each safetensors in a directory.
+
+    Weights of another training differ in nearly every block; to read 60 GB at every start would show no more.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(source.glob('*.safetensors')) if source.is_dir() else [source]:
+        size = file.stat().st_size
+        digest.update(f'{file.name} {size} '.encode())
+        with file.open('rb') as data:
+            for block in range(_BLOCKS):
+                data.seek(block * max(size - _BLOCK_BYTES, 0) // (_BLOCKS - 1))
+                digest.update(data.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _holds_updates(workdir: pathlib.Path) -> bool:

@@ -191,6 +191,21 @@ def test_a_stopped_lock_step_run_keeps_no_checkpoint_and_says_so_at_resume(tmp_p
         SmallRun(tmp_path, resume=True, **fields)
 
 
+def test_a_run_stopped_in_its_last_evaluation_is_saved_and_goes_on_with_it(tmp_path):
+    fields = {'evaluation__problems': 4, 'evaluation__samples': 1, 'run__steps': 2}
+    stopped = SmallRun(tmp_path, **fields).session
+
+    def stop(event):
+        if (event['kind'], event.get('phase')) == ('evaluate', 'after'):
+            stopped.controller.stop_requested.set()
+
+    stopped.log.listeners.append(stop)
+    assert stopped.train() is None
+    resumed = SmallRun(tmp_path, resume=True, **fields)
+    assert resumed.session.version_at_start == 2
+    assert resumed.train().report['accuracy']['greedy']['after']['n'] == 4
+
+
 def test_compiled_programs_are_kept_in_the_cache_that_the_config_names(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     try:
