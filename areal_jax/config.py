@@ -54,6 +54,7 @@ def _declare_run(c: config_dict.ConfigDict) -> None:
     c.task.verifier_workers = 1  # worker processes
     c.task.verifier_deadline_s = 20.0  # wall seconds for one answer before its worker is killed
     c.task.verifier_attempts = 2  # tries for one answer before it is dropped
+    c.task.max_failed_groups = 32  # dropped in a row, no answer verified, before the run ends
 
 
 def _declare_rollout(c: config_dict.ConfigDict) -> None:

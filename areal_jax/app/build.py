@@ -337,4 +337,5 @@ def build_settings(config: TrackedConfig) -> LoopSettings:
         max_token_age=config.staleness.max_token_age,
         over_age=config.staleness.over_age,
         checkpoint_every=config.checkpoint.every,
+        max_failed_groups=config.task.max_failed_groups,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from areal_jax.checkpoint.state import RunStateError
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.control.clocks.loop import CallDeadlineError, StallError
+from areal_jax.control.controller import UnverifiedError
 from areal_jax.learning.commands import CommandError
 from areal_jax.learning.rows import BatchError
 from areal_jax.models.attention import AttentionError
@@ -33,6 +34,7 @@ USER_ERRORS = (
     RunStateError,
     TaskError,
     TokenizerError,
+    UnverifiedError,
     VerifierError,
     WeightsError,
 )

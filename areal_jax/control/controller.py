@@ -34,6 +34,10 @@ from areal_jax.types import (
 )
 
 
+class UnverifiedError(RuntimeError):
+    """Group after group was dropped because none of its answers could be verified; names the labels and the field."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
     """What the loop does, in plain numbers (config.py has the comments)."""
@@ -44,6 +48,7 @@ class LoopSettings:
     max_token_age: int | None = None
     over_age: Literal['drop', 'mask', 'off'] = 'off'
     checkpoint_every: int = 0
+    max_failed_groups: int = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Controller:
         self._trained_version = 0  # of the learner's weights; publication follows
         self._admission_closed = False
         self._verifying = 0
+        self._failed_groups = 0  # in a row
         self._saving = False
         self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
         self._admission = clock.event('admission (staleness, memory or checkpoint)')
@@ -214,10 +220,22 @@ class Controller:
             self._buffer.put(group.group())
             self._log.write('buffer', draw=draw, partial=bool(group.failed))
             self._filled.set()
+            self._failed_groups = 0
         else:
             self._gate.drop_running()
             self._note_drop(Dropped(draw, 'verifier_failed', ','.join(group.failed.values())))
+            self._count_failed(group)
         self._admission.set()
+
+    def _count_failed(self, group: RunningGroup) -> None:
+        """A scorer that always fails would have the engines generate for nothing, for ever."""
+        self._failed_groups += 1
+        if self._failed_groups >= self._settings.max_failed_groups:
+            labels = ', '.join(sorted(set(group.failed.values())))
+            raise UnverifiedError(
+                f'{self._failed_groups} groups in a row (task.max_failed_groups) had no answer that could be verified; '
+                f'the last, draw {group.prompt.draw}, ended in: {labels}. The warnings above say what the scorer did'
+            )
 
     # 6 packing, 7 update
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax.control.clocks.loop import DeadlockError
+from areal_jax.control.controller import UnverifiedError
 from areal_jax.types import NOT_GENERATED, Trajectory, TrajectoryGroup
 from tests.toys import PRICES, STOP, ToyLearner, ToyRun, length, logprob, token, toy_prompt
 
@@ -236,6 +237,13 @@ def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_p
         assert what_happened(resumed.log.events, time_s) == what_happened(later, time_s)
         assert_conserved([e for e in whole.log.events if e['seq'] < seq] + resumed.log.events)
     assert partial > 0  # some answers were in the middle
+
+
+def test_a_scorer_that_always_fails_ends_the_run():
+    """A group with a verified answer starts the count again: of draws 0 to 69 all fail but 31."""
+    run = ToyRun(steps=40, fail=[*range(31), *range(32, 70)])
+    with pytest.raises(UnverifiedError, match=r'32 groups in a row .*max_failed_groups\).* draw 63, ended in: crash'):
+        run.run()
 
 
 def what_happened(events, after_s):
