@@ -16,7 +16,7 @@ import numpy as np
 
 from areal_jax.sharding.placement import HostShards, Region
 
-_PORTION_BYTES = 1 << 28  # of arrays in one orbax tree: what a save needs beside the arrays
+_TREE_BYTES = 1 << 28  # of arrays in one orbax tree: of each piece that it reads, orbax reads the metadata of the tree
 _T = TypeVar('_T')
 
 
@@ -91,7 +91,7 @@ def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards]:
 
 
 def write_shards(directory: pathlib.Path, leaves: Mapping[str, np.ndarray | HostShards]) -> dict[str, list[Piece]]:
-    """Writes what this process holds, fsynced, as orbax trees in a new directory of its own; returns what lies where.
+    """Writes what this process holds, fsynced, as orbax trees in a directory of its own; returns what lies where.
 
     Needs nothing of other processes. Raises FileNotFoundError where the parent directory is not there.
     """
@@ -100,22 +100,26 @@ def write_shards(directory: pathlib.Path, leaves: Mapping[str, np.ndarray | Host
             f'{directory.parent} is not there, which process 0 made: --workdir must be one directory that all '
             'processes of the run share under the same path'
         )
-    parts = [(name, start, part) for name, leaf in leaves.items() for start, part in _parts(leaf)]
-    portions = _portions([part.nbytes for _, _, part in parts])
-    _away_from_loops(lambda: _write_trees(directory, [[parts[i] for i in portion] for portion in portions]))
-    sync_tree(directory)
+    trees: list[dict[str, np.ndarray]] = []
     index: dict[str, list[Piece]] = {name: [] for name in leaves}
-    for number, portion in enumerate(portions):
-        for name, start, part in (parts[i] for i in portion):
-            tree = f'{directory.name}/{number:04d}'
-            index[name].append(Piece([int(s) for s in start], list(part.shape), _checksum(part), tree))
+    room = 0
+    for name, start, part in ((name, *part) for name, leaf in leaves.items() for part in _parts(leaf)):
+        if not trees or part.nbytes > room:
+            trees.append({})
+            room = _TREE_BYTES
+        trees[-1][_key(name, start)] = part
+        room -= part.nbytes
+        tree = f'{directory.name}/{len(trees) - 1:04d}'
+        index[name].append(Piece([int(s) for s in start], list(part.shape), _checksum(part), tree))
+    _away_from_loops(lambda: _write_trees(directory, trees))
+    sync_tree(directory)
     return index
 
 
 def require_whole(shapes: Mapping[str, Sequence[int]], index: Index) -> None:
-    """Raises ValueError that names a leaf of which parts are missing, or written twice."""
+    """Raises ValueError that names a leaf of which parts are missing."""
     for name, shape in shapes.items():
-        written = sum(math.prod(piece.shape) for piece in index[name])
+        written = sum({tuple(piece.start): math.prod(piece.shape) for piece in index[name]}.values())
         if written != math.prod(shape):
             raise ValueError(f'{written} of the {math.prod(shape)} values of leaf {name!r} were written')
 
@@ -145,44 +149,33 @@ def _parts(leaf: np.ndarray | HostShards) -> Iterable[tuple[Sequence[int], np.nd
     return leaf.parts if isinstance(leaf, HostShards) else [((0,) * leaf.ndim, leaf)]
 
 
-def _portions(sizes: Sequence[int]) -> list[list[int]]:
-    """Indices in their order, cut where the bytes of a portion would pass the limit."""
-    portions: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes):
-        if not portions or size > room:
-            portions.append([])
-            room = _PORTION_BYTES
-        portions[-1].append(index)
-        room -= size
-    return portions
-
-
 def _key(name: str, start: Sequence[int]) -> str:
     return f'{name}@{"_".join(map(str, start))}'
 
 
-def _write_trees(directory: pathlib.Path, portions: Sequence[Sequence[tuple[str, Sequence[int], np.ndarray]]]) -> None:
-    """One orbax tree per portion: orbax holds a copy of all that it is given at once while it writes."""
+def _write_trees(directory: pathlib.Path, trees: Sequence[Mapping[str, np.ndarray]]) -> None:
+    """Beside the arrays this takes no memory worth mention."""
     import orbax.checkpoint as ocp
 
     from areal_jax.checkpoint.handler import LocalNumpyHandler
 
     # nobody changes the arrays meanwhile, and float32 weights hardly compress: without it a save costs its bytes and no
     # CPU that decoding needs
-    numpy_handler = LocalNumpyHandler(deepcopy_host_arrays=False)
+    handlers = [
+        (np.ndarray, LocalNumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, but without it orbax warns at every save
+    ]
     alone = _this_process_alone()
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=True,
         use_compression=False,
         multiprocessing_options=alone,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((np.ndarray, numpy_handler)),
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(*handlers),
     )
     directory.mkdir()
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-        for index, portion in enumerate(portions):
-            tree = {_key(name, start): part for name, start, part in portion}
-            checkpointer.save(directory / f'{index:04d}', args=ocp.args.PyTreeSave(tree))
+        for number, tree in enumerate(trees):
+            checkpointer.save(directory / f'{number:04d}', args=ocp.args.PyTreeSave(tree))
 
 
 def _read_piece(directory: pathlib.Path, name: str, piece: Piece, dtype: np.dtype) -> np.ndarray:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,8 +62,8 @@ def _start(workdir, fields, *more, processes=2, of_follower=()):
         fields['distributed.processes'] = processes
         fields['distributed.coordinator'] = f'127.0.0.1:{_free_port()}'
         fields['distributed.command_deadline_s'] = DEADLINE_S
-    command = ['areal_jax.main_train', f'--config={fields.pop("config")}', f'--workdir={workdir}', *more]
-    command += [f'--config.{field}={value}' for field, value in fields.items()]
+    command = ['areal_jax.main_train', f'--config={fields.pop("config")}', f'--workdir={workdir}']
+    command += [*(f'--config.{field}={value}' for field, value in fields.items()), *more]
     own = [(), of_follower][:processes]
     return [_spawn([*command, f'--process_id={i}', *own[i]], 8 // processes) for i in range(processes)]
 
@@ -132,6 +134,19 @@ def test_a_supervised_run_resumes_with_the_same_losses(supervised):
     after = _metrics(supervised)
     for name in ('step', 'loss/nll', 'held_out/nll'):
         assert [m.get(name) for m in after] == [m.get(name) for m in before]
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_from_the_checkpoint_of_two(supervised, tmp_path):
+    shutil.copytree(supervised, tmp_path / 'one')
+    before = _metrics(supervised)
+    fields = SUPERVISED | {'mesh.data': 2}
+    changed = ('--config.mesh.fsdp=2', '--config.learner.layers=list', '--resume')
+    outputs = _complete(tmp_path / 'one', fields, *changed, processes=1)
+    assert 'resumed after update 3' in outputs[0]
+    after = _metrics(tmp_path / 'one')
+    assert after[:3] == before[:3]
+    assert [m['loss/nll'] for m in after] == pytest.approx([m['loss/nll'] for m in before], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -239,6 +254,13 @@ def test_a_process_without_a_number_is_told():
 
 def test_one_process_joins_nobody():
     assert join_processes(default_config(), None) is False
+
+
+def test_a_workdir_that_a_follower_does_not_see_is_named(tmp_path):
+    (tmp_path / 'witness').touch()
+    processes._require_shared(tmp_path / 'witness')
+    with pytest.raises(ConfigError, match=r'process 0 does not see .* --workdir=/mine: .* that all processes share'):
+        processes._require_shared(pathlib.Path('/mine/witness'))
 
 
 class _Messages(dict):

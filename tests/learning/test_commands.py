@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.learning import commands
 from areal_jax.learning.commands import CommandError, CommandLeader, follow
 from tests.learning.test_meshes import _ADAM, _PARAMS, _learner, _update
 
@@ -165,6 +166,52 @@ def test_an_error_of_all_is_that_of_process_0_and_the_next_command_works():
     leader.close()
     thread.join(5)
     assert lost == []
+
+
+class _Saver(_Recorder):
+    def save(self):
+        return {'w': np.ones(3)}
+
+
+def test_followers_write_while_commands_go_on(tmp_path, monkeypatch):
+    go_on, written = threading.Event(), []
+
+    def write(directory, leaves):
+        assert go_on.wait(5)
+        written.append((directory, leaves))
+        return {'w': []}
+
+    monkeypatch.setattr(commands, 'write_shards', write)
+    leader, lost, thread = _pair(_Saver(), _Saver())
+    leader.save()
+    (follower,) = leader.followers
+    follower.write(str(tmp_path))
+    leader.update([], 1)
+    assert not written  # it was still at it
+    go_on.set()
+    assert follower.written() == {'w': []}
+    assert [(directory, list(leaves)) for directory, leaves in written] == [(tmp_path, ['w'])]
+    follower.write(str(tmp_path))  # a copy is written once
+    assert follower.written().startswith('IndexError')
+    leader.close()
+    thread.join(5)
+    assert lost == []
+
+
+def test_a_follower_that_does_not_write_is_reported_within_the_deadline(tmp_path, monkeypatch):
+    answers = iter([0.5, 0])
+    monkeypatch.setattr(commands, 'write_shards', lambda *_: time.sleep(next(answers)) or {})
+    leader, lost, _ = _pair(_Saver(), _Saver(), deadline_s=0.2)
+    (follower,) = leader.followers
+    leader.save()
+    follower.write(str(tmp_path / 'one'))
+    assert follower.written() == 'no word of its shards for distributed.command_deadline_s=0.2'
+    leader.save()
+    follower.write(str(tmp_path / 'other'))
+    time.sleep(0.5)
+    assert follower.written() == {}  # not the late answer
+    assert lost == []
+    leader.close()
 
 
 def test_an_error_of_a_follower_alone_names_it():
