@@ -15,7 +15,7 @@ from areal_jax.telemetry import metrics
 CONFIG = 'config.json'
 WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
-# where and in which form it is computed may change on the way: checkpoints are whole arrays, one leaf per layer
+# where and in which form it is computed may change on the way: checkpoints are read by regions, one leaf per layer
 _MAY_CHANGE = (
     *('mesh.', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
