@@ -200,7 +200,8 @@ def test_followers_write_while_commands_go_on(tmp_path, monkeypatch):
 
 def test_a_follower_that_does_not_write_is_reported_within_the_deadline(tmp_path, monkeypatch):
     answers = iter([0.5, 0])
-    monkeypatch.setattr(commands, 'write_shards', lambda *_: time.sleep(next(answers)) or {})
+    write = lambda directory, _: time.sleep(next(answers)) or {directory.name: []}
+    monkeypatch.setattr(commands, 'write_shards', write)
     leader, lost, _ = _pair(_Saver(), _Saver(), deadline_s=0.2)
     (follower,) = leader.followers
     leader.save()
@@ -209,7 +210,7 @@ def test_a_follower_that_does_not_write_is_reported_within_the_deadline(tmp_path
     leader.save()
     follower.write(str(tmp_path / 'other'))
     time.sleep(0.5)
-    assert follower.written() == {}  # not the late answer
+    assert follower.written() == {'other': []}  # not the late answer
     assert lost == []
     leader.close()
 
