@@ -23,7 +23,7 @@ setup(
         'flax>=0.12.8',
         'optax>=0.2.8',
         'chex>=0.1.90',
-        'orbax-checkpoint>=0.12.8',
+        'orbax-checkpoint>=0.12.8,<0.13',
         'numpy>=2.0',
         'safetensors>=0.6',
         'ml-collections>=1.1',

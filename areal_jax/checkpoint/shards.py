@@ -112,6 +112,7 @@ def write_shards(directory: pathlib.Path, leaves: Mapping[str, np.ndarray | Host
         tree = f'{directory.name}/{len(trees) - 1:04d}'
         index[name].append(Piece([int(s) for s in start], list(part.shape), _checksum(part), tree))
     _away_from_loops(lambda: _write_trees(directory, trees))
+    _require_bytes(directory, sum(part.nbytes for tree in trees for part in tree.values()))
     sync_tree(directory)
     return index
 
@@ -122,6 +123,13 @@ def require_whole(shapes: Mapping[str, Sequence[int]], index: Index) -> None:
         written = sum({tuple(piece.start): math.prod(piece.shape) for piece in index[name]}.values())
         if written != math.prod(shape):
             raise ValueError(f'{written} of the {math.prod(shape)} values of leaf {name!r} were written')
+
+
+def _require_bytes(directory: pathlib.Path, size: int) -> None:
+    """Raises OSError for less than `size` on the disk: a writer that leaves arrays out says nothing (handler.py)."""
+    found = sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())
+    if found < size:
+        raise OSError(f'orbax wrote {found} of {size} bytes to {directory}')
 
 
 def sync_tree(directory: pathlib.Path) -> None:

@@ -46,9 +46,9 @@ def read_snapshot(
     """{'params', 'optimizer'} of a snapshot, of the form and dtypes of `current`, laid out as `shardings` says.
 
     Leaves of `saved` have a shape and give regions: numpy arrays, or a checkpoint's, of which each process then reads
-    what its devices hold. Raises ValueError where names or shapes differ, before any is read.
+    what its devices hold. Of `current` only shapes and dtypes are read. Raises ValueError as `match_snapshot` does.
     """
-    sources = {name: _sources(decoder, saved[name], current[name], name) for name in ('params', 'optimizer')}
+    sources = match_snapshot(decoder, saved, current)
 
     def read(name: str) -> Any:
         leaves, structure = jax.tree.flatten(current[name])
@@ -56,6 +56,11 @@ def read_snapshot(
         return jax.tree.unflatten(structure, [_read_leaf(*of) for of in zip(sources[name], leaves, over, strict=True)])
 
     return {name: read(name) for name in sources}
+
+
+def match_snapshot(decoder: Decoder, saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Where each leaf of `current` is in `saved`; raises ValueError where names or shapes differ. Reads no values."""
+    return {name: _sources(decoder, saved[name], current[name], name) for name in ('params', 'optimizer')}
 
 
 def _listed(decoder: Decoder, tree: Any) -> Any:

@@ -14,7 +14,7 @@ from areal_jax.learning import diagnostics, trees
 from areal_jax.learning.advantages import group_advantages, has_signal
 from areal_jax.learning.balance import CostCoefficients, cost_coefficients
 from areal_jax.learning.forward import require_heads
-from areal_jax.learning.interchange import export_weights, read_snapshot, take_snapshot
+from areal_jax.learning.interchange import export_weights, match_snapshot, read_snapshot, take_snapshot
 from areal_jax.learning.likelihood import finalize_likelihood
 from areal_jax.learning.losses import finalize_metrics, merge_metrics
 from areal_jax.learning.optimizer import Optimizer
@@ -173,16 +173,17 @@ class SpmdLearner:
         """Takes what `save` gave in one process, or what a checkpoint holds, on any mesh and in either form of layers.
 
         Every process reads what its own devices hold. Raises ValueError where names or shapes differ from this
-        learner's; it is unchanged then.
+        learner's; it is unchanged then. What it held is let go of before the rest is read, so that the devices need no
+        room for both: a reader that fails leaves the learner empty.
         """
         programs = self._programs
-        new = read_snapshot(
-            self._decoder,
-            saved,
-            {'params': trees.join(self._params, self._frozen), 'optimizer': self._state},
-            {'params': trees.join(programs.params, programs.frozen), 'optimizer': programs.state},
-        )
-        self._copy = None
+        current = {'params': trees.join(self._params, self._frozen), 'optimizer': self._state}
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), current)
+        match_snapshot(self._decoder, saved, shapes)
+        del current
+        self._params = self._frozen = self._state = self._copy = None
+        shardings = {'params': trees.join(programs.params, programs.frozen), 'optimizer': programs.state}
+        new = read_snapshot(self._decoder, saved, shapes, shardings)
         self._params, self._frozen = trees.split(new['params'], is_adapter if self._decoder.lora else lambda _: True)
         self._state = new['optimizer']
 

@@ -131,6 +131,14 @@ def test_a_follower_that_fails_leaves_the_step_before(tmp_path):
     _assert_whole(store.restore(store.latest())[0])
 
 
+def test_a_writer_that_leaves_an_array_out_is_noticed(tmp_path, monkeypatch):
+    write = shards._write_trees
+    big = {name: np.zeros(1 << 20, np.float32) for name in 'ab'}
+    monkeypatch.setattr(shards, '_write_trees', lambda to, trees: write(to, [{'b@0': tree['b@0']} for tree in trees]))
+    with pytest.raises(OSError, match=r'orbax wrote \d+ of 8388608 bytes'):
+        write_shards(tmp_path / 'part', big)
+
+
 def test_a_failure_here_waits_for_the_followers(tmp_path, monkeypatch):
     # else one would go on writing into a directory that is being removed
     follower, waited = _Follower(_held_by(1)), []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -260,6 +261,24 @@ def test_restored_learner_goes_on_as_the_saved_one():
     sharded.update(_GROUPS[3:], version=3)
     # Adam divides by sqrt(v): rounding of tiny gradients shows, so weights move by at most the rate, .1, times it
     _assert_close(_weights(sharded), _weights(first), atol=1e-3)
+
+
+def test_a_restore_has_room_for_one_state():
+    """What the learner held is gone when the first leaf is read; on devices both would not fit."""
+    learner = _learner()
+    saved = learner.save()
+    held = [weakref.ref(x) for x in jax.tree.leaves((learner._params, learner._state)) if x.size > 1]
+
+    class Leaf:
+        def __init__(self, values):
+            self.values, self.shape = values, values.shape
+
+        def __getitem__(self, region):
+            assert not any(ref() is not None for ref in held)
+            return self.values[region]
+
+    learner.restore(jax.tree.map(Leaf, saved))
+    _assert_bit_equal(learner.save(), saved)
 
 
 def test_restore_of_other_shapes_is_refused_and_changes_nothing():
