@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_jax.learning.advantages import rewards_of
 from areal_jax.learning.rows import BatchError
-from areal_jax.types import PackedBatch, TrajectoryGroup, concatenate
+from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup, concatenate
 
 
 def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -29,10 +29,11 @@ def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGro
     return metrics
 
 
-def age_metrics(batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
+def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
     """Age of the trained tokens when the batch was formed (version - policy version), and how versions mix.
 
-    The histogram is a list: trained tokens of age 0, 1, 2, ...
+    Masked tokens are counted in the groups, because a minibatch of nothing else is not among the batches. The histogram
+    is a list: trained tokens of age 0, 1, 2, ...
     Raises BatchError for a token of a version that is not published yet.
     """
     trained = _join([b.loss_mask for b in batches], bool)
@@ -41,9 +42,11 @@ def age_metrics(batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
     if (ages[ids >= 0] < 0).any():
         newest = version - int(ages[ids >= 0].min())
         raise BatchError(f'a token has policy version {newest}, but the update starts from version {version}')
+    segments = (s for g in kept for t in g.trajectories for s in t.segments)
+    generated = sum(len(s.tokens) for s in segments if s.policy_version != NOT_GENERATED)
     metrics: dict[str, Any] = {
         'update/trained_tokens': float(trained.sum()),
-        'staleness/masked_tokens': float(((ids >= 0) & ~trained).sum()),
+        'staleness/masked_tokens': float(generated - trained.sum()),
     }
     if trained.any():
         versions_of = np.unique(np.stack([ids[trained], ages[trained]]), axis=1)[0]  # one entry per (trajectory, age)

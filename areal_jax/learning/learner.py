@@ -129,7 +129,7 @@ class SpmdLearner:
             oldest_version=None if settings.oldest_age is None else version - settings.oldest_age,
             round_microbatches=settings.accumulate == 'scan',
         )
-        metrics = diagnostics.data_metrics(groups, kept) | diagnostics.age_metrics(batches, version)
+        metrics = diagnostics.data_metrics(groups, kept) | diagnostics.age_metrics(kept, batches, version)
         return metrics | report.metrics() | self._train(batches, version)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -198,8 +198,9 @@ def test_nothing_to_train_changes_no_bit():
     equal = group([1, 2], [[3], [4, 5]], [1.0, 1.0], version=9)
     too_old = group([1, 2], [[3], [4, 5]], [0.0, 1.0], version=7)
     alone = group([1, 2], [[3]], [1.0], version=9)
-    for groups in ([], [equal], [too_old], [alone], [equal, too_old, alone]):
+    for groups, masked in (([], 0), ([equal], 0), ([too_old], 3), ([alone], 0), ([equal, too_old, alone], 3)):
         metrics = learner.update(groups, version=9)
+        assert metrics['staleness/masked_tokens'] == masked
         assert metrics['update/optimizer_steps'] == 0
         assert metrics['update/trained_tokens'] == 0
         assert metrics['mismatch/n'] == 0
