@@ -14,7 +14,8 @@ from areal_jax.ranges import RANGES, ConfigError, require_in_range
 def default_config() -> config_dict.ConfigDict:
     """Every field with its default; experiment files start from a copy and set what differs."""
     c = config_dict.ConfigDict()
-    for declare in (_declare_run, _declare_rollout, _declare_learner, _declare_surroundings):
+    parts = _declare_run, _declare_rollout, _declare_learner, _declare_objective, _declare_devices, _declare_surroundings
+    for declare in parts:
         declare(c)
     return c.lock()
 
@@ -108,6 +109,9 @@ def _declare_learner(c: config_dict.ConfigDict) -> None:
     c.lora.alpha = 16.0  # adapters count alpha / rank
     c.lora.targets = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')  # projections that get them
 
+
+def _declare_objective(c: config_dict.ConfigDict) -> None:
+    """What an update follows, and how far."""
     c.loss = config_dict.ConfigDict()
     c.loss.objective = 'decoupled_ppo'  # 'decoupled_ppo': asynchronous RL | 'sft': imitate given answers, docs/sft.md
     c.loss.clip_epsilon = 0.2  # lower half width of the trust region around the proximal policy
@@ -133,6 +137,9 @@ def _declare_learner(c: config_dict.ConfigDict) -> None:
     c.optimizer.clip_norm = 1.0  # global gradient norm; 0 = off
     c.optimizer.warmup_steps = 0  # linear warm-up, optimizer steps
 
+
+def _declare_devices(c: config_dict.ConfigDict) -> None:
+    """Where an update is computed."""
     c.mesh = config_dict.ConfigDict()
     c.mesh.data = 1  # replicas
     c.mesh.fsdp = 1  # shards of parameters, optimizer state and batch rows

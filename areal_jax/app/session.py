@@ -40,6 +40,7 @@ from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.report import write_report
 from areal_jax.telemetry.resources import ResourceSampler
+from areal_jax.types import SamplingParams
 
 EVALUATIONS = 'evaluations.json'
 
@@ -85,7 +86,7 @@ class Session:
         note_weights(self.workdir, model.source, resume=self._resume)
         self.decoder = model.decoder
         task = build.build_task(config, model.tokenizer)
-        snapshot, arrays = self._load_checkpoint(model)
+        snapshot, arrays = self._load_checkpoint()
         log_path = self.workdir / 'events.jsonl'
         next_seq = snapshot['next_seq'] if snapshot else 0
         truncate_events(log_path, next_seq)
@@ -94,49 +95,33 @@ class Session:
         self.verifier = build.build_verifier(config, self.clock, task, model.tokenizer.decode)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
-        self.learner = lead(config, build.build_learner(config, model), self.workdir)
-        model.params = None  # the learner has its copy
-        if arrays is not None:
-            try:
-                self.learner.restore(arrays)
-            except ValueError as error:
-                raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
-            del arrays
+        self._build_learner(model, arrays)
         self._channel = build.build_channel(config, self.workdir, model.decoder)
-        ring, engines = self._build_engines(model)
-        self.pool = Pool(engines, self.log)
-        self._engines = engines
-        sampling = build.build_sampling(config, model.tokenizer)
-        seed = config.run.seed
+        ring, self._engines = self._build_engines(model)
+        self.pool = Pool(self._engines, self.log)
         self.metrics = MetricsWriter(self.workdir, config.telemetry.tensorboard)
         self.metrics.truncate(self.version_at_start)
         self.observer = StepObserver(
             self.metrics, self._progress(start_s), self.compilations, self.resources.cpu_seconds, start_s
         )
         self.log.listeners += [self.observer.on_event, self._announce_stop]
-        self.controller = Controller(
-            build.build_settings(config),
-            clock=self.clock,
-            log=self.log,
-            supervisor=self.supervisor,
-            stream=task.prompts('train', seed),
-            pool=self.pool,
-            workflow=SingleTurn(self.pool, sampling, seed),
-            verifier=self.verifier,
-            learner=self.learner,
-            channel=self._channel,
-            gate=build.build_gate(config),
-            ring=ring,
-            update_tokens=self.learner.update_tokens,
-            on_step=self.observer.on_step,
-            save_checkpoint=self._save_checkpoint if self.resumable else None,
-        )
+        sampling = build.build_sampling(config, model.tokenizer)
+        self._build_controller(task, sampling, ring)
         if snapshot:
             self.controller.restore(snapshot)
-        self._build_evaluator(task, sampling, seed, model)
+        self._build_evaluator(task, sampling, model)
         self._plots = config.telemetry.plots
         self._compilation_budget = config.run.compilation_budget
         config.require_all_read()
+
+    def _build_learner(self, model: build.Model, arrays: Any) -> None:
+        self.learner = lead(self.config, build.build_learner(self.config, model), self.workdir)
+        model.params = None  # the learner has its copy
+        if arrays is not None:
+            try:
+                self.learner.restore(arrays)
+            except ValueError as error:
+                raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
 
     def _build_engines(self, model: build.Model) -> tuple[VersionRing | None, list[Engine]]:
         config, version = self.config, self.version_at_start
@@ -162,8 +147,28 @@ class Session:
         self._backend = backend
         return ring, engines
 
-    def _build_evaluator(self, task: Any, sampling: Any, seed: int, model: build.Model) -> None:
-        evaluation = self.config.evaluation
+    def _build_controller(self, task: Any, sampling: SamplingParams, ring: VersionRing | None) -> None:
+        config, seed = self.config, self.config.run.seed
+        self.controller = Controller(
+            build.build_settings(config),
+            clock=self.clock,
+            log=self.log,
+            supervisor=self.supervisor,
+            stream=task.prompts('train', seed),
+            pool=self.pool,
+            workflow=SingleTurn(self.pool, sampling, seed),
+            verifier=self.verifier,
+            learner=self.learner,
+            channel=self._channel,
+            gate=build.build_gate(config),
+            ring=ring,
+            update_tokens=self.learner.update_tokens,
+            on_step=self.observer.on_step,
+            save_checkpoint=self._save_checkpoint if self.resumable else None,
+        )
+
+    def _build_evaluator(self, task: Any, sampling: SamplingParams, model: build.Model) -> None:
+        evaluation, seed = self.config.evaluation, self.config.run.seed
         self.evaluator = None
         if evaluation.problems:
             self.evaluator = Evaluator(
@@ -257,7 +262,7 @@ class Session:
 
     # What stays.
 
-    def _load_checkpoint(self, model: build.Model) -> tuple[dict[str, Any] | None, Any]:
+    def _load_checkpoint(self) -> tuple[dict[str, Any] | None, Any]:
         if not self._resume:
             return None, None
         step, arrays, run_state = self._store.restore_latest()
