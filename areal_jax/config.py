@@ -14,8 +14,8 @@ from areal_jax.ranges import RANGES, ConfigError, require_in_range
 def default_config() -> config_dict.ConfigDict:
     """Every field with its default; experiment files start from a copy and set what differs."""
     c = config_dict.ConfigDict()
-    parts = _declare_run, _declare_rollout, _declare_learner, _declare_objective, _declare_devices, _declare_surroundings
-    for declare in parts:
+    learning = _declare_learner, _declare_objective, _declare_devices
+    for declare in (_declare_run, _declare_rollout, *learning, _declare_surroundings):
         declare(c)
     return c.lock()
 
