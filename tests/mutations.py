@@ -122,9 +122,23 @@ MUTATIONS = [
     Mutation(
         'every slice of a row attends as the first',
         'areal_jax/learning/forward.py',
-        "first = jax.lax.axis_index('context') * q.shape[1]",
-        "first = 0 * jax.lax.axis_index('context')",
+        "first_tokens(jax.lax.axis_index('context'), k.shape[1], context)",
+        "first_tokens(0 * jax.lax.axis_index('context'), k.shape[1], context)",
         'tests/learning/test_meshes.py',
+    ),
+    Mutation(
+        'predict from where a token stood before the row was cut',
+        'areal_jax/learning/forward.py',
+        'sources = slice_places(sources, inputs.shape[1], context)',
+        'sources = sources + 0',
+        'tests/learning/test_meshes.py',
+    ),
+    Mutation(
+        'ask engines that stand still to stand still',
+        'areal_jax/rollout/engine.py',
+        'self._pausing = True',
+        'self._pausing = True; self._parked.clear()',
+        'tests/rollout/test_engine.py',
     ),
     Mutation(
         'flatten rows as if their tokens were not cut',

@@ -141,6 +141,25 @@ def test_a_paused_engine_has_delivered_everything_and_goes_on_in_the_same_order(
     assert [sum(len(s.tokens) for s in one) for one in segments] == [length(DRAW, sample) for sample in range(3)]
 
 
+def test_an_engine_that_stands_is_paused_at_once_and_after_a_resume_again():
+    async def script(rig):
+        running = rig.engine.generate(request(0))
+        for resume in (False, True, True):
+            rig.engine.request_pause()
+            await rig.engine.paused()
+            assert not rig.engine.status().running
+            if resume:
+                rig.engine.resume()
+        rig.engine.request_pause()  # before the engine has noticed that it may go on
+        await rig.engine.paused()
+        await rig.pass_time(1.0)
+        assert not rig.kinds('decode')
+        rig.engine.resume()
+        return await collect(running)
+
+    assert sum(len(s.tokens) for s in Rig().run(script)) == length(DRAW, 0)
+
+
 def test_cancel_frees_the_slot():
     async def script(rig):
         first, second = rig.engine.generate(request(0)), rig.engine.generate(request(2))
