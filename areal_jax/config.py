@@ -273,7 +273,7 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     if lock_step and c.staleness.over_age == 'drop':
         yield (
             f"staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.over_age='drop' "
-            "would drop it whole or not at all; use 'mask' or 'off'"
+            "would drop it whole, and its refill as well; use 'mask' or 'off'"
         )
     if (c.staleness.over_age == 'off') != (c.staleness.max_token_age is None):
         yield (
@@ -309,11 +309,6 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'learner.row_loss_tokens={c.learner.row_loss_tokens} must hold one answer of rollout.max_new_tokens='
             f'{c.rollout.max_new_tokens}; raise it'
-        )
-    if (c.learner.packing, c.learner.fill) == ('shared_prompt', 'padded'):
-        yield (
-            "learner.fill='padded' puts one trajectory in a row, so learner.packing='shared_prompt' has no prompt to "
-            "share; set learner.packing='ordinary'"
         )
 
 

@@ -47,7 +47,6 @@ BAD = [
     ({'learner.row_loss_tokens': 8}, r'learner\.row_loss_tokens=8 must hold.*max_new_tokens=16'),
     ({'mesh.fsdp': 4}, r'rows_per_microbatch=1 must be a multiple of mesh\.data \* mesh\.fsdp = 4'),
     ({'model.source': 'gguf'}, r"model\.source='gguf' needs model\.path"),
-    ({'learner.fill': 'padded'}, r"fill='padded' puts.*set learner\.packing='ordinary'"),
     ({'rollout.prefill_buckets': ()}, r'prefill_buckets=\(\).*context_tokens - 1 = 63'),
     ({'model.n_kv_heads': 3}, r'model\.n_heads=4 must be a multiple of model\.n_kv_heads=3'),
     ({'model.head_dim': 7}, r'model\.head_dim=7 must be even'),

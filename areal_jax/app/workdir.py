@@ -47,8 +47,8 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
 def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: bool) -> None:
     """Writes down which weights a run starts from; None = drawn by config and seed.
 
-    Raises ConfigError where a resumed run finds other files there: the reference model and frozen weights are not in a
-    checkpoint, and shapes would not show it.
+    Raises ConfigError where a resumed run finds other files there: the reference model is not in a checkpoint, and
+    shapes would not show it.
     """
     if source is None:
         return

@@ -100,11 +100,6 @@ class Controller:
         ring: VersionRing | None = None,
         save_checkpoint: SaveCheckpoint | None = None,
     ):
-        if ring and settings.over_age == 'drop':  # the refill would be of a later update, or as old
-            raise ValueError(
-                "staleness.over_age='drop' with a lock-step staleness.schedule: the schedule fixes the age of every "
-                "batch; use staleness.over_age='mask' or 'off', or staleness.schedule='natural'"
-            )
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._workflow, self._verifier = stream, pool, workflow, verifier
         self._learner, self._channel, self._gate = learner, channel, gate

@@ -118,7 +118,7 @@ def pack(
     Raises BatchError for what must not be learned from (`_require_sound`) or does not fit a row, and ValueError for an
     unknown mode or fill and for rows that the shards cannot share evenly.
     """
-    _require_known(mode, fill)
+    require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
     examples_of = _examples(groups, advantages, capacity, vocab_size)
     loss_tokens = [sum(e.size[1] for e in examples) for examples in examples_of]
@@ -247,7 +247,8 @@ def trim(rows: Mapping[str, np.ndarray], bucket: RowShape) -> dict[str, np.ndarr
     return {name: x[..., : bucket.tokens if name in _TOKEN_FIELDS else bucket.loss_tokens] for name, x in rows.items()}
 
 
-def _require_known(mode: str, fill: str) -> None:
+def require_known(mode: str, fill: str) -> None:
+    """Raises ValueError for a mode or fill that is unknown, and for two that cannot go together."""
     if mode not in MODES:
         raise ValueError(f'learner.packing={mode!r} is unknown; use one of {", ".join(MODES)}')
     if fill not in FILLS:

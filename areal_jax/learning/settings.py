@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from areal_jax.learning.advantages import ESTIMATORS
-from areal_jax.learning.packing import FILLS, MODES
+from areal_jax.learning.packing import require_known
 from areal_jax.learning.proximal import KINDS
 from areal_jax.learning.trees import DTYPES
 from areal_jax.ranges import require_in_range
@@ -55,8 +55,6 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         for field, value, allowed in (
-            ('learner.packing', self.packing, MODES),
-            ('learner.fill', self.fill, FILLS),
             ('learner.accumulate', self.accumulate, ('dispatch', 'scan')),
             ('learner.dtype', self.dtype, DTYPES),
             ('publication.dtype', self.publish_dtype, DTYPES),
@@ -68,6 +66,7 @@ class LearnerSettings:
             ('staleness.over_age', self.over_age, ('off', 'mask', 'drop')),
         ):
             _require(field, value, allowed)
+        require_known(self.packing, self.fill)
         require_in_range(
             {
                 'learner.row_tokens': self.row_tokens,

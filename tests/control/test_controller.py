@@ -180,11 +180,6 @@ def test_a_lock_step_batch_is_refilled_with_its_own_version(schedule):
     ]
 
 
-def test_a_lock_step_run_that_would_drop_what_it_ordered_is_refused():
-    with pytest.raises(ValueError, match=r"staleness.over_age='drop' with a lock-step staleness.schedule"):
-        ToyRun(schedule='fixed(2)', eta=math.inf, max_token_age=1, over_age='drop')
-
-
 @pytest.mark.parametrize('how', [{}, {'schedule': 'fixed(2)', 'eta': math.inf}])
 def test_at_the_end_every_engine_holds_the_last_version(how):
     run = ToyRun(steps=4, engines=2, **how).run()

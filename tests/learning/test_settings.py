@@ -29,5 +29,10 @@ def test_a_number_out_of_its_range_names_the_field(settings, message):
         LearnerSettings(**{'row_tokens': 8, 'row_loss_tokens': 4} | settings)
 
 
+def test_padded_rows_share_no_prompt():
+    with pytest.raises(ValueError, match=r"learner.fill='padded' .* set learner.packing='ordinary'"):
+        LearnerSettings(8, 4, fill='padded')
+
+
 def test_the_ends_of_closed_ranges_are_allowed():
     assert LearnerSettings(8, 4, clip_epsilon=1.0, kl_coefficient=0.0, max_token_age=0).clip_epsilon == 1.0
