@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 
 from absl import app, flags, logging
 from ml_collections import config_flags
+
+from areal_jax.errors import ExitCode
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment file, e.g. configs/tiny_cpu.py.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.')
@@ -20,30 +21,32 @@ def main(arguments: list[str]) -> int:
     from areal_jax.app.memory import return_freed_memory
 
     return_freed_memory()
-    from areal_jax.app.errors import USER_ERRORS
+    from areal_jax.app.ending import end_command
+
+    return end_command(_train, doing=f'writing to {_WORKDIR.value}')
+
+
+def _train() -> int:
     from areal_jax.app.processes import follow_run, join_processes
     from areal_jax.app.session import Session
     from areal_jax.app.sft import SftSession
 
     workdir = pathlib.Path(str(_WORKDIR.value))
     source = config_flags.get_config_filename(flags.FLAGS['config'])
-    try:
-        if join_processes(_CONFIG.value, _PROCESS_ID.value):
-            follow_run(_CONFIG.value)
-            return 0
-        kind = SftSession if _CONFIG.value.loss.objective == 'sft' else Session
-        session = kind(_CONFIG.value, workdir, resume=_RESUME.value, source=source)
-        report = session.train()
-    except USER_ERRORS as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
+    if join_processes(_CONFIG.value, _PROCESS_ID.value):
+        follow_run(_CONFIG.value)
+        return ExitCode.FINISHED
+    kind = SftSession if _CONFIG.value.loss.objective == 'sft' else Session
+    session = kind(_CONFIG.value, workdir, resume=_RESUME.value, source=source)
+    report = session.train()
     if report is None and not session.resumable:
         print('stopped; a lock-step run (staleness.schedule) keeps no checkpoint: start anew in another --workdir')
-    elif report is None:
+        return ExitCode.STOPPED
+    if report is None:
         print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
-    else:
-        print((workdir / 'report.md').read_text())
-    return 0
+        return ExitCode.STOPPED
+    print((workdir / 'report.md').read_text())
+    return ExitCode.FINISHED
 
 
 def run() -> None:

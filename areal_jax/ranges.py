@@ -7,8 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax.errors import UserError
 
-class ConfigError(ValueError):
+
+class ConfigError(UserError, ValueError):
     """A configuration that cannot run; the message names the fields, their values and the fix."""
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,8 +63,7 @@ def build_model(config: TrackedConfig) -> Model:
         model = _load_hf_model(config, pathlib.Path(config.model.path))
     else:
         tokenizer = CharacterTokenizer(characters(config.task.symbols))
-        with _naming_fields():
-            decoder = Decoder(_random_shape(config, tokenizer.vocab_size))
+        decoder = Decoder(_random_shape(config, tokenizer.vocab_size))
         model = Model(decoder, decoder.init(config.run.seed, config.model.init_scale), tokenizer)
     model.tokenizer.fits(model.decoder.config.vocab_size)
     return model
@@ -75,9 +73,8 @@ def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
     """Weights go from the files straight to where the learner has them."""
     decoder = Decoder(read_hf_config(directory))
     shape = decoder.config
-    with _naming_fields():
-        units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
-        shardings = param_shardings(decoder.abstract(), build_mesh(config), config.mesh.strategy, units)
+    units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
+    shardings = param_shardings(decoder.abstract(), build_mesh(config), config.mesh.strategy, units)
     params = load_hf_weights(directory, shape, shardings=shardings)
     return Model(decoder, params, HfTokenizer(directory), directory)
 
@@ -102,15 +99,6 @@ def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
 def _longest(config: TrackedConfig) -> int:
     """Tokens of a sequence, at most."""
     return config.learner.row_tokens if config.loss.objective == 'sft' else config.rollout.context_tokens
-
-
-@contextlib.contextmanager
-def _naming_fields() -> Iterator[None]:
-    """For parts whose ValueError names the config fields at fault: no traceback is needed to mend it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
@@ -169,20 +157,18 @@ def build_verifier(
 
 def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
     """The learner; `model.params` is copied and may be dropped."""
-    with _naming_fields():
-        mesh = build_mesh(config)
-        decoder, params = build_training_decoder(config, model)
-        optimizer = build_optimizer(config)
-        settings = build_learner_settings(config)
-    with _naming_fields():
-        return SpmdLearner(
-            decoder,
-            params,
-            mesh,
-            optimizer=optimizer,
-            learning_rate=config.optimizer.learning_rate,
-            settings=settings,
-        )
+    mesh = build_mesh(config)
+    decoder, params = build_training_decoder(config, model)
+    optimizer = build_optimizer(config)
+    settings = build_learner_settings(config)
+    return SpmdLearner(
+        decoder,
+        params,
+        mesh,
+        optimizer=optimizer,
+        learning_rate=config.optimizer.learning_rate,
+        settings=settings,
+    )
 
 
 def build_mesh(config: TrackedConfig) -> Mesh:
@@ -284,16 +270,15 @@ def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder
 def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
     rollout = config.rollout
     filtered = rollout.top_k > 0 or rollout.top_p < 1
-    with _naming_fields():
-        return JaxDecodeBackend(
-            decoder,
-            slots=rollout.slots,
-            context_tokens=rollout.context_tokens,
-            prefill_buckets=tuple(rollout.prefill_buckets),
-            decode_steps=rollout.decode_steps,
-            filtered=filtered,
-            dtype=config.publication.dtype,
-        )
+    return JaxDecodeBackend(
+        decoder,
+        slots=rollout.slots,
+        context_tokens=rollout.context_tokens,
+        prefill_buckets=tuple(rollout.prefill_buckets),
+        decode_steps=rollout.decode_steps,
+        filtered=filtered,
+        dtype=config.publication.dtype,
+    )
 
 
 def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParams:
@@ -321,11 +306,10 @@ def build_gate(config: TrackedConfig) -> StalenessGate:
 
 def build_ring(config: TrackedConfig) -> VersionRing | None:
     """The versions that a lock-step schedule may still ask for; None without one."""
-    with _naming_fields():
-        try:
-            schedule = parse_schedule(config.staleness.schedule, config.run.seed)
-        except OSError as error:
-            raise ConfigError(f'staleness.schedule={config.staleness.schedule!r}: {error}') from error
+    try:
+        schedule = parse_schedule(config.staleness.schedule, config.run.seed)
+    except OSError as error:
+        raise ConfigError(f'staleness.schedule={config.staleness.schedule!r}: {error}') from error
     return VersionRing(schedule) if schedule else None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from ml_collections import config_dict
 
+from areal_jax import files
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.compilations import CompilationCounter
@@ -282,7 +283,7 @@ class Session:
             'sampled': scores.sampled,
             'most_frequent_answer_share': scores.most_frequent_answer_share,
         }
-        path.write_text(json.dumps(known) + '\n')
+        files.write_json(path, known, indent=None)
 
     def _read_scores(self, phase: str) -> EvaluationScores | None:
         path = self.workdir / EVALUATIONS

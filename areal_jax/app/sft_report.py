@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import platform
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax import files
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry.caveats import warn_of_skipped_steps
@@ -53,8 +53,8 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:
             'hardware': hardware() | {'platform': platform.platform()},
         }
     )
-    (workdir / FILE).write_text(json.dumps(report, indent=1, allow_nan=False) + '\n')
-    (workdir / PAGE).write_text(_render(report))
+    files.write_json(workdir / FILE, report)
+    files.write_text(workdir / PAGE, _render(report))
     return report
 
 

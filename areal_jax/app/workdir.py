@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax import files
 from areal_jax.config import flatten
 from areal_jax.ranges import ConfigError
 from areal_jax.telemetry import metrics
@@ -41,7 +42,7 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
         raise ConfigError(
             f'{workdir} holds a run already: go on with --resume, or give another --workdir (or remove it)'
         )
-    path.write_text(json.dumps(values, indent=1) + '\n')
+    files.write_json(path, values, allow_nan=True)  # eta may be infinite
 
 
 def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: bool) -> None:
@@ -58,7 +59,7 @@ def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: 
             f'--resume with other weights: the files of model.path={str(source)!r} are not those that the run in '
             f'{workdir} started from; bring them back, or start anew in another --workdir'
         )
-    path.write_text(json.dumps({'path': str(source), 'samples_sha256': digest}) + '\n')
+    files.write_json(path, {'path': str(source), 'samples_sha256': digest})
 
 
 def sample_digest(source: pathlib.Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
-import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,13 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from areal_jax.errors import UserError
+from areal_jax.files import sync_tree
 from areal_jax.sharding.placement import HostShards, Region
 
 _TREE_BYTES = 1 << 28  # of arrays in one orbax tree: of each piece that it reads, orbax reads the metadata of the tree
 _T = TypeVar('_T')
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint that can not be written or read; the message names the directory, the step and the fix."""
 
 
@@ -130,21 +131,6 @@ def _require_bytes(directory: pathlib.Path, size: int) -> None:
     found = sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())
     if found < size:
         raise OSError(f'orbax wrote {found} of {size} bytes to {directory}')
-
-
-def sync_tree(directory: pathlib.Path) -> None:
-    """All files and names below are on the disk when this returns."""
-    for path in (*directory.rglob('*'), directory):
-        sync(path)
-
-
-def sync(path: pathlib.Path) -> None:
-    """The file, or the names in the directory, are on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def brief(error: BaseException) -> str:

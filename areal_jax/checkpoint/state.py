@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.control.episode import Episode, RunningGroup
+from areal_jax.errors import UserError
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 FORMAT = 1
@@ -31,7 +32,7 @@ SCHEMA: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
-class RunStateError(ValueError):
+class RunStateError(UserError, ValueError):
     """A run state that can not be written or read; the message names the key and the fix."""
 
 

@@ -23,9 +23,9 @@ from areal_jax.checkpoint.shards import (
     brief,
     named_leaves,
     require_whole,
-    sync,
     write_shards,
 )
+from areal_jax.files import sync
 from areal_jax.sharding.placement import HostShards
 
 _ARRAYS, _RUN_STATE, _CONTENTS = 'arrays', 'run_state.json', 'contents.json'

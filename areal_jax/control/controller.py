@@ -19,6 +19,7 @@ from areal_jax.control.gate import StalenessGate
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.errors import UserError
 from areal_jax.types import (
     Channel,
     Clock,
@@ -34,7 +35,7 @@ from areal_jax.types import (
 )
 
 
-class UnverifiedError(RuntimeError):
+class UnverifiedError(UserError, RuntimeError):
     """Group after group was dropped because none of its answers could be verified; names the labels and the field."""
 
 

@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Callable
 from typing import IO, Any
 
+from areal_jax import files
+
 KINDS = frozenset(
     (
         *('draw', 'admit', 'route', 'arrive', 'prefill', 'decode', 'interrupt', 'finish', 'reward', 'buffer'),
@@ -57,6 +59,4 @@ def truncate_events(path: pathlib.Path, next_seq: int) -> None:
         except ValueError:
             break
         kept.append(line + '\n')
-    replacement = path.with_suffix('.tmp')
-    replacement.write_text(''.join(kept))
-    replacement.replace(path)
+    files.write_text(path, ''.join(kept))

@@ -8,6 +8,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
+from areal_jax.ranges import ConfigError
 from areal_jax.types import PublishedWeights
 
 
@@ -35,10 +36,12 @@ def parse_schedule(text: str, seed: int) -> Schedule | None:
     if match := re.fullmatch(r'trace\((.+)\)', text):
         words = pathlib.Path(match[1]).read_text().split()
         if wrong := [word for word in words if not word.isdecimal()] or (not words and ['an empty file']):
-            raise ValueError(f'staleness.schedule={text!r}: the file needs integers >= 0, one a line, not {wrong[0]!r}')
+            raise ConfigError(
+                f'staleness.schedule={text!r}: the file needs integers >= 0, one a line, not {wrong[0]!r}'
+            )
         delays = [int(word) for word in words]
         return Schedule(lambda update: delays[update % len(delays)], max(delays))
-    raise ValueError(
+    raise ConfigError(
         f'staleness.schedule={text!r} is not known; use natural, fixed(k), uniform(0,k) or trace(file), e.g. fixed(4)'
     )
 

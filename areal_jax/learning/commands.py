@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from areal_jax.checkpoint.shards import Index, brief, named_leaves, write_shards
+from areal_jax.errors import LostPeerError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.types import TrajectoryGroup
 
@@ -37,7 +38,7 @@ _COMMANDS, _WRITES = 'commands', 'writes'  # what a message is about, and answer
 OnLost = Callable[[str], None]
 
 
-class CommandError(RuntimeError):
+class CommandError(LostPeerError):
     """A follower that failed where process 0 did not, or could not be reached; names the process and the command."""
 
 

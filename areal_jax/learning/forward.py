@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.logprobs import sharded_token_logprobs, token_logprobs
+from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
 from areal_jax.sharding.rules import data_shards
 from areal_jax.sharding.slices import first_tokens, from_slices, slice_places, to_slices
@@ -118,7 +119,7 @@ class Stream:
 def require_heads(n_heads: int, n_kv_heads: int, tensor: int) -> None:
     """Raises ValueError for heads that cannot be cut over the axis `tensor` of a mesh."""
     if n_heads % tensor or (n_kv_heads % tensor and tensor % n_kv_heads):
-        raise ValueError(
+        raise ConfigError(
             f'mesh.tensor={tensor} does not divide the {n_heads} query heads and {n_kv_heads} key heads of the model; '
             'use a common divisor'
         )

@@ -26,6 +26,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
+from areal_jax.ranges import ConfigError
 from areal_jax.sharding.placement import gather, place
 from areal_jax.sharding.rules import data_shards, param_shardings, replicated, row_sharding
 from areal_jax.types import PackedBatch, TrajectoryGroup
@@ -199,12 +200,12 @@ class SpmdLearner:
         shards, context, tensor = data_shards(mesh), mesh.shape['context'], mesh.shape['tensor']
         require_heads(config.n_heads, config.n_kv_heads, tensor)
         if config.vocab_size % tensor:
-            raise ValueError(
+            raise ConfigError(
                 f'mesh.tensor={tensor} does not divide the {config.vocab_size} tokens of the vocabulary; use a divisor '
                 'of it, or shard with mesh.fsdp'
             )
         if settings.rows_per_microbatch % shards:
-            raise ValueError(
+            raise ConfigError(
                 f'learner.rows_per_microbatch={settings.rows_per_microbatch} must be a multiple of the {shards} '
                 'devices that rows lie over (mesh.data * mesh.fsdp)'
             )
@@ -212,12 +213,12 @@ class SpmdLearner:
         halves = 2 * context if context > 1 else 1
         for bucket in self._buckets:
             if bucket.tokens % halves:
-                raise ValueError(
+                raise ConfigError(
                     f'learner.row_tokens (or a tail bucket of it)={bucket.tokens} must be a multiple of {halves}, '
                     f'twice mesh.context={context}'
                 )
             if bucket.loss_tokens % context:
-                raise ValueError(
+                raise ConfigError(
                     f'learner.row_loss_tokens (or a tail bucket of it)={bucket.loss_tokens} must be a multiple of '
                     f'mesh.context={context}'
                 )

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.learning.quantized import scale_by_adam
-from areal_jax.ranges import require_in_range
+from areal_jax.ranges import ConfigError, require_in_range
 
 NAMES = ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd')
 SCHEDULES = ('constant', 'cosine', 'linear')
@@ -33,15 +33,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
-            raise ValueError(f'optimizer.schedule={self.kind!r} is unknown; use one of {", ".join(SCHEDULES)}')
+            raise ConfigError(f'optimizer.schedule={self.kind!r} is unknown; use one of {", ".join(SCHEDULES)}')
         if self.kind != 'constant' and self.total_steps <= self.warmup_steps:
-            raise ValueError(
+            raise ConfigError(
                 f'optimizer.schedule={self.kind!r} falls over {self.total_steps} optimizer steps (run.steps * '
                 f'learner.n_minibatches * learner.epochs), which must be more than optimizer.warmup_steps='
                 f'{self.warmup_steps}: raise run.steps or shorten the warm-up'
             )
         if not 0 <= self.final_ratio <= 1:
-            raise ValueError(f'optimizer.final_ratio={self.final_ratio} must lie in [0, 1]')
+            raise ConfigError(f'optimizer.final_ratio={self.final_ratio} must lie in [0, 1]')
 
     def factor(self, step: jax.Array) -> jax.Array:
         """float32 scalar for the step after `step` applied ones."""
@@ -149,14 +149,14 @@ def make_optimizer(
     numbers |= {'warmup_steps': warmup_steps, 'final_ratio': final_ratio}
     require_in_range({f'optimizer.{name}': value for name, value in numbers.items()})
     if name not in NAMES:
-        raise ValueError(f'optimizer.name={name!r} is unknown; use one of {", ".join(NAMES)}')
+        raise ConfigError(f'optimizer.name={name!r} is unknown; use one of {", ".join(NAMES)}')
     if moment_dtype not in ('float32', 'bfloat16'):
-        raise ValueError(
+        raise ConfigError(
             f"optimizer.moment_dtype={moment_dtype!r} is unknown; use 'float32' or 'bfloat16', or for int8 "
             "optimizer.name='adamw8bit'"
         )
     if name != 'adamw' and moment_dtype != 'float32':
-        raise ValueError(
+        raise ConfigError(
             f"optimizer.moment_dtype={moment_dtype!r} is read by 'adamw' alone, not by optimizer.name={name!r}: "
             'leave it at float32'
         )

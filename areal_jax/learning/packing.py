@@ -16,6 +16,7 @@ import numpy as np
 from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
 from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
 from areal_jax.learning.rows import BatchError, Example, NextTokenForm, Row, Unit, write_rows
+from areal_jax.ranges import ConfigError
 from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup
 
 MODES = ('shared_prompt', 'ordinary')
@@ -250,11 +251,11 @@ def trim(rows: Mapping[str, np.ndarray], bucket: RowShape) -> dict[str, np.ndarr
 def require_known(mode: str, fill: str) -> None:
     """Raises ValueError for a mode or fill that is unknown, and for two that cannot go together."""
     if mode not in MODES:
-        raise ValueError(f'learner.packing={mode!r} is unknown; use one of {", ".join(MODES)}')
+        raise ConfigError(f'learner.packing={mode!r} is unknown; use one of {", ".join(MODES)}')
     if fill not in FILLS:
-        raise ValueError(f'learner.fill={fill!r} is unknown; use one of {", ".join(FILLS)}')
+        raise ConfigError(f'learner.fill={fill!r} is unknown; use one of {", ".join(FILLS)}')
     if (mode, fill) == ('shared_prompt', 'padded'):
-        raise ValueError(
+        raise ConfigError(
             "learner.fill='padded' puts one trajectory in a row, so learner.packing='shared_prompt' has no prompt to "
             "share: set learner.packing='ordinary'"
         )

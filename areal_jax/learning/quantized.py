@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from areal_jax.ranges import ConfigError
+
 MOMENT_DTYPES = ('float32', 'bfloat16', 'int8')
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 32  # values that share a scale
 _SHARDS = 16  # a last axis cut in up to so many parts is cut between blocks, where its size allows
@@ -36,7 +38,7 @@ def scale_by_adam(b1: float, b2: float, eps: float, moment_dtype: str) -> optax.
     Raises ValueError for an unknown `moment_dtype`.
     """
     if moment_dtype not in MOMENT_DTYPES:
-        raise ValueError(f'optimizer.moment_dtype={moment_dtype!r} is unknown; use one of {", ".join(MOMENT_DTYPES)}')
+        raise ConfigError(f'optimizer.moment_dtype={moment_dtype!r} is unknown; use one of {", ".join(MOMENT_DTYPES)}')
     blocks = moment_dtype == 'int8'
 
     def init(params: Any) -> AdamState:

@@ -9,7 +9,7 @@ from areal_jax.learning.advantages import ESTIMATORS
 from areal_jax.learning.packing import require_known
 from areal_jax.learning.proximal import KINDS
 from areal_jax.learning.trees import DTYPES
-from areal_jax.ranges import require_in_range
+from areal_jax.ranges import ConfigError, require_in_range
 
 OBJECTIVES = ('decoupled_ppo', 'sft')
 KL_ESTIMATORS = ('k1', 'k2', 'k3')
@@ -86,11 +86,11 @@ class LearnerSettings:
             }
         )
         if self.over_age == 'mask' and self.max_token_age is None:
-            raise ValueError(
+            raise ConfigError(
                 "staleness.over_age='mask' needs staleness.max_token_age, which is None: set it or over_age='off'"
             )
         if self.tail_buckets and self.accumulate == 'scan':
-            raise ValueError(
+            raise ConfigError(
                 f'learner.tail_buckets={self.tail_buckets} needs programs of one micro-batch: set '
                 "learner.accumulate='dispatch', or learner.tail_buckets=0"
             )
@@ -113,4 +113,4 @@ class LearnerSettings:
 
 def _require(field: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ValueError(f'{field}={value!r} is unknown; use one of {", ".join(allowed)}')
+        raise ConfigError(f'{field}={value!r} is unknown; use one of {", ".join(allowed)}')

@@ -17,6 +17,7 @@ from areal_jax.models.layers import FORMS, stack_layers
 from areal_jax.models.lora import Lora
 from areal_jax.models.rotary import rotary, rotate
 from areal_jax.models.shape import ModelConfig
+from areal_jax.ranges import ConfigError
 
 Params = dict[str, Any]  # nested: {'layers': {'0': {'attention': {'query': {'weight': array}}}}}
 # (q [N, H, D], k [N, K, D], v [N, K, D], cache of the layer, window) -> (out [N, H, D], cache of the layer)
@@ -54,9 +55,9 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, *, layers: str = 'list', remat: str = 'none', lora: Lora | None = None):
         if layers not in FORMS:
-            raise ValueError(f'learner.layers={layers!r} is unknown; use one of {", ".join(FORMS)}')
+            raise ConfigError(f'learner.layers={layers!r} is unknown; use one of {", ".join(FORMS)}')
         if remat not in REMAT:
-            raise ValueError(f'learner.remat={remat!r} is unknown; use one of {", ".join(REMAT)}')
+            raise ConfigError(f'learner.remat={remat!r} is unknown; use one of {", ".join(REMAT)}')
         self.config, self.layers, self.lora = config, layers, lora
         self._remat = remat
         self._block_graph, block = nnx.split(nnx.eval_shape(lambda: _Layer(config, lora)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.errors import UserError
 from areal_jax.models.decoder import Params
 from areal_jax.models.hf import WeightsError, from_hf_names
 from areal_jax.models.shape import ModelConfig
@@ -32,7 +33,7 @@ _HF_NAMES = {
 }
 
 
-class GgufError(ValueError):
+class GgufError(UserError, ValueError):
     """A model file that is absent, unreadable or not of the supported kind; the message names it and the fix."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from areal_jax.errors import UserError
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
@@ -35,7 +36,7 @@ _LAYER_PARTS = {
 _LEAVES = ('weight', 'bias')  # of a projection
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError, ValueError):
     """Tensors that are not those of the model; the message names them."""
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax.errors import UserError
 from areal_jax.models.shape import FAMILIES, Llama3Scaling, ModelConfig
 
 CONFIG = 'config.json'
@@ -22,7 +23,7 @@ _WINDOW = 4096  # sliding_window where the file has none and the family has wind
 _NO_WINDOW_LAYERS = 28  # max_window_layers of the Qwen families
 
 
-class HfError(ValueError):
+class HfError(UserError, ValueError):
     """A checkpoint directory that cannot be used: the message names the file, the field or tensor, and the fix."""
 
 

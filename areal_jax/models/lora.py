@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from areal_jax.ranges import COUNT, require_in_range
+from areal_jax.ranges import COUNT, ConfigError, require_in_range
 
 TARGETS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 _LEAVES = ('lora_a', 'lora_b')
@@ -29,7 +29,7 @@ class Lora:
         COUNT.require('lora.rank', self.rank)
         require_in_range({'lora.alpha': self.alpha})
         if not self.targets or set(self.targets) - set(TARGETS):
-            raise ValueError(f'lora.targets={self.targets!r} must name some of {", ".join(TARGETS)} and nothing else')
+            raise ConfigError(f'lora.targets={self.targets!r} must name some of {", ".join(TARGETS)} and nothing else')
 
     @property
     def scale(self) -> float:

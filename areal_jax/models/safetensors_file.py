@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.errors import UserError
+
 DTYPES = {'F32': np.dtype(np.float32), 'BF16': np.dtype(jnp.bfloat16), 'F16': np.dtype(np.float16)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {  # of one element, every dtype of the format: others are not read, but must lie where the header says
@@ -29,7 +31,7 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 8  # bytes: where the first tensor may start
 
 
-class SafetensorsError(ValueError):
+class SafetensorsError(UserError, ValueError):
     """A file that is no safetensors file, damaged, or only a part of one; the message names it."""
 
 

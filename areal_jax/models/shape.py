@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_jax.ranges import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE
+from areal_jax.ranges import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, ConfigError
 
 FAMILIES = ('llama', 'qwen2', 'qwen3', 'mistral')
 
@@ -23,7 +23,7 @@ class Llama3Scaling:
             POSITIVE.require(name, getattr(self, name))
         COUNT.require('original_context_tokens', self.original_context_tokens)
         if self.high_frequency_factor <= self.low_frequency_factor:
-            raise ValueError(
+            raise ConfigError(
                 f'high_frequency_factor={self.high_frequency_factor} must be above '
                 f'low_frequency_factor={self.low_frequency_factor}'
             )
@@ -65,13 +65,13 @@ class ModelConfig:
         for name, allowed in ranges.items():
             allowed.require(name, getattr(self, name))
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f'n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}')
+            raise ConfigError(f'n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}')
         if self.head_dim % 2:
-            raise ValueError(f'head_dim={self.head_dim} is odd; rotary positions need pairs')
+            raise ConfigError(f'head_dim={self.head_dim} is odd; rotary positions need pairs')
         if self.family not in FAMILIES:
-            raise ValueError(f'family={self.family!r} is unknown; use one of {", ".join(FAMILIES)}')
+            raise ConfigError(f'family={self.family!r} is unknown; use one of {", ".join(FAMILIES)}')
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f'sliding_window={self.sliding_window} must be at least 1, or None for no window')
+            raise ConfigError(f'sliding_window={self.sliding_window} must be at least 1, or None for no window')
 
     def window(self, layer: int) -> int | None:
         """How many positions a token of this layer sees; None = all before it."""

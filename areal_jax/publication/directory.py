@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from areal_jax.files import sync
 from areal_jax.models.hf import HfTensor, hf_tensors, leaf_at, require_merged
 from areal_jax.models.hf_config import CONFIG, hf_config
 from areal_jax.models.hf_directory import INDEX, WEIGHTS
@@ -70,7 +70,7 @@ def write_hf_directory(
         if target.exists():
             remove_directory(target)
         partial.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise PublicationError(
@@ -138,7 +138,7 @@ def _write_records(directory: pathlib.Path, records: Mapping[str, Any]) -> None:
     for name, record in records.items():
         (directory / name).write_text(json.dumps(record, indent=1, sort_keys=True))
     for path in (*directory.iterdir(), directory):
-        _sync(path)
+        sync(path)
 
 
 def _nbytes(tensor: jax.ShapeDtypeStruct) -> int:
@@ -162,12 +162,3 @@ def _free_bytes(directory: pathlib.Path) -> int:
 
 def _beside(path: pathlib.Path, suffix: str) -> pathlib.Path:
     return path.with_name(f'.{path.name}.{suffix}')
-
-
-def _sync(path: pathlib.Path) -> None:
-    """The file, or the names in the directory, are on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from areal_jax.errors import UserError
 
-class PublicationError(RuntimeError):
+
+class PublicationError(UserError, RuntimeError):
     """Weights that can not be sent, or are not what was sent; names version, leaf or directory, and the fix."""

@@ -15,13 +15,14 @@ import numpy as np
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.errors import UserError
 from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, SlotInit
 from areal_jax.types import Clock, EngineStatus, FinishReason, GenerationRequest, PublishedWeights, Segment, Work
 
 KvPolicy = Literal['recompute', 'keep']
 
 
-class PromptTooLongError(ValueError):
+class PromptTooLongError(UserError, ValueError):
     """A prompt whose answer does not fit the cache of the engine."""
 
 

@@ -9,6 +9,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from areal_jax.ranges import ConfigError
+
 # replicas, shards of weights and rows, slices of a row's tokens, slices of heads, MLP and vocabulary; neighbouring
 # devices lie along the last axis, whose traffic is heaviest
 AXES = ('data', 'fsdp', 'context', 'tensor')
@@ -31,17 +33,17 @@ def make_mesh(
     shape = (data, fsdp, context, tensor)
     for axis, size in zip(AXES, shape, strict=True):
         if size < 1:
-            raise ValueError(f'mesh.{axis}={size} must be at least 1')
+            raise ConfigError(f'mesh.{axis}={size} must be at least 1')
     available = jax.devices() if devices is None else list(devices)
     needed = math.prod(shape)
     product = ' x '.join(f'mesh.{axis}={size}' for axis, size in zip(AXES, shape, strict=True))
     if needed > len(available):
-        raise ValueError(
+        raise ConfigError(
             f'{product} needs {needed} devices, {len(available)} are available; lower '
             'one of them, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count before jax is imported'
         )
     if devices is None and jax.process_count() > 1 and needed < len(available):
-        raise ValueError(
+        raise ConfigError(
             f'{product} takes {needed} of the {len(available)} devices of {jax.process_count()} processes; every '
             'process must take part: raise one of them to use all devices'
         )

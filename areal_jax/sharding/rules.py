@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES
 
 # first match of the path, with 'layers/3/' or 'layers/' taken off, wins; a leading axis of layers is never cut
@@ -46,9 +47,9 @@ def param_shardings(params: Any, mesh: Mesh, strategy: str, units: Mapping[str, 
     table does not know.
     """
     if strategy not in STRATEGIES:
-        raise ValueError(f'mesh.strategy={strategy!r} is unknown; use one of {", ".join(STRATEGIES)}')
+        raise ConfigError(f'mesh.strategy={strategy!r} is unknown; use one of {", ".join(STRATEGIES)}')
     if mesh.shape['tensor'] > 1 and 'tensor' not in STRATEGIES[strategy]:
-        raise ValueError(
+        raise ConfigError(
             f'mesh.strategy={strategy!r} leaves mesh.tensor={mesh.shape["tensor"]} idle; use fsdp_tensor, tensor, or '
             'mesh.tensor=1'
         )

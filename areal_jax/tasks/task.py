@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from areal_jax.errors import UserError
 from areal_jax.tasks.tokenizer import Messages, Tokenizer
 from areal_jax.types import FinishReason, Prompt, PromptStream
 
@@ -16,7 +17,7 @@ Problem = Mapping[str, Any]  # JSON-able: what a scorer needs to know
 Scorer = Callable[[Problem, str, FinishReason], float]  # (problem, text of the answer, how it ended) -> reward
 
 
-class TaskError(ValueError):
+class TaskError(UserError, ValueError):
     """A task that cannot be built or continued as asked; the message names the fields and the fix."""
 
 

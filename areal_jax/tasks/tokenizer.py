@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from areal_jax.errors import UserError
+
 Messages = Sequence[Mapping[str, str]]  # {'role': 'system' | 'user' | 'assistant', 'content': text}
 
 # GGUF token types
@@ -20,7 +22,7 @@ _HF_TOKENIZER, _HF_CONFIG, _HF_TEMPLATE = 'tokenizer.json', 'tokenizer_config.js
 _HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError, ValueError):
     """A tokenizer that cannot be built, or that does not fit its text or its model."""
 
 

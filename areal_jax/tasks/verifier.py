@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.errors import UserError
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
 from areal_jax.tasks.task import Scorer, TaskError
 from areal_jax.types import Clock, Event, FinishReason, Prompt, Verdict, Work
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 Decode = Callable[[np.ndarray], str]
 
 
-class VerifierError(RuntimeError):
+class VerifierError(UserError, RuntimeError):
     """The workers of a verifier could not be started."""
 
 

@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_jax import files
+
 FILE = 'facts.json'
 
 
@@ -51,11 +53,8 @@ class RunFacts:
 
     def save(self, workdir: pathlib.Path | str) -> None:
         """Write WORKDIR/facts.json, all or nothing."""
-        path = pathlib.Path(workdir) / FILE
-        replacement = path.with_suffix('.tmp')
         values = dataclasses.asdict(self) | {'eta': str(self.eta)}  # a string: JSON has no infinity
-        replacement.write_text(json.dumps(values, indent=1) + '\n')
-        replacement.replace(path)
+        files.write_json(pathlib.Path(workdir) / FILE, values)
 
     @classmethod
     def load(cls, workdir: pathlib.Path | str) -> RunFacts:

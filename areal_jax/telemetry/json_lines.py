@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_jax import files
+
 
 def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """One dict a line. A last line torn by the death of its writer is left out; any other bad line is an error.
@@ -35,9 +37,7 @@ def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, Any]])
     """Replace the file by these records, all or nothing; no file stays no file."""
     if not path.exists():
         return
-    replacement = path.with_suffix('.tmp')
-    replacement.write_text(''.join(json.dumps(record) + '\n' for record in records))
-    replacement.replace(path)
+    files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
 
 
 def plain(value: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import pathlib
 import statistics as python_statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_jax import files
 from areal_jax.telemetry import events as event_log
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
@@ -44,10 +44,10 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts | None = None, plo
     events = event_log.load_events(workdir / event_log.FILE)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     report = build_report(events, metrics, facts)
-    (workdir / FILE).write_text(json.dumps(report, indent=1, allow_nan=False) + '\n')
+    files.write_json(workdir / FILE, report)
     write_timeline(events, workdir)
     pictures = write_plots(events, metrics, report, workdir) if plots else []
-    (workdir / PAGE).write_text(render_page(report, pictures))
+    files.write_text(workdir / PAGE, render_page(report, pictures))
     return report
 
 

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from areal_jax import files
 from areal_jax.telemetry.events import DrawLedger, Event, LaneInterval, lane_intervals
 from areal_jax.telemetry.json_lines import plain
 from areal_jax.telemetry.slots import SlotSpan, slot_spans
@@ -37,7 +38,7 @@ def build_timeline(events: Sequence[Event]) -> dict[str, Any]:
 def write_timeline(events: Sequence[Event], workdir: pathlib.Path | str) -> pathlib.Path:
     """Write WORKDIR/timeline.json; returns its path."""
     path = pathlib.Path(workdir) / FILE
-    path.write_text(json.dumps(plain(build_timeline(events)), separators=(',', ':'), allow_nan=False))
+    files.write_text(path, json.dumps(plain(build_timeline(events)), separators=(',', ':'), allow_nan=False))
     return path
 
 

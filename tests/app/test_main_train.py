@@ -95,7 +95,7 @@ def test_a_run_that_was_ended_resumes(tmp_path, end):
     process.send_signal(end)
     output, _ = process.communicate(timeout=60)
     if end == signal.SIGINT:
-        assert process.returncode == 0
+        assert process.returncode == 75
         assert '--resume goes on from' in output
     done = train(tmp_path, '--resume', *options)
     assert done.returncode == 0, done.stderr
@@ -125,7 +125,7 @@ BAD = {
 def test_bad_input_is_one_sentence_and_a_failing_exit_code(tmp_path, case):
     arguments, message = BAD[case]
     done = train(tmp_path, *arguments)
-    assert done.returncode == 1, done.stdout
+    assert done.returncode == 2, done.stdout
     error = [line for line in done.stderr.splitlines() if line.startswith('error: ')]
     assert len(error) == 1
     assert message in error[0]
@@ -135,13 +135,13 @@ def test_bad_input_is_one_sentence_and_a_failing_exit_code(tmp_path, case):
 def test_a_workdir_with_a_run_is_not_overwritten(tmp_path):
     (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n')
     done = train(tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert 'holds a run already' in done.stderr
     assert (tmp_path / 'metrics.jsonl').read_text() == '{"step": 1}\n'
 
 
 def test_a_workdir_can_be_used_again_once_the_config_is_mended(tmp_path):
-    assert train(tmp_path, '--config.task.datasets=("chain_sum",)').returncode == 1
+    assert train(tmp_path, '--config.task.datasets=("chain_sum",)').returncode == 2
     done = train(tmp_path, *QUICK, '--config.run.steps=2')
     assert done.returncode == 0, done.stderr
     assert events(tmp_path)[0]['seq'] == 0
@@ -151,5 +151,5 @@ def test_a_workdir_can_be_used_again_once_the_config_is_mended(tmp_path):
 def test_resuming_with_another_config_names_the_fields(tmp_path):
     (tmp_path / 'config.json').write_text('{"run": {"steps": 7}}')
     done = train(tmp_path, '--resume')
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert 'run.steps: 7 ->' in done.stderr

@@ -20,6 +20,7 @@ from typing import Any
 
 from areal_jax import types
 from areal_jax.control.events import EventLog
+from areal_jax.errors import UserError
 from areal_jax.types import Work
 
 
@@ -27,11 +28,11 @@ class DeadlockError(RuntimeError):
     """Coroutines wait and nothing can wake them; the message names the waits."""
 
 
-class StallError(RuntimeError):
+class StallError(UserError, RuntimeError):
     """Nothing has completed for longer than run.stall_timeout_s; the message names waits and busy lanes."""
 
 
-class CallDeadlineError(RuntimeError):
+class CallDeadlineError(UserError, RuntimeError):
     """A call under the virtual clock hit its wall-time deadline: the run cannot stay deterministic."""
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Collection
 import jax
 import jax.numpy as jnp
 
+from areal_jax.errors import UserError
+
 DENSE_BELOW_TOKENS = 256  # on a CPU the loops of 'blocked' cost more than they save in shorter rows
 _ANY_PLATFORM = ()
 _FLOATS = ('float32', 'bfloat16', 'float16')
 
 
-class AttentionError(ValueError):
+class AttentionError(UserError, ValueError):
     """An attention backend that cannot do what is asked, or does it wrongly; names it, the feature and a way out."""
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from areal_jax.models.decoder import Decoder, Params
+from areal_jax.ranges import ConfigError
 from areal_jax.rollout.backend import DecodeOutput, SlotInit
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.attention import cache_attention, causal_attention
@@ -63,9 +64,9 @@ class JaxDecodeBackend:
         device: jax.Device | None = None,
     ):
         if dtype not in DTYPES:
-            raise ValueError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
+            raise ConfigError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
         if decoder.layers != 'list':
-            raise ValueError(f"decoding needs a decoder with layers='list', not {decoder.layers!r}")
+            raise ConfigError(f"decoding needs a decoder with layers='list', not {decoder.layers!r}")
         self.slots, self.context_tokens = slots, context_tokens
         self._decoder, self._steps, self._stops, self._filtered = decoder, decode_steps, max_stop_tokens, filtered
         self._dtype = jnp.dtype(dtype)
@@ -85,17 +86,17 @@ class JaxDecodeBackend:
     def _check(self) -> None:
         for name, value in (('slots', self.slots), ('decode_steps', self._steps)):
             if value < 1:
-                raise ValueError(f'{name}={value} must be at least 1')
+                raise ConfigError(f'{name}={value} must be at least 1')
         for name, sizes in (('prefill_buckets', self._buckets), ('decode_widths', self._widths)):
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-                raise ValueError(f'{name}={sizes} must be ascending positive lengths')
+                raise ConfigError(f'{name}={sizes} must be ascending positive lengths')
         if self._buckets[-1] < self.context_tokens - 1:
-            raise ValueError(
+            raise ConfigError(
                 f'prefill_buckets={self._buckets} end below context_tokens - 1 = {self.context_tokens - 1}, the '
                 'longest prefix of an interrupted answer; add a bucket'
             )
         if self._widths[-1] != self.context_tokens:
-            raise ValueError(f'decode_widths={self._widths} must end with context_tokens={self.context_tokens}')
+            raise ConfigError(f'decode_widths={self._widths} must end with context_tokens={self.context_tokens}')
 
     # Buckets.
 

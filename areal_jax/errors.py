@@ -1,0 +1,52 @@
+"""What a user can mend, and how a command ends: used by every package, it imports none of them."""
+
+from __future__ import annotations
+
+import enum
+import errno
+
+
+class UserError(Exception):
+    """What the user can mend: one sentence that names the thing, its value and the fix; printed without a traceback.
+
+    Every other exception is a bug of this program and keeps its traceback.
+    """
+
+
+class LostPeerError(UserError):
+    """Another process of the run failed, is gone or never came: the same command with --resume goes on."""
+
+
+class ExitCode(enum.IntEnum):
+    """How every command of this project ends."""
+
+    FINISHED = 0  # also a server that was told to stop
+    BUG = 1  # with a traceback
+    USER_ERROR = 2  # one sentence: something the user can mend, or a check or replay that failed
+    NOTHING_TRAINED = 3  # no optimizer step since update 0, resumes counted
+    STOPPED = 75  # by a signal or a lost peer: the same command with --resume goes on
+
+
+_DISK_TROUBLE = {
+    errno.ENOSPC: 'the disk is full: make room',
+    errno.EDQUOT: 'the quota of the disk is used up: make room',
+    errno.EROFS: 'the disk is read-only: use another workdir',
+    errno.EACCES: 'permission was denied: use a directory of your own',
+    errno.EPERM: 'permission was denied: use a directory of your own',
+    errno.EIO: 'the disk reports an error: use another one',
+    errno.ENAMETOOLONG: 'the name is too long: choose a shorter one',
+    errno.ENOTDIR: 'a part of the path is not a directory: choose another path',
+    errno.EISDIR: 'it is a directory, and a file was expected: choose another path',
+}
+
+
+def describe_disk_trouble(error: BaseException, doing: str) -> str:
+    """One sentence for an OSError that the state of a disk explains, '' for any other exception.
+
+    Args:
+      doing: what was going on, for errors that carry no file name: 'writing to runs/tiny'.
+    """
+    if not isinstance(error, OSError) or error.errno not in _DISK_TROUBLE:
+        return ''
+    where = f'{doing}, at {error.filename}' if error.filename else doing
+    return f'{where}: {_DISK_TROUBLE[error.errno]} ({error.strerror})'
