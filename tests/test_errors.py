@@ -11,7 +11,7 @@ from areal_jax.ranges import ConfigError
 ENDINGS = {
     'user': (ConfigError('run.steps=0 must be at least 1'), 2, 'error: run.steps=0 must be at least 1\n'),
     'lost peer': (LostPeerError('process 1 is gone'), 75, 'error: process 1 is gone\n'),
-    'full disk': (OSError(errno.ENOSPC, 'No space left on device', 'x/metrics.jsonl'), 2, 'x/metrics.jsonl: the disk is full'),
+    'full disk': (OSError(errno.ENOSPC, 'No space left on device', 'x/m.jsonl'), 2, 'x/m.jsonl: the disk is full'),
     'ctrl-c': (KeyboardInterrupt(), 75, '--resume goes on'),
     'bug': (RuntimeError('injected'), 1, 'Traceback'),
     'ValueError of a library': (ValueError('shapes do not match'), 1, 'Traceback'),
