@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pathlib
-from typing import Any
+import socket
+import sys
+from typing import IO, Any
+
+from areal_jax.errors import UserError
+
+LOCK = '.lock'
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -42,3 +49,51 @@ def sync_tree(directory: pathlib.Path) -> None:
     """All files and names below are on the disk when this returns."""
     for path in (*directory.rglob('*'), directory):
         sync(path)
+
+
+class DirectoryLock:
+    """Keeps other processes, also of other hosts where the file system can, from using a directory; made if missing.
+
+    The kernel releases it when this process dies, however it dies. A file system without locks is said so on stderr,
+    once; nothing keeps others out then.
+
+    Raises UserError, naming host and process, where the directory is in use.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise UserError(f'{directory} is a file: choose another directory') from None
+        self._file: IO[str] = (directory / LOCK).open('a+', encoding='utf-8')
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _read_holder(self._file)
+            self._file.close()
+            raise UserError(
+                f'{directory} is in use by {holder}: wait for it to end, stop it, or give another --workdir'
+            ) from None
+        except OSError as error:
+            print(
+                f'warning: the file system of {directory} has no locks ({error.strerror}): nothing keeps a second run '
+                'from using it at the same time',
+                file=sys.stderr,
+                flush=True,
+            )
+        self._file.truncate(0)
+        self._file.write(json.dumps({'host': socket.gethostname(), 'pid': os.getpid()}) + '\n')
+        self._file.flush()
+
+    def release(self) -> None:
+        """Lets others in; nothing the second time."""
+        self._file.close()
+
+
+def _read_holder(file: IO[str]) -> str:
+    try:
+        file.seek(0)
+        holder = json.loads(file.read())
+        return f'process {holder["pid"]} on {holder["host"]}'
+    except (OSError, ValueError, KeyError, TypeError):  # it has just been locked and not been written yet
+        return 'another process'

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from areal_jax.app.ending import ProcessEnd, describe_untrained, end_command
+from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment file, e.g. configs/tiny_cpu.py.')
@@ -21,12 +24,11 @@ def main(arguments: list[str]) -> int:
     from areal_jax.app.memory import return_freed_memory
 
     return_freed_memory()
-    from areal_jax.app.ending import end_command
+    with Interrupts() as interrupts:
+        return end_command(lambda: _train(interrupts), doing=f'writing to {_WORKDIR.value}')
 
-    return end_command(_train, doing=f'writing to {_WORKDIR.value}')
 
-
-def _train() -> int:
+def _train(interrupts: Interrupts) -> int:
     from areal_jax.app.processes import follow_run, join_processes
     from areal_jax.app.session import Session
     from areal_jax.app.sft import SftSession
@@ -37,7 +39,7 @@ def _train() -> int:
         follow_run(_CONFIG.value)
         return ExitCode.FINISHED
     kind = SftSession if _CONFIG.value.loss.objective == 'sft' else Session
-    session = kind(_CONFIG.value, workdir, resume=_RESUME.value, source=source)
+    session = kind(_CONFIG.value, workdir, resume=_RESUME.value, source=source, interrupts=interrupts)
     report = session.train()
     if report is None and not session.resumable:
         print('stopped; a lock-step run (staleness.schedule) keeps no checkpoint: start anew in another --workdir')
@@ -46,14 +48,18 @@ def _train() -> int:
         print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
         return ExitCode.STOPPED
     print((workdir / 'report.md').read_text())
+    if not report['optimizer_steps']['applied']:
+        print(f'error: {describe_untrained(report)}', file=sys.stderr)
+        return ExitCode.NOTHING_TRAINED
     return ExitCode.FINISHED
 
 
 def run() -> None:
     """Entry point of the console script."""
+    end = ProcessEnd()
     logging.set_verbosity(logging.WARNING)
     flags.mark_flags_as_required(['config', 'workdir'])
-    app.run(main)
+    app.run(lambda arguments: end.note(main(arguments)))
 
 
 if __name__ == '__main__':

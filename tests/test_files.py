@@ -1,12 +1,17 @@
 """Files are whole or absent."""
 
 import errno
+import fcntl
 import json
 import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from areal_jax import files
+from areal_jax.errors import UserError
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path):
@@ -37,3 +42,43 @@ def test_infinity_is_written_only_where_it_is_allowed(tmp_path):
         files.write_json(tmp_path / 'a.json', float('inf'))
     files.write_json(tmp_path / 'a.json', float('inf'), allow_nan=True)
     assert json.loads((tmp_path / 'a.json').read_text()) == float('inf')
+
+
+def test_a_directory_has_one_user_at_a_time(tmp_path):
+    first = files.DirectoryLock(tmp_path / 'run')
+    with pytest.raises(UserError, match=rf'run is in use by process {os.getpid()} on .*--workdir'):
+        files.DirectoryLock(tmp_path / 'run')
+    first.release()
+    files.DirectoryLock(tmp_path / 'run').release()
+
+
+def test_a_killed_user_leaves_no_lock(tmp_path):
+    program = """
+import pathlib, sys, time
+from areal_jax.files import DirectoryLock
+lock = DirectoryLock(pathlib.Path(sys.argv[1]))
+print('held', flush=True)
+time.sleep(60)
+"""
+    held = subprocess.Popen([sys.executable, '-c', program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert held.stdout.readline() == 'held\n'
+    with pytest.raises(UserError, match=f'process {held.pid} on {socket.gethostname()}'):
+        files.DirectoryLock(tmp_path)
+    held.kill()
+    held.communicate()
+    files.DirectoryLock(tmp_path).release()
+
+
+def test_a_file_system_without_locks_is_said_so(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, 'No locks available')
+
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    files.DirectoryLock(tmp_path).release()
+    assert 'has no locks (No locks available): nothing keeps a second run' in capsys.readouterr().err
+
+
+def test_a_directory_that_is_a_file_is_named(tmp_path):
+    (tmp_path / 'run').write_text('')
+    with pytest.raises(UserError, match='run is a file: choose another directory'):
+        files.DirectoryLock(tmp_path / 'run')

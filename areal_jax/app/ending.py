@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble
+
+_EXIT_DEADLINE_S = 120.0  # for exit handlers, among them the barrier of jax.distributed
+
+
+class ProcessEnd:
+    """Ends the process after its exit handlers and before the interpreter is torn down; make it before importing jax.
+
+    Threads of XLA, tensorstore and orbax outlive the interpreter's own threads. Destructors that meet them abort the
+    process ("terminate called", exit code 134).
+    """
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        atexit.register(self._leave)  # handlers run last in, first out: this one after those of jax
+
+    def note(self, code: int) -> int:
+        """From here on the process ends with this code, within two minutes even where an exit handler hangs."""
+        self._code = code
+        guard = threading.Timer(_EXIT_DEADLINE_S, os._exit, [code])
+        guard.daemon = True
+        guard.start()
+        return code
+
+    def _leave(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        if self._code is not None:
+            os._exit(self._code)
 
 
 def end_command(command: Callable[[], int], doing: str) -> int:
@@ -18,14 +52,32 @@ def end_command(command: Callable[[], int], doing: str) -> int:
     try:
         return command()
     except UserError as error:
-        print(f'error: {error}', file=sys.stderr, flush=True)
+        _print_error(str(error))
         return ExitCode.STOPPED if isinstance(error, LostPeerError) else ExitCode.USER_ERROR
     except KeyboardInterrupt:
-        print('stopped; the same command with --resume goes on', file=sys.stderr, flush=True)
+        _print_error('stopped; the same command with --resume goes on')
+        return ExitCode.STOPPED
+    except BrokenPipeError:  # whoever read the output has gone
         return ExitCode.STOPPED
     except Exception as error:
         if sentence := describe_disk_trouble(error, doing):
-            print(f'error: {sentence}', file=sys.stderr, flush=True)
+            _print_error(sentence)
             return ExitCode.USER_ERROR
         traceback.print_exc()
         return ExitCode.BUG
+
+
+def describe_untrained(report: Mapping[str, Any]) -> str:
+    """The sentence for a run whose report counts no optimizer step."""
+    skipped = report['optimizer_steps']['skipped']
+    why = (
+        f'all {skipped} were skipped because their gradient was not finite'
+        if skipped
+        else 'no update held a token to train: all rewards of every group were equal, or all tokens too old'
+    )
+    return f'{report["steps"]} updates made no optimizer step: {why}. The weights are those of the start'
+
+
+def _print_error(sentence: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f'error: {sentence}', file=sys.stderr, flush=True)

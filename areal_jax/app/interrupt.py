@@ -1,28 +1,111 @@
-"""Ctrl-C and SIGTERM as a request: a run without a clock of its own ends between two updates."""
+"""Signals as requests to stop, for every command that runs for long."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-from typing import Any
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from areal_jax.errors import ExitCode
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Request = Callable[[signal.Signals], None]
 
 
-class StopRequest:
-    """`requested` after the first signal; a second acts as it did before. A context manager, for the main thread."""
+class Interrupts:
+    """SIGINT, SIGTERM and SIGHUP while a command runs; a context manager, for the main thread.
 
-    requested = False
+    A signal ends the process at once with ExitCode.STOPPED, except inside `deferred`: there the first one is passed on
+    and the second one ends the process. A thread receives them, because Python runs its own handlers on the main
+    thread only, and that may be inside XLA's compiler for minutes. A signal that is ignored when the command starts
+    stays ignored (nohup).
+    """
 
-    def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+    def __init__(self) -> None:
+        self._request: Request | None = None
+        self._then = ''
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Interrupts:
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._before = {n: signal.getsignal(n) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+        for number in self._before:
+            signal.signal(number, _ignore)  # a handler must be set, or Python does not write to the descriptor
+        self._descriptor_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._receive, name='signals', daemon=True)
+        self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._descriptor_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._sender.close()
+        self._thread.join()
+        self._receiver.close()
 
-    def _note(self, number: int, frame: Any) -> None:
-        self.requested = True
-        self.__exit__()
-        name = signal.Signals(number).name
-        print(f'{name}: finishing the update under way, then saving; once more to quit at once', flush=True)
+    @contextlib.contextmanager
+    def deferred(self, request: Request, then: str) -> Iterator[None]:
+        """Inside, the first signal calls `request`, from another thread.
+
+        Args:
+          then: what the user is told will happen: 'finishing the update under way, then saving'.
+        """
+        with self._lock:
+            self._request, self._then = request, then
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._request = None
+
+    def _receive(self) -> None:
+        while numbers := self._receiver.recv(64):
+            for number in numbers:
+                if number in self._before:
+                    self._handle(signal.Signals(number))
+
+    def _handle(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        with self._lock:
+            request, self._request = self._request, None
+            if request is not None:
+                _say(f'{number.name}: {self._then}; once more to quit at once')
+                request(number)
+                return
+        _say(f'{number.name}: stopped at once; the same command with --resume goes on')
+        os._exit(ExitCode.STOPPED)
+
+
+def ignore_signals() -> None:
+    """For a process that ends when another one tells it to."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """The thread does the work."""
+
+
+def _leave_terminal() -> None:
+    """Sends the output that a closed terminal would have got to nowhere: a write to it would raise OSError."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream.isatty():
+                os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(sentence, flush=True)

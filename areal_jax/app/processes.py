@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import pathlib
 import secrets
-import signal
 import socket
 import time
 from typing import Any
@@ -14,7 +13,9 @@ import jax
 from ml_collections import config_dict
 
 from areal_jax.app import build
+from areal_jax.app.interrupt import ignore_signals
 from areal_jax.config import TrackedConfig, validate
+from areal_jax.errors import LostPeerError
 from areal_jax.learning.commands import CommandError, CommandLeader, accept_invitation, follow, invite
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.ranges import ConfigError
@@ -27,7 +28,7 @@ def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bo
     """Makes this one of `distributed.processes` processes, before anything asks for a device; True on followers.
 
     Without `distributed.coordinator` jax finds the others by itself, as it can on SLURM, GKE and TPU pods.
-    Raises ConfigError for processes that do not find each other.
+    Raises LostPeerError for processes that do not find each other, ConfigError for a wrong number of them.
     """
     distributed = config.distributed
     if distributed.processes == 1:
@@ -48,7 +49,7 @@ def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bo
     try:
         jax.distributed.initialize(**named, initialization_timeout=int(distributed.command_deadline_s))
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(
+        raise LostPeerError(
             f'distributed.coordinator={distributed.coordinator!r}: the processes did not find each other ({error}); '
             'start all of them, and let them reach that address'
         ) from error
@@ -96,8 +97,7 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     leader = accept_invitation()
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
     # which it needs the others; it lets them go, and they notice when it is gone.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     follow(learner, leader)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import platform
-import signal
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +17,7 @@ from areal_jax import files
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
@@ -30,6 +31,7 @@ from areal_jax.control.events import truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.files import DirectoryLock
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.ranges import ConfigError
 from areal_jax.rollout.engine import Engine
@@ -54,10 +56,19 @@ class Session:
       workdir: where the run leaves what it leaves.
       resume: go on from the newest checkpoint in the workdir.
       source: where the config came from, for the report.
+      interrupts: signals; None = they do what they do without a run.
+
+    Raises UserError for what the user can mend.
     """
 
     def __init__(
-        self, config: config_dict.ConfigDict, workdir: pathlib.Path, *, resume: bool = False, source: str = ''
+        self,
+        config: config_dict.ConfigDict,
+        workdir: pathlib.Path,
+        *,
+        resume: bool = False,
+        source: str = '',
+        interrupts: Interrupts | None = None,
     ):
         validate(config)
         self.resumable = config.staleness.schedule == 'natural'
@@ -67,13 +78,17 @@ class Session:
                 'start it again without --resume'
             )
         self.started = time.monotonic()
-        self.workdir, self._source, self._resume = workdir, source, resume
+        self.workdir, self._source, self._resume, self._interrupts = workdir, source, resume, interrupts
         self.config = TrackedConfig(config)
-        prepare_workdir(workdir, self.config.as_dict(), resume=resume)
-        self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.version_at_start = 0
-        self._build()
+        self._lock = DirectoryLock(workdir)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._lock.release)
+            prepare_workdir(workdir, self.config.as_dict(), resume=resume)
+            self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+            self._build()
+            undo.pop_all()
 
     # Building, in the order in which parts need each other.
 
@@ -105,7 +120,7 @@ class Session:
         self.observer = StepObserver(
             self.metrics, self._progress(start_s), self.compilations, self.resources.cpu_seconds, start_s
         )
-        self.log.listeners += [self.observer.on_event, self._announce_stop]
+        self.log.listeners.append(self.observer.on_event)
         sampling = build.build_sampling(config, model.tokenizer)
         self._build_controller(task, sampling, ring)
         if snapshot:
@@ -199,11 +214,13 @@ class Session:
             return self._report() if self._run() else None
         finally:
             self.learner.close()
+            self._lock.release()
 
     def _run(self) -> bool:
         try:
             self._warm_up()
-            return self.clock.execute(self.supervisor.run(self._program()))
+            with self._deferred_signals():
+                return self.clock.execute(self.supervisor.run(self._program()))
         except BaseException as error:
             self.log.write('error', message=f'{type(error).__name__}: {error}')
             raise
@@ -218,6 +235,14 @@ class Session:
         self.resources.stop()
         self.compilations.__exit__()
 
+    def _deferred_signals(self) -> contextlib.AbstractContextManager[None]:
+        """While the loop runs a signal asks it to stop."""
+        if self._interrupts is None:
+            return contextlib.nullcontext()
+        stop = self.controller.stop_requested
+        then = 'finishing the update under way, then saving'
+        return self._interrupts.deferred(lambda number: self.clock.post_signal(number, stop), then)
+
     def _warm_up(self) -> None:
         began = time.monotonic()
         programs = self.learner.warm_up() + self._backend.warm_up(self._engines[0].params)
@@ -227,9 +252,6 @@ class Session:
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
 
     async def _program(self) -> bool:
-        stop = self.controller.stop_requested
-        self.clock.on_signal(signal.SIGINT, stop)
-        self.clock.on_signal(signal.SIGTERM, stop)
         for engine in self._engines:
             engine.start(self.supervisor)
         if self.version_at_start == 0:
@@ -253,13 +275,6 @@ class Session:
         means = sum(sampled) / max(1, len(sampled)), sum(scores.greedy) / len(scores.greedy)
         print(f'accuracy {phase}: sampled {means[0]:.3f}, greedy {means[1]:.3f}', flush=True)
         return True
-
-    def _announce_stop(self, event: Mapping[str, Any]) -> None:
-        if event['kind'] == 'signal':
-            then = 'saving' if self.resumable else 'ending'
-            print(
-                f'{event["name"]}: finishing the update under way, then {then}; once more to quit at once', flush=True
-            )
 
     # What stays.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +14,13 @@ from ml_collections import config_dict
 
 from areal_jax.app import build
 from areal_jax.app.compilations import CompilationCounter
-from areal_jax.app.interrupt import StopRequest
+from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.processes import lead
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
+from areal_jax.files import DirectoryLock
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
@@ -43,23 +46,35 @@ class SftSession:
       workdir: where the run leaves what it leaves.
       resume: go on from the newest checkpoint in the workdir.
       source: where the config came from, for the report.
+      interrupts: signals; None = they do what they do without a run.
     """
 
     resumable = True
 
     def __init__(
-        self, config: config_dict.ConfigDict, workdir: pathlib.Path, *, resume: bool = False, source: str = ''
+        self,
+        config: config_dict.ConfigDict,
+        workdir: pathlib.Path,
+        *,
+        resume: bool = False,
+        source: str = '',
+        interrupts: Interrupts | None = None,
     ):
         validate(config)
         self._started = time.monotonic()
-        self.workdir, self._source = workdir, source
+        self.workdir, self._source, self._interrupts = workdir, source, interrupts
+        self.stop_requested = threading.Event()
         self.config = TrackedConfig(config)
-        prepare_workdir(workdir, self.config.as_dict(), resume=resume)
-        self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
         self._held_out_nll: dict[int, float] = {}  # by update
-        self._build(resume)
+        self._lock = DirectoryLock(workdir)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._lock.release)
+            prepare_workdir(workdir, self.config.as_dict(), resume=resume)
+            self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+            self._build(resume)
+            undo.pop_all()
 
     def _build(self, resume: bool) -> None:
         config = self.config
@@ -90,14 +105,22 @@ class SftSession:
     def train(self) -> dict[str, Any] | None:
         """Run to the end (the report) or to a requested stop (None; the checkpoint is saved)."""
         try:
-            with self.resources, self.compilations, StopRequest() as stop:
+            with self.resources, self.compilations:
                 self._warm_up()
-                if not self._run(stop):
-                    return None
-                return self._report()
+                with self._deferred_signals():
+                    finished = self._run()
+                return self._report() if finished else None
         finally:
             self.metrics.close()
             self.learner.close()
+            self._lock.release()
+
+    def _deferred_signals(self) -> contextlib.AbstractContextManager[None]:
+        """Between updates a signal asks the run to stop."""
+        if self._interrupts is None:
+            return contextlib.nullcontext()
+        then = 'finishing the update under way, then saving'
+        return self._interrupts.deferred(lambda _: self.stop_requested.set(), then)
 
     def _warm_up(self) -> None:
         began = time.monotonic()
@@ -108,18 +131,18 @@ class SftSession:
         dropped = f', {self.demonstrations.dropped} dropped: they fit no row' if self.demonstrations.dropped else ''
         print(f'demonstrations: {sizes}{dropped}; {self._epochs(self._steps):.3g} epochs', flush=True)
 
-    def _run(self, stop: StopRequest) -> bool:
+    def _run(self) -> bool:
         """Updates up to the last (True) or to a requested stop, saved (False)."""
         if self.step == 0 and not self._held_out_nll:
             self._evaluate()
         self._first_step = self.step
         self._first_seconds, self._resumed_at = self._seconds, time.monotonic()
         saved = None
-        while self.step < self._steps and not stop.requested:
+        while self.step < self._steps and not self.stop_requested.is_set():
             self._update()
             if self._save_every and self.step % self._save_every == 0:
                 saved = self._save()
-        if stop.requested and self.step < self._steps:
+        if self.step < self._steps:
             if saved != self.step:
                 self._save()
             return False

@@ -28,7 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from areal_jax.checkpoint.shards import Index, brief, named_leaves, write_shards
-from areal_jax.errors import LostPeerError
+from areal_jax.errors import ExitCode, LostPeerError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.types import TrajectoryGroup
 
@@ -45,7 +45,7 @@ class CommandError(LostPeerError):
 def end_process(reason: str) -> None:
     """Ends this process at once: its main thread may wait in a collective for ever."""
     print(f'error: {reason}', file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(ExitCode.STOPPED)
 
 
 class CommandLeader:

@@ -184,7 +184,7 @@ def test_a_killed_follower_ends_process_0_within_the_deadline(tmp_path):
     began = time.monotonic()
     codes, _, errors = _end(started, DEADLINE_S + 30)
     assert time.monotonic() - began < DEADLINE_S
-    assert codes == [1, -signal.SIGKILL]
+    assert codes == [75, -signal.SIGKILL]
     assert _sentences(errors[0]) == [f'follower 1 is gone; {LOST}']
     assert (tmp_path / 'checkpoints' / 'step_00000003').is_dir()
 
@@ -198,7 +198,7 @@ def test_a_signal_to_all_processes_saves_the_run(tmp_path, number):
     for process in reversed(started):
         process.send_signal(number)
     codes, outputs, errors = _end(started, DEADLINE_S + 30)
-    assert codes == [0, 0], errors
+    assert codes == [75, 0], errors
     assert 'stopped; the same command with --resume goes on from' in outputs[0]
     assert (tmp_path / 'checkpoints' / f'step_{len(_metrics(tmp_path)):08d}').is_dir()
 

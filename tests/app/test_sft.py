@@ -1,8 +1,6 @@
 """Supervised runs of seconds: the likelihood by hand, packing, resume to the bit, signals and bad input."""
 
 import json
-import os
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -157,9 +155,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(whole, tmp_path)
         killed.train()
     stopped = SftSession(config, tmp_path, resume=True)
     assert stopped.step == 2  # the third update is made again
-    end_in_update(stopped, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    end_in_update(stopped, 4, stopped.stop_requested.set)
     assert stopped.train() is None
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     resumed = SftSession(config, tmp_path, resume=True)
     assert resumed.step == 5  # the update under way was finished
     report = resumed.train()
@@ -172,7 +169,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(whole, tmp_path)
 
 def test_a_request_before_the_first_update_saves_the_start(tmp_path):
     session = SftSession(sft_config(), tmp_path)
-    session.learner.warm_up = lambda: (os.kill(os.getpid(), signal.SIGINT), 0)[1]
+    session.stop_requested.set()
     assert session.train() is None
     assert (tmp_path / 'checkpoints' / 'step_00000000').is_dir()
 
@@ -212,7 +209,7 @@ def test_the_command_ends_with_a_report_or_one_sentence(tmp_path):
     assert '# Supervised training: configs/sft_tiny.py' in done.stdout
     assert len(list((tmp_path / 'good' / 'tensorboard').iterdir())) == 1
     missing = train(tmp_path / 'bad', '--config.task.name=jsonl', '--config.task.path=none.jsonl', **tiny)
-    assert missing.returncode == 1
+    assert missing.returncode == 2
     (error,) = [line for line in missing.stderr.splitlines() if line.startswith('error: ')]
     assert "task.path='none.jsonl' cannot be read (No such file or directory)" in error
     assert 'Traceback' not in missing.stderr

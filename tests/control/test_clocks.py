@@ -232,8 +232,7 @@ def test_real_lag_sees_a_callback_that_blocks_the_loop():
 def test_a_signal_enters_as_a_completion(make):
     async def program(clock, supervisor):
         stop = clock.event('stop')
-        clock.on_signal(signal.SIGUSR1, stop)
-        signal.raise_signal(signal.SIGUSR1)
+        clock.post_signal(signal.SIGUSR1, stop)
         return await clock.wait(stop, 5.0)
 
     clock = make()
@@ -295,15 +294,33 @@ def test_a_bounded_queue_keeps_order_and_makes_its_producer_wait():
     assert execute(virtual(), program) == ([0, 1, 2, 3], [0.0, 0.0, 1.0, 2.0])
 
 
-def test_a_second_interrupt_is_not_caught():
+@pytest.mark.parametrize('make', [virtual, real])
+def test_a_signal_before_the_program_runs_is_not_lost_and_one_after_it_does_nothing(make):
     async def program(clock, supervisor):
-        stop = clock.event('stop')
-        clock.on_signal(signal.SIGINT, stop)
-        signal.raise_signal(signal.SIGINT)
-        await clock.wait(stop, 5.0)
-        signal.raise_signal(signal.SIGINT)
-        await clock.wait(clock.event('never'), 5.0)
+        return await clock.wait(stop, 5.0)
 
-    with pytest.raises(KeyboardInterrupt):
-        execute(real(), program)
-    gc.collect()  # the interrupted task logs a traceback when it is collected: not while something is being parsed
+    clock = make()
+    stop = clock.event('stop')
+    clock.post_signal(signal.SIGUSR1, stop)
+    assert execute(clock, program) is True
+    clock.post_signal(signal.SIGUSR1, stop)
+
+
+def test_a_signal_from_another_thread_wakes_the_program():
+    async def program(clock, supervisor):
+        threading.Thread(target=clock.post_signal, args=(signal.SIGUSR1, stop)).start()
+        return await clock.wait(stop, 30.0)
+
+    clock = real()
+    stop = clock.event('stop')
+    assert execute(clock, program) is True
+
+
+def test_the_threads_of_the_lanes_end_with_the_program():
+    async def program(clock, supervisor):
+        supervisor.start('long', clock.run('a', lambda: time.sleep(0.3), Work('x')))
+        await clock.run('b', lambda: None, Work('x'))
+
+    before = threading.active_count()
+    execute(real(), program)
+    assert threading.active_count() == before

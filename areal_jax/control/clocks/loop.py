@@ -15,6 +15,7 @@ import heapq
 import itertools
 import selectors
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -102,6 +103,8 @@ class LoopClock(abc.ABC):
         self._deadlines: list[tuple[float, int, Deadline]] = []
         self._waiting: dict[asyncio.Future[bool], str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._early_signals: list[tuple[signal.Signals, types.Event]] = []
+        self._signal_lock = threading.Lock()
         log.now = self.now
 
     # What the program calls.
@@ -146,23 +149,24 @@ class LoopClock(abc.ABC):
             if future in event.waiters:
                 event.waiters.remove(future)
 
-    def on_signal(self, number: signal.Signals, event: types.Event) -> None:
-        """The first signal sets the event, in its turn among the completions; a second one does what it always does.
+    def post_signal(self, number: signal.Signals, event: types.Event) -> None:
+        """Sets the event, in its turn among the completions; from any thread, also before the program runs.
 
-        Main thread only.
+        Nothing happens after the program has ended.
         """
-        loop = asyncio.get_running_loop()
-
-        def post() -> None:
-            loop.remove_signal_handler(number)
-            self._post_signal(number, event)
-
-        loop.add_signal_handler(number, post)
+        with self._signal_lock:
+            if self._loop is None:
+                self._early_signals.append((number, event))
+            elif not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._post_signal, number, event)
 
     def execute(self, program: Coroutine[Any, Any, Any]) -> Any:
         """Run the program on an event loop of this clock; returns its result."""
         loop = asyncio.SelectorEventLoop(_IdleSelector(self._release_next))
-        self._loop = loop
+        with self._signal_lock:
+            self._loop = loop
+            for number, event in self._early_signals:
+                loop.call_soon(self._post_signal, number, event)
         try:
             return loop.run_until_complete(loop.create_task(program, name='main'))
         finally:
@@ -270,7 +274,8 @@ class LoopClock(abc.ABC):
             pass  # a coroutine waits in its clean-up: nothing will come
         finally:
             self._close()
-            loop.close()
+            with self._signal_lock:
+                loop.close()
 
 
 class _IdleSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]

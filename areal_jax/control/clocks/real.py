@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import heapq
 import queue
 import signal
@@ -15,6 +16,7 @@ from areal_jax.control.clocks.loop import Deadline, DeadlockError, Interval, Loo
 from areal_jax.control.events import EventLog
 from areal_jax.types import Event
 
+_END_OF_WORK_S = 20.0  # for the work under way when the program ends: a hung lane must not keep the process
 _Posted = Interval | Deadline | tuple[signal.Signals, Event]
 
 
@@ -29,6 +31,7 @@ class RealClock(LoopClock):
         self._queues: dict[str, queue.SimpleQueue[Interval | None]] = {}
         self._last_release = time.monotonic()
         self._calls: list[tuple[float, Interval]] = []  # wall deadline of calls in flight
+        self._threads: list[threading.Thread] = []
         self.max_lag_s = 0.0  # longest wait of a completion for its release: the loop's lag
         self.longest_lag_work = ''
         super().__init__(lanes, log)
@@ -52,7 +55,11 @@ class RealClock(LoopClock):
             self._queues[interval.lane] = queue.SimpleQueue()
             for index in range(self.lanes[interval.lane].width):
                 name = f'{interval.lane}#{index}'
-                threading.Thread(target=self._work, args=(self._queues[interval.lane],), name=name, daemon=True).start()
+                thread = threading.Thread(
+                    target=self._work, args=(self._queues[interval.lane],), name=name, daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
         self._queues[interval.lane].put(interval)
 
     def _work(self, intervals: queue.SimpleQueue[Interval | None]) -> None:
@@ -64,11 +71,9 @@ class RealClock(LoopClock):
             except BaseException as error:  # carried to the coroutine that asked for the work
                 interval.error = error
             self._post(interval)
-            try:
-                assert self._loop is not None
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):  # the loop has closed
                 self._loop.call_soon_threadsafe(_wake)
-            except RuntimeError:
-                return  # the loop has closed
 
     def _post(self, item: _Posted) -> None:
         if isinstance(item, Interval):
@@ -142,8 +147,14 @@ class RealClock(LoopClock):
 
     def _close(self) -> None:
         for name, intervals in self._queues.items():
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    intervals.get_nowait()  # nobody waits for it any more
             for _ in range(self.lanes[name].width):
                 intervals.put(None)
+        end = time.monotonic() + _END_OF_WORK_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def _wake() -> None:
