@@ -1,4 +1,4 @@
-"""How the entry point ends as a real process: a bug, a run that trains nothing, a second run, a signal while it builds."""
+"""How the entry point ends as a real process: bugs, nothing trained, a second run, signals while it builds."""
 
 import json
 import signal
