@@ -152,7 +152,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(supervised, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_process_0_alone_is_one_sentence_in_both(supervised):
     codes, _, errors = _end(_start(supervised, SUPERVISED))
-    assert codes == [1, 1]
+    assert codes == [2, 75]
     (own,), (other,) = map(_sentences, errors)
     assert 'holds a run already: go on with --resume' in own
     assert other == 'process 0 ended before the run began; its own output says why'
@@ -162,7 +162,7 @@ def test_an_error_of_process_0_alone_is_one_sentence_in_both(supervised):
 def test_an_error_of_a_follower_alone_is_one_sentence_in_both(tmp_path):
     absent = ('--config.model.source=hf', f'--config.model.path={tmp_path / "absent"}')
     codes, _, errors = _end(_start(tmp_path / 'run', SUPERVISED, of_follower=absent))
-    assert codes == [1, 1]
+    assert codes == [75, 2]
     (other,), (own,) = map(_sentences, errors)
     assert 'config.json cannot be read' in own
     assert other == 'process 1 ended before the run began; its own output says why'
