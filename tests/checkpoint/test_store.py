@@ -76,7 +76,7 @@ def test_keep_below_one_is_refused(tmp_path):
 
 
 def test_nothing_to_resume_from(tmp_path):
-    with pytest.raises(CheckpointError, match=f'--resume found no checkpoint in {tmp_path}/x: start without --resume'):
+    with pytest.raises(CheckpointError, match=f'{tmp_path}/x has no checkpoint'):
         CheckpointStore(tmp_path / 'x').restore_latest()
     store = CheckpointStore(tmp_path)
     _save(store, 4)
