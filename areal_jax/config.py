@@ -162,8 +162,8 @@ def _declare_surroundings(c: config_dict.ConfigDict) -> None:
     c.publication.verify = False  # engines recompute the digest of every received leaf
 
     c.checkpoint = config_dict.ConfigDict()
-    c.checkpoint.every = 0  # updates between saves; 0 = only when the run stops early
-    c.checkpoint.keep = 1  # newest checkpoints kept
+    c.checkpoint.every = 0  # updates between saves; 0 = only when the run ends or is stopped
+    c.checkpoint.keep = 2  # newest ones kept, 1 where the disk is nearly full; fixed(k) puts k more weights into each
 
     c.sft = config_dict.ConfigDict()  # read where loss.objective='sft'
     c.sft.over_length = 'refuse'  # a demonstration that fits no row: 'refuse' | 'drop', which counts them
@@ -264,11 +264,6 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.eta='
             f'{c.staleness.eta} would not be used; remove one of them'
-        )
-    if lock_step and c.checkpoint.every:
-        yield (
-            f'staleness.schedule={c.staleness.schedule!r} needs a ring of versions that a checkpoint does not hold; '
-            f'set checkpoint.every=0 (it is {c.checkpoint.every}) or staleness.schedule=natural'
         )
     if lock_step and c.staleness.over_age == 'drop':
         yield (
