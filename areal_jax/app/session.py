@@ -285,9 +285,8 @@ class Session:
 
     def _announce_stop(self, event: Mapping[str, Any]) -> None:
         if event['kind'] == 'signal':
-            print(
-                f'{event["name"]}: finishing the update under way, then saving; once more to quit at once', flush=True
-            )
+            then = 'finishing the update under way, then saving; once more to quit at once'
+            print(f'{event["name"]}: {then}', flush=True)
 
     # What stays.
 

@@ -89,7 +89,7 @@ class SftSession:
         self._evaluate_every, self._save_every = config.sft.evaluate_every, config.checkpoint.every
         self._shows_progress = config.telemetry.progress
         self._export_dtype = config.sft.export_dtype
-        self._companions = config.model.path if config.model.source == 'hf' else None
+        self._companions = model.companions
         use_tensorboard = config.telemetry.tensorboard
         config.require_all_read()
         self.metrics = MetricsWriter(self.workdir, use_tensorboard)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_jax import files
-from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.checkpoint.store import CONTENTS, CheckpointError
 from areal_jax.config import flatten
 from areal_jax.ranges import ConfigError
 from areal_jax.telemetry import metrics, report
@@ -44,6 +44,12 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
       values: the config as a plain nested dict.
     """
     workdir.mkdir(parents=True, exist_ok=True)
+    model = values.get('model', {})
+    if model.get('source') == 'run' and pathlib.Path(model['path']).resolve() == workdir.resolve():
+        raise ConfigError(
+            f'model.path={model["path"]!r} is the --workdir itself: the run that starts from its weights needs '
+            'another --workdir; to go on with it use --resume'
+        )
     if resume:
         _require_continuable(workdir, _read_config(workdir), dict(flatten(values)))
         return
@@ -125,8 +131,11 @@ def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: 
 def sample_digest(source: pathlib.Path) -> str:
     """SHA-256 over name, size and 256 evenly spaced blocks of 4 KiB of a file, or of each safetensors in a directory.
 
-    Weights of another training differ in nearly every block; to read 60 GB at every start would show no more.
+    Weights of another training differ in nearly every block; to read 60 GB at every start would show no more. Of a
+    checkpoint it is that of the table of contents, which has the checksum of every array.
     """
+    if (source / CONTENTS).is_file():
+        return hashlib.sha256((source / CONTENTS).read_bytes()).hexdigest()
     digest = hashlib.sha256()
     for file in sorted(source.glob('*.safetensors')) if source.is_dir() else [source]:
         size = file.stat().st_size

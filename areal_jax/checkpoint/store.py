@@ -30,7 +30,8 @@ from areal_jax.checkpoint.shards import (
 from areal_jax.files import sync
 from areal_jax.sharding.placement import HostShards
 
-_ARRAYS, _RUN_STATE, _CONTENTS = 'arrays', 'run_state.json', 'contents.json'
+CONTENTS = 'contents.json'
+_ARRAYS, _RUN_STATE = 'arrays', 'run_state.json'
 _OVERHEAD_BYTES = 1 << 20  # more than orbax's own metadata of a step takes
 _ROOM = 1.2  # checkpoints that must fit on the disk beside those that are kept; with less room only the newest stays
 
@@ -96,7 +97,7 @@ class CheckpointStore:
                 'tree': jax.tree.unflatten(jax.tree.structure(arrays), list(leaves)),
                 'run_state_crc32': zlib.crc32(state.encode()),
             }
-            for name, text in {_RUN_STATE: state, _CONTENTS: json.dumps(contents)}.items():
+            for name, text in {_RUN_STATE: state, CONTENTS: json.dumps(contents)}.items():
                 (partial / name).write_text(text)
                 sync(partial / name)
             for directory in (partial / _ARRAYS, partial):
@@ -166,18 +167,23 @@ class CheckpointStore:
             flush=True,
         )
 
+    def path(self, step: int) -> pathlib.Path:
+        """The directory of a step; the last where it was saved several times. Raises CheckpointError for none."""
+        saves = self._saves()
+        paths = [path for saved, _, path in saves if saved == step]
+        if not paths:
+            known = ', '.join(str(saved) for saved, _, _ in saves) or 'none'
+            raise CheckpointError(f'{self._directory} has no checkpoint of step {step}; it has: {known}')
+        return paths[-1]
+
     def restore(self, step: int) -> tuple[Any, dict[str, Any]]:
         """(arrays, run state) of a step: nested dicts of StoredArray, which are read when they are asked for.
 
         Raises CheckpointError for a step that is missing or damaged, as far as can be seen without the arrays.
         """
-        saves = self._saves()
-        index = max((i for i, (saved, _, _) in enumerate(saves) if saved == step), default=None)
-        if index is None:
-            known = ', '.join(str(saved) for saved, _, _ in saves) or 'none'
-            raise CheckpointError(f'{self._directory} has no checkpoint of step {step}; it has: {known}')
-        path = saves[index][2]
-        if_damaged = f'remove it and {f"go on from step {saves[index - 1][0]}" if index else "start without --resume"}'
+        path, paths = self.path(step), [path for _, _, path in self._saves()]
+        before = paths[: paths.index(path)]
+        if_damaged = f'remove it to go back to {before[-1].name}' if before else 'there is no older one'
         try:
             return _read_step(path, if_damaged)
         except Exception as error:  # whatever a damaged file makes the readers raise
@@ -265,7 +271,7 @@ def _write_everywhere(
 
 
 def _read_step(path: pathlib.Path, if_damaged: str) -> tuple[Any, dict[str, Any]]:
-    contents, state = json.loads((path / _CONTENTS).read_text()), (path / _RUN_STATE).read_bytes()
+    contents, state = json.loads((path / CONTENTS).read_text()), (path / _RUN_STATE).read_bytes()
     if zlib.crc32(state) != contents['run_state_crc32']:
         raise ValueError(f'{_RUN_STATE} is not what was saved')
     described = contents['leaves']
