@@ -31,8 +31,8 @@ def _declare_run(c: config_dict.ConfigDict) -> None:
     c.run.compilation_cache = ''  # directory of XLA's persistent cache; '' = off
 
     c.model = config_dict.ConfigDict()
-    c.model.source = 'random'  # 'random' | 'gguf': a GGUF file | 'hf': a Hugging Face directory; both with tokenizer
-    c.model.path = ''  # gguf: path of the file, or 'package:NAME/FILE' inside an installed package; hf: the directory
+    c.model.source = 'random'  # 'random' | 'gguf': a GGUF file | 'hf': a Hugging Face directory | 'run': another run
+    c.model.path = ''  # gguf: the file, or 'package:NAME/FILE' inside an installed package; hf: directory; run: workdir
     c.model.family = 'llama'  # random: 'llama' | 'qwen2' (biases of query, key, value) | 'qwen3' (query and key norm)
     c.model.n_layers = 2  # random: the shape of the decoder
     c.model.d_model = 64  # width of the residual stream
@@ -162,8 +162,8 @@ def _declare_surroundings(c: config_dict.ConfigDict) -> None:
     c.publication.verify = False  # engines recompute the digest of every received leaf
 
     c.checkpoint = config_dict.ConfigDict()
-    c.checkpoint.every = 0  # updates between saves; 0 = only when the run stops early
-    c.checkpoint.keep = 1  # newest checkpoints kept
+    c.checkpoint.every = 0  # updates between saves; 0 = only when the run ends or is stopped
+    c.checkpoint.keep = 2  # newest ones kept, 1 where the disk is nearly full; fixed(k) puts k more weights into each
 
     c.sft = config_dict.ConfigDict()  # read where loss.objective='sft'
     c.sft.over_length = 'refuse'  # a demonstration that fits no row: 'refuse' | 'drop', which counts them
@@ -209,7 +209,7 @@ def validate(config: config_dict.ConfigDict) -> None:
 DTYPES = ('float32', 'bfloat16', 'float16')
 CHOICES = {
     'run.clock': ('real', 'virtual'),
-    'model.source': ('random', 'gguf', 'hf'),
+    'model.source': ('random', 'gguf', 'hf', 'run'),
     'model.family': ('llama', 'qwen2', 'qwen3'),
     'task.verifier': ('process', 'inline'),
     'rollout.kv_policy': ('recompute', 'keep'),
@@ -265,11 +265,6 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.eta='
             f'{c.staleness.eta} would not be used; remove one of them'
         )
-    if lock_step and c.checkpoint.every:
-        yield (
-            f'staleness.schedule={c.staleness.schedule!r} needs a ring of versions that a checkpoint does not hold; '
-            f'set checkpoint.every=0 (it is {c.checkpoint.every}) or staleness.schedule=natural'
-        )
     if lock_step and c.staleness.over_age == 'drop':
         yield (
             f"staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.over_age='drop' "
@@ -323,6 +318,8 @@ def _training_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
     if c.model.source == 'hf' and not c.model.path:
         yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
+    if c.model.source == 'run' and not c.model.path:
+        yield "model.source='run' needs model.path: the --workdir of another run"
     if c.model.source == 'random' and c.model.n_heads % c.model.n_kv_heads:
         yield f'model.n_heads={c.model.n_heads} must be a multiple of model.n_kv_heads={c.model.n_kv_heads}'
     if c.model.source == 'random' and c.model.head_dim % 2:

@@ -15,7 +15,7 @@ from areal_jax.errors import ExitCode
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment file, e.g. configs/tiny_cpu.py.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of distributed.processes this is; 0 drives the run.')
-_RESUME = flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.')
+_RESUME = flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir, or start again.')
 
 
 def main(arguments: list[str]) -> int:
@@ -41,9 +41,6 @@ def _train(interrupts: Interrupts) -> int:
     kind = SftSession if _CONFIG.value.loss.objective == 'sft' else Session
     session = kind(_CONFIG.value, workdir, resume=_RESUME.value, source=source, interrupts=interrupts)
     report = session.train()
-    if report is None and not session.resumable:
-        print('stopped; a lock-step run (staleness.schedule) keeps no checkpoint: start anew in another --workdir')
-        return ExitCode.STOPPED
     if report is None:
         print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
         return ExitCode.STOPPED

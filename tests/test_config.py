@@ -32,7 +32,6 @@ BAD = [
     ({'rollout.top_p': 0.0}, r'rollout\.top_p=0\.0'),
     ({'staleness.eta': -1.0}, r'staleness\.eta=-1\.0 must be at least 0'),
     ({'staleness.eta': 2.0, 'staleness.schedule': 'fixed(3)'}, r"schedule='fixed\(3\)'.*staleness\.eta=2\.0.*remove"),
-    ({'staleness.schedule': 'fixed(3)', 'checkpoint.every': 2}, r'checkpoint\.every=0 \(it is 2\)'),
     (
         {'staleness.schedule': 'fixed(3)', 'staleness.over_age': 'drop', 'staleness.max_token_age': 2},
         r"schedule='fixed\(3\)' fixes the age of every batch, so staleness\.over_age='drop'",

@@ -219,19 +219,23 @@ class ToyRun:
         version = state['version'] if state else 0
         if resume:
             self.learner.restore(resume['arrays'])
+        parsed = parse_schedule(schedule, seed=0)
+        ring = VersionRing(parsed) if parsed else None
+        published = channel.transfer(version, self.learner.w)
+        if ring:
+            for held, w in resume['earlier'].items() if resume else ():
+                ring.add(channel.transfer(held, w))
+            ring.add(published)
+            published = ring.in_use(state['generated_update'] if state else None)
         self.backends = [ToyBackend(slots) for _ in range(engines)]
         self.engines = [
             Engine(
-                f'engine/{i}', backend, self.clock, self.log, receive=channel.receive, version=version,
-                params=(self.learner.w, version), kv_policy=kv_policy, decode_steps=decode_steps,
+                f'engine/{i}', backend, self.clock, self.log, receive=channel.receive,
+                version=published.version, params=published.handle, kv_policy=kv_policy, decode_steps=decode_steps,
             )
             for i, backend in enumerate(self.backends)
         ]  # fmt: skip
         pool = Pool(self.engines, self.log)
-        parsed = parse_schedule(schedule, seed=0)
-        ring = VersionRing(parsed) if parsed else None
-        if ring:
-            ring.add(PublishedWeights(0, '0', (self.learner.w, 0)))
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(STOP,))
         self.controller = Controller(
             LoopSettings(
@@ -241,13 +245,14 @@ class ToyRun:
             workflow=SingleTurn(pool, sampling, seed=0), verifier=ToyVerifier(self.clock, delays, fail),
             learner=self.learner, channel=channel, gate=self.gate, ring=ring,
             update_tokens=lambda groups: sum(len(t.tokens) for g in groups for t in g.trajectories),
-            on_step=self.steps.append, save_checkpoint=None if ring else self._save,
+            on_step=self.steps.append, save_checkpoint=self._save,
+            copy_version=lambda published: published.handle[0],
         )  # fmt: skip
         if state:
             self.controller.restore(state)
 
-    def _save(self, step: int, arrays: Any, run_state: Mapping[str, Any]) -> None:
-        self.checkpoints.append({'step': step, 'arrays': arrays, 'run_state': run_state})
+    def _save(self, step: int, arrays: Any, earlier: Mapping[int, Any], run_state: Mapping[str, Any]) -> None:
+        self.checkpoints.append({'step': step, 'arrays': arrays, 'earlier': earlier, 'run_state': run_state})
 
     async def program(self) -> bool:
         for engine in self.engines:

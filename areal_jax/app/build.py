@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.app.earlier_run import EarlierRun, read_run_config
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
@@ -50,6 +51,7 @@ class Model:
     params: Any
     tokenizer: Tokenizer
     source: pathlib.Path | None = None  # file or directory of the weights; None = drawn
+    companions: pathlib.Path | None = None  # Hugging Face directory with the files of the tokenizer
 
 
 def build_model(config: TrackedConfig) -> Model:
@@ -61,9 +63,10 @@ def build_model(config: TrackedConfig) -> Model:
         model = Model(Decoder(model_config), params, GgufTokenizer(fields), file)
     elif config.model.source == 'hf':
         model = _load_hf_model(config, pathlib.Path(config.model.path))
+    elif config.model.source == 'run':
+        model = _load_run_model(config)
     else:
-        tokenizer = CharacterTokenizer(characters(config.task.symbols))
-        decoder = Decoder(_random_shape(config, tokenizer.vocab_size))
+        decoder, tokenizer = _random_decoder(config)
         model = Model(decoder, decoder.init(config.run.seed, config.model.init_scale), tokenizer)
     model.tokenizer.fits(model.decoder.config.vocab_size)
     return model
@@ -72,11 +75,47 @@ def build_model(config: TrackedConfig) -> Model:
 def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
     """Weights go from the files straight to where the learner has them."""
     decoder = Decoder(read_hf_config(directory))
-    shape = decoder.config
+    shardings = _cut_params(config, decoder.config)(decoder.abstract())
+    params = load_hf_weights(directory, decoder.config, shardings=shardings)
+    return Model(decoder, params, HfTokenizer(directory), directory, companions=directory)
+
+
+def _load_run_model(config: TrackedConfig) -> Model:
+    """The weights of another run's newest checkpoint, with the tokenizer that it was trained with."""
+    run = EarlierRun(config.model.path)
+    model = _describe_model(run.config, [run.workdir])
+    run.require_shape(config, model.decoder.config)
+    model.params = run.read_weights(model.decoder, _cut_params(config, model.decoder.config))
+    model.source = run.checkpoint
+    return model
+
+
+def _describe_model(config: TrackedConfig, runs: Sequence[pathlib.Path]) -> Model:
+    """Decoder and tokenizer of an earlier run's config; `runs` were followed to it, each started from the next."""
+    path = config.model.path
+    if config.model.source == 'gguf':
+        shape, _, fields = load_gguf(find_package_file(path) if path.startswith('package:') else pathlib.Path(path))
+        return Model(Decoder(shape), None, GgufTokenizer(fields))
+    if config.model.source == 'hf':
+        directory = pathlib.Path(path)
+        return Model(Decoder(read_hf_config(directory)), None, HfTokenizer(directory), companions=directory)
+    if config.model.source == 'run':
+        if path in map(str, runs):
+            raise ConfigError(f'{runs[-1]} started from {path}, which started from it: their config.json were changed')
+        return _describe_model(read_run_config(pathlib.Path(path)), [*runs, pathlib.Path(path)])
+    decoder, tokenizer = _random_decoder(config)
+    return Model(decoder, None, tokenizer)
+
+
+def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Any], Any]:
+    """Where the learner has the leaves of a tree in list form."""
     units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
-    shardings = param_shardings(decoder.abstract(), build_mesh(config), config.mesh.strategy, units)
-    params = load_hf_weights(directory, shape, shardings=shardings)
-    return Model(decoder, params, HfTokenizer(directory), directory)
+    return lambda tree: param_shardings(tree, build_mesh(config), config.mesh.strategy, units)
+
+
+def _random_decoder(config: TrackedConfig) -> tuple[Decoder, Tokenizer]:
+    tokenizer = CharacterTokenizer(characters(config.task.symbols))
+    return Decoder(_random_shape(config, tokenizer.vocab_size)), tokenizer
 
 
 def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:

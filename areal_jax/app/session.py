@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import config_dict
 
 from areal_jax import files
@@ -21,7 +22,18 @@ from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
-from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
+from areal_jax.app.workdir import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    EVENTS,
+    continue_run,
+    describe_unsaved,
+    note_weights,
+    prepare_workdir,
+    read_prolongations,
+    read_report,
+    start_again,
+)
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
@@ -33,7 +45,6 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.files import DirectoryLock
 from areal_jax.publication.manifest import weights_sha256
-from areal_jax.ranges import ConfigError
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
@@ -45,7 +56,7 @@ from areal_jax.telemetry.report import write_report
 from areal_jax.telemetry.resources import ResourceSampler
 from areal_jax.types import SamplingParams
 
-EVALUATIONS = 'evaluations.json'
+_RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
 
 class Session:
@@ -54,7 +65,7 @@ class Session:
     Args:
       config: as an experiment file gives it, overrides applied.
       workdir: where the run leaves what it leaves.
-      resume: go on from the newest checkpoint in the workdir.
+      resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
       interrupts: signals; None = they do what they do without a run.
 
@@ -71,15 +82,11 @@ class Session:
         interrupts: Interrupts | None = None,
     ):
         validate(config)
-        self.resumable = config.staleness.schedule == 'natural'
-        if resume and not self.resumable:
-            raise ConfigError(
-                f'--resume with staleness.schedule={config.staleness.schedule!r}: a lock-step run keeps no checkpoint; '
-                'start it again without --resume'
-            )
         self.started = time.monotonic()
         self.workdir, self._source, self._resume, self._interrupts = workdir, source, resume, interrupts
         self.config = TrackedConfig(config)
+        self._unsaved: CheckpointError | None = None  # why the checkpoint after the last update is missing
+        self._finished: dict[str, Any] | None = None  # the report, where nothing is left to do
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.version_at_start = 0
         self._lock = DirectoryLock(workdir)
@@ -87,6 +94,7 @@ class Session:
             undo.callback(self._lock.release)
             prepare_workdir(workdir, self.config.as_dict(), resume=resume)
             self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+            self._store.remove_unfinished()
             self._build()
             undo.pop_all()
 
@@ -103,7 +111,12 @@ class Session:
         self.decoder = model.decoder
         task = build.build_task(config, model.tokenizer)
         snapshot, arrays = self._load_checkpoint()
-        log_path = self.workdir / 'events.jsonl'
+        if self._finished is not None:
+            self._build_learner(model, None)  # other processes wait for it, to be let go
+            self.resources.stop()
+            self.compilations.__exit__()
+            return
+        log_path = self.workdir / EVENTS
         next_seq = snapshot['next_seq'] if snapshot else 0
         truncate_events(log_path, next_seq)
         start_s = snapshot['clock_s'] if snapshot else 0.0
@@ -113,7 +126,7 @@ class Session:
         self.supervisor = Supervisor(self.clock)
         self._build_learner(model, arrays)
         self._channel = build.build_channel(config, self.workdir, model.decoder)
-        ring, self._engines = self._build_engines(model)
+        ring, self._engines = self._build_engines(model, snapshot, arrays)
         self.pool = Pool(self._engines, self.log)
         self.metrics = MetricsWriter(self.workdir, config.telemetry.tensorboard)
         self.metrics.truncate(self.version_at_start)
@@ -135,16 +148,23 @@ class Session:
         model.params = None  # the learner has its copy
         if arrays is not None:
             try:
-                self.learner.restore(arrays)
+                self.learner.restore({name: arrays[name] for name in ('params', 'optimizer')})
             except ValueError as error:
                 raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
 
-    def _build_engines(self, model: build.Model) -> tuple[VersionRing | None, list[Engine]]:
+    def _build_engines(
+        self, model: build.Model, snapshot: Mapping[str, Any] | None, arrays: Any
+    ) -> tuple[VersionRing | None, list[Engine]]:
         config, version = self.config, self.version_at_start
-        published = self._channel.transfer(version, self.learner.publish(version))
         ring = build.build_ring(config)
+        if ring and snapshot:
+            for earlier, weights in sorted(arrays[_RING].items(), key=lambda item: int(item[0])):
+                copy = jax.device_put(jax.tree.map(np.asarray, weights), jax.local_devices()[0])
+                ring.add(self._channel.transfer(int(earlier), copy))
+        published = self._channel.transfer(version, self.learner.publish(version))
         if ring:
             ring.add(published)
+            published = ring.in_use(snapshot['generated_update'] if snapshot else None)
         backend = build.build_backend(config, model.decoder)
         engines = [
             Engine(
@@ -153,7 +173,7 @@ class Session:
                 self.clock,
                 self.log,
                 receive=self._channel.receive,
-                version=version,
+                version=published.version,
                 params=self._channel.receive(published),
                 kv_policy=config.rollout.kv_policy,
                 decode_steps=config.rollout.decode_steps,
@@ -180,7 +200,8 @@ class Session:
             ring=ring,
             update_tokens=self.learner.update_tokens,
             on_step=self.observer.on_step,
-            save_checkpoint=self._save_checkpoint if self.resumable else None,
+            save_checkpoint=self._save_checkpoint,
+            copy_version=lambda published: jax.device_get(self._channel.receive(published)),
         )
 
     def _build_evaluator(self, task: Any, sampling: SamplingParams, model: build.Model) -> None:
@@ -209,9 +230,17 @@ class Session:
     # Running.
 
     def train(self) -> dict[str, Any] | None:
-        """Run to the end (the report) or to a requested stop (None; the checkpoint is saved if there can be one)."""
+        """Run to the end (the report) or to a requested stop (None; the checkpoint is saved).
+
+        Raises CheckpointError, after the report is written, where the checkpoint after the last update failed.
+        """
         try:
-            return self._report() if self._run() else None
+            if self._finished is not None:
+                return self._finished
+            report = self._report() if self._run() else None
+            if self._unsaved:
+                raise self._unsaved
+            return report
         finally:
             self.learner.close()
             self._lock.release()
@@ -281,14 +310,26 @@ class Session:
     def _load_checkpoint(self) -> tuple[dict[str, Any] | None, Any]:
         if not self._resume:
             return None, None
+        if self._store.latest() is None:
+            start_again(self.workdir, self.config.as_dict())
+            return None, None
         step, arrays, run_state = self._store.restore_latest()
         self.version_at_start = step
         snapshot = decode_run_state(run_state)
+        continue_run(self.workdir, self.config.as_dict(), step)
         print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
+        if step == self.config.run.steps:
+            self._finished = read_report(self.workdir, step)
         return snapshot, arrays
 
-    def _save_checkpoint(self, step: int, arrays: Any, snapshot: Mapping[str, Any]) -> None:
-        self._store.save(step, arrays, encode_run_state(snapshot), self.learner.followers)
+    def _save_checkpoint(self, step: int, arrays: Any, earlier: Mapping[int, Any], snapshot: Mapping[str, Any]) -> None:
+        whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
+        try:
+            self._store.save(step, whole, encode_run_state(snapshot), self.learner.followers)
+        except CheckpointError as error:
+            if step < self.config.run.steps:
+                raise
+            self._unsaved = describe_unsaved(error, self.workdir)
 
     def _write_scores(self, phase: str, scores: EvaluationScores) -> None:
         path = self.workdir / EVALUATIONS
@@ -333,6 +374,7 @@ class Session:
             cpu_seconds=self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
             lanes_own_devices=False,
+            prolonged=read_prolongations(self.workdir),
         )
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots)

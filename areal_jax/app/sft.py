@@ -17,7 +17,16 @@ from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.processes import lead
 from areal_jax.app.sft_report import SftFacts, write_sft_report
-from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
+from areal_jax.app.workdir import (
+    CHECKPOINTS,
+    continue_run,
+    describe_unsaved,
+    note_weights,
+    prepare_workdir,
+    read_prolongations,
+    read_report,
+    start_again,
+)
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.files import DirectoryLock
@@ -44,12 +53,10 @@ class SftSession:
     Args:
       config: as an experiment file gives it, overrides applied; its loss.objective is 'sft'.
       workdir: where the run leaves what it leaves.
-      resume: go on from the newest checkpoint in the workdir.
+      resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
       interrupts: signals; None = they do what they do without a run.
     """
-
-    resumable = True
 
     def __init__(
         self,
@@ -65,6 +72,8 @@ class SftSession:
         self.workdir, self._source, self._interrupts = workdir, source, interrupts
         self.stop_requested = threading.Event()
         self.config = TrackedConfig(config)
+        self._unsaved: CheckpointError | None = None  # why the checkpoint after the last update is missing
+        self._finished: dict[str, Any] | None = None  # the report, where nothing is left to do
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
         self._held_out_nll: dict[int, float] = {}  # by update
@@ -73,6 +82,7 @@ class SftSession:
             undo.callback(self._lock.release)
             prepare_workdir(workdir, self.config.as_dict(), resume=resume)
             self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+            self._store.remove_unfinished()
             self._build(resume)
             undo.pop_all()
 
@@ -94,7 +104,7 @@ class SftSession:
         self._evaluate_every, self._save_every = config.sft.evaluate_every, config.checkpoint.every
         self._shows_progress = config.telemetry.progress
         self._export_dtype = config.sft.export_dtype
-        self._companions = config.model.path if config.model.source == 'hf' else None
+        self._companions = model.companions
         use_tensorboard = config.telemetry.tensorboard
         config.require_all_read()
         self.metrics = MetricsWriter(self.workdir, use_tensorboard)
@@ -106,10 +116,17 @@ class SftSession:
         """Run to the end (the report) or to a requested stop (None; the checkpoint is saved)."""
         try:
             with self.resources, self.compilations:
+                if self._finished is not None:
+                    return self._finished
                 self._warm_up()
                 with self._deferred_signals():
                     finished = self._run()
-                return self._report() if finished else None
+                if not finished:
+                    return None
+                report = self._report()
+                if self._unsaved:
+                    raise self._unsaved
+                return report
         finally:
             self.metrics.close()
             self.learner.close()
@@ -140,12 +157,14 @@ class SftSession:
         saved = None
         while self.step < self._steps and not self.stop_requested.is_set():
             self._update()
-            if self._save_every and self.step % self._save_every == 0:
+            if self.step == self._steps or (self._save_every and self.step % self._save_every == 0):
                 saved = self._save()
         if self.step < self._steps:
             if saved != self.step:
                 self._save()
             return False
+        if self.step not in self._held_out_nll:  # a finished run that is resumed with other problems
+            self._evaluate()
         return True
 
     def _update(self) -> None:
@@ -203,12 +222,21 @@ class SftSession:
             'stream': dict(self.stream.state()),
             'seconds': self._seconds,
             'trained_tokens': self._trained_tokens,
+            'held_out': len(self._held_out),
             'held_out_nll': {str(step): nll for step, nll in self._held_out_nll.items()},
         }
-        self._store.save(self.step, self.learner.save(), state, self.learner.followers)
+        try:
+            self._store.save(self.step, self.learner.save(), state, self.learner.followers)
+        except CheckpointError as error:
+            if self.step < self._steps:
+                raise
+            self._unsaved = describe_unsaved(error, self.workdir)
         return self.step
 
     def _restore(self) -> None:
+        if self._store.latest() is None:
+            start_again(self.workdir, self.config.as_dict())
+            return
         step, arrays, state = self._store.restore_latest()
         try:
             self.learner.restore(arrays)
@@ -216,7 +244,13 @@ class SftSession:
             raise CheckpointError(f'{self.workdir}/{CHECKPOINTS} is of another model: {error}') from error
         self.stream.restore(state['stream'])
         self.step, self._seconds, self._trained_tokens = step, state['seconds'], state['trained_tokens']
-        self._held_out_nll = {int(step): nll for step, nll in state['held_out_nll'].items()}
+        if state['held_out'] == len(self._held_out):
+            self._held_out_nll = {int(step): nll for step, nll in state['held_out_nll'].items()}
+        else:
+            print('evaluation.problems was changed: the report leaves out what was measured before', flush=True)
+        continue_run(self.workdir, self.config.as_dict(), step)
+        if step == self.config.run.steps:
+            self._finished = read_report(self.workdir, step)
         print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
 
     def _report(self) -> dict[str, Any]:
@@ -239,6 +273,7 @@ class SftSession:
             compilations=self.compilations.count,
             peak_memory_bytes=self.resources.peak_bytes,
             weights_sha256=weights_sha256(params),
+            prolonged=read_prolongations(self.workdir),
         )
         return write_sft_report(self.workdir, facts)
 

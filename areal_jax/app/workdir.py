@@ -1,48 +1,114 @@
-"""The directory of one run: what may be written there, and what a resumed run must have in common with it."""
+"""The directory of one run: what may be written there, and what a resumed run must have in common with it.
+
+A session calls `prepare_workdir` first, then looks for a checkpoint, then calls `continue_run` or `start_again`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_jax import files
+from areal_jax.checkpoint.store import CONTENTS, CheckpointError
 from areal_jax.config import flatten
 from areal_jax.ranges import ConfigError
-from areal_jax.telemetry import metrics
+from areal_jax.telemetry import metrics, report
 
 CONFIG = 'config.json'
 WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
+EVALUATIONS = 'evaluations.json'
+EVENTS = 'events.jsonl'
+PROLONGATIONS = 'prolongations.json'
+# what an attempt writes while it runs; put aside where the next one starts again at update 0
+_RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
 # where and in which form it is computed may change on the way: checkpoints are read by regions, one leaf per layer
 _MAY_CHANGE = (
     *('mesh.', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
+    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'run.compilation_'),
 )
+_STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
 _BLOCKS, _BLOCK_BYTES = 256, 4096
 
 
 def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume: bool) -> None:
-    """Writes config.json; raises ConfigError for a run there that would be overwritten or continued differently.
+    """Makes the directory, and writes config.json where a run begins.
+
+    Raises ConfigError for a run there that would be overwritten or continued differently.
 
     Args:
       values: the config as a plain nested dict.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    path = workdir / CONFIG
-    if resume and path.exists():
-        saved, current = dict(flatten(json.loads(path.read_text()))), dict(flatten(values))
-        fixed = [field for field in current if not field.startswith(_MAY_CHANGE)]
-        if different := sorted(field for field in fixed if saved.get(field) != current[field]):
-            changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
-            raise ConfigError(f'--resume with another config than {path}: {changes}; use the same, or a new workdir')
-    elif not resume and _holds_updates(workdir):
+    model = values.get('model', {})
+    if model.get('source') == 'run' and pathlib.Path(model['path']).resolve() == workdir.resolve():
         raise ConfigError(
-            f'{workdir} holds a run already: go on with --resume, or give another --workdir (or remove it)'
+            f'model.path={model["path"]!r} is the --workdir itself: the run that starts from its weights needs '
+            'another --workdir; to go on with it use --resume'
         )
-    files.write_json(path, values, allow_nan=True)  # eta may be infinite
+    if resume:
+        _require_continuable(workdir, _read_config(workdir), dict(flatten(values)))
+        return
+    if _holds_updates(workdir):
+        steps = sorted(path.name for path in (workdir / CHECKPOINTS).glob('step_*'))
+        where = f'from {steps[-1]}' if steps else 'which starts again at update 0, since it has no checkpoint yet'
+        raise ConfigError(
+            f'{workdir} holds a run already: go on with --resume, {where}; or give another --workdir (or remove it)'
+        )
+    _write_config(workdir, values)
+
+
+def continue_run(workdir: pathlib.Path, values: Mapping[str, Any], update: int) -> None:
+    """Adapts the records of a run that goes on from a checkpoint after `update`, and writes config.json.
+
+    A report, and a score of the last weights, that the rest of the run makes stale are put aside or removed, and so are
+    all scores where evaluation.* was changed; a raised run.steps is noted.
+    """
+    saved, current = _read_config(workdir), dict(flatten(values))
+    changed = [field for field in saved if field.startswith('evaluation.') and saved[field] != current.get(field)]
+    if changed and (names := _put_aside(workdir, [EVALUATIONS])):
+        print(
+            f'{", ".join(changed)} was changed: the scores until now are in {names[0]}, not in the report', flush=True
+        )
+    if changed or update < current[_STEPS]:
+        _put_aside(workdir, [report.FILE, report.PAGE])
+        _remove_score_after(workdir / EVALUATIONS)
+    _note_prolongation(workdir, saved, current[_STEPS], update)
+    _write_config(workdir, values)
+
+
+def start_again(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
+    """Keeps the records of an attempt without a checkpoint under other names, and writes config.json."""
+    names = _put_aside(workdir, _RECORDS)
+    kept = f'; the records of the attempt before are now {", ".join(names)}' if names else ''
+    print(f'--resume found no checkpoint in {workdir}: the run starts at update 0{kept}', flush=True)
+    _write_config(workdir, values)
+
+
+def describe_unsaved(error: CheckpointError, workdir: pathlib.Path) -> CheckpointError:
+    """Says loudly that the checkpoint after the last update failed; the error with which the run ends."""
+    print(f'warning: the checkpoint after the last update failed; the report follows: {error}', flush=True)
+    return CheckpointError(
+        f'the checkpoint after the last update of {workdir} failed: {error}. The same command with --resume makes the '
+        'updates since the checkpoint before it again'
+    )
+
+
+def read_prolongations(workdir: pathlib.Path) -> list[dict[str, int]]:
+    """{'at_update', 'from_steps', 'to_steps'} for every time that run.steps was raised."""
+    path = workdir / PROLONGATIONS
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def read_report(workdir: pathlib.Path, steps: int) -> dict[str, Any] | None:
+    """report.json of a run that has made all its `steps` updates; None where it was not written."""
+    path = workdir / report.FILE
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found if found.get('steps') == steps else None
 
 
 def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: bool) -> None:
@@ -65,8 +131,11 @@ def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: 
 def sample_digest(source: pathlib.Path) -> str:
     """SHA-256 over name, size and 256 evenly spaced blocks of 4 KiB of a file, or of each safetensors in a directory.
 
-    Weights of another training differ in nearly every block; to read 60 GB at every start would show no more.
+    Weights of another training differ in nearly every block; to read 60 GB at every start would show no more. Of a
+    checkpoint it is that of the table of contents, which has the checksum of every array.
     """
+    if (source / CONTENTS).is_file():
+        return hashlib.sha256((source / CONTENTS).read_bytes()).hexdigest()
     digest = hashlib.sha256()
     for file in sorted(source.glob('*.safetensors')) if source.is_dir() else [source]:
         size = file.stat().st_size
@@ -82,3 +151,65 @@ def _holds_updates(workdir: pathlib.Path) -> bool:
     """Whether something would be lost; an attempt that ended before its first update is simply replaced."""
     written = workdir / metrics.FILE
     return any((workdir / CHECKPOINTS).glob('step_*')) or (written.exists() and written.stat().st_size > 0)
+
+
+def _read_config(workdir: pathlib.Path) -> dict[str, Any]:
+    """By 'section.field'; empty where no run has begun."""
+    path = workdir / CONFIG
+    return dict(flatten(json.loads(path.read_text()))) if path.exists() else {}
+
+
+def _write_config(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
+    files.write_json(workdir / CONFIG, values, allow_nan=True)  # eta may be infinite
+
+
+def _require_continuable(workdir: pathlib.Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    if not saved:
+        return
+    fixed = [field for field in current if not field.startswith(_MAY_CHANGE) and field != _STEPS]
+    if different := sorted(field for field in fixed if saved.get(field) != current[field]):
+        changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
+        raise ConfigError(
+            f'--resume with another config than {workdir / CONFIG}: {changes}; use the same, or a new workdir'
+        )
+    before, after = saved.get(_STEPS, 0), current.get(_STEPS, 0)
+    if after < before:
+        raise ConfigError(f'--resume with {_STEPS}: {before} -> {after}; it may only be raised: use {before} or more')
+    if after > before and current[_SCHEDULE] != 'constant':
+        raise ConfigError(
+            f'--resume with {_STEPS}: {before} -> {after}, but {_SCHEDULE}={current[_SCHEDULE]!r} has set the learning '
+            f'rate of every update by {_STEPS}: only a constant schedule can be prolonged; use {_STEPS}={before}'
+        )
+
+
+def _note_prolongation(workdir: pathlib.Path, saved: Mapping[str, Any], steps: int, update: int) -> None:
+    known = read_prolongations(workdir)
+    # after a fallback to an older checkpoint the updates in between are made again, with the steps of now
+    noted = [entry | {'at_update': min(entry['at_update'], update)} for entry in known]
+    before = saved.get(_STEPS, steps)
+    if before < steps and (not noted or noted[-1]['to_steps'] != steps):
+        noted.append({'at_update': update, 'from_steps': before, 'to_steps': steps})
+        print(f'{_STEPS} was raised from {before} to {steps}: the run is prolonged after update {update}', flush=True)
+    if noted != known:
+        files.write_json(workdir / PROLONGATIONS, noted)
+
+
+def _remove_score_after(path: pathlib.Path) -> None:
+    """It is of weights that are not the last ones any more."""
+    scores = json.loads(path.read_text()) if path.exists() else {}
+    if scores.pop('after', None) is not None:
+        files.write_json(path, scores, indent=None)
+
+
+def _put_aside(workdir: pathlib.Path, names: Iterable[str]) -> list[str]:
+    """Renames what there is of `names` to events.1.jsonl and so on, all with the lowest free number; the new names."""
+    paths = [workdir / name for name in names]
+    numbered = lambda path, number: path.with_name(f'{path.stem}.{number}{path.suffix}')
+    number = 1
+    while any(numbered(path, number).exists() for path in paths):
+        number += 1
+    found = [path for path in paths if path.exists()]
+    for path in found:
+        path.rename(numbered(path, number))
+    files.sync(workdir)
+    return [numbered(path, number).name for path in found]

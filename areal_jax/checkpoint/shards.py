@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import pathlib
+import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -69,14 +71,30 @@ class StoredArray:
         return np.asarray(self[tuple(slice(0, size) for size in self.shape)], dtype)
 
     def _read(self, piece: Piece) -> np.ndarray:
+        key = _key(self.name, piece.start)
         try:
-            found = _away_from_loops(lambda: _read_piece(pathlib.Path(self.directory), self.name, piece, self.dtype))
-            if (found.shape, _checksum(found)) != (tuple(piece.shape), piece.crc32):
-                raise ValueError(f'leaf {self.name!r} is not what was saved')
+            found = _read_pieces(pathlib.Path(self.directory) / piece.tree, {key: self.dtype})[key]
+            _require_unchanged(found, self.name, piece)
         except Exception as error:  # whatever a damaged file makes the readers raise
             step = pathlib.Path(self.directory).parent
             raise CheckpointError(f'{step} is damaged ({brief(error)}): {self.if_damaged}') from error
         return found
+
+
+def verify_arrays(leaves: Iterable[StoredArray]) -> None:
+    """Reads every piece of the leaves of one step and compares it with its checksum; holds one orbax tree at a time.
+
+    Raises ValueError that names a leaf, or whatever the readers raise for a damaged file.
+    """
+    trees: dict[pathlib.Path, list[tuple[StoredArray, Piece]]] = {}
+    for leaf in leaves:
+        for piece in leaf.pieces:
+            trees.setdefault(pathlib.Path(leaf.directory) / piece.tree, []).append((leaf, piece))
+    for tree, members in trees.items():
+        with _quiet_futures():
+            found = _read_pieces(tree, {_key(leaf.name, piece.start): leaf.dtype for leaf, piece in members})
+        for leaf, piece in members:
+            _require_unchanged(found[_key(leaf.name, piece.start)], leaf.name, piece)
 
 
 def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards]:
@@ -172,15 +190,41 @@ def _write_trees(directory: pathlib.Path, trees: Sequence[Mapping[str, np.ndarra
             checkpointer.save(directory / f'{number:04d}', args=ocp.args.PyTreeSave(tree))
 
 
-def _read_piece(directory: pathlib.Path, name: str, piece: Piece, dtype: np.dtype) -> np.ndarray:
+@contextlib.contextmanager
+def _quiet_futures() -> Iterator[None]:
+    """Drops one message: where the first array of a tree fails, orbax closes the loop that the others report to."""
+    hook = sys.unraisablehook
+
+    def print_others(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != 'Event loop is closed':
+            hook(unraisable)
+
+    sys.unraisablehook = print_others
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+
+
+def _read_pieces(tree: pathlib.Path, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
+    """The arrays of an orbax tree that have these keys."""
+    return _away_from_loops(lambda: _restore_tree(tree, dtypes))
+
+
+def _restore_tree(tree: pathlib.Path, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
-    alone, key = _this_process_alone(), _key(name, piece.start)
+    alone = _this_process_alone()
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, multiprocessing_options=alone)
-    wanted = {key: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)}
-    arguments = ocp.args.PyTreeRestore(item={key: 0}, restore_args=wanted, partial_restore=True)
+    wanted = {key: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype) for key, dtype in dtypes.items()}
+    arguments = ocp.args.PyTreeRestore(item=dict.fromkeys(dtypes, 0), restore_args=wanted, partial_restore=True)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-        return checkpointer.restore(directory / piece.tree, args=arguments)[key]
+        return checkpointer.restore(tree, args=arguments)
+
+
+def _require_unchanged(found: np.ndarray, name: str, piece: Piece) -> None:
+    if (found.shape, _checksum(found)) != (tuple(piece.shape), piece.crc32):
+        raise ValueError(f'leaf {name!r} is not what was saved')
 
 
 def _this_process_alone() -> Any:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -23,13 +24,16 @@ from areal_jax.checkpoint.shards import (
     brief,
     named_leaves,
     require_whole,
+    verify_arrays,
     write_shards,
 )
 from areal_jax.files import sync
 from areal_jax.sharding.placement import HostShards
 
-_ARRAYS, _RUN_STATE, _CONTENTS = 'arrays', 'run_state.json', 'contents.json'
+CONTENTS = 'contents.json'
+_ARRAYS, _RUN_STATE = 'arrays', 'run_state.json'
 _OVERHEAD_BYTES = 1 << 20  # more than orbax's own metadata of a step takes
+_ROOM = 1.2  # checkpoints that must fit on the disk beside those that are kept; with less room only the newest stays
 
 
 class Follower(Protocol):
@@ -59,10 +63,11 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 1):
-        """`keep` >= 1 newest steps stay on the disk."""
+        """`keep` >= 1 newest steps stay on the disk; only the newest where less than 1.2 further checkpoints fit."""
         if keep < 1:
             raise ValueError(f'checkpoint.keep={keep}: the newest checkpoint must stay; use checkpoint.keep >= 1')
         self._directory, self._keep = pathlib.Path(directory).absolute(), keep
+        self._warned = False  # that fewer than `keep` stay
 
     def save(
         self, step: int, arrays: Mapping[str, Any], run_state: Mapping[str, Any], followers: Sequence[Follower] = ()
@@ -78,11 +83,12 @@ class CheckpointStore:
         described = {name: {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)} for name, leaf in leaves.items()}
         target = self._directory / self._new_name(step)
         partial = _hidden(target)
+        needed = len(state) + sum(_whole_bytes(leaf) for leaf in leaves.values()) + _OVERHEAD_BYTES
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for abandoned in self._directory.glob('.step_*.partial'):
-                shutil.rmtree(abandoned)
-            self._require_free_space(step, len(state) + sum(_whole_bytes(leaf) for leaf in leaves.values()))
+            self.remove_unfinished()
+            self._make_room(needed)
+            self._require_free_space(step, needed)
             (partial / _ARRAYS).mkdir(parents=True)
             index = _write_everywhere(partial / _ARRAYS, leaves, followers)
             require_whole({name: leaf['shape'] for name, leaf in described.items()}, index)
@@ -91,7 +97,7 @@ class CheckpointStore:
                 'tree': jax.tree.unflatten(jax.tree.structure(arrays), list(leaves)),
                 'run_state_crc32': zlib.crc32(state.encode()),
             }
-            for name, text in {_RUN_STATE: state, _CONTENTS: json.dumps(contents)}.items():
+            for name, text in {_RUN_STATE: state, CONTENTS: json.dumps(contents)}.items():
                 (partial / name).write_text(text)
                 sync(partial / name)
             for directory in (partial / _ARRAYS, partial):
@@ -107,7 +113,12 @@ class CheckpointStore:
                 f'saving step {step} to {self._directory} failed ({reason}); the disk has {self._free_bytes()} '
                 f'bytes free. {self._newest_stands()}Make room or use another workdir'
             ) from error
-        self._remove_old()
+        self._remove_old(needed)
+
+    def remove_unfinished(self) -> None:
+        """Deletes what a save or a removal that was cut short has left; call it before a run begins."""
+        for abandoned in self._directory.glob('.step_*.partial'):
+            shutil.rmtree(abandoned)
 
     def latest(self) -> int | None:
         """The newest complete step."""
@@ -115,24 +126,64 @@ class CheckpointStore:
         return saves[-1][0] if saves else None
 
     def restore_latest(self) -> tuple[int, Any, dict[str, Any]]:
-        """(step, arrays, run state) of the newest step; see `restore`."""
-        step = self.latest()
-        if step is None:
-            raise CheckpointError(f'--resume found no checkpoint in {self._directory}: start without --resume')
-        return step, *self.restore(step)
+        """(step, arrays, run state) of the newest step that is intact; see `restore`.
+
+        Reads all arrays once, to compare their checksums before anything depends on them. A damaged step that is newer
+        is named on stderr and renamed to `damaged_step_00000012`.
+
+        Raises CheckpointError where there is no step, or none that is intact.
+        """
+        damaged: list[tuple[pathlib.Path, str]] = []
+        for step, _, path in reversed(self._saves()):
+            try:
+                arrays, run_state = _read_step(path, 'it was intact when the run began: look at the disk')
+                verify_arrays(jax.tree.leaves(arrays))
+            except (MemoryError, PermissionError):  # say nothing about the files
+                raise
+            except Exception as error:  # whatever a damaged file makes the readers raise
+                damaged.append((path, brief(error)))
+                continue
+            for path_damaged, reason in damaged:
+                self._set_aside(path_damaged, reason, step)
+            return step, arrays, run_state
+        if not damaged:
+            raise CheckpointError(f'{self._directory} has no checkpoint')
+        reasons = ', '.join(f'{path.name}: {reason}' for path, reason in damaged)
+        raise CheckpointError(
+            f'no checkpoint in {self._directory} is intact ({reasons}): move that directory away to start again at '
+            'update 0 with --resume, or use another --workdir'
+        )
+
+    def _set_aside(self, path: pathlib.Path, reason: str, step: int) -> None:
+        target = path.with_name(f'damaged_{path.name}')
+        while target.exists():
+            target = target.with_name(f'{target.name}_again')
+        path.rename(target)
+        sync(self._directory)
+        print(
+            f'warning: the checkpoint {path} is damaged ({reason}). The run goes on after update {step}, from the '
+            f'checkpoint before; the damaged one is now {target.name}: delete it when nobody needs it',
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def path(self, step: int) -> pathlib.Path:
+        """The directory of a step; the last where it was saved several times. Raises CheckpointError for none."""
+        saves = self._saves()
+        paths = [path for saved, _, path in saves if saved == step]
+        if not paths:
+            known = ', '.join(str(saved) for saved, _, _ in saves) or 'none'
+            raise CheckpointError(f'{self._directory} has no checkpoint of step {step}; it has: {known}')
+        return paths[-1]
 
     def restore(self, step: int) -> tuple[Any, dict[str, Any]]:
         """(arrays, run state) of a step: nested dicts of StoredArray, which are read when they are asked for.
 
         Raises CheckpointError for a step that is missing or damaged, as far as can be seen without the arrays.
         """
-        saves = self._saves()
-        index = max((i for i, (saved, _, _) in enumerate(saves) if saved == step), default=None)
-        if index is None:
-            known = ', '.join(str(saved) for saved, _, _ in saves) or 'none'
-            raise CheckpointError(f'{self._directory} has no checkpoint of step {step}; it has: {known}')
-        path = saves[index][2]
-        if_damaged = f'remove it and {f"go on from step {saves[index - 1][0]}" if index else "start without --resume"}'
+        path, paths = self.path(step), [path for _, _, path in self._saves()]
+        before = paths[: paths.index(path)]
+        if_damaged = f'remove it to go back to {before[-1].name}' if before else 'there is no older one'
         try:
             return _read_step(path, if_damaged)
         except Exception as error:  # whatever a damaged file makes the readers raise
@@ -149,18 +200,47 @@ class CheckpointStore:
         repetitions = [repetition for saved, repetition, _ in self._saves() if saved == step]
         return f'step_{step:08d}' + (f'_{max(repetitions) + 1}' if repetitions else '')
 
-    def _remove_old(self) -> None:
-        for _, _, path in self._saves()[: -self._keep]:
-            hidden = _hidden(path)  # out of sight first: a removal that is cut short leaves no damaged step
-            path.rename(hidden)
-            shutil.rmtree(hidden)
+    def _make_room(self, needed: int) -> None:
+        """Removes the oldest steps, but never the newest, where that lets the next one fit with room to spare."""
+        old = [path for _, _, path in self._saves()[:-1]]
+        if self._free_bytes() + sum(map(_stored_bytes, old)) < needed:
+            return  # they would be lost for nothing
+        for path in old:
+            if self._free_bytes() >= _ROOM * needed:
+                return
+            self._warn_of_room(needed)
+            self._remove(path)
 
-    def _require_free_space(self, step: int, size: int) -> None:
-        needed, free = size + _OVERHEAD_BYTES, self._free_bytes()
+    def _remove_old(self, needed: int) -> None:
+        """Leaves the newest steps; `needed` is the size in bytes of the one just written."""
+        for _, _, path in self._saves()[: -self._keep]:
+            self._remove(path)
+        if (older := self._saves()[:-1]) and self._free_bytes() < _ROOM * needed:
+            self._warn_of_room(needed)
+            for _, _, path in older:
+                self._remove(path)
+
+    def _remove(self, path: pathlib.Path) -> None:
+        hidden = _hidden(path)  # out of sight first: a removal that is cut short leaves no damaged step
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+    def _warn_of_room(self, needed: int) -> None:
+        if not self._warned:
+            print(
+                f'warning: checkpoint.keep={self._keep}, but {self._directory} has {self._free_bytes()} bytes free, '
+                f'less than {_ROOM:g} checkpoints of {needed}: only the newest checkpoint is kept',
+                file=sys.stderr,
+                flush=True,
+            )
+        self._warned = True
+
+    def _require_free_space(self, step: int, needed: int) -> None:
+        free = self._free_bytes()
         if free < needed:
             raise CheckpointError(
                 f'{self._directory} has {free} bytes free, step {step} needs {needed}. {self._newest_stands()}'
-                'Make room, lower checkpoint.keep, or use another workdir'
+                'Make room or use another workdir'
             )
 
     def _free_bytes(self) -> int:
@@ -191,7 +271,7 @@ def _write_everywhere(
 
 
 def _read_step(path: pathlib.Path, if_damaged: str) -> tuple[Any, dict[str, Any]]:
-    contents, state = json.loads((path / _CONTENTS).read_text()), (path / _RUN_STATE).read_bytes()
+    contents, state = json.loads((path / CONTENTS).read_text()), (path / _RUN_STATE).read_bytes()
     if zlib.crc32(state) != contents['run_state_crc32']:
         raise ValueError(f'{_RUN_STATE} is not what was saved')
     described = contents['leaves']
@@ -207,6 +287,10 @@ def _read_step(path: pathlib.Path, if_damaged: str) -> tuple[Any, dict[str, Any]
 
 def _whole_bytes(leaf: np.ndarray | HostShards) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _stored_bytes(directory: pathlib.Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())
 
 
 def _hidden(path: pathlib.Path) -> pathlib.Path:

@@ -27,6 +27,7 @@ from areal_jax.types import (
     Learner,
     Prompt,
     PromptStream,
+    PublishedWeights,
     TrajectoryGroup,
     Verdict,
     Verifier,
@@ -75,7 +76,9 @@ class _Update:
     copy: Any
 
 
-SaveCheckpoint = Callable[[int, Any, Mapping[str, Any]], None]  # step, arrays, run state; on the lane `disk`
+# step, arrays of the learner, weights of earlier versions (lock-step schedules), run state; on the lane `disk`
+SaveCheckpoint = Callable[[int, Any, Mapping[int, Any], Mapping[str, Any]], None]
+CopyVersion = Callable[[PublishedWeights], Any]  # the weights as a checkpoint can hold them; on the lane `publish`
 PriceUpdate = Callable[[Sequence[TrajectoryGroup]], int]  # tokens of an update, for Work('train')
 
 
@@ -98,14 +101,17 @@ class Controller:
         gate: StalenessGate,
         update_tokens: PriceUpdate,
         on_step: Callable[[StepRecord], None],
+        save_checkpoint: SaveCheckpoint,
+        copy_version: CopyVersion,
         ring: VersionRing | None = None,
-        save_checkpoint: SaveCheckpoint | None = None,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._workflow, self._verifier = stream, pool, workflow, verifier
         self._learner, self._channel, self._gate = learner, channel, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
-        self._ring = ring
+        self._ring, self._copy_version = ring, copy_version
+        self._generated_update: int | None = None  # lock-step: the update whose batch the engines generate
+        self._loading = False  # lock-step: the engines are given the version of the next batch
         self._buffer = TrajectoryBuffer()
         self._running: dict[int, RunningGroup] = {}  # by draw
         self._dropped: collections.Counter[str] = collections.Counter()
@@ -118,7 +124,7 @@ class Controller:
         self._admission = clock.event('admission (staleness, memory or checkpoint)')
         self._filled = clock.event('a full batch in the buffer, or a stop')
         self._published = clock.event('publication of the last update')
-        self._settled = clock.event('verifications under way')
+        self._settled = clock.event('verifications or a load under way')
         self._saved = clock.event('the checkpoint before')
         self.stop_requested = clock.event('stop requested')
         self._finished: BoundedQueue[tuple[RunningGroup, Episode, Verdict]] = BoundedQueue(
@@ -149,19 +155,29 @@ class Controller:
     async def _admit_by_schedule(self) -> None:
         """Lock-step: the batch of one update is generated wholly with the version that the schedule names."""
         assert self._ring is not None
-        for update in range(self._trained_version, self._settings.steps):
-            version = self._ring.version_for(update)
-            while self._gate.version < version:
-                self._admission.clear()
-                await self._clock.wait(self._admission)
-            await self._pool.load_weights(self._ring.weights(version))
+        resumed = self._generated_update  # the engines hold the version of this one already
+        for update in range(self._trained_version if resumed is None else resumed, self._settings.steps):
+            if update != resumed:
+                await self._load_for(update)
             wanted = (update + 1) * self._settings.groups_per_update  # a group that fails leaves the count: refilled
             while self._running or self._gate.admitted < wanted:
-                if self._gate.admitted < wanted and self._gate.is_open():
+                if self._gate.admitted < wanted and self._gate.is_open() and not self._admission_closed:
                     self._start_group(self._draw())
                 else:
                     self._admission.clear()
                     await self._clock.wait(self._admission)
+
+    async def _load_for(self, update: int) -> None:
+        """Lock-step: every engine gets the version that the batch of this update is generated with."""
+        assert self._ring is not None
+        version = self._ring.version_for(update)
+        while self._admission_closed or self._gate.version < version:
+            self._admission.clear()
+            await self._clock.wait(self._admission)
+        self._loading = True
+        await self._pool.load_weights(self._ring.weights(version))
+        self._loading, self._generated_update = False, update
+        self._settled.set()
 
     def _draw(self) -> Prompt:
         prompt = self._stream.draw()
@@ -242,8 +258,7 @@ class Controller:
                 await self.save_for_good()
                 return False
             await self._update(groups)
-            every = self._settings.checkpoint_every
-            if every and self._trained_version % every == 0:
+            if self._is_checkpoint_due():
                 await self._publication_of(self._trained_version)
                 await self._checkpoint()
         await self._publication_of(self._trained_version)
@@ -253,6 +268,11 @@ class Controller:
             await self._pool.load_weights(self._ring.weights(self._trained_version))
         await self._wait_saved()
         return True
+
+    def _is_checkpoint_due(self) -> bool:
+        """After every `checkpoint.every` updates, and after the last one."""
+        every, trained = self._settings.checkpoint_every, self._trained_version
+        return trained == self._settings.steps or (every > 0 and trained % every == 0)
 
     async def _form_batch(self) -> list[TrajectoryGroup] | None:
         """The lowest draws buffered, once there are enough that are young enough; None when the run shall stop."""
@@ -335,32 +355,44 @@ class Controller:
         self._filled.set()
 
     async def save_for_good(self) -> None:
-        """The last checkpoint of a run that was asked to stop, if it keeps any; returns when it is written."""
+        """The last checkpoint of a run that was asked to stop; returns when it is written."""
         await self._publication_of(self._trained_version)
         await self._checkpoint()
         await self._wait_saved()
 
     async def _checkpoint(self) -> None:
         """Stand still between two dispatches, take the whole state at one instant, and write it while going on."""
-        if self._save_checkpoint is None or self._saved_for_good:
+        if self._saved_for_good:
             return
         await self._wait_saved()
         self._admission_closed = True
+        while self._loading:
+            self._settled.clear()
+            await self._clock.wait(self._settled)
         await self._pool.pause()
         while self._verifying:
             self._settled.clear()
             await self._clock.wait(self._settled)
         arrays = await self._clock.run('learner', self._learner.save, Work('snapshot'))
+        earlier = await self._copy_earlier_versions()
         self._saving = True
         self._log.write('save', update=self._trained_version)
         save, step, run_state = self._save_checkpoint, self._trained_version, self.snapshot()
-        self._supervisor.start('save', self._write_checkpoint(step, lambda: save(step, arrays, run_state)))
+        self._supervisor.start('save', self._write_checkpoint(step, lambda: save(step, arrays, earlier, run_state)))
         stopped = self.stop_requested.is_set()
         self._saved_for_good = stopped or self._trained_version == self._settings.steps
         if not stopped:
             self._admission_closed = False
             self._pool.resume()
             self._admission.set()
+
+    async def _copy_earlier_versions(self) -> dict[int, Any]:
+        """Lock-step: the weights of the ring by version, without the newest, which the learner's own are."""
+        held = self._ring.earlier() if self._ring else []
+        if not held:
+            return {}
+        copy = lambda: {published.version: self._copy_version(published) for published in held}
+        return await self._clock.run('publish', copy, Work('snapshot', len(held)))
 
     async def _write_checkpoint(self, step: int, write: Callable[[], None]) -> None:
         await self._clock.run('disk', write, Work('save', 1, {'update': step}))
@@ -384,11 +416,13 @@ class Controller:
             'running': [group.copy() for group in self._running.values()],
             'order': self._pool.order(),
             'dropped': dict(self._dropped),
+            'generated_update': self._generated_update,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot; call before `run`."""
         self._trained_version, self._saving = state['version'], True
+        self._generated_update = state['generated_update']
         self._stream.restore(state['stream'])
         self._gate.restore(state['gate'])
         for group in state['buffer']:

@@ -57,14 +57,31 @@ class VersionRing:
         return max(0, update - self._schedule.delay(update))
 
     def add(self, published: PublishedWeights) -> int:
-        """Keep the version; returns the lowest one that is still needed."""
+        """Keep the version; returns the lowest one that is still needed. Versions come in ascending order."""
         self._weights[published.version] = published
         lowest = max(0, published.version - self._schedule.longest)
         self._weights = {version: weights for version, weights in self._weights.items() if version >= lowest}
         return lowest
 
     def weights(self, version: int) -> PublishedWeights:
+        """Raises ConfigError for a version that is not held: the trace differs from the one of the checkpoint."""
+        if version not in self._weights:
+            raise ConfigError(
+                f'staleness.schedule asks for version {version}, and the run holds {sorted(self._weights)}: its trace '
+                'file was changed since the checkpoint; bring the old one back, or start anew in another --workdir'
+            )
         return self._weights[version]
+
+    def in_use(self, generated_update: int | None) -> PublishedWeights:
+        """What the engines begin with: the version of the batch they generate; the newest where none is unfinished."""
+        newest = max(self._weights)
+        if generated_update is None or generated_update < newest:  # none yet, or it is trained
+            return self.weights(newest)
+        return self.weights(self.version_for(generated_update))
+
+    def earlier(self) -> list[PublishedWeights]:
+        """All versions held but the newest, ascending: what a checkpoint needs beside the learner's weights."""
+        return [self._weights[version] for version in sorted(self._weights)[:-1]]
 
 
 def _uniform(seed: int, update: int, longest: int) -> int:

@@ -50,6 +50,7 @@ class RunFacts:
     cpu_seconds: float | None = None  # of the process tree, in the window
     cores: int = 1
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
+    prolonged: Sequence[Mapping[str, int]] = ()
 
     def save(self, workdir: pathlib.Path | str) -> None:
         """Write WORKDIR/facts.json, all or nothing."""

@@ -1,6 +1,7 @@
 """Real decode engine and learner under the virtual clock: bit-equal runs, exact resume, exact log-probs."""
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import pytest
 
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import logprob_of
-from areal_jax.ranges import ConfigError
 from areal_jax.types import GenerationRequest, TrajectoryGroup
 from tests.app.small import SmallRun, equal
 
@@ -180,15 +180,37 @@ def test_fixed_staleness_trains_on_one_age(tmp_path):
     assert seen == [{age} for age in ages]
 
 
-def test_a_stopped_lock_step_run_keeps_no_checkpoint_and_says_so_at_resume(tmp_path):
-    """Its ring of versions is in no checkpoint, so one could not be gone on from."""
-    fields = {'staleness__schedule': 'fixed(2)'}
-    stopped = SmallRun(tmp_path, **fields).session
-    stopped.log.listeners.append(lambda e: stopped.controller.stop_requested.set() if e['kind'] == 'publish' else None)
-    assert stopped.train() is None
-    assert not any(stopped.workdir.glob('checkpoints/step_*'))
-    with pytest.raises(ConfigError, match=r"staleness.schedule='fixed\(2\)': a lock-step run keeps no checkpoint"):
-        SmallRun(tmp_path, resume=True, **fields)
+@pytest.mark.parametrize(
+    ('schedule', 'fields'),
+    [
+        ('fixed(2)', {}),
+        ('fixed(2)', {'publication__channel': 'files', 'publication__dtype': 'bfloat16'}),
+        ('trace', {}),
+    ],
+)
+def test_a_resumed_lock_step_run_equals_the_uninterrupted_one(tmp_path, schedule, fields):
+    (tmp_path / 'delays').write_text('0 2 1')
+    fields = fields | {'staleness__schedule': schedule.replace('trace', f'trace({tmp_path}/delays)')}
+    fields |= {'checkpoint__every': 1, 'checkpoint__keep': 6, 'run__steps': 6}
+    whole = SmallRun(tmp_path / 'whole', **fields).train()
+    for step in (1, 4):
+        at = tmp_path / str(step)
+        shutil.copytree(whole.workdir, at)
+        shutil.rmtree(at / 'publication', ignore_errors=True)  # its versions come out of the checkpoint
+        for later in range(step + 1, 7):
+            shutil.rmtree(at / 'checkpoints' / f'step_{later:08d}')
+        resumed = SmallRun(at, resume=True, **fields)
+        assert resumed.session.version_at_start == step
+        resumed.train()
+        assert equal(resumed.final, whole.final)
+        assert tokens_of(resumed.batches) == tokens_of(whole.batches[step:])
+
+
+def tokens_of(batches):
+    """With versions and log-probs, to the bit."""
+    trajectories = [t for groups in batches for g in groups for t in g.trajectories]
+    arrays = ('tokens', 'policy_versions', 'behavior_logprobs')
+    return [[getattr(t, name).tobytes() for name in arrays] for t in trajectories]
 
 
 def test_a_run_stopped_in_its_last_evaluation_is_saved_and_goes_on_with_it(tmp_path):

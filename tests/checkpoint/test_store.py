@@ -76,7 +76,7 @@ def test_keep_below_one_is_refused(tmp_path):
 
 
 def test_nothing_to_resume_from(tmp_path):
-    with pytest.raises(CheckpointError, match=f'--resume found no checkpoint in {tmp_path}/x: start without --resume'):
+    with pytest.raises(CheckpointError, match=f'{tmp_path}/x has no checkpoint'):
         CheckpointStore(tmp_path / 'x').restore_latest()
     store = CheckpointStore(tmp_path)
     _save(store, 4)
@@ -104,7 +104,7 @@ def test_any_missing_or_empty_file_is_reported_or_harmless(tmp_path):
     assert len(messages) >= 4  # run_state.json, contents.json, the tree's metadata, the arrays
     for message in itertools.chain(*messages.values()):
         assert f'{torn}/step_00000007 is damaged' in message
-        assert message.endswith('remove it and go on from step 6')
+        assert message.endswith('remove it to go back to step_00000006')
 
 
 @pytest.mark.parametrize('name', ['run_state.json', 'arrays'])
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_reported(tmp_path, name):
     content[place] ^= 2
     path.write_bytes(content)
     what = "leaf 'w'" if name == 'arrays' else 'run_state.json'
-    with pytest.raises(CheckpointError, match=f'damaged .*{what} is not what was saved.*: remove it and start without'):
+    with pytest.raises(CheckpointError, match=f'damaged .*{what} is not what was saved.*: there is no older one'):
         _restored(store, 1)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from areal_jax.control.clocks.loop import DeadlockError
 from areal_jax.control.controller import UnverifiedError
+from areal_jax.ranges import ConfigError
 from areal_jax.types import NOT_GENERATED, Trajectory, TrajectoryGroup
 from tests.toys import PRICES, STOP, ToyLearner, ToyRun, length, logprob, token, toy_prompt
 
@@ -234,6 +235,50 @@ def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_p
     assert partial > 0  # some answers were in the middle
 
 
+@pytest.mark.parametrize('save_s', [0.03, 1.0])
+@pytest.mark.parametrize('engines', [1, 2])
+@pytest.mark.parametrize('schedule', ['fixed(0)', 'fixed(2)', 'uniform(0,3)', 'trace'])
+def test_a_lock_step_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(tmp_path, schedule, engines, save_s):
+    (tmp_path / 'delays').write_text('0 3 1 2 0')
+    options = {'steps': 8, 'engines': engines, 'delays': [1, 4], 'fail': [3, 11, 13], 'checkpoint_every': 1}
+    options |= {'eta': math.inf, 'schedule': f'trace({tmp_path}/delays)' if schedule == 'trace' else schedule}
+    options['prices'] = PRICES | {'train': 0.0005, 'save': save_s}
+    whole = ToyRun(**options).run()
+    assert len(whole.checkpoints) == 8
+    partial = held = 0
+    for checkpoint in whole.checkpoints:
+        state = checkpoint['run_state']
+        partial += sum(bool(e.segments) for g in state['running'] for e in g.open_episodes())
+        held += len(checkpoint['earlier'])
+        resumed = ToyRun(**options, resume=checkpoint).run()
+        assert resumed.finished is True
+        assert resumed.learner.w == whole.learner.w
+        later = [e for e in whole.log.events if e['seq'] >= state['next_seq']]
+        assert what_happened(resumed.log.events, state['clock_s']) == what_happened(later, state['clock_s'])
+        for step, expected in zip(resumed.steps, whole.steps[checkpoint['step'] :], strict=True):
+            assert step.metrics == expected.metrics
+    assert (partial > 0) == (schedule != 'fixed(0)')  # where generation runs ahead, answers were in the middle
+    assert (held > 0) == (schedule != 'fixed(0)')
+
+
+def test_a_trace_that_was_changed_before_the_resume_is_named(tmp_path):
+    delays = tmp_path / 'delays'
+    delays.write_text('1')
+    options = {'steps': 6, 'eta': math.inf, 'schedule': f'trace({delays})', 'checkpoint_every': 1}
+    checkpoint = ToyRun(**options).run().checkpoints[3]
+    delays.write_text('4')
+    with pytest.raises(ConfigError, match=r'staleness\.schedule asks for version 0, and the run holds \[3, 4\]'):
+        ToyRun(**options, resume=checkpoint).run()
+
+
+def test_a_run_is_saved_after_its_last_update():
+    for options in ({}, {'checkpoint_every': 4}, {'checkpoint_every': 3}, {'schedule': 'fixed(1)', 'eta': math.inf}):
+        run = ToyRun(steps=6, **options).run()
+        every = options.get('checkpoint_every', 6)
+        assert [c['step'] for c in run.checkpoints] == sorted({*range(every, 7, every), 6})
+        assert [e['update'] for e in run.log.events if e['kind'] == 'save'][-1] == 6
+
+
 def test_a_scorer_that_always_fails_ends_the_run():
     """A group with a verified answer starts the count again: of draws 0 to 69 all fail but 31."""
     run = ToyRun(steps=40, fail=[*range(31), *range(32, 70)])
@@ -276,7 +321,7 @@ def test_a_stop_at_any_moment_saves_and_ends(how):
         run.run()
         saved = [checkpoint['step'] for checkpoint in run.checkpoints]
         assert saved == sorted(set(saved)), 'an update was saved twice'
-        if stop.is_set() and 'schedule' not in how:  # also after the last update: what follows may be cut short
+        if stop.is_set():  # also after the last update: what follows may be cut short
             assert saved[-1] == len(run.steps)
         outcomes.add((run.finished, len(run.steps)))
     assert outcomes >= {(False, 0), (False, 1), (False, 2), (True, 3)}
