@@ -24,14 +24,13 @@ class Whole(np.ndarray):
 
 
 class LongAnswers:
-    """Answers of four segments without an engine: two versions, output of a tool, and a third version."""
+    """Answers of four segments without an engine and without taking time: text, output of a tool, and both again."""
 
     def __init__(self, gate, tokens):
         self._gate, self._tokens = gate, tokens
 
     async def run(self, prompt, episode):
-        newest = self._gate.version
-        for version in (max(0, newest - 1), newest, NOT_GENERATED, newest):
+        for version in (self._gate.version, NOT_GENERATED, self._gate.version, NOT_GENERATED):
             tokens, logprobs = (np.ones(self._tokens, dtype).view(Whole) for dtype in (np.int32, np.float32))
             episode.append(Segment(tokens, logprobs, version))
         episode.finish_reason = 'stop'
@@ -57,7 +56,7 @@ async def verdict(prompt, answer_tokens, finish_reason):
 
 def lines_run(tokens):
     """Lines of areal_jax/control executed on the loop for a run whose segments have `tokens` tokens."""
-    run = ToyRun(steps=4, checkpoint_every=2, max_token_age=1, over_age='drop', prices=dict.fromkeys(
+    run = ToyRun(steps=4, checkpoint_every=2, max_token_age=3, over_age='drop', prices=dict.fromkeys(
         ('decode', 'prefill', 'train', 'publish', 'load', 'snapshot', 'reward', 'save'), 0.01
     ))  # fmt: skip
     controller = run.controller
