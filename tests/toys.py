@@ -111,7 +111,7 @@ class ToyLearner:
         self.w = w
         self.trained: list[list[int]] = []
 
-    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
         self.trained.append([group.draw for group in groups])
         content = [
             (g.draw, t.sample, t.reward, t.tokens.tolist(), t.behavior_logprobs.tolist(), t.policy_versions.tolist())
@@ -119,7 +119,11 @@ class ToyLearner:
             for t in g.trajectories
         ]
         self.w = int.from_bytes(hashlib.sha256(repr((self.w, content)).encode()).digest()[:6], 'big')
-        return {'loss': 0.0}
+        ages = [version - v for g in groups for t in g.trajectories for v in t.policy_versions.tolist() if v >= 0]
+        return {
+            'staleness/token_age_max': max(ages),
+            'staleness/token_age_histogram': [ages.count(age) for age in range(max(ages) + 1)],
+        }
 
     def publish(self, version: int) -> int:
         return self.w
@@ -198,6 +202,7 @@ class ToyRun:
         fail: Sequence[int] = (),
         prices: Mapping[str, float] = PRICES,
         max_running: int = 8,
+        buffer_capacity: int = 64,
         max_token_age: int | None = None,
         over_age: str = 'off',
         checkpoint_every: int = 0,
@@ -213,7 +218,7 @@ class ToyRun:
         self.supervisor = Supervisor(self.clock)
         self.learner, channel = ToyLearner(), ToyChannel()
         self.gate = StalenessGate(
-            groups_per_update=groups_per_update, eta=eta, max_running=max_running, buffer_capacity=64,
+            groups_per_update=groups_per_update, eta=eta, max_running=max_running, buffer_capacity=buffer_capacity,
             max_admitted=steps * groups_per_update,
         )  # fmt: skip
         version = state['version'] if state else 0

@@ -1,4 +1,7 @@
-"""Turns steps and events into metrics: what an update leaves on disk and on the terminal."""
+"""Turns steps and events into metrics: what an update leaves on disk and on the terminal.
+
+What concerns the trained tokens is measured by the learner and only passed on; the counters here are of the loop.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 from areal_jax.app.compilations import CompilationCounter
 from areal_jax.control.controller import StepRecord
 from areal_jax.telemetry import names
-from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.metrics import MetricsWriter, merge
 from areal_jax.telemetry.progress import Progress
 
 
@@ -52,24 +55,46 @@ class StepObserver:
     def on_step(self, record: StepRecord) -> None:
         if self._cpu_at_first_admission is not None:
             self.cpu_seconds_in_window = self._cpu_seconds() - self._cpu_at_first_admission
-        seconds = max(record.time_s - self._last_time_s, 1e-9)
-        trained = record.metrics.get('update/trained_tokens', 0.0)
         compiled = self._compilations.count
-        values = {
-            **record.metrics,
-            names.TIME: record.time_s,
-            names.GENERATE_RATE: self._generated / seconds,
-            names.TRAIN_RATE: trained / seconds,
-            names.TOKENS_GENERATED: self._generated,
-            names.TOKENS_TRAINED: trained,
-            names.GROUPS_TRAINED: record.metrics.get('update/trained_groups', 0.0),
-            names.BUFFER_GROUPS: record.buffered,
-            names.INTERRUPTIONS: self._interruptions,
-            names.PUBLISH_PAUSE: record.publish_pause_s,
-            names.COMPILATIONS: compiled - self._compiled,
-            **{f'{names.GROUPS_DROPPED}{reason}': count for reason, count in record.dropped.items()},
-        }
+        pause = {} if record.publish_pause_s is None else {names.PUBLISH_PAUSE: record.publish_pause_s}
+        values = merge(
+            learner=record.metrics,
+            observer=self._counted(record),
+            controller={
+                names.TIME: record.time_s,
+                names.BUFFER_GROUPS: record.buffered,
+                **{f'{names.GROUPS_DROPPED}{reason}': count for reason, count in record.dropped.items()},
+                **{f'{names.ADMISSION_HELD}{bound}': seconds for bound, seconds in record.held_s.items()},
+            },
+            engines=pause,
+            process={names.COMPILATIONS: compiled - self._compiled},
+        )
         self._metrics.write(record.step, values)
         if self._progress:
             self._progress.update(record.step, values)
         self._last_time_s, self._generated, self._interruptions, self._compiled = record.time_s, 0, 0, compiled
+
+    def state(self) -> dict[str, Any]:
+        """What the next update's metrics need from before this instant, JSON-able."""
+        return {
+            'last_time_s': self._last_time_s,
+            'generated': self._generated,
+            'interruptions': self._interruptions,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state` of the run that is resumed."""
+        self._last_time_s = state['last_time_s']
+        self._generated, self._interruptions = state['generated'], state['interruptions']
+
+    def _counted(self, record: StepRecord) -> dict[str, Any]:
+        seconds = max(record.time_s - self._last_time_s, 1e-9)
+        trained = record.metrics.get(names.UPDATE_TOKENS, 0.0)
+        return {
+            names.GENERATE_RATE: self._generated / seconds,
+            names.TRAIN_RATE: trained / seconds,
+            names.TOKENS_GENERATED: self._generated,
+            names.TOKENS_TRAINED: trained,
+            names.GROUPS_TRAINED: record.metrics.get(names.UPDATE_GROUPS, 0.0),
+            names.INTERRUPTIONS: self._interruptions,
+        }

@@ -138,6 +138,7 @@ class Session:
         self._build_controller(task, sampling, ring)
         if snapshot:
             self.controller.restore(snapshot)
+            self.observer.restore(snapshot['observer'])
         self._build_evaluator(task, sampling, model)
         self._plots = config.telemetry.plots
         self._compilation_budget = config.run.compilation_budget
@@ -200,6 +201,7 @@ class Session:
             ring=ring,
             update_tokens=self.learner.update_tokens,
             on_step=self.observer.on_step,
+            observer_state=self.observer.state,
             save_checkpoint=self._save_checkpoint,
             copy_version=lambda published: jax.device_get(self._channel.receive(published)),
         )

@@ -15,7 +15,7 @@ from areal_jax.control.episode import Episode, RunningGroup
 from areal_jax.errors import UserError
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
-FORMAT = 1
+FORMAT = 2
 _NUMBER = (int, float)
 
 # what a run state must have beside 'format'; further keys are carried as they are
@@ -29,6 +29,8 @@ SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'running': list,  # admitted groups: finished trajectories, partial segments
     'order': list,  # (engine, draw, sample) of open requests, as engines serve them
     'dropped': dict,  # counts by reason
+    'admission': dict,  # seconds in which it was closed since the last update, by bound
+    'observer': dict,  # what the metrics of the next update need from before the save
 }
 
 
@@ -37,7 +39,7 @@ class RunStateError(UserError, ValueError):
 
 
 def encode_run_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`Controller.snapshot()` and any further JSON-able keys (token counters, ...) as a JSON-able dict.
+    """`Controller.snapshot()` and any further JSON-able keys as a JSON-able dict.
 
     Raises RunStateError that names a missing key or a value that JSON can not carry unchanged.
     """

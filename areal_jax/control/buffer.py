@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from areal_jax.types import NOT_GENERATED, Dropped, TrajectoryGroup
+from areal_jax.types import Dropped, TrajectoryGroup
 
 
 class TrajectoryBuffer:
@@ -42,14 +42,3 @@ class TrajectoryBuffer:
     def groups(self) -> list[TrajectoryGroup]:
         """What is inside, lowest draw first."""
         return [group for _, group in sorted(self._heap, key=lambda entry: entry[0])]
-
-
-def token_ages(group: TrajectoryGroup, version: int) -> list[int]:
-    """Age in versions of every generated token of the group at `version`."""
-    return [
-        version - segment.policy_version
-        for trajectory in group.trajectories
-        for segment in trajectory.segments
-        if segment.policy_version != NOT_GENERATED
-        for _ in segment.tokens
-    ]

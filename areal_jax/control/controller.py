@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from areal_jax.control.buffer import TrajectoryBuffer, token_ages
+from areal_jax.control.buffer import TrajectoryBuffer
 from areal_jax.control.episode import Episode, Pool, RunningGroup, Workflow
 from areal_jax.control.events import EventLog
-from areal_jax.control.gate import StalenessGate
+from areal_jax.control.gate import Bound, HeldTimes, StalenessGate
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
@@ -60,9 +60,10 @@ class StepRecord:
     step: int  # the version published
     time_s: float
     groups: Sequence[TrajectoryGroup]
-    metrics: Mapping[str, float]
-    publish_pause_s: float
+    metrics: Mapping[str, Any]  # of the learner, as they are
+    publish_pause_s: float | None  # None: in lock-step engines load weights apart from publications
     buffered: int
+    held_s: Mapping[str, float]  # clock seconds in which admission was closed since the last update, by gate.Bound
     dropped: Mapping[str, int]  # by reason, since the start
 
 
@@ -72,7 +73,7 @@ class _Update:
 
     version: int
     groups: list[TrajectoryGroup]
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     copy: Any
 
 
@@ -104,15 +105,18 @@ class Controller:
         save_checkpoint: SaveCheckpoint,
         copy_version: CopyVersion,
         ring: VersionRing | None = None,
+        observer_state: Callable[[], Mapping[str, Any]] = dict,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._workflow, self._verifier = stream, pool, workflow, verifier
         self._learner, self._channel, self._gate = learner, channel, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
+        self._observer_state = observer_state  # of whoever listens to the steps: saved at the instant of a snapshot
         self._ring, self._copy_version = ring, copy_version
         self._generated_update: int | None = None  # lock-step: the update whose batch the engines generate
         self._loading = False  # lock-step: the engines are given the version of the next batch
         self._buffer = TrajectoryBuffer()
+        self._held = HeldTimes()
         self._running: dict[int, RunningGroup] = {}  # by draw
         self._dropped: collections.Counter[str] = collections.Counter()
         self._trained_version = 0  # of the learner's weights; publication follows
@@ -147,10 +151,19 @@ class Controller:
 
     async def _admit(self) -> None:
         while True:
-            while self._admission_closed or not self._gate.is_open():
-                self._admission.clear()
-                await self._clock.wait(self._admission)
+            while bound := self._closed_by():
+                await self._wait_for_admission(bound)
             self._start_group(self._draw())
+
+    def _closed_by(self) -> Bound | None:
+        if self._admission_closed:
+            return 'stop' if self.stop_requested.is_set() else 'checkpoint'
+        return self._gate.closed_by()
+
+    async def _wait_for_admission(self, bound: Bound) -> None:
+        self._held.note(bound, self._clock.now())
+        self._admission.clear()
+        await self._clock.wait(self._admission)
 
     async def _admit_by_schedule(self) -> None:
         """Lock-step: the batch of one update is generated wholly with the version that the schedule names."""
@@ -161,19 +174,20 @@ class Controller:
                 await self._load_for(update)
             wanted = (update + 1) * self._settings.groups_per_update  # a group that fails leaves the count: refilled
             while self._running or self._gate.admitted < wanted:
-                if self._gate.admitted < wanted and self._gate.is_open() and not self._admission_closed:
+                bound = self._closed_by() if self._gate.admitted < wanted else 'schedule'
+                if bound is None:
                     self._start_group(self._draw())
                 else:
-                    self._admission.clear()
-                    await self._clock.wait(self._admission)
+                    await self._wait_for_admission(bound)
+        self._held.note('steps', self._clock.now())
 
     async def _load_for(self, update: int) -> None:
         """Lock-step: every engine gets the version that the batch of this update is generated with."""
         assert self._ring is not None
         version = self._ring.version_for(update)
         while self._admission_closed or self._gate.version < version:
-            self._admission.clear()
-            await self._clock.wait(self._admission)
+            await self._wait_for_admission('schedule')
+        self._held.note('schedule', self._clock.now())
         self._loading = True
         await self._pool.load_weights(self._ring.weights(version))
         self._loading, self._generated_update = False, update
@@ -319,9 +333,9 @@ class Controller:
             )
             del copy
             self._log.write('publish', version=version, manifest=published.manifest_hash)
+            pause_s = None
             if self._ring:
                 self._channel.release(self._ring.add(published))
-                pause_s = 0.0
             else:
                 pause_s = await self._pool.load_weights(published)
                 self._channel.release(version)
@@ -330,14 +344,16 @@ class Controller:
             self._admission.set()
             self._published.set()
 
-    def _record_step(self, update: _Update, pause_s: float) -> None:
+    def _record_step(self, update: _Update, pause_s: float | None) -> None:
+        now = self._clock.now()
         step = StepRecord(
             step=update.version,
-            time_s=self._clock.now(),
+            time_s=now,
             groups=update.groups,
-            metrics=dict(update.metrics) | _staleness_metrics(update.groups, update.version - 1),
+            metrics=update.metrics,
             publish_pause_s=pause_s,
             buffered=len(self._buffer),
+            held_s=self._held.take(now),
             dropped=dict(self._dropped),
         )
         self._on_step(step)
@@ -352,6 +368,7 @@ class Controller:
     async def _watch_stop(self) -> None:
         await self._clock.wait(self.stop_requested)
         self._admission_closed = True
+        self._held.note('stop', self._clock.now())
         self._filled.set()
 
     async def save_for_good(self) -> None:
@@ -369,6 +386,7 @@ class Controller:
         while self._loading:
             self._settled.clear()
             await self._clock.wait(self._settled)
+        self._held.note(self._closed_by(), self._clock.now())
         await self._pool.pause()
         while self._verifying:
             self._settled.clear()
@@ -417,6 +435,8 @@ class Controller:
             'order': self._pool.order(),
             'dropped': dict(self._dropped),
             'generated_update': self._generated_update,
+            'admission': self._held.state(self._clock.now()),
+            'observer': dict(self._observer_state()),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -429,6 +449,7 @@ class Controller:
             self._buffer.put(group)
         self._running = {group.prompt.draw: group for group in state['running']}
         self._dropped.update(state['dropped'])
+        self._held.restore(state['admission'])
         self._restored_order = [(draw, sample) for _, draw, sample in state['order']]
         self._log.write('restore', update=self._trained_version)
 
@@ -448,19 +469,3 @@ class Controller:
 def _stamp_consumed(group: TrajectoryGroup, now: float) -> TrajectoryGroup:
     stamped = tuple(dataclasses.replace(trajectory, consumed_s=now) for trajectory in group.trajectories)
     return dataclasses.replace(group, trajectories=stamped)
-
-
-def _staleness_metrics(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, Any]:
-    """Token ages at `version`, the version when the batch was formed, and versions per trajectory."""
-    ages = [age for group in groups for age in token_ages(group, version)]
-    counts = collections.Counter(ages)
-    spans = [len({s.policy_version for s in t.segments}) for group in groups for t in group.trajectories]
-    rewards = [t.reward for group in groups for t in group.trajectories]
-    return {
-        'reward/mean': sum(rewards) / len(rewards),
-        'staleness/token_age_mean': sum(ages) / max(1, len(ages)),
-        'staleness/token_age_max': max(ages, default=0),
-        'staleness/token_age_histogram': [counts[age] for age in range(max(ages, default=0) + 1)],
-        'staleness/versions_per_trajectory_mean': sum(spans) / len(spans),
-        'staleness/versions_per_trajectory_max': max(spans),
-    }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+# why no group may start: fields of the config, or what the controller does meanwhile
+Bound = Literal['steps', 'eta', 'max_running_groups', 'buffer_capacity', 'schedule', 'checkpoint', 'stop']
 
 
 class StalenessGate:
@@ -40,13 +43,20 @@ class StalenessGate:
             return math.inf
         return math.floor(self.version + self.eta + 1) * self.groups_per_update - self.admitted
 
+    def closed_by(self) -> Bound | None:
+        """The bound that lets no group start, None where admission is open; of several the first in this order."""
+        if self.admitted >= self.max_admitted:
+            return 'steps'
+        if self.stale_capacity() <= 0:
+            return 'eta'
+        if self.running >= self.max_running:
+            return 'max_running_groups'
+        if self.running + self.buffered >= self.buffer_capacity:
+            return 'buffer_capacity'
+        return None
+
     def is_open(self) -> bool:
-        return (
-            self.stale_capacity() > 0
-            and self.running < self.max_running
-            and self.running + self.buffered < self.buffer_capacity
-            and self.admitted < self.max_admitted
-        )
+        return self.closed_by() is None
 
     def admit(self) -> None:
         if not self.is_open():
@@ -89,3 +99,32 @@ class StalenessGate:
             f'admitted={self.admitted}, running={self.running}/{self.max_running}, '
             f'buffered={self.buffered}/{self.buffer_capacity})'
         )
+
+
+class HeldTimes:
+    """Clock seconds in which admission was closed, by the bound that closed it; constant work per change."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}  # since the last `take`
+        self._bound: Bound | None = None
+        self._since_s = 0.0
+
+    def note(self, bound: Bound | None, now_s: float) -> None:
+        """From now on admission is closed by `bound`; None = it is open."""
+        if self._bound is not None and now_s > self._since_s:
+            self._seconds[self._bound] = self._seconds.get(self._bound, 0.0) + now_s - self._since_s
+        self._bound, self._since_s = bound, now_s
+
+    def take(self, now_s: float) -> dict[str, float]:
+        """Seconds by bound since the last call; a bound that never closed admission is absent."""
+        self.note(self._bound, now_s)
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def state(self, now_s: float) -> dict[str, Any]:
+        """JSON-able; splits the interval under way, so that a resumed run adds the same terms in the same order."""
+        self.note(self._bound, now_s)
+        return {'seconds': dict(self._seconds), 'bound': self._bound, 'since_s': self._since_s}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._seconds, self._bound, self._since_s = dict(state['seconds']), state['bound'], state['since_s']

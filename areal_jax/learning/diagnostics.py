@@ -16,7 +16,7 @@ from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup, concate
 
 
 def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Rewards of all groups of the update; counts of those that stay after the filter."""
+    """Rewards of all groups of the update; counts of those that the filter of equal rewards leaves and takes out."""
     metrics = {
         'update/groups': float(len(groups)),
         'update/trained_groups': float(len(kept)),
@@ -30,10 +30,10 @@ def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGro
 
 
 def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
-    """Age of the trained tokens when the batch was formed (version - policy version), and how versions mix.
+    """Age of the trained tokens when the batch was formed (version - policy version), and how versions mix in them.
 
     Masked tokens are counted in the groups, because a minibatch of nothing else is not among the batches. The histogram
-    is a list: trained tokens of age 0, 1, 2, ...
+    is a list, trained tokens of age 0, 1, 2, ...; it is empty where nothing is trained.
     Raises BatchError for a token of a version that is not published yet.
     """
     trained = _join([b.loss_mask for b in batches], bool)
@@ -46,7 +46,9 @@ def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch],
     generated = sum(len(s.tokens) for s in segments if s.policy_version != NOT_GENERATED)
     metrics: dict[str, Any] = {
         'update/trained_tokens': float(trained.sum()),
+        'update/trained_trajectories': 0.0,
         'staleness/masked_tokens': float(generated - trained.sum()),
+        'staleness/token_age_histogram': np.bincount(ages[trained]).astype(float).tolist(),
     }
     if trained.any():
         versions_of = np.unique(np.stack([ids[trained], ages[trained]]), axis=1)[0]  # one entry per (trajectory, age)
@@ -54,7 +56,7 @@ def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch],
         metrics |= {
             'staleness/token_age_mean': float(ages[trained].mean()),
             'staleness/token_age_max': float(ages[trained].max()),
-            'staleness/token_age_histogram': np.bincount(ages[trained]).astype(float).tolist(),
+            'update/trained_trajectories': float(len(counts)),
             'staleness/versions_per_trajectory_mean': float(counts.mean()),
             'staleness/versions_per_trajectory_max': float(counts.max()),
         }

@@ -29,6 +29,7 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.placement import gather, place
 from areal_jax.sharding.rules import data_shards, param_shardings, replicated, row_sharding
+from areal_jax.telemetry.metrics import merge
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
@@ -130,8 +131,12 @@ class SpmdLearner:
             oldest_version=None if settings.oldest_age is None else version - settings.oldest_age,
             round_microbatches=settings.accumulate == 'scan',
         )
-        metrics = diagnostics.data_metrics(groups, kept) | diagnostics.age_metrics(kept, batches, version)
-        return metrics | report.metrics() | self._train(batches, version)
+        return merge(
+            data=diagnostics.data_metrics(groups, kept),
+            ages=diagnostics.age_metrics(kept, batches, version),
+            packing=report.metrics(),
+            training=self._train(batches, version),
+        )
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Negative log-likelihood of the generated tokens, at the temperature of training; changes nothing.
@@ -284,11 +289,11 @@ class SpmdLearner:
         if results:
             metrics['loss/value'] = merged['loss_sum'] / len(results)
         if settings.objective == 'sft':
-            return metrics | finalize_likelihood(merged)
+            return merge(steps=metrics, likelihood=finalize_likelihood(merged))
         before = [np.reshape(logprobs, batches[0].targets.shape) for _, _, logprobs in results[:1]]
         before += [k.proximal for k in known[1:] if k.proximal is not None]
         mismatch = diagnostics.mismatch_metrics(batches[: len(before)], before, version)
-        return metrics | finalize_metrics(merged) | mismatch
+        return merge(steps=metrics, loss=finalize_metrics(merged), mismatch=mismatch)
 
     def _known_logprobs(self, batches: Sequence[PackedBatch], version: int) -> list[KnownLogprobs]:
         """Per batch what the weights before the update say (the first step sees them itself), and the reference."""

@@ -14,6 +14,22 @@ FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
 
 
+class MetricsError(ValueError):
+    """Two producers measure one metric; a bug of this program."""
+
+
+def merge(**producers: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of all producers, by the producers' names; raises MetricsError where two produce one metric."""
+    values: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for producer, metrics in producers.items():
+        for name, value in metrics.items():
+            if name in values:
+                raise MetricsError(f'the metric {name!r} has two producers: {source[name]} and {producer}')
+            values[name], source[name] = value, producer
+    return values
+
+
 class MetricsWriter:
     """One JSON object a line, flushed at once; numbers also go to TensorBoard, lists of counts as histograms."""
 

@@ -1,7 +1,8 @@
 """Beside the loop: the names of the metrics of an update, each with its unit and meaning.
 
 A name is `stage/quantity_unit`. A metric is a string, so it serves as a key as it is. Counts are those since the last
-update, unless the description says otherwise.
+update, unless the description says otherwise. A metric has one producer: `metrics.merge` refuses a second one. Trained
+tokens are those in the loss; what is measured over them is absent from an update that trains none.
 """
 
 from __future__ import annotations
@@ -20,31 +21,49 @@ class Metric(str):
 
 
 STEP = Metric('step', 'updates', 'number of the update, from 1; its policy version')
-TIME = Metric('time', 's', 'clock seconds since the loop started')
+TIME = Metric('time', 's', 'seconds of the clock, evaluations included; a resumed run goes on from its checkpoint')
 
-REWARD_MEAN = Metric('reward/mean', 'reward', 'mean over the trajectories of the batch')
-REWARD_STD = Metric('reward/std', 'reward', 'standard deviation over the trajectories of the batch')
+REWARD_MEAN = Metric('reward/mean', 'reward', 'mean over the trajectories of the batch, filtered groups included')
+REWARD_STD = Metric('reward/std', 'reward', 'standard deviation over the same trajectories')
 
 TOKEN_AGE_MEAN = Metric('staleness/token_age_mean', 'versions', 'mean age of the trained tokens')
 TOKEN_AGE_MAX = Metric('staleness/token_age_max', 'versions', 'age of the oldest trained token')
-TOKEN_AGE_HISTOGRAM = Metric('staleness/token_age_histogram', 'tokens', 'list: trained tokens of age 0, 1, 2, ...')
+TOKEN_AGE_HISTOGRAM = Metric(
+    'staleness/token_age_histogram', 'tokens', 'list: trained tokens of age 0, 1, ...; [] for none'
+)
 TOKENS_MASKED = Metric('staleness/masked_tokens', 'tokens', 'generated tokens kept out of the loss for their age')
-VERSIONS_MEAN = Metric('staleness/versions_per_trajectory_mean', 'versions', 'policy versions in one trajectory, mean')
-VERSIONS_MAX = Metric('staleness/versions_per_trajectory_max', 'versions', 'policy versions in one trajectory, largest')
+VERSIONS_MEAN = Metric(
+    'staleness/versions_per_trajectory_mean',
+    'versions',
+    'policy versions among the trained tokens of a trajectory, mean',
+)
+VERSIONS_MAX = Metric('staleness/versions_per_trajectory_max', 'versions', 'largest number of them')
 
-GENERATE_RATE = Metric('throughput/generate_tokens_per_second', 'tokens/s', 'tokens decoded per clock second')
-TRAIN_RATE = Metric('throughput/train_tokens_per_second', 'tokens/s', 'loss tokens trained per clock second')
+GENERATE_RATE = Metric(
+    'throughput/generate_tokens_per_second', 'tokens/s', 'tokens decoded per clock second since the last update'
+)
+TRAIN_RATE = Metric(
+    'throughput/train_tokens_per_second', 'tokens/s', 'trained tokens per clock second (sft: of the update)'
+)
 
-TOKENS_GENERATED = Metric('tokens/generated', 'tokens', 'tokens decoded')
-TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'tokens in the loss')
-GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups in the batch')
+TOKENS_GENERATED = Metric('tokens/generated', 'tokens', 'tokens decoded, trained later or not')
+TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'trained tokens, as update/trained_tokens')
+GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups of the batch that the filter of equal rewards left')
 GROUPS_DROPPED = 'groups/dropped/'  # prefix; what follows is the reason; groups, since the start of the run
+# prefix; what follows is a control.gate.Bound; clock seconds since the last update in which it kept admission closed
+ADMISSION_HELD = 'admission/held_seconds/'
 
-BUFFER_GROUPS = Metric('buffer/groups', 'groups', 'finished groups waiting when the batch was formed')
+BUFFER_GROUPS = Metric('buffer/groups', 'groups', 'finished groups waiting when the weights were published')
 INTERRUPTIONS = Metric('interruptions', 'interruptions', 'times that new weights met unfinished requests on an engine')
-PUBLISH_PAUSE = Metric('publish/pause_seconds', 's', 'longest stop of an engine to load new weights')
+PUBLISH_PAUSE = Metric(
+    'publish/pause_seconds', 's', 'longest stop of an engine to load the weights; absent in lock-step'
+)
 COMPILATIONS = Metric('compilations', 'programs', 'XLA programs compiled')
 
+UPDATE_GROUPS = Metric('update/trained_groups', 'groups', 'groups of the batch that the filter of equal rewards left')
+UPDATE_FILTERED = Metric('update/filtered_equal_rewards', 'groups', 'groups of the batch left out for equal rewards')
+UPDATE_TRAJECTORIES = Metric('update/trained_trajectories', 'trajectories', 'trajectories with a trained token')
+UPDATE_TOKENS = Metric('update/trained_tokens', 'tokens', 'trained tokens: generated, neither filtered nor masked')
 OPTIMIZER_STEPS = Metric('update/optimizer_steps', 'steps', 'optimizer steps that were applied')
 SKIPPED_STEPS = Metric('update/skipped_steps', 'steps', 'optimizer steps left out: their gradient was not finite')
 
@@ -52,13 +71,23 @@ EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, t
 HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')
 HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')
 
+KEPT_MASS_MEAN = Metric(
+    'sampling/kept_mass_mean', 'share', 'probability that top-k and top-p left to sample from, mean'
+)
+
 MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-prob, tokens of the current version')
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
 MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
 MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
 
 METRICS: dict[str, Metric] = {name: name for name in tuple(globals().values()) if isinstance(name, Metric)}
-PREFIXES = (GROUPS_DROPPED, 'loss/', 'train/', 'update/')  # the learner names what it measures under the last three
+PREFIXES = (
+    GROUPS_DROPPED,
+    ADMISSION_HELD,
+    'loss/',
+    'train/',
+    'update/',
+)  # the learner names what it measures under the last three
 
 
 def is_declared(name: str) -> bool:

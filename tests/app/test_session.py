@@ -10,6 +10,7 @@ import pytest
 
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import logprob_of
+from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.types import GenerationRequest, TrajectoryGroup
 from tests.app.small import SmallRun, equal
 
@@ -170,6 +171,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, steps_
     consumed = [e['draws'] for e in resumed.events if e['kind'] == 'consume']
     assert consumed == [e['draws'] for e in whole.events if e['kind'] == 'consume']
     assert resumed.report['steps'] == 6
+    assert lines_of(resumed) == lines_of(whole)
+
+
+def lines_of(run):
+    """The metrics of every update; programs are compiled once a process, not once a run."""
+    return [line | {'compilations': None} for line in read_metrics(run.workdir / 'metrics.jsonl')]
 
 
 def test_fixed_staleness_trains_on_one_age(tmp_path):

@@ -113,8 +113,8 @@ def test_a_missing_key_of_a_part_is_named():
 
 def test_another_format_and_a_wrong_type_are_refused():
     record = encode_run_state(_state())
-    with pytest.raises(RunStateError, match='format 2, this version reads 1'):
-        decode_run_state({**record, 'format': 2})
+    with pytest.raises(RunStateError, match='format 3, this version reads 2'):
+        decode_run_state({**record, 'format': 3})
     with pytest.raises(RunStateError, match="'gate' is 3, not of type dict"):
         decode_run_state({**record, 'gate': 3})
 
@@ -144,6 +144,8 @@ def _state():
         'running': [running],
         'order': [('engine/0', 7, 1)],
         'dropped': {'over_age': 2},
+        'admission': {'seconds': {'eta': 0.5}, 'bound': 'checkpoint', 'since_s': 12.5},
+        'observer': {'generated': 7},
     }
 
 

@@ -200,6 +200,33 @@ def test_uniform_draws_every_delay_and_trace_follows_its_file(tmp_path):
     assert [s.metrics['staleness/token_age_max'] for s in run.steps] == [0, 0, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ('options', 'bounds'),
+    [
+        ({'eta': 0}, {'eta'}),
+        ({'eta': 1, 'max_running': 2}, {'eta', 'max_running_groups'}),
+        ({'eta': math.inf, 'max_running': 3}, {'max_running_groups'}),
+        ({'eta': math.inf, 'max_running': 9, 'buffer_capacity': 4}, {'buffer_capacity'}),
+        ({'eta': 0, 'checkpoint_every': 2}, {'eta', 'checkpoint'}),
+        ({'eta': math.inf, 'schedule': 'fixed(1)', 'max_running': 2}, {'schedule', 'max_running_groups'}),
+    ],
+)
+def test_every_second_without_an_admission_is_put_down_to_the_bound_that_closed_it(options, bounds):
+    run = ToyRun(steps=6, **options).run()
+    held = collections.Counter()
+    for step in run.steps:
+        held.update(step.held_s)
+        assert min(step.held_s.values(), default=0) >= 0
+    assert set(held) - {'steps'} == bounds  # at the end every group of the run is admitted
+    assert sum(held.values()) == pytest.approx(run.steps[-1].time_s)  # a group starts as soon as it may
+    if options['eta'] == 0 and 'checkpoint' not in bounds:
+        # closed by eta from the third admission of an update to its publication; by the steps during the last update
+        admitted = [e['time'] for e in run.log.events if e['kind'] == 'admit']
+        starts = [admitted[3 * update] for update in range(6)]
+        closed = sum(step.time_s - start for step, start in zip(run.steps[:5], starts, strict=False))
+        assert held['eta'] == pytest.approx(closed)
+
+
 def test_a_dropped_group_is_refilled_and_labelled():
     run = ToyRun(steps=4, fail=[0, 5]).run()
     assert run.steps[-1].dropped == {'verifier_failed': 2}
@@ -229,6 +256,7 @@ def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_p
         seq, time_s = state['next_seq'], state['clock_s']
         resumed = ToyRun(**options, resume=checkpoint).run()
         assert resumed.learner.w == whole.learner.w
+        assert [s.held_s for s in resumed.steps] == [s.held_s for s in whole.steps if s.step > state['version']]
         later = [e for e in whole.log.events if e['seq'] >= seq]
         assert what_happened(resumed.log.events, time_s) == what_happened(later, time_s)
         assert_conserved([e for e in whole.log.events if e['seq'] < seq] + resumed.log.events)

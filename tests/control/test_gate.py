@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.control.gate import StalenessGate
+from areal_jax.control.gate import HeldTimes, StalenessGate
 
 
 def gate(groups_per_update=4, eta=0.0, max_running=1000, buffer_capacity=1000, max_admitted=10**9):
@@ -95,3 +95,35 @@ def test_the_bound_of_equation_3_holds_after_every_admission(groups_per_update, 
             g.publish(g.version + 1)
         assert 0 <= g.running <= max_running
         assert 0 <= g.buffered <= 10
+
+
+def test_a_closed_gate_names_the_bound():
+    g = gate(groups_per_update=2, eta=1, max_running=3, buffer_capacity=4, max_admitted=7)
+    assert (admit_all(g), g.closed_by()) == (3, 'max_running_groups')
+    g.buffer()
+    assert (admit_all(g), g.closed_by()) == (1, 'eta')  # N = 4 = (0 + 2) * 2; the buffer is full too
+    g.publish(1)
+    assert g.closed_by() == 'max_running_groups'
+    g.buffer()
+    assert g.closed_by() == 'buffer_capacity'  # 2 running + 2 buffered
+    g.consume(2)
+    g.buffer()
+    g.buffer()
+    g.publish(2)
+    g.publish(3)
+    assert (admit_all(g), g.closed_by()) == (2, 'buffer_capacity')
+    g.consume(2)
+    assert (admit_all(g), g.closed_by()) == (1, 'steps')
+    assert not g.is_open()
+
+
+def test_held_times_by_hand():
+    # closed by eta 1..4, open 4..6, by max_running_groups 6..7, by eta 7..10, taken at 9
+    held = HeldTimes()
+    for bound, now in (('eta', 1.0), (None, 4.0), ('max_running_groups', 6.0), ('eta', 7.0)):
+        held.note(bound, now)
+    assert held.take(9.0) == {'eta': 5.0, 'max_running_groups': 1.0}
+    later = HeldTimes()
+    later.restore(held.state(9.5))
+    assert later.take(10.0) == {'eta': 1.0}
+    assert later.take(10.0) == {}

@@ -7,7 +7,13 @@ import struct
 import numpy as np
 import pytest
 
-from areal_jax.telemetry.metrics import MetricsWriter, read_metrics
+from areal_jax.telemetry.metrics import MetricsError, MetricsWriter, merge, read_metrics
+
+
+def test_a_metric_has_one_producer():
+    assert merge(learner={'reward/mean': 1.0}, controller={'time': 2.0}) == {'reward/mean': 1.0, 'time': 2.0}
+    with pytest.raises(MetricsError, match="'reward/mean' has two producers: learner and controller"):
+        merge(learner={'reward/mean': 1.0}, observer={'tokens/generated': 3}, controller={'reward/mean': 1.0})
 
 
 def test_lines_are_there_before_the_writer_closes(tmp_path: pathlib.Path):
