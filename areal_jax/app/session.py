@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import pathlib
 import platform
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from areal_jax import files
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.extras import require_extras
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
@@ -36,7 +37,7 @@ from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import lane_intervals, load_events, window
-from areal_jax.telemetry.facts import EvaluationScores, RunFacts
+from areal_jax.telemetry.facts import EvaluationScores, RunFacts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.report import write_report
@@ -54,12 +55,20 @@ class Session:
       workdir: where the run leaves what it leaves.
       resume: go on from the newest checkpoint in the workdir.
       source: where the config came from, for the report.
+      overrides: the fields that the command line sets; one that the run does not use is refused.
     """
 
     def __init__(
-        self, config: config_dict.ConfigDict, workdir: pathlib.Path, *, resume: bool = False, source: str = ''
+        self,
+        config: config_dict.ConfigDict,
+        workdir: pathlib.Path,
+        *,
+        resume: bool = False,
+        source: str = '',
+        overrides: Collection[str] = (),
     ):
         validate(config)
+        require_extras(config)
         self.resumable = config.staleness.schedule == 'natural'
         if resume and not self.resumable:
             raise ConfigError(
@@ -68,7 +77,7 @@ class Session:
             )
         self.started = time.monotonic()
         self.workdir, self._source, self._resume = workdir, source, resume
-        self.config = TrackedConfig(config)
+        self.config = TrackedConfig(config, overrides)
         prepare_workdir(workdir, self.config.as_dict(), resume=resume)
         self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
@@ -87,6 +96,7 @@ class Session:
         note_weights(self.workdir, model.source, resume=self._resume)
         self.decoder = model.decoder
         task = build.build_task(config, model.tokenizer)
+        self._scores = read_scores(self.workdir / EVALUATIONS) if self._resume else {}
         snapshot, arrays = self._load_checkpoint()
         log_path = self.workdir / 'events.jsonl'
         next_seq = snapshot['next_seq'] if snapshot else 0
@@ -114,6 +124,7 @@ class Session:
         self._plots = config.telemetry.plots
         self._compilation_budget = config.run.compilation_budget
         config.require_all_read()
+        self._idle_fields = config.idle_fields()
 
     def _build_learner(self, model: build.Model, arrays: Any) -> None:
         self.learner = lead(self.config, build.build_learner(self.config, model), self.workdir)
@@ -268,7 +279,10 @@ class Session:
             return None, None
         step, arrays, run_state = self._store.restore_latest()
         self.version_at_start = step
-        snapshot = decode_run_state(run_state)
+        try:
+            snapshot = decode_run_state(run_state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f'{self.workdir / CHECKPOINTS} is not of such a run: {error}') from error
         print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
         return snapshot, arrays
 
@@ -276,22 +290,9 @@ class Session:
         self._store.save(step, arrays, encode_run_state(snapshot), self.learner.followers)
 
     def _write_scores(self, phase: str, scores: EvaluationScores) -> None:
-        path = self.workdir / EVALUATIONS
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known[phase] = {
-            'greedy': scores.greedy,
-            'sampled': scores.sampled,
-            'most_frequent_answer_share': scores.most_frequent_answer_share,
-        }
-        files.write_json(path, known, indent=None)
-
-    def _read_scores(self, phase: str) -> EvaluationScores | None:
-        path = self.workdir / EVALUATIONS
-        known = json.loads(path.read_text()).get(phase) if path.exists() else None
-        if known is None:
-            return None
-        sampled = tuple(tuple(row) for row in known['sampled'])
-        return EvaluationScores(tuple(known['greedy']), sampled, known['most_frequent_answer_share'])
+        self._scores[phase] = scores
+        known = {phase: dataclasses.asdict(scores) for phase, scores in self._scores.items()}
+        files.write_json(self.workdir / EVALUATIONS, known, indent=None)
 
     def _report(self) -> dict[str, Any]:
         config = self.config
@@ -304,8 +305,8 @@ class Session:
             eta=config.staleness.eta,
             clock=config.run.clock,
             wall_seconds=time.monotonic() - self.started,
-            evaluation_before=self._read_scores('before'),
-            evaluation_after=self._read_scores('after'),
+            evaluation_before=self._scores.get('before'),
+            evaluation_after=self._scores.get('after'),
             compilations=self.compilations.count,
             compilation_budget=self._compilation_budget,
             peak_memory_bytes=self.resources.peak_bytes,
@@ -318,6 +319,7 @@ class Session:
             cpu_seconds=self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
             lanes_own_devices=False,
+            idle_fields=self._idle_fields,
         )
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots)

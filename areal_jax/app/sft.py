@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from ml_collections import config_dict
 
 from areal_jax.app import build
 from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import StopRequest
 from areal_jax.app.processes import lead
 from areal_jax.app.sft_report import SftFacts, write_sft_report
@@ -43,17 +44,25 @@ class SftSession:
       workdir: where the run leaves what it leaves.
       resume: go on from the newest checkpoint in the workdir.
       source: where the config came from, for the report.
+      overrides: the fields that the command line sets; one that the run does not use is refused.
     """
 
     resumable = True
 
     def __init__(
-        self, config: config_dict.ConfigDict, workdir: pathlib.Path, *, resume: bool = False, source: str = ''
+        self,
+        config: config_dict.ConfigDict,
+        workdir: pathlib.Path,
+        *,
+        resume: bool = False,
+        source: str = '',
+        overrides: Collection[str] = (),
     ):
         validate(config)
+        require_extras(config)
         self._started = time.monotonic()
         self.workdir, self._source = workdir, source
-        self.config = TrackedConfig(config)
+        self.config = TrackedConfig(config, overrides)
         prepare_workdir(workdir, self.config.as_dict(), resume=resume)
         self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
@@ -82,6 +91,7 @@ class SftSession:
         self._companions = config.model.path if config.model.source == 'hf' else None
         use_tensorboard = config.telemetry.tensorboard
         config.require_all_read()
+        self._idle_fields = config.idle_fields()
         self.metrics = MetricsWriter(self.workdir, use_tensorboard)
         self.metrics.truncate(self.step)
 
@@ -191,9 +201,13 @@ class SftSession:
             self.learner.restore(arrays)
         except ValueError as error:
             raise CheckpointError(f'{self.workdir}/{CHECKPOINTS} is of another model: {error}') from error
-        self.stream.restore(state['stream'])
-        self.step, self._seconds, self._trained_tokens = step, state['seconds'], state['trained_tokens']
-        self._held_out_nll = {int(step): nll for step, nll in state['held_out_nll'].items()}
+        try:
+            self.stream.restore(state['stream'])
+            self._seconds, self._trained_tokens = float(state['seconds']), float(state['trained_tokens'])
+            self._held_out_nll = {int(step): float(nll) for step, nll in state['held_out_nll'].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f'{self.workdir}/{CHECKPOINTS} is not of supervised training: {error}') from error
+        self.step = step
         print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
 
     def _report(self) -> dict[str, Any]:
@@ -216,6 +230,7 @@ class SftSession:
             compilations=self.compilations.count,
             peak_memory_bytes=self.resources.peak_bytes,
             weights_sha256=weights_sha256(params),
+            idle_fields=self._idle_fields,
         )
         return write_sft_report(self.workdir, facts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
@@ -33,6 +33,7 @@ class SftFacts:
     compilations: int  # after warm-up
     peak_memory_bytes: int
     weights_sha256: str
+    idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
 
 
 def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +21,7 @@ _MAY_CHANGE = (
     'learner.rows_per_microbatch',  # a multiple of the mesh
 )
 _BLOCKS, _BLOCK_BYTES = 256, 4096
+_RESTORE = 'restore the file as the run wrote it, or start anew in another --workdir'
 
 
 def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume: bool) -> None:
@@ -30,10 +30,13 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
     Args:
       values: the config as a plain nested dict.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f'--workdir={workdir} cannot be made ({error.strerror}); choose another one') from error
     path = workdir / CONFIG
     if resume and path.exists():
-        saved, current = dict(flatten(json.loads(path.read_text()))), dict(flatten(values))
+        saved, current = dict(flatten(files.read_json(path, _RESTORE))), dict(flatten(values))
         fixed = [field for field in current if not field.startswith(_MAY_CHANGE)]
         if different := sorted(field for field in fixed if saved.get(field) != current[field]):
             changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
@@ -54,7 +57,7 @@ def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: 
     if source is None:
         return
     path, digest = workdir / WEIGHTS, sample_digest(source)
-    if resume and path.exists() and json.loads(path.read_text())['samples_sha256'] != digest:
+    if resume and path.exists() and files.read_json(path, _RESTORE).get('samples_sha256') != digest:
         raise ConfigError(
             f'--resume with other weights: the files of model.path={str(source)!r} are not those that the run in '
             f'{workdir} started from; bring them back, or start anew in another --workdir'
