@@ -23,7 +23,7 @@ from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.gguf import find_package_file, load_gguf
+from areal_jax.models.gguf import find_package_file, load_gguf, read_gguf_shape
 from areal_jax.models.hf_config import read_hf_config
 from areal_jax.models.hf_directory import load_hf_weights
 from areal_jax.models.lora import Lora
@@ -52,11 +52,24 @@ class Model:
     source: pathlib.Path | None = None  # file or directory of the weights; None = drawn
 
 
+def read_shape(config: TrackedConfig) -> ModelConfig:
+    """The shape of the model, without its weights."""
+    if config.model.source == 'gguf':
+        return read_gguf_shape(_gguf_file(config))
+    if config.model.source == 'hf':
+        return read_hf_config(pathlib.Path(config.model.path))
+    return _random_shape(config, CharacterTokenizer(characters(config.task.symbols)).vocab_size)
+
+
+def _gguf_file(config: TrackedConfig) -> pathlib.Path:
+    path = config.model.path
+    return find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
+
+
 def build_model(config: TrackedConfig) -> Model:
     """Weights and tokenizer as model.source says; raises TokenizerError when the two do not fit."""
     if config.model.source == 'gguf':
-        path = config.model.path
-        file = find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
+        file = _gguf_file(config)
         model_config, params, fields = load_gguf(file)
         model = Model(Decoder(model_config), params, GgufTokenizer(fields), file)
     elif config.model.source == 'hf':
@@ -178,12 +191,14 @@ def build_mesh(config: TrackedConfig) -> Mesh:
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
     """The decoder in the form in which it is trained, and its weights: those of the model and, with lora, adapters."""
-    lora = None
-    if config.lora.rank:
-        lora = Lora(config.lora.rank, config.lora.alpha, tuple(config.lora.targets))
     form = {'layers': config.learner.layers, 'remat': config.learner.remat}
-    decoder = Decoder(model.decoder.config, **form, lora=lora)
+    decoder = Decoder(model.decoder.config, **form, lora=build_lora(config))
     return decoder, decoder.complete(model.params, config.run.seed)
+
+
+def build_lora(config: TrackedConfig) -> Lora | None:
+    lora = config.lora
+    return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
 
 
 def build_optimizer(config: TrackedConfig) -> Optimizer:

@@ -21,6 +21,7 @@ from areal_jax.app.extras import require_extras
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.app.sizes import require_room
 from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -69,6 +70,7 @@ class Session:
     ):
         validate(config)
         require_extras(config)
+        require_room(config)
         self.resumable = config.staleness.schedule == 'natural'
         if resume and not self.resumable:
             raise ConfigError(
