@@ -40,6 +40,8 @@ setup(
         'hf': ['transformers>=5.0'],
         'tasks': TASKS,
         'tensorboard': TENSORBOARD,
+        'plots': PLOTS,
+        'gguf': GGUF,
         'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
         'dev': [
             'reasoning-gym>=0.1.25',

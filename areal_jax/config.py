@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ml_collections import config_dict
 
+from areal_jax.fields import require_declared
 from areal_jax.ranges import RANGES, ConfigError, require_in_range
 
 
@@ -201,6 +202,7 @@ def flatten(config: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, 
 def validate(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for what cannot run, naming the fields, their values and the fix."""
     resolved = config.copy_and_resolve_references()
+    require_declared(resolved, default_config())
     require_in_range({path: value for path, value in flatten(resolved) if path in RANGES})
     for problem in _problems(resolved):
         raise ConfigError(problem)
@@ -275,7 +277,7 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'staleness.max_token_age={c.staleness.max_token_age} and staleness.over_age={c.staleness.over_age!r} go '
             'together: set a bound and drop or mask, or neither'
         )
-    if c.rollout.group_size < 2 and c.learner.filter_equal_rewards:
+    if c.rollout.group_size < 2:
         yield (
             f'rollout.group_size={c.rollout.group_size} with loss.advantage={c.loss.advantage!r} gives every answer '
             'the advantage 0; use rollout.group_size >= 2'
@@ -334,10 +336,15 @@ def _training_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 class TrackedConfig:
-    """A read-only view of a resolved config that remembers which fields were read."""
+    """A read-only view of a resolved config that remembers which fields were read.
 
-    def __init__(self, config: config_dict.ConfigDict):
+    Args:
+      overrides: the fields that the command line sets, 'rollout.slots'; each must be read by the run as built.
+    """
+
+    def __init__(self, config: config_dict.ConfigDict, overrides: Collection[str] = ()):
         self._config = config.copy_and_resolve_references()
+        self._overrides = frozenset(overrides)
         self._read: set[str] = set()
 
     def __getattr__(self, section: str) -> _TrackedSection:
@@ -356,9 +363,16 @@ class TrackedConfig:
             if value != defaults.get(path) and path not in self._read
         ]
 
+    def idle_fields(self) -> list[str]:
+        """'evaluation.samples=16', ... for the report: set in the config file, and not used by the run as built."""
+        return [f'{path}={value!r}' for path, value in self.unread()]
+
     def require_all_read(self) -> None:
-        """Raises ConfigError when a field was set that the run as built does not use."""
-        if unread := self.unread():
+        """Raises ConfigError when the command line sets a field that the run as built does not use.
+
+        What a config file sets may be made idle by a switch on the command line, so that is only reported.
+        """
+        if unread := [(path, value) for path, value in self.unread() if path in self._overrides]:
             fields = ', '.join(f'{path}={value!r}' for path, value in unread)
             raise ConfigError(
                 f'set but never read: {fields}. This run does not use '

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and a lock on a directory: whoever writes to a disk uses these."""
+"""Files that are whole or absent, and JSON from files that may be damaged: whoever uses a disk uses these."""
 
 from __future__ import annotations
 
@@ -13,14 +13,54 @@ from typing import IO, Any
 from areal_jax.errors import UserError
 
 LOCK = '.lock'
+_NEWLINE = b'\n'
+
+
+class FileError(UserError, ValueError):
+    """A file that is missing, cut short, edited or of another program; the message names file, line and fix."""
+
+
+def read_json(path: pathlib.Path, fix: str = 'restore it or remove it') -> dict[str, Any]:
+    """The JSON object in a file; raises FileError, which ends with `fix`, for anything else."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise FileError(f'{path} cannot be read ({error.strerror}); {fix}') from error
+    return parse_object(content, str(path), fix)
+
+
+def parse_object(content: bytes, where: str, fix: str) -> dict[str, Any]:
+    """The JSON object in some bytes; raises FileError, which begins with `where` and ends with `fix`."""
+    try:
+        value = json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise FileError(f'{where} is no JSON: {_line(content, error.start)}it is not UTF-8; {fix}') from error
+    except json.JSONDecodeError as error:
+        start = len(error.doc[: error.pos].encode())
+        raise FileError(f'{where} is no JSON: {_line(content, start)}{error.msg}; {fix}') from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets of thousands of levels
+        raise FileError(f'{where} is no JSON that can be read ({type(error).__name__}: {error}); {fix}') from error
+    if not isinstance(value, dict):
+        raise FileError(f'{where} holds a {type(value).__name__}, not an object; {fix}')
+    return value
+
+
+def _line(content: bytes, position: int) -> str:
+    """'line 3: ', or '' where there is one line only."""
+    return f'line {content.count(_NEWLINE, 0, position) + 1}: ' if _NEWLINE in content.rstrip() else ''
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces the file: after any death of the process or the machine it holds the old text or all of the new."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: pathlib.Path, content: bytes) -> None:
+    """The same for bytes."""
     replacement = path.with_name(f'.{path.name}.partial')
     try:
-        with replacement.open('w', encoding='utf-8') as file:
-            file.write(text)
+        with replacement.open('wb') as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         replacement.replace(path)

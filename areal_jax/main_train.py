@@ -4,47 +4,55 @@ from __future__ import annotations
 
 import pathlib
 import sys
-
-from absl import app, flags, logging
-from ml_collections import config_flags
+from collections.abc import Sequence
 
 from areal_jax.app.ending import ProcessEnd, describe_untrained, end_command
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode
 
-_CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment file, e.g. configs/tiny_cpu.py.')
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.')
-_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of distributed.processes this is; 0 drives the run.')
-_RESUME = flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir, or start again.')
+# What takes time to import is imported after signals are heard and the command line is understood.
 
 
-def main(arguments: list[str]) -> int:
-    if len(arguments) > 1:
-        raise app.UsageError(f'unexpected arguments: {arguments[1:]}')
+def main(argv: Sequence[str], interrupts: Interrupts) -> int:
+    """Parse, build, run; returns the exit code."""
+    from absl import flags, logging
+
+    from areal_jax.app.command_line import parse_train_command
+
+    logging.set_verbosity(logging.WARNING)
+    values = flags.FlagValues()
+    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
+    flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
+    flags.DEFINE_integer(
+        'process_id', None, 'Which of distributed.processes this is; 0 drives the run.', flag_values=values
+    )
+    command = parse_train_command(argv, values)
+
     from areal_jax.app.memory import return_freed_memory
 
-    return_freed_memory()
-    with Interrupts() as interrupts:
-        return end_command(lambda: _train(interrupts), doing=f'writing to {_WORKDIR.value}')
+    return_freed_memory()  # before jax is imported
 
-
-def _train(interrupts: Interrupts) -> int:
     from areal_jax.app.processes import follow_run, join_processes
     from areal_jax.app.session import Session
     from areal_jax.app.sft import SftSession
 
-    workdir = pathlib.Path(str(_WORKDIR.value))
-    source = config_flags.get_config_filename(flags.FLAGS['config'])
-    if join_processes(_CONFIG.value, _PROCESS_ID.value):
-        follow_run(_CONFIG.value)
+    if join_processes(command.config, values.process_id):
+        follow_run(command.config)
         return ExitCode.FINISHED
-    kind = SftSession if _CONFIG.value.loss.objective == 'sft' else Session
-    session = kind(_CONFIG.value, workdir, resume=_RESUME.value, source=source, interrupts=interrupts)
+    kind = SftSession if command.config.loss.objective == 'sft' else Session
+    session = kind(
+        command.config,
+        pathlib.Path(values.workdir),
+        resume=values.resume,
+        source=command.source,
+        overrides=command.overrides,
+        interrupts=interrupts,
+    )
     report = session.train()
     if report is None:
-        print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
+        print(f'stopped; the same command with --resume goes on from {values.workdir}/checkpoints')
         return ExitCode.STOPPED
-    print((workdir / 'report.md').read_text())
+    print((session.workdir / 'report.md').read_text())
     if not report['optimizer_steps']['applied']:
         print(f'error: {describe_untrained(report)}', file=sys.stderr)
         return ExitCode.NOTHING_TRAINED
@@ -54,9 +62,9 @@ def _train(interrupts: Interrupts) -> int:
 def run() -> None:
     """Entry point of the console script."""
     end = ProcessEnd()
-    logging.set_verbosity(logging.WARNING)
-    flags.mark_flags_as_required(['config', 'workdir'])
-    app.run(lambda arguments: end.note(main(arguments)))
+    with Interrupts() as interrupts:
+        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir')
+        sys.exit(end.note(code))
 
 
 if __name__ == '__main__':

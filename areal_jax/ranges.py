@@ -35,8 +35,11 @@ class Range:
 # programs compute in float32: what it rounds to 0, to 1 or to infinity counts as that
 _LEAST, _BELOW_ONE, _MOST = 2.0**-126, 1 - 2.0**-24, (2 - 2.0**-23) * 2.0**127
 
-COUNT = Range(1, math.inf, 'be at least 1')
-COUNT_OR_OFF = Range(0, math.inf, 'not be negative')
+_INT32 = 2**31 - 1
+COUNT = Range(1, _INT32, 'be at least 1 and below 2^31')
+COUNT_OR_OFF = Range(0, _INT32, 'not be negative, and be below 2^31')
+THREADS = Range(1, 1024, 'be at least 1 and at most 1024')
+SECONDS = Range(_LEAST, 1e6, 'be above 0 and at most 1e6 (11 days)')  # threading.TIMEOUT_MAX is above
 POSITIVE = Range(_LEAST, _MOST, 'be above 0 and finite, in float32')
 NOT_NEGATIVE = Range(0, _MOST, 'not be negative, infinite or NaN, in float32')
 SHARE = Range(0, 1, 'lie in [0, 1]')
@@ -45,9 +48,9 @@ DECAY = Range(0, _BELOW_ONE, 'lie in [0, 1), in float32')
 
 # the number that every numeric field may be
 RANGES: Mapping[str, Range] = {
-    'run.seed': Range(0, 2**31 - 1, 'lie in [0, 2^31 - 1]'),
+    'run.seed': Range(0, _INT32, 'lie in [0, 2^31 - 1]'),
     'run.steps': COUNT,
-    'run.stall_timeout_s': POSITIVE,
+    'run.stall_timeout_s': SECONDS,
     'run.compilation_budget': COUNT_OR_OFF,
     **dict.fromkeys((f'model.{name}' for name in ('n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads')), COUNT),
     'model.head_dim': COUNT,
@@ -56,11 +59,12 @@ RANGES: Mapping[str, Range] = {
     'task.held_out_fraction': SHARE,
     'task.symbols': COUNT,
     'task.length': COUNT,
-    'task.verifier_workers': COUNT,
-    'task.verifier_deadline_s': POSITIVE,
+    'task.verifier_workers': THREADS,
+    'task.verifier_deadline_s': SECONDS,
     'task.verifier_attempts': COUNT,
     'task.max_failed_groups': COUNT,
-    **dict.fromkeys((f'rollout.{name}' for name in ('engines', 'slots', 'decode_steps', 'context_tokens')), COUNT),
+    **dict.fromkeys((f'rollout.{name}' for name in ('slots', 'decode_steps', 'context_tokens')), COUNT),
+    'rollout.engines': THREADS,  # each has one
     **dict.fromkeys((f'rollout.{name}' for name in ('group_size', 'max_running_groups', 'max_new_tokens')), COUNT),
     'rollout.temperature': POSITIVE,  # training needs a sampled policy
     'rollout.top_k': COUNT_OR_OFF,
@@ -89,7 +93,7 @@ RANGES: Mapping[str, Range] = {
     'optimizer.warmup_steps': COUNT_OR_OFF,
     **dict.fromkeys((f'mesh.{name}' for name in ('data', 'fsdp', 'context', 'tensor')), COUNT),
     'distributed.processes': COUNT,
-    'distributed.command_deadline_s': POSITIVE,
+    'distributed.command_deadline_s': SECONDS,
     'checkpoint.every': COUNT_OR_OFF,
     'checkpoint.keep': COUNT,
     'sft.evaluate_every': COUNT_OR_OFF,

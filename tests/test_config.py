@@ -4,6 +4,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from ml_collections import config_dict
 
 from areal_jax.config import CHOICES, TrackedConfig, default_config, flatten, validate
 from areal_jax.ranges import RANGES, ConfigError
@@ -39,6 +40,16 @@ BAD = [
     ({'staleness.max_token_age': 3}, r"max_token_age=3 and staleness\.over_age='off' go together"),
     ({'staleness.over_age': 'drop'}, r"max_token_age=None and staleness\.over_age='drop' go together"),
     ({'rollout.group_size': 1}, r'rollout\.group_size=1.*use rollout\.group_size >= 2'),
+    (
+        {'rollout.group_size': 1, 'learner.filter_equal_rewards': False, 'loss.entropy_coefficient': 0.1},
+        r'rollout\.group_size=1.*use rollout\.group_size >= 2',
+    ),
+    ({'run.steps': 2**31}, r'run\.steps=2147483648 must be at least 1 and below 2\^31'),
+    ({'rollout.engines': 10**6}, r'rollout\.engines=1000000 must be at least 1 and at most 1024'),
+    ({'run.stall_timeout_s': 1e30}, r'run\.stall_timeout_s=1e\+30 must be above 0 and at most 1e6'),
+    ({'rollout.prefill_buckets': ('a',)}, r"rollout\.prefill_buckets=\('a',\) must be a tuple of whole numbers"),
+    ({'lora.targets': (3,)}, r'lora\.targets=\(3,\) must be a tuple of texts'),
+    ({'task.system_prompt': 'a\0b'}, r"task\.system_prompt='a\\x00b' must be text in UTF-8, without zero bytes"),
     ({'buffer.capacity': 3}, r'buffer\.capacity=3 can never hold learner\.groups_per_update=8'),
     ({'rollout.max_new_tokens': 64}, r'rollout\.max_new_tokens=64 leaves no room.*context_tokens=64'),
     ({'rollout.prefill_buckets': (16,)}, r'prefill_buckets=\(16,\).*context_tokens - 1 = 63'),
@@ -51,7 +62,7 @@ BAD = [
     ({'model.head_dim': 7}, r'model\.head_dim=7 must be even'),
     ({'mesh.fsdp': 0}, r'mesh\.fsdp=0 must be at least 1'),
     ({'optimizer.learning_rate': -1e-4}, r'optimizer\.learning_rate=-0\.0001 must not be negative, infinite or NaN'),
-    ({'optimizer.learning_rate': None}, r'optimizer\.learning_rate=None must not be negative, infinite or NaN'),
+    ({'optimizer.learning_rate': None}, r'optimizer\.learning_rate=None must be a number'),
     ({'optimizer.b2': 1.0}, r'optimizer\.b2=1\.0 must lie in \[0, 1\)'),
     ({'optimizer.b2': 1 - 1e-9}, r'optimizer\.b2=0\.999999999 must lie in \[0, 1\), in float32'),  # rounds to 1 there
     ({'optimizer.eps': 0.0}, r'optimizer\.eps=0\.0 must be above 0 and finite'),
@@ -105,20 +116,68 @@ def test_every_choice_is_a_field_with_a_legal_default():
     assert all(values[path] in choices for path, choices in CHOICES.items())
 
 
-def test_a_field_that_was_set_and_never_read_is_an_error():
+def test_an_override_that_is_never_read_is_an_error():
     config = default_config()
     config.optimizer.b2 = 0.99
     config.rollout.slots = 3
-    tracked = TrackedConfig(config)
+    tracked = TrackedConfig(config, ['optimizer.b2', 'rollout.slots'])
     assert tracked.rollout.slots == 3
-    with pytest.raises(ConfigError, match=r'set but never read: optimizer\.b2=0\.99.*remove the setting'):
+    with pytest.raises(ConfigError, match=r'set but never read: optimizer\.b2=0\.99\. This run.*remove the setting'):
         tracked.require_all_read()
     assert tracked.optimizer.b2 == 0.99
     tracked.require_all_read()
 
 
+def test_a_field_that_the_config_file_sets_may_be_idle_and_is_listed():
+    config = default_config()
+    config.optimizer.b2 = 0.99
+    config.rollout.slots = 3
+    tracked = TrackedConfig(config, ['rollout.slots'])
+    assert tracked.rollout.slots == 3
+    tracked.require_all_read()
+    assert tracked.idle_fields() == ['optimizer.b2=0.99']
+
+
 def test_a_field_at_its_default_needs_no_reader():
     assert TrackedConfig(default_config()).unread() == []
+
+
+def plain_config(**sections):
+    """The default config as an experiment file that does not start from default_config() would write it."""
+    return config_dict.ConfigDict({**default_config().to_dict(), **sections})
+
+
+def without(section, field):
+    values = default_config().to_dict()[section]
+    return {section: {name: value for name, value in values.items() if name != field}}
+
+
+@pytest.mark.parametrize(
+    ('sections', 'message'),
+    [
+        ({'rolout': {'slots': 3}}, r"rolout: there is no section 'rolout' in the config; did you mean rollout\?"),
+        ({'rollout': 3}, 'rollout=3 must be a section with fields: start from'),
+        (without('rollout', 'slots'), r'the config has no field rollout\.slots: start from'),
+        ({'buffer': {'capacity': 3, 'capacty': 4}}, r'buffer\.capacty is not a field.*did you mean buffer\.capacity\?'),
+        ({'buffer': {'capacity': 'many'}}, r"buffer\.capacity='many' must be a whole number"),
+        ({'buffer': {'capacity': True}}, r'buffer\.capacity=True must be a whole number'),
+        ({'buffer': {'capacity': 8.0}}, r'buffer\.capacity=8\.0 must be a whole number'),
+        ({'buffer': {'capacity': None}}, r'buffer\.capacity=None must be a whole number'),
+    ],
+)
+def test_a_config_of_another_shape_than_the_declared_one_is_named(sections, message):
+    assert validate(plain_config()) is None
+    with pytest.raises(ConfigError, match=message):
+        validate(plain_config(**sections))
+
+
+def test_a_config_without_a_section_is_named():
+    config = plain_config()
+    del config.virtual
+    with pytest.raises(
+        ConfigError, match=r"the config has no section 'virtual': start from areal_jax\.config\.default"
+    ):
+        validate(config)
 
 
 def test_an_unknown_field_is_refused():

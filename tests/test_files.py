@@ -82,3 +82,32 @@ def test_a_directory_that_is_a_file_is_named(tmp_path):
     (tmp_path / 'run').write_text('')
     with pytest.raises(UserError, match='run is a file: choose another directory'):
         files.DirectoryLock(tmp_path / 'run')
+
+
+BROKEN = {
+    b'{"a": 1,\n "b"': r'is no JSON: line 2: Expecting',
+    b'': r'is no JSON: Expecting value',
+    b'{"a": "\xff"}': r'is no JSON: it is not UTF-8',
+    b'{\n\n"a": "\xff"}': r'is no JSON: line 3: it is not UTF-8',
+    b'[1]': r'holds a list, not an object',
+    b'null': r'holds a NoneType, not an object',
+    b'{"a": ' + b'[' * 200_000: r'is no JSON that can be read \(RecursionError',
+    b'{"a": ' + b'1' * 5000 + b'}': r'is no JSON that can be read \(ValueError: Exceeds the limit',
+}
+
+
+@pytest.mark.parametrize('content', BROKEN, ids=list(range(len(BROKEN))))
+def test_json_that_cannot_be_used_is_named_with_its_line_and_the_fix(tmp_path, content):
+    path = tmp_path / 'a.json'
+    path.write_bytes(content)
+    with pytest.raises(files.FileError, match=rf'^{path} {BROKEN[content]}.*; make it new$') as refused:
+        files.read_json(path, 'make it new')
+    assert '\n' not in str(refused.value)
+
+
+def test_a_json_file_that_is_missing_or_a_directory_is_named(tmp_path):
+    for path in (tmp_path / 'none.json', tmp_path):
+        with pytest.raises(files.FileError, match=rf'^{path} cannot be read \(.*; restore it or remove it$'):
+            files.read_json(path)
+    (tmp_path / 'a.json').write_text('{"a": 1}')
+    assert files.read_json(tmp_path / 'a.json') == {'a': 1}

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'files', 'types', 'config', 'ranges'},
+    {'errors', 'fields', 'files', 'types', 'config', 'ranges'},
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -18,7 +18,7 @@ LAYERS = [
     {'main'},
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
-JAX_FREE = ['errors', 'files', 'types', 'config', 'ranges', 'control', 'tasks', 'telemetry']
+JAX_FREE = ['errors', 'fields', 'files', 'types', 'config', 'ranges', 'control', 'tasks', 'telemetry']
 FORBIDDEN = {
     'asyncio.wait', 'asyncio.as_completed', 'asyncio.TaskGroup', 'asyncio.sleep', 'asyncio.wait_for', 'asyncio.timeout',
     'asyncio.to_thread', 'loop.call_later', 'loop.call_at', 'loop.run_in_executor', 'time', 'random', 'numpy.random',

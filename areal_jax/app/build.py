@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.gguf import find_package_file, load_gguf
+from areal_jax.models.gguf import find_package_file, load_gguf, read_gguf_shape
 from areal_jax.models.hf_config import read_hf_config
 from areal_jax.models.hf_directory import load_hf_weights
 from areal_jax.models.lora import Lora
@@ -54,11 +54,25 @@ class Model:
     companions: pathlib.Path | None = None  # Hugging Face directory with the files of the tokenizer
 
 
+def read_shape(config: TrackedConfig) -> ModelConfig:
+    """The shape of the model, without its weights."""
+    config = _find_origin(config)
+    if config.model.source == 'gguf':
+        return read_gguf_shape(_gguf_file(config))
+    if config.model.source == 'hf':
+        return read_hf_config(pathlib.Path(config.model.path))
+    return _random_shape(config, CharacterTokenizer(characters(config.task.symbols)).vocab_size)
+
+
+def _gguf_file(config: TrackedConfig) -> pathlib.Path:
+    path = config.model.path
+    return find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
+
+
 def build_model(config: TrackedConfig) -> Model:
     """Weights and tokenizer as model.source says; raises TokenizerError when the two do not fit."""
     if config.model.source == 'gguf':
-        path = config.model.path
-        file = find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
+        file = _gguf_file(config)
         model_config, params, fields = load_gguf(file)
         model = Model(Decoder(model_config), params, GgufTokenizer(fields), file)
     elif config.model.source == 'hf':
@@ -83,26 +97,34 @@ def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
 def _load_run_model(config: TrackedConfig) -> Model:
     """The weights of another run's newest checkpoint, with the tokenizer that it was trained with."""
     run = EarlierRun(config.model.path)
-    model = _describe_model(run.config, [run.workdir])
+    model = _describe_model(run.config)
     run.require_shape(config, model.decoder.config)
     model.params = run.read_weights(model.decoder, _cut_params(config, model.decoder.config))
     model.source = run.checkpoint
     return model
 
 
-def _describe_model(config: TrackedConfig, runs: Sequence[pathlib.Path]) -> Model:
-    """Decoder and tokenizer of an earlier run's config; `runs` were followed to it, each started from the next."""
-    path = config.model.path
+def _find_origin(config: TrackedConfig) -> TrackedConfig:
+    """The config that says where shape and tokenizer come from: of the run at the end of a chain of earlier runs."""
+    runs: list[str] = []
+    while config.model.source == 'run':
+        path = config.model.path
+        if path in runs:
+            raise ConfigError(f'{runs[-1]} started from {path}, which started from it: their config.json were changed')
+        runs.append(path)
+        config = read_run_config(pathlib.Path(path))
+    return config
+
+
+def _describe_model(config: TrackedConfig) -> Model:
+    """Decoder and tokenizer of an earlier run's config, without weights."""
+    config = _find_origin(config)
     if config.model.source == 'gguf':
-        shape, _, fields = load_gguf(find_package_file(path) if path.startswith('package:') else pathlib.Path(path))
+        shape, _, fields = load_gguf(_gguf_file(config))
         return Model(Decoder(shape), None, GgufTokenizer(fields))
     if config.model.source == 'hf':
-        directory = pathlib.Path(path)
+        directory = pathlib.Path(config.model.path)
         return Model(Decoder(read_hf_config(directory)), None, HfTokenizer(directory), companions=directory)
-    if config.model.source == 'run':
-        if path in map(str, runs):
-            raise ConfigError(f'{runs[-1]} started from {path}, which started from it: their config.json were changed')
-        return _describe_model(read_run_config(pathlib.Path(path)), [*runs, pathlib.Path(path)])
     decoder, tokenizer = _random_decoder(config)
     return Model(decoder, None, tokenizer)
 
@@ -217,12 +239,14 @@ def build_mesh(config: TrackedConfig) -> Mesh:
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
     """The decoder in the form in which it is trained, and its weights: those of the model and, with lora, adapters."""
-    lora = None
-    if config.lora.rank:
-        lora = Lora(config.lora.rank, config.lora.alpha, tuple(config.lora.targets))
     form = {'layers': config.learner.layers, 'remat': config.learner.remat}
-    decoder = Decoder(model.decoder.config, **form, lora=lora)
+    decoder = Decoder(model.decoder.config, **form, lora=build_lora(config))
     return decoder, decoder.complete(model.params, config.run.seed)
+
+
+def build_lora(config: TrackedConfig) -> Lora | None:
+    lora = config.lora
+    return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
 
 
 def build_optimizer(config: TrackedConfig) -> Optimizer:

@@ -1,12 +1,14 @@
-"""Has the allocator give freed memory back to the system, so that the peak of a run is what it really needs at once."""
+"""The memory of this machine: how much a process may use, and freed memory given back so that peaks stay low."""
 
 from __future__ import annotations
 
 import ctypes
+import pathlib
 import platform
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # names of mallopt(3) options, from malloc.h
 _LIMIT_BYTES = 1 << 20
+_CGROUP_ROOT, _CGROUPS = pathlib.Path('/sys/fs/cgroup'), pathlib.Path('/proc/self/cgroup')
 
 
 def return_freed_memory() -> bool:
@@ -21,3 +23,29 @@ def return_freed_memory() -> bool:
     settings = ((_MMAP_THRESHOLD, _LIMIT_BYTES), (_TRIM_THRESHOLD, _LIMIT_BYTES), (_ARENA_MAX, 2))
     taken = [mallopt(option, value) for option, value in settings]
     return all(taken)
+
+
+def memory_limit_bytes() -> int:
+    """What the processes of this run may use together: the memory of the machine, or less where a cgroup says so."""
+    import psutil
+
+    return min([psutil.virtual_memory().total, *_cgroup_limits()])
+
+
+def _cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGROUP_ROOT) -> list[int]:
+    """Limits of the cgroup of this process (version 1 or 2) and of those around it."""
+    limits = []
+    lines = processes.read_text().splitlines() if processes.exists() else []
+    for line in lines:
+        _, controllers, group = line.split(':', 2)
+        if controllers not in ('', 'memory'):
+            continue
+        top, name = (root / 'memory', 'memory.limit_in_bytes') if controllers else (root, 'memory.max')
+        inside = top / group.lstrip('/')
+        for directory in (inside, *inside.parents):
+            if directory != top and top not in directory.parents:
+                break
+            file = directory / name
+            if file.is_file() and (text := file.read_text().strip()).isdecimal():  # 'max' is no limit
+                limits.append(int(text))
+    return limits

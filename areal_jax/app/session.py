@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
 import pathlib
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ from areal_jax import files
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.app.sizes import require_room
 from areal_jax.app.workdir import (
     CHECKPOINTS,
     EVALUATIONS,
@@ -49,7 +51,7 @@ from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import lane_intervals, load_events, window
-from areal_jax.telemetry.facts import EvaluationScores, RunFacts
+from areal_jax.telemetry.facts import EvaluationScores, RunFacts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.report import write_report
@@ -67,6 +69,7 @@ class Session:
       workdir: where the run leaves what it leaves.
       resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
+      overrides: the fields that the command line sets; one that the run does not use is refused.
       interrupts: signals; None = they do what they do without a run.
 
     Raises UserError for what the user can mend.
@@ -79,12 +82,15 @@ class Session:
         *,
         resume: bool = False,
         source: str = '',
+        overrides: Collection[str] = (),
         interrupts: Interrupts | None = None,
     ):
         validate(config)
+        require_extras(config)
+        require_room(config)
         self.started = time.monotonic()
         self.workdir, self._source, self._resume, self._interrupts = workdir, source, resume, interrupts
-        self.config = TrackedConfig(config)
+        self.config = TrackedConfig(config, overrides)
         self._unsaved: CheckpointError | None = None  # why the checkpoint after the last update is missing
         self._finished: dict[str, Any] | None = None  # the report, where nothing is left to do
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
@@ -111,6 +117,7 @@ class Session:
         self.decoder = model.decoder
         task = build.build_task(config, model.tokenizer)
         snapshot, arrays = self._load_checkpoint()
+        self._scores = read_scores(self.workdir / EVALUATIONS) if self._resume else {}
         if self._finished is not None:
             self._build_learner(model, None)  # other processes wait for it, to be let go
             self.resources.stop()
@@ -143,6 +150,7 @@ class Session:
         self._plots = config.telemetry.plots
         self._compilation_budget = config.run.compilation_budget
         config.require_all_read()
+        self._idle_fields = config.idle_fields()
 
     def _build_learner(self, model: build.Model, arrays: Any) -> None:
         self.learner = lead(self.config, build.build_learner(self.config, model), self.workdir)
@@ -317,7 +325,10 @@ class Session:
             return None, None
         step, arrays, run_state = self._store.restore_latest()
         self.version_at_start = step
-        snapshot = decode_run_state(run_state)
+        try:
+            snapshot = decode_run_state(run_state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f'{self.workdir / CHECKPOINTS} is not of such a run: {error}') from error
         continue_run(self.workdir, self.config.as_dict(), step)
         print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
         if step == self.config.run.steps:
@@ -334,22 +345,9 @@ class Session:
             self._unsaved = describe_unsaved(error, self.workdir)
 
     def _write_scores(self, phase: str, scores: EvaluationScores) -> None:
-        path = self.workdir / EVALUATIONS
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known[phase] = {
-            'greedy': scores.greedy,
-            'sampled': scores.sampled,
-            'most_frequent_answer_share': scores.most_frequent_answer_share,
-        }
-        files.write_json(path, known, indent=None)
-
-    def _read_scores(self, phase: str) -> EvaluationScores | None:
-        path = self.workdir / EVALUATIONS
-        known = json.loads(path.read_text()).get(phase) if path.exists() else None
-        if known is None:
-            return None
-        sampled = tuple(tuple(row) for row in known['sampled'])
-        return EvaluationScores(tuple(known['greedy']), sampled, known['most_frequent_answer_share'])
+        self._scores[phase] = scores
+        known = {phase: dataclasses.asdict(scores) for phase, scores in self._scores.items()}
+        files.write_json(self.workdir / EVALUATIONS, known, indent=None)
 
     def _report(self) -> dict[str, Any]:
         config = self.config
@@ -362,8 +360,8 @@ class Session:
             eta=config.staleness.eta,
             clock=config.run.clock,
             wall_seconds=time.monotonic() - self.started,
-            evaluation_before=self._read_scores('before'),
-            evaluation_after=self._read_scores('after'),
+            evaluation_before=self._scores.get('before'),
+            evaluation_after=self._scores.get('after'),
             compilations=self.compilations.count,
             compilation_budget=self._compilation_budget,
             peak_memory_bytes=self.resources.peak_bytes,
@@ -377,6 +375,7 @@ class Session:
             cores=hardware()['cores'],
             lanes_own_devices=False,
             prolonged=read_prolongations(self.workdir),
+            idle_fields=self._idle_fields,
         )
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots)

@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -14,9 +14,11 @@ from ml_collections import config_dict
 
 from areal_jax.app import build
 from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.processes import lead
 from areal_jax.app.sft_report import SftFacts, write_sft_report
+from areal_jax.app.sizes import require_room
 from areal_jax.app.workdir import (
     CHECKPOINTS,
     continue_run,
@@ -55,6 +57,7 @@ class SftSession:
       workdir: where the run leaves what it leaves.
       resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
+      overrides: the fields that the command line sets; one that the run does not use is refused.
       interrupts: signals; None = they do what they do without a run.
     """
 
@@ -65,13 +68,16 @@ class SftSession:
         *,
         resume: bool = False,
         source: str = '',
+        overrides: Collection[str] = (),
         interrupts: Interrupts | None = None,
     ):
         validate(config)
+        require_extras(config)
+        require_room(config)
         self._started = time.monotonic()
         self.workdir, self._source, self._interrupts = workdir, source, interrupts
         self.stop_requested = threading.Event()
-        self.config = TrackedConfig(config)
+        self.config = TrackedConfig(config, overrides)
         self._unsaved: CheckpointError | None = None  # why the checkpoint after the last update is missing
         self._finished: dict[str, Any] | None = None  # the report, where nothing is left to do
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
@@ -107,6 +113,7 @@ class SftSession:
         self._companions = model.companions
         use_tensorboard = config.telemetry.tensorboard
         config.require_all_read()
+        self._idle_fields = config.idle_fields()
         self.metrics = MetricsWriter(self.workdir, use_tensorboard)
         self.metrics.truncate(self.step)
 
@@ -242,10 +249,16 @@ class SftSession:
             self.learner.restore(arrays)
         except ValueError as error:
             raise CheckpointError(f'{self.workdir}/{CHECKPOINTS} is of another model: {error}') from error
-        self.stream.restore(state['stream'])
-        self.step, self._seconds, self._trained_tokens = step, state['seconds'], state['trained_tokens']
-        if state['held_out'] == len(self._held_out):
-            self._held_out_nll = {int(step): nll for step, nll in state['held_out_nll'].items()}
+        try:
+            self.stream.restore(state['stream'])
+            self._seconds, self._trained_tokens = float(state['seconds']), float(state['trained_tokens'])
+            measured = {int(step): float(nll) for step, nll in state['held_out_nll'].items()}
+            measured_on = int(state['held_out'])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f'{self.workdir}/{CHECKPOINTS} is not of supervised training: {error}') from error
+        self.step = step
+        if measured_on == len(self._held_out):
+            self._held_out_nll = measured
         else:
             print('evaluation.problems was changed: the report leaves out what was measured before', flush=True)
         continue_run(self.workdir, self.config.as_dict(), step)
@@ -274,6 +287,7 @@ class SftSession:
             peak_memory_bytes=self.resources.peak_bytes,
             weights_sha256=weights_sha256(params),
             prolonged=read_prolongations(self.workdir),
+            idle_fields=self._idle_fields,
         )
         return write_sft_report(self.workdir, facts)
 

@@ -34,6 +34,7 @@ class SftFacts:
     peak_memory_bytes: int
     weights_sha256: str
     prolonged: Sequence[Mapping[str, int]] = ()
+    idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
 
 
 def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:

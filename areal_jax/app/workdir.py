@@ -6,7 +6,6 @@ A session calls `prepare_workdir` first, then looks for a checkpoint, then calls
 from __future__ import annotations
 
 import hashlib
-import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -33,6 +32,7 @@ _MAY_CHANGE = (
 )
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
 _BLOCKS, _BLOCK_BYTES = 256, 4096
+_RESTORE = 'restore the file as the run wrote it, or start anew in another --workdir'
 
 
 def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume: bool) -> None:
@@ -43,7 +43,10 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
     Args:
       values: the config as a plain nested dict.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f'--workdir={workdir} cannot be made ({error.strerror}); choose another one') from error
     model = values.get('model', {})
     if model.get('source') == 'run' and pathlib.Path(model['path']).resolve() == workdir.resolve():
         raise ConfigError(
@@ -101,13 +104,13 @@ def describe_unsaved(error: CheckpointError, workdir: pathlib.Path) -> Checkpoin
 def read_prolongations(workdir: pathlib.Path) -> list[dict[str, int]]:
     """{'at_update', 'from_steps', 'to_steps'} for every time that run.steps was raised."""
     path = workdir / PROLONGATIONS
-    return json.loads(path.read_text()) if path.exists() else []
+    return files.read_json(path, _RESTORE)['prolongations'] if path.exists() else []
 
 
 def read_report(workdir: pathlib.Path, steps: int) -> dict[str, Any] | None:
     """report.json of a run that has made all its `steps` updates; None where it was not written."""
     path = workdir / report.FILE
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = files.read_json(path, 'remove it: --resume writes it again') if path.exists() else {}
     return found if found.get('steps') == steps else None
 
 
@@ -120,7 +123,7 @@ def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: 
     if source is None:
         return
     path, digest = workdir / WEIGHTS, sample_digest(source)
-    if resume and path.exists() and json.loads(path.read_text())['samples_sha256'] != digest:
+    if resume and path.exists() and files.read_json(path, _RESTORE).get('samples_sha256') != digest:
         raise ConfigError(
             f'--resume with other weights: the files of model.path={str(source)!r} are not those that the run in '
             f'{workdir} started from; bring them back, or start anew in another --workdir'
@@ -156,7 +159,7 @@ def _holds_updates(workdir: pathlib.Path) -> bool:
 def _read_config(workdir: pathlib.Path) -> dict[str, Any]:
     """By 'section.field'; empty where no run has begun."""
     path = workdir / CONFIG
-    return dict(flatten(json.loads(path.read_text()))) if path.exists() else {}
+    return dict(flatten(files.read_json(path, _RESTORE))) if path.exists() else {}
 
 
 def _write_config(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
@@ -191,12 +194,12 @@ def _note_prolongation(workdir: pathlib.Path, saved: Mapping[str, Any], steps: i
         noted.append({'at_update': update, 'from_steps': before, 'to_steps': steps})
         print(f'{_STEPS} was raised from {before} to {steps}: the run is prolonged after update {update}', flush=True)
     if noted != known:
-        files.write_json(workdir / PROLONGATIONS, noted)
+        files.write_json(workdir / PROLONGATIONS, {'prolongations': noted})
 
 
 def _remove_score_after(path: pathlib.Path) -> None:
     """It is of weights that are not the last ones any more."""
-    scores = json.loads(path.read_text()) if path.exists() else {}
+    scores = files.read_json(path, _RESTORE) if path.exists() else {}
     if scores.pop('after', None) is not None:
         files.write_json(path, scores, indent=None)
 

@@ -16,6 +16,7 @@ KINDS = frozenset(
         *('evaluate', 'join', 'leave', 'error', 'state'),
     )
 )
+_FIX = 'restore the file as the run wrote it, or start anew in another --workdir'
 
 
 class EventLog:
@@ -48,15 +49,25 @@ class EventLog:
 
 
 def truncate_events(path: pathlib.Path, next_seq: int) -> None:
-    """Cut off the events that a resumed run will write again: those with `seq` >= next_seq, and a torn last line."""
+    """Cut off the events that a resumed run will write again: those with `seq` >= next_seq, and a torn last line.
+
+    Raises FileError, naming the line, where one of the events before them is missing or is no event.
+    """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)['seq'] >= next_seq:
-                break
-        except ValueError:
+    kept: list[bytes] = []
+    lines = path.read_bytes().split(b'\n')
+    for number, line in enumerate(lines, start=1):
+        where = f'{path}: line {number}'
+        if len(kept) == next_seq:
             break
-        kept.append(line + '\n')
-    files.write_text(path, ''.join(kept))
+        try:
+            seq = files.parse_object(line, where, _FIX).get('seq')
+        except files.FileError:
+            if number == len(lines):  # torn, or what follows the last line break: nothing
+                break
+            raise
+        if seq != len(kept):
+            raise files.FileError(f'{where} has seq={seq!r}, where event {len(kept)} is expected; {_FIX}')
+        kept.append(line + b'\n')
+    files.write_bytes(path, b''.join(kept))

@@ -13,6 +13,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.models.decoder import Params
+from areal_jax.models.gguf_header import read_gguf_header
 from areal_jax.models.hf import WeightsError, from_hf_names
 from areal_jax.models.shape import ModelConfig
 
@@ -47,8 +48,6 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[s
     path = pathlib.Path(path)
     reader = _open(path)
     fields = _Fields(path, reader.fields)
-    if (architecture := fields.get('general.architecture')) != 'llama':
-        raise GgufError(f'{path}: general.architecture is {architecture!r}; only llama is supported')
     # a file lists the axes of a shape from the last to the first
     shapes = {tensor.name: tuple(int(n) for n in tensor.shape[::-1]) for tensor in reader.tensors}
     config = _model_config(fields, shapes)
@@ -65,6 +64,18 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[s
     except WeightsError as error:
         raise GgufError(f'{path}: {error}') from error
     return config, params, _tokenizer_fields(fields)
+
+
+def read_gguf_shape(path: str | os.PathLike[str]) -> ModelConfig:
+    """The shape that `load_gguf` would find, from the header alone; raises GgufError."""
+    path = pathlib.Path(path)
+    _require_file(path)
+    try:
+        values, shapes = read_gguf_header(path)
+    except (ValueError, EOFError, OSError) as error:
+        raise _no_gguf(path, error) from error
+    fields = _Fields(path, {name: _Scalar(value) for name, value in values.items()})
+    return _model_config(fields, shapes)
 
 
 def find_package_file(spec: str) -> pathlib.Path:
@@ -110,9 +121,27 @@ class _Fields:
         return self._fields[key].contents() if key in self._fields else default
 
 
-def _open(path: pathlib.Path) -> Any:
+class _Scalar:
+    """A field as gguf.GGUFReader gives it."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def contents(self) -> Any:
+        return self._value
+
+
+def _require_file(path: pathlib.Path) -> None:
     if not path.is_file():
         raise GgufError(f'there is no file {path}; set model.path to a GGUF file')
+
+
+def _no_gguf(path: pathlib.Path, error: Exception) -> GgufError:
+    return GgufError(f'{path} is no GGUF file, or only a part of one: {error}')
+
+
+def _open(path: pathlib.Path) -> Any:
+    _require_file(path)
     try:
         import gguf
     except ImportError as error:
@@ -120,10 +149,12 @@ def _open(path: pathlib.Path) -> Any:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise GgufError(f'{path} is no GGUF file, or only a part of one: {error}') from error
+        raise _no_gguf(path, error) from error
 
 
 def _model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    if (architecture := fields.get('general.architecture')) != 'llama':
+        raise GgufError(f'{fields.path}: general.architecture is {architecture!r}; only llama is supported')
     if 'token_embd.weight' not in shapes:
         raise GgufError(f'{fields.path} has no tensor token_embd.weight')
     vocab_size, d_model = shapes['token_embd.weight']

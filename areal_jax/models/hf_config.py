@@ -7,13 +7,13 @@ Both ways of writing it are read: that of transformers 4 (rope_theta, rope_scali
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax import files
 from areal_jax.errors import UserError
 from areal_jax.models.shape import FAMILIES, Llama3Scaling, ModelConfig
 
@@ -142,14 +142,9 @@ def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, Any]:
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """The object in a file of a checkpoint directory; raises HfError."""
     try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except OSError as error:
-        raise HfError(f'{path} cannot be read ({error.strerror}); a checkpoint directory has it') from error
-    except ValueError as error:
-        raise HfError(f'{path} is no JSON: {error}') from error
-    if not isinstance(content, dict):
-        raise HfError(f'{path} holds a {type(content).__name__}, not an object')
-    return content
+        return files.read_json(path, 'a checkpoint directory has it: copy it again')
+    except files.FileError as error:
+        raise HfError(str(error)) from error
 
 
 class _Fields:

@@ -51,6 +51,7 @@ class RunFacts:
     cores: int = 1
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
     prolonged: Sequence[Mapping[str, int]] = ()
+    idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'
 
     def save(self, workdir: pathlib.Path | str) -> None:
         """Write WORKDIR/facts.json, all or nothing."""
@@ -75,6 +76,7 @@ class RunFacts:
             raise ValueError(f'{path}: unknown fields {sorted(unknown)}; it was written by another version')
         for name in ('evaluation_before', 'evaluation_after'):
             values[name] = _scores(values.get(name))
+        values['idle_fields'] = tuple(values.get('idle_fields', ()))
         return cls(**values | {'eta': float(values['eta'])})
 
 
@@ -83,6 +85,27 @@ def most_frequent_share(answers: Sequence[str]) -> float | None:
     if not answers:
         return None
     return collections.Counter(answers).most_common(1)[0][1] / len(answers)
+
+
+def read_scores(path: pathlib.Path) -> dict[str, EvaluationScores]:
+    """{'before': scores, 'after': scores} of an evaluations.json, as far as it has them; no file is no scores.
+
+    Raises FileError for a file that holds something else.
+    """
+    if not path.exists():
+        return {}
+    fix = 'restore the file as the run wrote it, or remove it'
+    found = {}
+    for phase, values in files.read_json(path, fix).items():
+        try:
+            scores = _scores(values)
+            assert scores is not None
+            for score in (*scores.greedy, *(score for row in scores.sampled for score in row)):
+                float(score)
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise files.FileError(f'{path}: {phase!r} does not hold the scores of an evaluation; {fix}') from error
+        found[phase] = scores
+    return found
 
 
 def _scores(values: Mapping[str, Any] | None) -> EvaluationScores | None:

@@ -15,21 +15,22 @@ def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """One dict a line. A last line torn by the death of its writer is left out; any other bad line is an error.
 
     Raises:
-        ValueError: a line before the last is not JSON; the message names file and line.
+        FileError: a line before the last is not a JSON object, or the last is complete and not an object; the message
+            names file and line.
     """
     if not path.exists():
         return []
-    lines = path.read_text(errors='replace').rstrip('\n').split('\n')
-    if lines == ['']:
-        return []
+    lines = path.read_bytes().split(b'\n')
+    ended = not lines[-1]
+    lines = lines[:-1] if ended else lines
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines):
+            records.append(files.parse_object(line, f'{path}: line {number} of {len(lines)}', 'restore or remove it'))
+        except files.FileError:
+            if number == len(lines) and _is_torn(line):
                 break
-            raise ValueError(f'{path}: line {number} of {len(lines)} is not JSON ({error}); remove it') from error
+            raise
     return records
 
 
@@ -38,6 +39,11 @@ def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, Any]])
     if not path.exists():
         return
     files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether it can be the beginning of an object: what a writer leaves that dies in the middle of a line."""
+    return line.lstrip()[:1] in (b'{', b'', b'\0')  # zeros: a block that was allocated and not written
 
 
 def plain(value: Any) -> Any:

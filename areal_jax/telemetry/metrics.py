@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax import files
 from areal_jax.telemetry.json_lines import plain, read_json_lines, rewrite_json_lines
 from areal_jax.telemetry.names import STEP
 
@@ -53,7 +54,11 @@ class MetricsWriter:
     def truncate(self, step: int) -> None:
         """Forget every update after `step`: a resumed run will make them again."""
         self._file.close()
-        rewrite_json_lines(self._path, [line for line in read_metrics(self._path) if line[STEP] <= step])
+        lines = read_metrics(self._path)
+        for number, line in enumerate(lines, start=1):
+            if not isinstance(line.get(STEP), int):
+                raise files.FileError(f'{self._path}: line {number} has no whole number {STEP!r}; restore or remove it')
+        rewrite_json_lines(self._path, [line for line in lines if line[STEP] <= step])
         self._file = self._path.open('a', buffering=1)
         self._close_tensorboard()
         self._purge_step = step + 1

@@ -182,7 +182,7 @@ def test_fields_of_the_asynchronous_loop_are_an_error(tmp_path):
         'learner__packing': 'ordinary',
     }
     with pytest.raises(ConfigError, match='set but never read: ') as error:
-        SftSession(sft_config(**unread), tmp_path)
+        SftSession(sft_config(**unread), tmp_path, overrides=[field.replace('__', '.') for field in unread])
     assert all(field.replace('__', '.') in str(error.value) for field in unread)
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
 
 import pytest
 
-from areal_jax.telemetry.facts import RunFacts, most_frequent_share
+from areal_jax.files import FileError
+from areal_jax.telemetry.facts import EvaluationScores, RunFacts, most_frequent_share, read_scores
 from tests.telemetry.logs import two_facts
 
 
@@ -40,3 +42,33 @@ def test_unknown_facts_are_refused(tmp_path: pathlib.Path):
 def test_most_frequent_answer():
     assert most_frequent_share(['7', '7', '8', '']) == 0.5
     assert most_frequent_share([]) is None
+
+
+BROKEN_SCORES = {
+    'no JSON': ('{"before": ', r'is no JSON'),
+    'a list': ('[]', r'holds a list, not an object'),
+    'no scores': ('{"before": 3}', r"'before' does not hold the scores of an evaluation"),
+    'nothing': ('{"before": null}', r"'before' does not hold the scores"),
+    'a key is missing': ('{"after": {"greedy": [1.0]}}', r"'after' does not hold the scores"),
+    'text': (
+        '{"after": {"greedy": ["a"], "sampled": [], "most_frequent_answer_share": null}}',
+        r"'after' does not hold the scores",
+    ),
+}
+
+
+@pytest.mark.parametrize('case', BROKEN_SCORES)
+def test_scores_that_were_edited_are_named(tmp_path, case):
+    content, message = BROKEN_SCORES[case]
+    path = tmp_path / 'evaluations.json'
+    path.write_text(content)
+    with pytest.raises(FileError, match=rf'^{path}:? {message}.*; restore the file as the run wrote it, or remove it$'):
+        read_scores(path)
+
+
+def test_scores_come_back_equal(tmp_path):
+    path = tmp_path / 'evaluations.json'
+    assert read_scores(path) == {}
+    scores = EvaluationScores((1.0, 0.0), ((1.0, 0.5), (0.0, 0.0)), 0.25)
+    path.write_text(json.dumps({'before': dataclasses.asdict(scores)}))
+    assert read_scores(path) == {'before': scores}

@@ -7,7 +7,16 @@ import pathlib
 import numpy as np
 import pytest
 
+from areal_jax.files import FileError
 from areal_jax.telemetry.json_lines import plain, read_json_lines
+
+BAD_LINES = {
+    b'{"b"': 'is no JSON',
+    b'[1]': 'holds a list, not an object',
+    b'{"b": "\xff"}': 'is no JSON: it is not UTF-8',
+    b'[' * 200_000: r'is no JSON that can be read \(RecursionError',
+    b'': 'is no JSON',
+}
 
 
 def test_every_cut_of_the_last_line_leaves_the_lines_before(tmp_path: pathlib.Path):
@@ -27,9 +36,19 @@ def test_no_file_and_an_empty_file_are_no_lines(tmp_path: pathlib.Path):
 
 
 def test_a_bad_line_in_the_middle_is_an_error_that_names_it(tmp_path: pathlib.Path):
-    (tmp_path / 'x.jsonl').write_text('{"a":1}\n{"b"\n{"c":1}\n')
-    with pytest.raises(ValueError, match='line 2 of 3 is not JSON'):
-        read_json_lines(tmp_path / 'x.jsonl')
+    path = tmp_path / 'x.jsonl'
+    for line, said in BAD_LINES.items():
+        path.write_bytes(b'{"a":1}\n' + line + b'\n{"c":1}\n')
+        with pytest.raises(FileError, match=rf'x\.jsonl: line 2 of 3 {said}.*; restore or remove it'):
+            read_json_lines(path)
+
+
+def test_a_last_line_that_no_torn_write_leaves_is_an_error_too(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.jsonl'
+    for line in (b'[1, 2]', b'3', b'# metrics of my run'):
+        path.write_bytes(b'{"a":1}\n' + line)
+        with pytest.raises(FileError, match='line 2 of 2 '):
+            read_json_lines(path)
 
 
 def test_plain_values_survive_json():

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 
+from areal_jax.files import FileError
 from areal_jax.telemetry.metrics import MetricsError, MetricsWriter, merge, read_metrics
 
 
@@ -74,3 +75,13 @@ def _tensorboard_events(path: pathlib.Path) -> list:
         events.append(Event.FromString(data[12 : 12 + length]))
         data = data[16 + length :]
     return events
+
+
+@pytest.mark.parametrize('line', ['{"loss/value": 1.0}', '{"step": "2"}', '{"step": null}'])
+def test_a_line_without_its_step_is_named_on_resume(tmp_path, line):
+    path = tmp_path / 'metrics.jsonl'
+    path.write_text('{"step": 1}\n' + line + '\n')
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    with pytest.raises(FileError, match=rf"^{path}: line 2 has no whole number 'step'; restore or remove it$"):
+        writer.truncate(1)
+    writer.close()

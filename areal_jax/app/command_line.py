@@ -1,0 +1,217 @@
+"""The command line of every main_*.py: a config file, its overrides and flags, or one sentence that says what is wrong.
+
+Nothing here imports jax, so that a mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import config_dict, config_flags
+
+from areal_jax.app.extras import require_extras
+from areal_jax.config import default_config, validate
+from areal_jax.errors import UserError
+from areal_jax.fields import describe_type, suggest, unknown_field
+
+_HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
+_OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
+_NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
+
+
+class CommandLineError(UserError, ValueError):
+    """A command line, or the config file it names, that cannot be used; the message names the part and the fix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CommandLine:
+    """What a command was asked to do, beside its own flags."""
+
+    config: config_dict.ConfigDict  # of the file, overrides applied, valid
+    source: str  # as given: FILE or FILE:ARGUMENT
+    overrides: tuple[str, ...]  # fields that the command line sets: 'rollout.slots'
+
+
+def parse_train_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
+    """The command line of a run, with a valid config and a --workdir that can be written; raises UserError."""
+    command = parse_command(argv, values)
+    require_workdir(values['workdir'].value)
+    validate(command.config)
+    require_extras(command.config)
+    return command
+
+
+def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
+    """Loads the file of --config, applies --config.section.field=value, and parses the other flags into `values`.
+
+    Raises CommandLineError; ConfigError for a field that is unknown or of another type.
+    """
+    try:
+        words = list(values.read_flags_from_files(argv, force_gnu=False))
+    except flags.Error as error:
+        raise CommandLineError(re.sub(r'^ERROR:: ', '', _first_line(error))) from error
+    if help_flags := [word for word in words[1:] if _HELP.match(word)]:
+        values([words[0], help_flags[0]])  # prints and exits
+    rest, source = _take_config(words)
+    config = load_config(source)
+    overrides = tuple(dict.fromkeys(path for path, _ in _overrides(rest)))
+    for path, value in _overrides(rest):
+        _require_field(path, value, config)
+    config_flags.DEFINE_config_dict('config', config, 'FILE or FILE:ARGUMENT', values, sys_argv=rest)
+    try:
+        left = values(rest)
+    except flags.Error as error:
+        raise _describe(error, rest, values) from error
+    if len(left) > 1:
+        raise CommandLineError(f'unexpected argument {left[1]!r}: flags are written --name=value')
+    return CommandLine(config, source, overrides)
+
+
+def load_config(source: str) -> config_dict.ConfigDict:
+    """What get_config() of FILE, or get_config(ARGUMENT) of FILE:ARGUMENT, returns.
+
+    Raises CommandLineError that names the file and, where there is one, the line.
+    """
+    name, colon, argument = source.partition(':')
+    path = pathlib.Path(name)
+    if not name or not path.exists():
+        near = suggest(path.name, [file.name for file in path.parent.glob('*.py')]) if name else ''
+        raise CommandLineError(f'--config={source}: there is no file {name!r}{near}')
+    if not path.is_file():
+        raise CommandLineError(f'--config={source}: {name} is not a file; name an experiment file in it')
+    loader = importlib.machinery.SourceFileLoader('config_file', str(path))
+    spec = importlib.util.spec_from_loader('config_file', loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    _guard(source, path, lambda: loader.exec_module(module))
+    get_config = getattr(module, 'get_config', None)
+    if not callable(get_config):
+        raise CommandLineError(f'--config={source}: {name} has no function get_config(), which returns the config')
+    given = (argument,) if colon else ()
+    try:
+        inspect.signature(get_config).bind(*given)
+    except TypeError as error:
+        takes = 'takes no argument: leave out' if colon else 'needs an argument: add'
+        raise CommandLineError(
+            f'--config={source}: get_config() of {name} {takes} :{argument or "ARGUMENT"}'
+        ) from error
+    config = _guard(source, path, lambda: get_config(*given))
+    if not isinstance(config, config_dict.ConfigDict):
+        kind = type(config).__name__
+        raise CommandLineError(f'--config={source}: get_config() returns {kind}, not an ml_collections ConfigDict')
+    _guard(source, path, config.copy_and_resolve_references)  # a required placeholder has no value
+    return config.lock()
+
+
+def require_workdir(name: str | None) -> None:
+    """Raises CommandLineError for a --workdir that is missing, not a directory, or not writable; makes nothing."""
+    if not name:
+        raise CommandLineError('--workdir is missing: name a directory for what the run leaves, e.g. --workdir=runs/a')
+    try:
+        os.fsencode(name).decode()
+        path = pathlib.Path(name)
+        existing = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), path)
+    except (UnicodeError, ValueError, OSError) as error:
+        raise CommandLineError(f'--workdir={name!r} cannot be used as a path: {_first_line(error)}') from error
+    if not existing.is_dir():
+        raise CommandLineError(f'--workdir={name}: {existing} is a file, not a directory; choose another one')
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CommandLineError(f'--workdir={name}: {existing} is not writable; choose a directory of your own')
+
+
+def _take_config(words: Sequence[str]) -> tuple[list[str], str]:
+    """(the other words, value of --config)."""
+    rest: list[str] = []
+    sources: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if word == '--':
+            rest += [word, *remaining]
+        elif match := re.fullmatch(r'--?config(?:=(.*))?', word, re.DOTALL):
+            sources.append(next(remaining, '') if match[1] is None else match[1])
+            if not sources[-1] or sources[-1].startswith('--'):
+                raise CommandLineError(_NO_CONFIG)
+        else:
+            rest.append(word)
+    if not sources:
+        raise CommandLineError(_NO_CONFIG)
+    if len(sources) > 1:
+        raise CommandLineError(f'--config is given more than once: {", ".join(sources)}; use one')
+    return rest, sources[0]
+
+
+def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """('rollout.slots', '3') of --config.rollout.slots=3; None where the value is the next word or a boolean."""
+    for word in words:
+        if word == '--':
+            return
+        if match := _OVERRIDE.fullmatch(word):
+            yield match[1], match[2]
+
+
+def _require_field(path: str, value: str | None, config: config_dict.ConfigDict) -> None:
+    """Raises for an override of something that is not a field of the config."""
+    section, _, field = path.partition('.')
+    if section not in config:
+        raise unknown_field(path, default_config())
+    if not isinstance(config[section], config_dict.ConfigDict):
+        raise CommandLineError(f'--config.{path}: {section} is no section of this config')
+    if not field:
+        example = f'--config.{section}.{next(iter(config[section]), "FIELD")}=...'
+        raise CommandLineError(
+            f'--config.{path}={value}: {section} is a section; set one of its fields, e.g. {example}'
+        )
+    if field not in config[section]:
+        raise unknown_field(path, default_config())
+
+
+def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues) -> UserError:
+    """The sentence for what absl or ml_collections refuses."""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        sections = [f'--config.{section}' for section in default_config()]
+        own = [f'--{name}' for name in ('config', 'workdir', 'resume', 'process_id') if name in values]
+        flag = f'--{error.flagname}'
+        return CommandLineError(
+            f'{flag} is not a flag{suggest(flag, own) or suggest(flag, sections) or "; see --help"}'
+        )
+    if isinstance(error, flags.IllegalFlagValueError):
+        declared = default_config()
+        for path, value in _overrides(words):
+            section, _, field = path.partition('.')
+            if str(error).startswith(f'flag --config.{path}=') and field in declared.get(section, {}):
+                kind = describe_type(declared[section][field], declared[section].get_type(field))
+                shown = re.match(rf'flag --config\.{re.escape(path)}=(.*?): ', str(error), re.DOTALL)
+                return CommandLineError(f'--config.{path}={shown[1] if shown else value} must be {kind}')
+    return CommandLineError(re.sub(r'^flag (?=--)', '', _first_line(error)))
+
+
+def _guard(source: str, path: pathlib.Path, run: Callable[[], Any]) -> Any:
+    """`run()`, whose exceptions are those of the config file."""
+    try:
+        return run()
+    except SyntaxError as error:
+        where = f'line {error.lineno} of {error.filename or path}'
+        raise CommandLineError(f'--config={source}: {where} is not Python: {error.msg}') from error
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f'line {lines[-1]} of {path}' if lines else f'get_config() of {path}'
+        said = f'{type(error).__name__}: {_first_line(error)}'.rstrip(': ')
+        if unknown := re.search(r'Key "(\w+)" does not exist', str(error)):  # ml_collections lists all fields
+            near = suggest(unknown[1], [field for fields in default_config().values() for field in fields])
+            said = f'{type(error).__name__}: {unknown[1]!r} is not a field of that section{near}'
+        raise CommandLineError(f'--config={source}: {where} raises {said}') from error
+
+
+def _first_line(error: BaseException) -> str:
+    """The message of an exception on one line."""
+    return ' '.join(str(error).split())

@@ -1,0 +1,32 @@
+"""Optional packages: what a config needs and is not installed is said before the run starts, with the pip command."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ml_collections import config_dict
+
+from areal_jax.ranges import ConfigError
+
+_EXTRAS = {'tensorboardX': 'tensorboard', 'matplotlib': 'plots', 'reasoning_gym': 'tasks', 'gguf': 'gguf'}
+
+
+def require_extras(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for the first package that this config needs and that is not installed; imports none."""
+    for module, reason, instead in _needed(config):
+        if importlib.util.find_spec(module) is None:
+            command = f"pip install 'areal_jax[{_EXTRAS[module]}]'"
+            raise ConfigError(f'{reason} needs the package {module}, which is not installed: {command}{instead}')
+
+
+def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
+    """(module, field that needs it, what else the user can do)."""
+    if c.telemetry.tensorboard:
+        yield 'tensorboardX', 'telemetry.tensorboard=True', ', or --config.telemetry.tensorboard=False'
+    if c.telemetry.plots and c.loss.objective != 'sft':  # supervised training makes none
+        yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
+    if c.task.name == 'reasoning_gym':
+        yield 'reasoning_gym', "task.name='reasoning_gym'", ''
+    if c.model.source == 'gguf':
+        yield 'gguf', "model.source='gguf'", ''

@@ -1,0 +1,197 @@
+"""What a run needs in memory at the least, from shapes alone: refused before weights are drawn where it cannot fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import config_dict
+
+from areal_jax.app import build
+from areal_jax.app.memory import memory_limit_bytes
+from areal_jax.config import TrackedConfig
+from areal_jax.control.schedule import parse_schedule
+from areal_jax.learning import trees
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.lora import is_adapter
+from areal_jax.models.shape import ModelConfig
+from areal_jax.ranges import ConfigError
+from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
+
+SHARE = 0.95  # of a memory that a run may plan for
+_ANSWER_BYTES = 1024  # of an answer under way, in objects of the host
+_KINDS = (
+    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication'),
+    *('KV cache', 'prefill', 'logits', 'rows', 'answers'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes by what they are for: on every device of the learner's mesh, and, beside, where engines decode."""
+
+    learner: Mapping[str, int]  # on each device
+    engines: Mapping[str, int]  # in all
+    host: Mapping[str, int]
+
+
+def require_room(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError, with the sizes and the fields to lower, for a run that exceeds 95% of a memory.
+
+    On accelerators that is the memory of one device, on a CPU that of the machine or of its cgroup. What programs use
+    while they run (activations) is counted for the inputs of the layers only, so a run that passes may still not fit.
+    """
+    tracked = TrackedConfig(config)  # of its own: what is read here is not used by the run
+    mesh = build.build_mesh(tracked)
+    sizes = measure(tracked, build.read_shape(tracked), mesh)
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    limits = [_device_memory(device) for device in local]
+    decodes = jax.process_index() == 0
+    engines = sizes.engines if decodes else {}
+    if limits and all(limits):
+        limit = min(limit for limit in limits if limit)
+        _require(_sum(sizes.learner, engines), limit, f'of {local[0].device_kind}', config)
+        return
+    whole = {name: size * len(local) for name, size in sizes.learner.items()}
+    where = 'of this machine (or the limit of its cgroup)'
+    _require(_sum(whole, engines, sizes.host if decodes else {}), memory_limit_bytes(), where, config)
+
+
+def measure(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> Sizes:
+    """The sizes of a run with a model of this shape; nothing is allocated."""
+    learner = _learner_sizes(config, shape, mesh)
+    if config.loss.objective == 'sft':
+        return Sizes(learner, {}, {})
+    rollout, eta = config.rollout, config.staleness.eta
+    admitted = config.learner.groups_per_update * (eta + 1)
+    running = int(min(rollout.max_running_groups, admitted, config.learner.groups_per_update * config.run.steps))
+    answers = {'answers': running * rollout.group_size * _ANSWER_BYTES}
+    return Sizes(learner, _engine_sizes(config, shape, mesh), answers)
+
+
+def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
+    # one layer stands for all: they are equal, and a tree of all could itself be too large
+    decoder = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0), lora=build.build_lora(config))
+    units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
+    trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
+    cut = lambda tree: param_shardings(tree, mesh, config.mesh.strategy, units)
+    count = lambda tree, shardings, dtype: _bytes(tree, shardings, shape.n_layers, dtype)
+    optimizer = build.build_optimizer(config)
+    state = jax.eval_shape(optimizer.init, trained)
+    dtype = config.learner.dtype
+    supervised = config.loss.objective == 'sft'
+    published = 'float32' if supervised else config.publication.dtype
+    merged = Decoder(decoder.config).abstract()
+    tokens = (
+        config.learner.rows_per_microbatch * config.learner.row_tokens // data_shards(mesh) // mesh.shape['context']
+    )
+    sizes = {
+        'weights': count(trained, cut(trained), 'float32') + count(frozen, cut(frozen), dtype),
+        'optimizer': count(state, optimizer.shardings(trained, cut(trained), replicated(mesh)), None),
+        'gradients': count(trained, cut(trained), 'float32'),
+        'publication': count(merged, cut(merged), published),
+        'rows': tokens * shape.n_layers * shape.d_model * _itemsize(dtype),
+    }
+    if dtype != 'float32':
+        sizes['working copy'] = count(trained, cut(trained), dtype)
+    if not supervised and config.loss.kl_coefficient:
+        sizes['reference model'] = count(trained, cut(trained), dtype)
+    return sizes
+
+
+def _engine_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
+    rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
+    position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize
+    return {
+        'publication': (_copies(config, mesh) * _parameters(shape)) * itemsize,
+        'KV cache': rollout.engines * rollout.slots * rollout.context_tokens * position,
+        'prefill': rollout.slots * max(rollout.prefill_buckets) * position,
+        'logits': rollout.slots * shape.vocab_size * 4,
+    }
+
+
+def _copies(config: TrackedConfig, mesh: Mesh) -> int:
+    """Whole copies of the weights where engines decode, beside the one that the learner makes of the newest."""
+    schedule = parse_schedule(config.staleness.schedule, config.run.seed)
+    held = min(schedule.longest + 1 if schedule else 1, config.run.steps)  # older versions
+    if config.publication.channel == 'files':
+        return max(held, config.rollout.engines)
+    return held + (mesh.size > 1)  # a learner on one device makes its copy where the engines decode
+
+
+def _parameters(shape: ModelConfig) -> int:
+    one = dataclasses.replace(shape, n_layers=1, first_window_layer=0)
+    leaves = jax.tree_util.tree_leaves_with_path(Decoder(one).abstract())
+    return sum(math.prod(leaf.shape) * _layers(path, shape.n_layers) for path, leaf in leaves)
+
+
+def _bytes(tree: Any, shardings: Any, n_layers: int, dtype: str | None) -> int:
+    """On one device, of leaves of `dtype` (None = their own)."""
+    placed = jax.tree.leaves(shardings)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return sum(
+        math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(dtype or leaf.dtype) * _layers(path, n_layers)
+        for (path, leaf), sharding in zip(leaves, placed, strict=True)
+    )
+
+
+def _layers(path: Any, n_layers: int) -> int:
+    """How many leaves of the model the one at this path stands for."""
+    return n_layers if 'layers/0/' in path_name(path) else 1
+
+
+def _itemsize(dtype: Any) -> int:
+    return np.dtype(jax.numpy.dtype(dtype)).itemsize
+
+
+def _sum(*parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: sum(part.get(name, 0) for part in parts) for name in _KINDS if any(name in part for part in parts)}
+
+
+def _device_memory(device: jax.Device) -> int | None:
+    """Bytes that jax may use on an accelerator; None on a CPU, whose memory is the machine's."""
+    return (device.memory_stats() or {}).get('bytes_limit')
+
+
+def _require(sizes: Mapping[str, int], limit: int, where: str, config: config_dict.ConfigDict) -> None:
+    total = sum(sizes.values())
+    if total <= SHARE * limit:
+        return
+    order = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    table = ', '.join(f'{name} {_amount(sizes[name])}' for name in order if sizes[name] > 0.001 * total)
+    fixes = '; '.join(dict.fromkeys(_fix(name, config) for name in order if sizes[name] > 0.1 * total))
+    raise ConfigError(
+        f'this run needs at least {_amount(total)}, activations not counted, but {SHARE:.0%} of the {_amount(limit)} '
+        f'{where} are {_amount(int(SHARE * limit))}: {table}. To fit, {fixes}'
+    )
+
+
+def _fix(name: str, c: config_dict.ConfigDict) -> str:
+    """What lowers a size in this config."""
+    if name == 'optimizer' and c.optimizer.name in ('adamw', 'lion'):
+        return "set optimizer.name='adafactor' or 'adamw8bit'"
+    if name == 'reference model':
+        return 'set loss.kl_coefficient=0'
+    if name == 'publication' and c.staleness.schedule != 'natural':
+        return 'lower the longest delay of staleness.schedule'
+    if name == 'publication' and c.publication.dtype == 'float32' and c.loss.objective != 'sft':
+        return "set publication.dtype='bfloat16'"
+    fields = {
+        'KV cache': 'rollout.slots, rollout.context_tokens or rollout.engines',
+        'prefill': 'rollout.slots or rollout.prefill_buckets',
+        'logits': 'rollout.slots',
+        'rows': 'learner.row_tokens or learner.rows_per_microbatch',
+        'answers': 'rollout.group_size or rollout.max_running_groups',
+    }
+    if name in fields:
+        return f'lower {fields[name]}'
+    return 'lower model.n_layers, model.d_model or model.d_ff' if c.model.source == 'random' else 'use a smaller model'
+
+
+def _amount(size: int) -> str:
+    return f'{size / 1e9:.4g} GB' if size >= 1e8 else f'{size / 1e6:.3g} MB'

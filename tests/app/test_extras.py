@@ -1,0 +1,42 @@
+"""A package that a config needs and that is missing is named before anything is built."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+from areal_jax.app.extras import _EXTRAS, require_extras
+from areal_jax.config import default_config
+from areal_jax.ranges import ConfigError
+
+NEEDED = {
+    'tensorboardX': ({}, r"telemetry\.tensorboard=True .*'areal_jax\[tensorboard\]', or .*tensorboard=False"),
+    'matplotlib': ({}, r"telemetry\.plots=True .*'areal_jax\[plots\]', or --config\.telemetry\.plots=False"),
+    'reasoning_gym': ({'task.name': 'reasoning_gym'}, r"task\.name='reasoning_gym' .*'areal_jax\[tasks\]'"),
+    'gguf': ({'model.source': 'gguf'}, r"model\.source='gguf' .*'areal_jax\[gguf\]'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('missing', NEEDED)
+def test_a_missing_package_is_named_with_the_command(monkeypatch, missing):
+    fields, message = NEEDED[missing]
+    config = default_config()
+    require_extras(config)
+    config.update_from_flattened_dict(fields)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == missing else find(name))
+    with pytest.raises(ConfigError, match=rf'{message}'):
+        require_extras(config)
+
+
+def test_a_bare_installation_runs_what_needs_no_extra(monkeypatch):
+    config = default_config()
+    config.update_from_flattened_dict({'telemetry.tensorboard': False, 'telemetry.plots': False})
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    require_extras(config)
+
+
+def test_every_extra_that_is_named_can_be_installed():
+    setup = pathlib.Path('setup.py').read_text()
+    for package, extra in _EXTRAS.items():
+        assert f"'{extra}': " in setup, package

@@ -1,0 +1,120 @@
+"""Sizes from shapes alone are those of the arrays that a run then makes, and what cannot fit is refused at once."""
+
+import re
+
+import jax
+import pytest
+
+from areal_jax.app import build, memory, sizes
+from areal_jax.config import TrackedConfig
+from areal_jax.ranges import ConfigError
+from tests.app.small import small_config
+
+
+def nbytes(tree):
+    """On the first device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree) if leaf is not None)
+
+
+def measured(**fields):
+    config = TrackedConfig(small_config(**fields))
+    return config, sizes.measure(config, build.read_shape(config), build.build_mesh(config))
+
+
+FORMS = [
+    {},
+    {'learner__layers': 'stacked', 'optimizer__name': 'lion'},
+    {'optimizer__name': 'adamw8bit', 'learner__dtype': 'bfloat16', 'publication__dtype': 'bfloat16'},
+    {'lora__rank': 4, 'model__family': 'qwen2', 'loss__kl_coefficient': 0.1},
+    {'optimizer__name': 'adafactor', 'model__d_ff': 256, 'model__d_model': 128, 'model__family': 'qwen3'},
+    {'mesh__fsdp': 2, 'mesh__tensor': 2, 'mesh__strategy': 'fsdp_tensor', 'learner__rows_per_microbatch': 2,
+     'task__symbols': 6, 'model__n_kv_heads': 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('fields', FORMS, ids=lambda fields: ' '.join(fields) or 'default')
+def test_sizes_are_those_of_the_arrays(fields):
+    if len(jax.devices()) < 4 and 'mesh__fsdp' in fields:
+        pytest.skip('needs four devices')
+    config, found = measured(model__n_layers=3, **fields)
+    model = build.build_model(config)
+    learner = build.build_learner(config, model)
+    assert found.learner['weights'] == nbytes(learner._params) + nbytes(learner._frozen)
+    assert found.learner['gradients'] == nbytes(learner._gradients)
+    assert found.learner['publication'] == nbytes(learner.publish(0))
+    assert found.learner['optimizer'] == pytest.approx(nbytes(learner._state), rel=0.01)
+    if learner._reference is not None:
+        assert found.learner['reference model'] == nbytes(learner._reference)
+    if learner._working() is not learner._params:
+        assert found.learner['working copy'] == nbytes(learner._working())
+    state = build.build_backend(config, model.decoder).initial_state()
+    assert found.engines['KV cache'] == nbytes(state.cache) * config.rollout.engines
+
+
+HUGE = {
+    'wide and deep': ({'model__d_model': 65536, 'model__n_layers': 200}, r'weights [\d.]+ GB.*lower model\.n_layers'),
+    'as large as a field': ({'model__d_model': 2**31 - 1, 'model__n_layers': 2**31 - 1}, r'lower model\.n_layers'),
+    'slots': ({'rollout__slots': 2**31 - 1}, r'KV cache [\d.e+]+ GB.*lower rollout\.slots, rollout\.context_tokens'),
+    'rows': ({'learner__row_tokens': 2**31 - 1}, r'rows [\d.e+]+ GB.*lower learner\.row_tokens or'),
+    'group': ({'rollout__group_size': 2**31 - 1}, r'answers [\d.e+]+ GB.*lower rollout\.group_size or'),
+    'ring': (
+        {'staleness__schedule': 'fixed(1000000000)', 'run__steps': 2**31 - 1},
+        r'publication [\d.e+]+ GB.*lower the longest delay of staleness\.schedule',
+    ),
+    'optimizer': ({'model__d_model': 2**27}, r"optimizer [\d.]+ GB.*set optimizer\.name='adafactor' or 'adamw8bit'"),
+    'heads': ({'model__head_dim': 2**31 - 2}, r'KV cache [\d.e+]+ GB.*To fit, '),
+}
+
+
+@pytest.mark.parametrize('case', HUGE)
+def test_what_cannot_fit_is_refused_from_its_shapes(case, monkeypatch):
+    fields, message = HUGE[case]
+    monkeypatch.setattr(build, 'build_model', lambda *_: pytest.fail('weights were drawn'))
+    with pytest.raises(
+        ConfigError, match=rf'^this run needs at least [\d.e+]+ GB, activations not.*{message}'
+    ) as refused:
+        sizes.require_room(small_config(**fields))
+    assert '\n' not in str(refused.value)
+
+
+def test_the_limit_is_95_percent_of_the_memory(monkeypatch):
+    _, found = measured()
+    needed = sum(map(sum, (part.values() for part in (found.learner, found.engines, found.host))))
+    monkeypatch.setattr(sizes, 'memory_limit_bytes', lambda: int(needed / 0.95) + 1)
+    sizes.require_room(small_config())
+    monkeypatch.setattr(sizes, 'memory_limit_bytes', lambda: int(needed / 0.95) - 1)
+    with pytest.raises(ConfigError, match=r'95% of the .* of this machine \(or the limit of its cgroup\) are'):
+        sizes.require_room(small_config())
+
+
+def test_on_an_accelerator_the_limit_is_that_of_one_device(monkeypatch):
+    _, found = measured()
+    needed = sum(found.learner.values()) + sum(found.engines.values())
+    monkeypatch.setattr(sizes, 'memory_limit_bytes', lambda: 1)
+    monkeypatch.setattr(sizes, '_device_memory', lambda _: int(needed / 0.95) + 1)
+    sizes.require_room(small_config())
+    monkeypatch.setattr(sizes, '_device_memory', lambda _: int(needed / 0.95) - 1)
+    with pytest.raises(ConfigError, match=re.escape(f'of {jax.devices()[0].device_kind}')):
+        sizes.require_room(small_config())
+
+
+def test_supervised_training_counts_no_engines():
+    _, found = measured(loss__objective='sft')
+    assert found.engines == found.host == {}
+
+
+def test_a_cgroup_lowers_the_limit(tmp_path):
+    groups = tmp_path / 'cgroup'
+    groups.write_text('4:memory:/job/step\n1:cpu:/\n0::/user\n')
+    assert memory._cgroup_limits(groups, tmp_path) == []
+    for directory, name, text in (
+        ('memory', 'memory.limit_in_bytes', '9223372036854771712'),
+        ('memory/job', 'memory.limit_in_bytes', '4000'),
+        ('user', 'memory.max', 'max'),
+        ('.', 'memory.max', '3000'),
+    ):
+        (tmp_path / directory).mkdir(parents=True, exist_ok=True)
+        (tmp_path / directory / name).write_text(f'{text}\n')
+    assert sorted(memory._cgroup_limits(groups, tmp_path)) == [3000, 4000, 9223372036854771712]
+    assert memory._cgroup_limits(tmp_path / 'none', tmp_path) == []
+    assert 0 < memory.memory_limit_bytes() < 2**60
