@@ -87,6 +87,7 @@ class Session:
         note_weights(self.workdir, model.source, resume=self._resume)
         self.decoder = model.decoder
         task = build.build_task(config, model.tokenizer)
+        self._problems = task.sizes()
         snapshot, arrays = self._load_checkpoint()
         log_path = self.workdir / 'events.jsonl'
         next_seq = snapshot['next_seq'] if snapshot else 0
@@ -318,6 +319,7 @@ class Session:
             cpu_seconds=self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
             lanes_own_devices=False,
+            problems=self._problems,
         )
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots)
