@@ -50,6 +50,7 @@ def _declare_run(c: config_dict.ConfigDict) -> None:
     c.task.datasets = ()  # reasoning_gym: mix of basic_arithmetic, chain_sum, products
     c.task.path = ''  # jsonl: a file with a JSON object {question, answer} a line; sft: or {messages}
     c.task.held_out_fraction = 0.25  # share of the problems kept for evaluation
+    c.task.over_length = 'refuse'  # problems that fit no slot (sft: no row): 'refuse' | 'drop', which counts them
     c.task.symbols = 2  # token_reversal: size of the alphabet
     c.task.length = 4  # token_reversal: symbols in a prompt
     c.task.verifier = 'process'  # 'process': in worker processes with a deadline | 'inline': trusted and fast only
@@ -167,7 +168,6 @@ def _declare_surroundings(c: config_dict.ConfigDict) -> None:
     c.checkpoint.keep = 2  # newest ones kept, 1 where the disk is nearly full; fixed(k) puts k more weights into each
 
     c.sft = config_dict.ConfigDict()  # read where loss.objective='sft'
-    c.sft.over_length = 'refuse'  # a demonstration that fits no row: 'refuse' | 'drop', which counts them
     c.sft.evaluate_every = 0  # updates between held-out likelihoods; 0 = only before the first and after the last
     c.sft.export_dtype = 'float32'  # of WORKDIR/export: 'float32' | 'bfloat16' | 'float16'
 
@@ -213,6 +213,7 @@ CHOICES = {
     'run.clock': ('real', 'virtual'),
     'model.source': ('random', 'gguf', 'hf', 'run'),
     'model.family': ('llama', 'qwen2', 'qwen3'),
+    'task.over_length': ('refuse', 'drop'),
     'task.verifier': ('process', 'inline'),
     'rollout.kv_policy': ('recompute', 'keep'),
     'staleness.over_age': ('off', 'drop', 'mask'),
@@ -234,7 +235,6 @@ CHOICES = {
     'mesh.strategy': ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'),
     'publication.dtype': DTYPES,
     'publication.channel': ('device', 'files'),
-    'sft.over_length': ('refuse', 'drop'),
     'sft.export_dtype': DTYPES,
 }
 

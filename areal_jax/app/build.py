@@ -74,7 +74,7 @@ def build_model(config: TrackedConfig) -> Model:
     if config.model.source == 'gguf':
         file = _gguf_file(config)
         model_config, params, fields = load_gguf(file)
-        model = Model(Decoder(model_config), params, GgufTokenizer(fields), file)
+        model = Model(Decoder(model_config), params, GgufTokenizer(fields, str(file)), file)
     elif config.model.source == 'hf':
         model = _load_hf_model(config, pathlib.Path(config.model.path))
     elif config.model.source == 'run':
@@ -163,17 +163,19 @@ def _longest(config: TrackedConfig) -> int:
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
-    """The task, once a prompt of it is known to fit the engines' context."""
+    """The task, without problems whose prompts do not fit the engines' context, or an error that names the first."""
     name = config.task.name
     task = make_task(name, tokenizer, **{field: getattr(config.task, field) for field in value_names(name)})
-    longest = max(len(prompt.tokens) for prompt in task.held_out(64, 0))
     room = config.rollout.context_tokens - config.rollout.max_new_tokens
-    if longest > room:
-        raise ConfigError(
-            f'a prompt of task.name={name!r} has {longest} tokens, but rollout.context_tokens='
-            f'{config.rollout.context_tokens} less rollout.max_new_tokens={config.rollout.max_new_tokens} leaves '
-            f'{room}; raise rollout.context_tokens to at least {longest + config.rollout.max_new_tokens}'
+    task = task.fitting(room, config.task.over_length)
+    sizes = task.sizes()
+    if sizes['dropped']:
+        print(
+            f'dropped {sizes["dropped"]} of {sum(sizes.values())} problems: their prompts have more than {room} tokens',
+            flush=True,
         )
+    if 0 < sizes['held_out'] < config.evaluation.problems:
+        print(f'evaluation: all {sizes["held_out"]} held-out problems, fewer than evaluation.problems', flush=True)
     return task
 
 

@@ -116,6 +116,7 @@ class Session:
         note_weights(self.workdir, model.source, resume=self._resume)
         self.decoder = model.decoder
         task = build.build_task(config, model.tokenizer)
+        self._problems = task.sizes()
         snapshot, arrays = self._load_checkpoint()
         self._scores = read_scores(self.workdir / EVALUATIONS) if self._resume else {}
         if self._finished is not None:
@@ -376,6 +377,7 @@ class Session:
             lanes_own_devices=False,
             prolonged=read_prolongations(self.workdir),
             idle_fields=self._idle_fields,
+            problems=self._problems,
         )
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots)

@@ -151,7 +151,8 @@ class SftSession:
         programs = self.learner.warm_up()
         self.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
-        sizes = f'{self.stream.size} to train on, {len(self._held_out)} to measure'
+        all_of_them = ' (all)' if 0 < len(self._held_out) < self.config.evaluation.problems else ''
+        sizes = f'{self.stream.size} to train on, {len(self._held_out)} held out to measure{all_of_them}'
         dropped = f', {self.demonstrations.dropped} dropped: they fit no row' if self.demonstrations.dropped else ''
         print(f'demonstrations: {sizes}{dropped}; {self._epochs(self._steps):.3g} epochs', flush=True)
 
@@ -301,4 +302,4 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
     else:
         values = {field: getattr(config.task, field) for field in value_names(name)}
         found = solve_task(make_task(name, tokenizer, **values), tokenizer)
-    return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.sft.over_length)
+    return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.task.over_length)

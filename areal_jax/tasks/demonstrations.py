@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import json
-import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from areal_jax.tasks.task import ListedTask, ShuffledStream, Split, Task, TaskError, hash_fraction
-from areal_jax.tasks.tokenizer import Messages, Tokenizer, TokenizerError, chat_messages
+from areal_jax.tasks.chat_template import ConversationError, Messages, TokenizerError
+from areal_jax.tasks.json_lines import read_objects, require_text
+from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
+from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 _NAME = 'demonstrations'  # what the prompts give as their task
@@ -54,7 +53,7 @@ class Demonstrations:
         stream = DemonstrationStream(side, seed)
         return [stream.draw() for _ in range(min(n, len(side)))]  # the first epoch repeats nothing
 
-    def fitting(self, row_tokens: int, row_loss_tokens: int, over_length: str) -> Demonstrations:
+    def fitting(self, row_tokens: int, row_loss_tokens: int, over_length: OverLength) -> Demonstrations:
         """Those that fit a row of this shape.
 
         Args:
@@ -131,18 +130,14 @@ def read_demonstrations(
 
     Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
     """
+    rows = [(source, *_read_conversation(row, source, system_prompt)) for source, row in read_objects(path)]
+    sources = [source for source, _, _ in rows]
+    prompts = _encode_prompts(tokenizer, [messages for _, messages, _ in rows], sources)
     sides: dict[Split, list[Demonstration]] = {'train': [], 'held_out': []}
-    # Not splitlines: a JSON string may hold the other line ends of Unicode as they are.
-    for number, line in enumerate(_read_text(path).split('\n'), start=1):
-        if line.strip():
-            source = f'{path}:{number}'
-            messages, answer = _parse_line(line, source, system_prompt)
-            question = next(m['content'] for m in messages if m['role'] == 'user')
-            side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
-            with _naming(source):
-                sides[side].append(_encode(tokenizer, tokenizer.encode_chat(messages), answer, source))
-    if not any(sides.values()):
-        raise TaskError(f'{path} has no line: give a JSON object with question and answer, or messages, a line')
+    for (source, messages, answer), prompt_tokens in zip(rows, prompts, strict=True):
+        question = next(m['content'] for m in messages if m['role'] == 'user')
+        side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
+        sides[side].append(_encode(tokenizer, prompt_tokens, answer, source))
     return Demonstrations(tuple(sides['train']), tuple(sides['held_out']))
 
 
@@ -162,63 +157,56 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
         source = f'{task.name}: {prompt.problem["question"]!r}'
         if 'answer' not in prompt.problem:
             raise TaskError(f'{source} has no answer to imitate; use task.name=jsonl with task.path')
-        with _naming(source):
-            demonstrations.append(_encode(tokenizer, prompt.tokens, str(prompt.problem['answer']), source))
+        demonstrations.append(_encode(tokenizer, prompt.tokens, str(prompt.problem['answer']), source))
     return tuple(demonstrations)
 
 
-def _read_text(path: str) -> str:
-    try:
-        return pathlib.Path(path).read_text(encoding='utf-8')
-    except OSError as error:
-        raise TaskError(f'task.path={path!r} cannot be read ({error.strerror}): give a file of JSON lines') from error
-    except UnicodeDecodeError as error:
-        raise TaskError(f'task.path={path!r} is not UTF-8 at byte {error.start}: give a file of JSON lines') from error
-
-
-def _parse_line(line: str, source: str, system_prompt: str) -> tuple[Messages, str]:
+def _read_conversation(row: Mapping[str, Any], source: str, system_prompt: str) -> tuple[Messages, str]:
     """The conversation up to the answer, and the answer."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise TaskError(f'{source}: not JSON ({error}), got {line[:80]!r}') from error
-    if not isinstance(row, dict) or not ('messages' in row or {'question', 'answer'} <= row.keys()):
-        raise TaskError(f'{source}: expected an object with question and answer, or messages, got {line[:80]!r}')
+    if not ('messages' in row or {'question', 'answer'} <= row.keys()):
+        raise TaskError(f'{source}: expected an object with question and answer, or messages; it has {sorted(row)[:8]}')
     if 'messages' not in row:
-        messages = chat_messages(row['question'])
-        messages.append({'role': 'assistant', 'content': row['answer']})
+        messages = chat_messages(require_text(row['question'], 'question', source))
+        messages.append({'role': 'assistant', 'content': require_text(row['answer'], 'answer', source)})
     else:
-        messages = row['messages']
-    _require_conversation(messages, source)
+        messages = _require_conversation(row['messages'], source)
     if system_prompt and messages[0]['role'] != 'system':
         messages = [{'role': 'system', 'content': system_prompt}, *messages]
     return messages[:-1], messages[-1]['content']
 
 
-def _require_conversation(messages: Any, source: str) -> None:
-    """Raises TaskError for what is no list of turns that ends in an answer to somebody."""
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in messages
-    ):
-        raise TaskError(f'{source}: question, answer and the role and content of every message must be text')
-    roles = [m['role'] for m in messages]
+def _require_conversation(messages: Any, source: str) -> list[dict[str, str]]:
+    """Role and content of every turn; raises TaskError for what is no list of turns that ends in an answer."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise TaskError(f'{source}: messages must be a list of objects with role and content')
+    for index, message in enumerate(messages):
+        if missing := [name for name in ('role', 'content') if not isinstance(message.get(name), str)]:
+            raise TaskError(
+                f'{source}: messages[{index}] needs {" and ".join(missing)}, each a text; it has {sorted(message)[:8]}'
+            )
+    roles = [message['role'] for message in messages]
     if 'user' not in roles[:-1] or roles[-1] != 'assistant':
-        raise TaskError(f'{source}: messages have the roles {roles}; they must end with assistant, after a user')
-    for message in (messages[roles.index('user')], messages[-1]):
-        if not message['content'].strip():
-            raise TaskError(f'{source}: the {message["role"]} message is empty; write it or remove the line')
+        raise TaskError(f'{source}: messages have the roles {roles[:8]}; they must end with assistant, after a user')
+    needed = {roles.index('user'), len(roles) - 1}
+    for index, message in enumerate(messages):
+        require_text(message['content'], f'messages[{index}].content', source, may_be_blank=index not in needed)
+    return messages
 
 
-@contextlib.contextmanager
-def _naming(source: str) -> Iterator[None]:
+def _encode_prompts(
+    tokenizer: Tokenizer, conversations: Sequence[Messages], sources: Sequence[str]
+) -> list[np.ndarray]:
     try:
-        yield
-    except TokenizerError as error:
-        raise TaskError(f'{source}: {error}') from error
+        return tokenizer.encode_chats(conversations)
+    except ConversationError as error:
+        raise TaskError(f'{sources[error.index]}: {error}') from error
 
 
 def _encode(tokenizer: Tokenizer, prompt_tokens: np.ndarray, answer: str, source: str) -> Demonstration:
-    answer_tokens = tokenizer.encode(answer)
+    try:
+        answer_tokens = tokenizer.encode(answer)
+    except TokenizerError as error:
+        raise TaskError(f'{source}: {error}') from error
     if tokenizer.eos_id in answer_tokens:
         raise TaskError(
             f'{source}: the answer {answer[-80:]!r} contains the text of the end token, which would end it there; '
@@ -239,7 +227,7 @@ def _describe_too_long(demonstrations: Sequence[Demonstration], capacity: Mappin
     return (
         f'{too_long[0].source} takes {read} places of a row, {answered} of them in the loss, and no row has as many; '
         f'{len(too_long)} of {len(demonstrations)} demonstrations are too long: raise {" and ".join(lacking)}, or '
-        'leave them out with sft.over_length=drop'
+        'leave them out with task.over_length=drop'
     )
 
 

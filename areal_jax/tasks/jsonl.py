@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from areal_jax.tasks.integers import last_integer
+from areal_jax.tasks.json_lines import read_objects, require_text
 from areal_jax.tasks.task import ListedTask, Problem, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
@@ -16,6 +17,8 @@ _FINAL_ANSWER = '####'  # what stands before the final answer of a worked soluti
 
 def build(tokenizer: Tokenizer, path: str, system_prompt: str = '', held_out_fraction: float = 0.25) -> ListedTask:
     """The distinct questions of the file, split by a hash of the question. Raises TaskError for a bad line."""
+    if not path:
+        raise TaskError("task.name='jsonl' needs task.path: a file of JSON lines with question and answer")
     sides: dict[Any, list[Problem]] = {'train': [], 'held_out': []}
     for problem in read_problems(pathlib.Path(path)):
         sides['held_out' if hash_fraction(problem['question']) < held_out_fraction else 'train'].append(problem)
@@ -27,11 +30,9 @@ def build(tokenizer: Tokenizer, path: str, system_prompt: str = '', held_out_fra
 def read_problems(path: pathlib.Path) -> list[dict[str, str]]:
     """question and answer (as `last_integer` gives it) of each line that is not blank; of equal questions the first."""
     problems: dict[str, dict[str, str]] = {}
-    # Not splitlines: a JSON string may hold the other line ends of Unicode as they are.
-    for number, line in enumerate(path.read_text(encoding='utf-8').split('\n'), start=1):
-        if line.strip():
-            problem = _parse_line(line, f'{path}:{number}')
-            problems.setdefault(problem['question'], problem)
+    for place, row in read_objects(path):
+        problem = _read_problem(row, place)
+        problems.setdefault(problem['question'], problem)
     return list(problems.values())
 
 
@@ -40,12 +41,15 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> fl
     return float(finish_reason == 'stop' and last_integer(answer_text) == problem['answer'])
 
 
-def _parse_line(line: str, place: str) -> dict[str, str]:
-    try:
-        row = json.loads(line)
-        question, answer = str(row['question']), str(row['answer'])
-    except (ValueError, KeyError, TypeError) as error:
-        raise TaskError(f'{place}: expected an object with question and answer, got {line[:80]!r}') from error
+def _read_problem(row: Mapping[str, Any], place: str) -> dict[str, str]:
+    if missing := [name for name in ('question', 'answer') if name not in row]:
+        raise TaskError(f'{place}: expected an object with question and answer, {" and ".join(missing)} is missing')
+    question, answer = require_text(row['question'], 'question', place), row['answer']
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    if type(answer) is int:
+        answer = str(answer)
+    answer = require_text(answer, 'answer', place)
     final = last_integer(answer.rpartition(_FINAL_ANSWER)[2])
     if final is None:
         raise TaskError(f'{place}: the answer {answer[-80:]!r} does not end in an integer, which this task compares')

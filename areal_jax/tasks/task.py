@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from areal_jax.errors import UserError
-from areal_jax.tasks.tokenizer import Messages, Tokenizer
+from areal_jax.tasks.chat_template import ConversationError, Messages
+from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import FinishReason, Prompt, PromptStream
 
 Split = Literal['train', 'held_out']
 Problem = Mapping[str, Any]  # JSON-able: what a scorer needs to know
 Scorer = Callable[[Problem, str, FinishReason], float]  # (problem, text of the answer, how it ended) -> reward
+OverLength = Literal['refuse', 'drop']  # what is done about a problem that does not fit: task.over_length
+_Item = TypeVar('_Item')
 
 
 class TaskError(UserError, ValueError):
@@ -26,6 +30,17 @@ class Task(Protocol):
 
     name: str
     scorer: str  # 'module:function', how a worker process finds `score`
+
+    def fitting(self, prompt_tokens: int, over_length: OverLength) -> Task:
+        """The problems whose prompts have at most so many tokens.
+
+        Raises TaskError that names the first other one, unless it is to be dropped, which is counted.
+        """
+        ...
+
+    def sizes(self) -> Mapping[str, int]:
+        """The number of problems: {'train', 'held_out', 'dropped'}."""
+        ...
 
     def prompts(self, split: Split, seed: int) -> PromptStream:
         """An endless stream over the problems of one side of the split."""
@@ -41,7 +56,10 @@ class Task(Protocol):
 
 
 class ListedTask:
-    """A task whose problems are all listed and already split."""
+    """A task whose problems are all listed and already split.
+
+    The prompts of a side are tokenized together, when the first of them is needed, and kept.
+    """
 
     def __init__(
         self,
@@ -54,15 +72,44 @@ class ListedTask:
         self.name = name
         self.scorer = f'{score.__module__}:{score.__name__}'
         self.problems = {side: tuple(listed) for side, listed in problems.items()}
+        self.dropped = 0  # left out by `fitting`
         self._score = score
         self._messages = messages
         self._tokenizer = tokenizer
+        self._tokens: dict[Split, list[np.ndarray]] = {}  # of the prompts, int32 [P] each
 
-    def prompts(self, split: Split, seed: int) -> ShuffledStream:
+    def fitting(self, prompt_tokens: int, over_length: OverLength) -> ListedTask:
+        """The problems whose prompts have at most so many tokens; see Task."""
+        sides = {side: list(zip(self.problems[side], self._encode(side), strict=True)) for side in self.problems}
+        pairs = [pair for listed in sides.values() for pair in listed]
+        too_long = [(problem, tokens) for problem, tokens in pairs if len(tokens) > prompt_tokens]
+        if too_long and over_length == 'refuse':
+            problem, tokens = too_long[0]
+            longest = max(len(tokens) for _, tokens in too_long)
+            raise TaskError(
+                f'{_describe(self.name, problem)} has a prompt of {len(tokens)} tokens, but rollout.context_tokens '
+                f'less rollout.max_new_tokens leaves {prompt_tokens}; {len(too_long)} of {len(pairs)} prompts are too '
+                f'long: raise rollout.context_tokens by at least {longest - prompt_tokens}, or leave them out with '
+                'task.over_length=drop'
+            )
+        kept = {side: [pair for pair in listed if len(pair[1]) <= prompt_tokens] for side, listed in sides.items()}
+        problems = {side: [problem for problem, _ in listed] for side, listed in kept.items()}
+        fitting = copy.copy(self)
+        fitting.problems = {side: tuple(listed) for side, listed in problems.items()}
+        fitting._tokens = {side: [tokens for _, tokens in listed] for side, listed in kept.items()}
+        fitting.dropped = self.dropped + len(too_long)
+        return fitting
+
+    def sizes(self) -> dict[str, int]:
+        """The number of problems: {'train', 'held_out', 'dropped'}."""
+        return {side: len(listed) for side, listed in self.problems.items()} | {'dropped': self.dropped}
+
+    def prompts(self, split: Split, seed: int) -> ShuffledStream[tuple[Problem, np.ndarray]]:
         """An endless stream over the problems of one side of the split. Raises TaskError when it has none."""
         if not self.problems[split]:
-            raise TaskError(f'task {self.name!r} has no problem on the side {split!r}; change task.held_out_fraction')
-        return ShuffledStream(self.problems[split], self._make_prompt, seed)
+            raise TaskError(self._describe_empty(split))
+        pairs = list(zip(self.problems[split], self._encode(split), strict=True))
+        return ShuffledStream(pairs, self._make_prompt, seed)
 
     def held_out(self, n: int, seed: int) -> list[Prompt]:
         """Distinct held-out problems, draw numbers 0, 1, ...: n of them, or all if there are fewer."""
@@ -75,14 +122,37 @@ class ListedTask:
         """The reward: a function of its arguments alone."""
         return self._score(problem, answer_text, finish_reason)
 
-    def _make_prompt(self, draw: int, problem: Problem) -> Prompt:
-        return Prompt(draw, self._tokenizer.encode_chat(self._messages(problem)), self.name, problem)
+    def _make_prompt(self, draw: int, item: tuple[Problem, np.ndarray]) -> Prompt:
+        problem, tokens = item
+        return Prompt(draw, tokens, self.name, problem)
+
+    def _encode(self, split: Split) -> list[np.ndarray]:
+        if split not in self._tokens:
+            problems = self.problems[split]
+            try:
+                self._tokens[split] = self._tokenizer.encode_chats([self._messages(problem) for problem in problems])
+            except ConversationError as error:
+                raise TaskError(f'{_describe(self.name, problems[error.index])}: {error}') from error
+            for tokens in self._tokens[split]:
+                tokens.flags.writeable = False  # every epoch draws the same array
+        return self._tokens[split]
+
+    def _describe_empty(self, split: Split) -> str:
+        """Why one side has no problem, and what to do."""
+        sizes = self.sizes()
+        other = 'train' if split == 'held_out' else 'held_out'
+        dropped = f' and {self.dropped} were dropped as too long' if self.dropped else ''
+        return (
+            f'task {self.name!r} has no problem on the side {split!r}: {sizes[other]} are on the side {other!r}'
+            f'{dropped}; change task.held_out_fraction{", or set evaluation.problems=0" if split == "held_out" else ""}'
+            f'{", or raise rollout.context_tokens" if self.dropped else ""}'
+        )
 
 
-class ShuffledStream:
+class ShuffledStream(Generic[_Item]):
     """Every problem once per epoch, in an order that is a function of (seed, epoch): the position is a number."""
 
-    def __init__(self, problems: Sequence[Problem], make_prompt: Callable[[int, Problem], Prompt], seed: int):
+    def __init__(self, problems: Sequence[_Item], make_prompt: Callable[[int, _Item], Prompt], seed: int):
         self.size = len(problems)
         self._problems = problems
         self._make_prompt = make_prompt
@@ -113,6 +183,11 @@ class ShuffledStream:
                     'be another prompt. Restore with the run.seed and the task of the saved run'
                 )
         self._next = int(state['draw'])
+
+
+def _describe(task: str, problem: Problem) -> str:
+    question = str(problem.get('question', problem))
+    return f'task {task!r}: the problem {question[:80]!r}'
 
 
 def shuffle(size: int, seed: int, epoch: int) -> np.ndarray:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from areal_jax.errors import UserError
-
-Messages = Sequence[Mapping[str, str]]  # {'role': 'system' | 'user' | 'assistant', 'content': text}
+from areal_jax.tasks.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError
 
 # GGUF token types
 _CONTROL = 3
 _USER_DEFINED = 4
 
+_BATCH = 1024  # texts encoded at once: bounds memory
 _HF_TOKENIZER, _HF_CONFIG, _HF_TEMPLATE = 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'
 _HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
-
-
-class TokenizerError(UserError, ValueError):
-    """A tokenizer that cannot be built, or that does not fit its text or its model."""
 
 
 class Tokenizer(Protocol):
@@ -36,8 +33,11 @@ class Tokenizer(Protocol):
         """int32 [n], nothing added."""
         ...
 
-    def encode_chat(self, messages: Messages) -> np.ndarray:
-        """int32 [P]: the messages in the model's chat form, up to where the answer begins."""
+    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+        """int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
+
+        Raises ConversationError for the first one that has no such form.
+        """
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -58,65 +58,95 @@ def chat_messages(question: str, system_prompt: str = '') -> list[dict[str, str]
 class _SizedTokenizer:
     eos_id: int
     vocab_size: int
+    source: str  # what describes the vocabulary, for errors
 
     def fits(self, vocab_size: int) -> None:
         """Raises TokenizerError when a model with `vocab_size` embeddings lacks some of the ids."""
         if vocab_size < self.vocab_size:
             raise TokenizerError(
-                f'the model has {vocab_size} embeddings, the tokenizer {self.vocab_size} ids: '
+                f'the model has {vocab_size} embeddings, the tokenizer {self.vocab_size} ids ({self.source}): '
                 'tokens beyond the model would read garbage. Use the tokenizer that belongs to the model'
             )
+
+    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+        """int32 [P] of each: the messages in the model's chat form, up to where the answer begins."""
+        raise NotImplementedError
+
+    def encode_chat(self, messages: Messages) -> np.ndarray:
+        """int32 [P]: one conversation; many together cost little more."""
+        return self.encode_chats([messages])[0]
 
     def _without_final_eos(self, tokens: np.ndarray) -> list[int]:
         ids = [int(token) for token in tokens]
         return ids[:-1] if ids and ids[-1] == self.eos_id else ids
 
 
-class GgufTokenizer(_SizedTokenizer):
+class _BpeTokenizer(_SizedTokenizer):
+    """Text through a tokenizer of the library tokenizers, chats through a template."""
+
+    _bpe: Any
+    _template: ChatTemplate | None
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], nothing added; the text of a special token becomes that token."""
+        with _naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
+            return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError."""
+        assert self._template is not None
+        texts = self._template.render(conversations)
+        for index, text in enumerate(texts):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = f'half of a surrogate pair, {text[error.start]!r}'
+                raise ConversationError(index, f'its prompt has {half}: write the whole character') from error
+        batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
+        return [tokens for batch in batches for tokens in self._encode_batch(batch)]
+
+    def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        with _naming(f'{self.source}: the prompts cannot be encoded'):
+            found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in found]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of the tokens, special ones spelled out, except for an EOS at the very end.
+
+        Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
+        """
+        return self._bpe.decode(self._without_final_eos(tokens), skip_special_tokens=False)
+
+
+class GgufTokenizer(_BpeTokenizer):
     """Byte-level BPE and chat template as a GGUF file describes them.
 
     `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
     pre-tokenizer), eos_id, bos_id (None if there is none), chat_template (jinja2 source). Raises TokenizerError for a
-    missing field, an unknown `pre` or an unknown id.
+    missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
     """
 
-    def __init__(self, fields: Mapping[str, Any]):
+    def __init__(self, fields: Mapping[str, Any], source: str = 'the GGUF file'):
         required = ('tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template')
         if missing := [name for name in required if fields.get(name) in (None, '', [])]:
-            raise TokenizerError(f'the GGUF metadata lacks {missing}; a chat model with a byte-level BPE has them all')
-        tokens = list(fields['tokens'])
+            raise TokenizerError(f'{source}: its metadata lacks {missing}; a chat model with byte-level BPE has them')
+        self.source = source
+        tokens = _require_tokens(fields, source)
         self.vocab_size = len(tokens)
-        self.eos_id = int(fields['eos_id'])
-        if not 0 <= self.eos_id < self.vocab_size:
-            raise TokenizerError(f'eos_id={self.eos_id} is not an id of the {self.vocab_size} tokens')
-        self._bpe = _build_bpe(tokens, fields['merges'], fields['token_types'], str(fields['pre']))
-        self._template = _compile_template(fields['chat_template'])
+        self.eos_id = _require_id('eos_id', fields['eos_id'], tokens, source)
         bos_id = fields.get('bos_id')
-        self._template_values = {
-            'bos_token': '' if bos_id is None else tokens[int(bos_id)],
-            'eos_token': tokens[self.eos_id],
-        }
-
-    def encode(self, text: str) -> np.ndarray:
-        """int32 [n], nothing added; the text of a special token becomes that token."""
-        return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def encode_chat(self, messages: Messages) -> np.ndarray:
-        """int32 [P]: the rendered chat template, generation prompt included."""
-        values = dict(self._template_values, messages=[dict(message) for message in messages])
-        return self.encode(self._template.render(values, add_generation_prompt=True))
-
-    def decode(self, tokens: np.ndarray) -> str:
-        """The text of the tokens, special ones spelled out, except for an EOS at the very end."""
-        return self._bpe.decode(self._without_final_eos(tokens), skip_special_tokens=False)
+        bos_id = None if bos_id is None else _require_id('bos_id', bos_id, tokens, source)
+        self._bpe = _build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
+        values = {'bos_token': '' if bos_id is None else tokens[bos_id], 'eos_token': tokens[self.eos_id]}
+        self._template = ChatTemplate(fields['chat_template'], values, source)
 
 
-class HfTokenizer(_SizedTokenizer):
+class HfTokenizer(_BpeTokenizer):
     """Tokenizer and chat template of a local Hugging Face checkpoint directory.
 
     Read are tokenizer.json, tokenizer_config.json (special tokens, tokens added to the vocabulary, chat template) and
     chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. Without any
-    template `encode_chat` raises; everything else works. Templates see no clock: those that ask whether `strftime_now`
+    template `encode_chats` raises; everything else works. Templates see no clock: those that ask whether `strftime_now`
     exists fall back to their fixed date, and prompts do not change overnight.
 
     Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token whose
@@ -124,44 +154,37 @@ class HfTokenizer(_SizedTokenizer):
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
-        self._directory = pathlib.Path(directory)
-        path = self._directory / _HF_CONFIG
+        directory = pathlib.Path(directory)
+        self.source = str(directory / _HF_TOKENIZER)
+        path = directory / _HF_CONFIG
         fields = _read_object(path)
-        self._tokenizer = _read_hf_tokenizer(self._directory / _HF_TOKENIZER)
-        _add_tokens(self._tokenizer, fields.get('added_tokens_decoder') or {}, path)
+        self._bpe = _read_hf_tokenizer(directory / _HF_TOKENIZER)
+        _add_tokens(self._bpe, fields.get('added_tokens_decoder') or {}, path)
         specials = {name: _token_text(fields[name], path, name) for name in _HF_SPECIALS if fields.get(name)}
         if 'eos_token' not in specials:
             raise TokenizerError(f'{path} has no eos_token; name the token that ends an answer')
-        eos_id = self._tokenizer.token_to_id(specials['eos_token'])
+        eos_id = self._bpe.token_to_id(specials['eos_token'])
         if eos_id is None:
             raise TokenizerError(f'{path}: eos_token={specials["eos_token"]!r} is not in the vocabulary')
         self.eos_id = int(eos_id)
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._template = _hf_template(self._directory, fields)
-        self._template_values = {**specials, 'tools': None, 'documents': None}
+        self.vocab_size = 1 + max(self._bpe.get_vocab(with_added_tokens=True).values())
+        self._template = _hf_template(directory, fields, {**specials, 'tools': None, 'documents': None})
 
-    def encode(self, text: str) -> np.ndarray:
-        """int32 [n], nothing added; the text of a special token becomes that token."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def encode_chat(self, messages: Messages) -> np.ndarray:
-        """int32 [P]: the rendered chat template, generation prompt included; raises TokenizerError without one."""
+    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError."""
         if self._template is None:
-            raise TokenizerError(
-                f'{self._directory} has a chat template neither in {_HF_TEMPLATE} nor in {_HF_CONFIG}: its model was '
-                f'not trained to chat, or the file was not copied'
+            raise ConversationError(
+                0,
+                f'{pathlib.Path(self.source).parent} has a chat template neither in {_HF_TEMPLATE} nor in '
+                f'{_HF_CONFIG}: its model was not trained to chat, or the file was not copied',
             )
-        values = dict(self._template_values, messages=[dict(message) for message in messages])
-        return self.encode(self._template.render(values, add_generation_prompt=True))
-
-    def decode(self, tokens: np.ndarray) -> str:
-        """The text of the tokens, special ones spelled out, except for an EOS at the very end."""
-        return self._tokenizer.decode(self._without_final_eos(tokens), skip_special_tokens=False)
+        return super().encode_chats(conversations)
 
 
 class CharacterTokenizer(_SizedTokenizer):
     """One id per character, for models that are trained from nothing: id 0 is EOS, `characters[i]` has id i + 1."""
 
+    source = 'one id per character'
     eos_id = 0
     eos_text = '<eos>'  # how an EOS inside a text is shown
 
@@ -178,9 +201,15 @@ class CharacterTokenizer(_SizedTokenizer):
             raise TokenizerError(f'{text!r} has characters {unknown} that are not among {self.characters!r}')
         return np.asarray([self._ids[character] for character in text], np.int32)
 
-    def encode_chat(self, messages: Messages) -> np.ndarray:
-        """int32 [P]: the contents one after the other; such a model has no chat form."""
-        return self.encode(''.join(message['content'] for message in messages))
+    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+        """int32 [P] of each: the contents one after the other, since such a model has no chat form."""
+        found = []
+        for index, messages in enumerate(conversations):
+            try:
+                found.append(self.encode(''.join(message['content'] for message in messages)))
+            except TokenizerError as error:
+                raise ConversationError(index, str(error)) from error
+        return found
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of the tokens, `eos_text` for an EOS that is not the last token."""
@@ -188,7 +217,55 @@ class CharacterTokenizer(_SizedTokenizer):
         return ''.join(texts[token] for token in self._without_final_eos(tokens))
 
 
-def _build_bpe(tokens: list[str], merges: Sequence[str], token_types: Sequence[int], pre: str) -> Any:
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turns whatever the library tokenizers raises into a TokenizerError."""
+    try:
+        yield
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerError(f'{what}: {_one_line(error)}') from error
+    except BaseException as error:
+        if type(error).__name__ != 'PanicException':  # of Rust; no Exception, and its class cannot be imported
+            raise
+        raise TokenizerError(f'{what}: {_one_line(error)}') from error
+
+
+def _one_line(error: BaseException) -> str:
+    text = ' '.join(str(error).split())
+    return f'{text[:200]}...' if len(text) > 200 else text
+
+
+def _require_tokens(fields: Mapping[str, Any], source: str) -> list[str]:
+    """The tokens, each once, with a type each; and merges and pre are of the right kind."""
+    tokens, types, merges, pre = (fields[name] for name in ('tokens', 'token_types', 'merges', 'pre'))
+    for name, values in (('tokens', tokens), ('merges', merges)):
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise TokenizerError(f'{source}: {name} must be a list of texts')
+    if not isinstance(types, list) or not all(isinstance(value, int) for value in types):
+        raise TokenizerError(f'{source}: token_types must be a list of integers')
+    if len(types) != len(tokens):
+        raise TokenizerError(f'{source}: it has {len(tokens)} tokens and {len(types)} token_types; each has one')
+    if len(known := set(tokens)) < len(tokens):
+        (twice, count) = collections.Counter(tokens).most_common(1)[0]
+        raise TokenizerError(f'{source}: the token {twice!r} has {count} ids')
+    for index, merge in enumerate(merges):
+        left, _, right = merge.partition(' ')
+        if not {left, right, left + right} <= known:
+            raise TokenizerError(
+                f'{source}: merges[{index}]={merge!r} must be two tokens with a blank between, which make a third'
+            )
+    if not isinstance(pre, str):
+        raise TokenizerError(f'{source}: pre={pre!r} must be the name of a pre-tokenizer')
+    return tokens
+
+
+def _require_id(name: str, value: Any, tokens: Sequence[str], source: str) -> int:
+    if not isinstance(value, int) or not 0 <= value < len(tokens):
+        raise TokenizerError(f'{source}: {name}={value!r} is not an id of the {len(tokens)} tokens')
+    return value
+
+
+def _build_bpe(tokens: list[str], merges: list[str], token_types: list[int], pre: str, source: str) -> Any:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Bpe
 
@@ -199,10 +276,12 @@ def _build_bpe(tokens: list[str], merges: Sequence[str], token_types: Sequence[i
     }
     if pre not in known:
         raise TokenizerError(
-            f'pre-tokenizer pre={pre!r} is not known, so texts would be cut in the wrong places; known: {sorted(known)}'
+            f'{source}: pre-tokenizer pre={pre!r} is not known, so texts would be cut in the wrong places; known: '
+            f'{sorted(known)}'
         )
     pairs = [(left, right) for left, _, right in (merge.partition(' ') for merge in merges)]
-    bpe = Bpe(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
+    with _naming(f'{source}: the vocabulary cannot be used'):
+        bpe = Bpe(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
     bpe.pre_tokenizer = known[pre]
     bpe.decoder = decoders.ByteLevel()
     kinds = list(zip(tokens, token_types, strict=True))
@@ -215,10 +294,11 @@ def _read_hf_tokenizer(path: pathlib.Path) -> Any:
     from tokenizers import Tokenizer as Reader
 
     text = _read_text(path)
-    try:
-        return Reader.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
-        raise TokenizerError(f'{path} describes no tokenizer: {error}') from error
+    with _naming(f'{path} describes no tokenizer'):
+        tokenizer = Reader.from_str(text)
+        if not tokenizer.get_vocab(with_added_tokens=True):
+            raise ValueError('it has no tokens')
+        return tokenizer
 
 
 def _read_text(path: pathlib.Path) -> str:
@@ -231,7 +311,9 @@ def _read_text(path: pathlib.Path) -> str:
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
     try:
         fields = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, TokenizerError):
+            raise
         raise TokenizerError(f'{path} is no JSON: {error}') from error
     if not isinstance(fields, dict):
         raise TokenizerError(f'{path} holds a {type(fields).__name__}, not an object')
@@ -246,17 +328,20 @@ def _token_text(value: Any, path: pathlib.Path, name: str) -> str:
     return text
 
 
-def _add_tokens(tokenizer: Any, added: Mapping[str, Any], path: pathlib.Path) -> None:
+def _add_tokens(tokenizer: Any, added: Any, path: pathlib.Path) -> None:
     """Tokens that tokenizer_config.json adds to tokenizer.json, by id."""
     from tokenizers import AddedToken
 
     flags = ('special', 'normalized', 'lstrip', 'rstrip', 'single_word')
+    if not isinstance(added, dict) or not all(number.isdecimal() and len(number) < 10 for number in added):
+        raise TokenizerError(f'{path}: added_tokens_decoder={str(added)[:80]} must have the ids of tokens as its keys')
     for number, fields in sorted(added.items(), key=lambda item: int(item[0])):
         text = _token_text(fields, path, f'added_tokens_decoder.{number}')
         if tokenizer.token_to_id(text) is None:
-            chosen = {flag: fields[flag] for flag in flags if flag in fields}
-            add = tokenizer.add_special_tokens if fields.get('special') else tokenizer.add_tokens
-            add([AddedToken(text, **chosen)])
+            chosen = {flag: fields[flag] for flag in flags if flag in fields} if isinstance(fields, dict) else {}
+            add = tokenizer.add_special_tokens if chosen.get('special') else tokenizer.add_tokens
+            with _naming(f'{path}: added_tokens_decoder.{number} cannot be added'):
+                add([AddedToken(text, **chosen)])
         if tokenizer.token_to_id(text) != int(number):
             raise TokenizerError(
                 f'{path}: added_tokens_decoder gives {text!r} the id {number}, {_HF_TOKENIZER} the id '
@@ -264,40 +349,13 @@ def _add_tokens(tokenizer: Any, added: Mapping[str, Any], path: pathlib.Path) ->
             )
 
 
-def _hf_template(directory: pathlib.Path, fields: Mapping[str, Any]) -> Any:
-    """The compiled chat template, or None; of several that have names the one called default."""
-    from jinja2 import TemplateSyntaxError
-
+def _hf_template(directory: pathlib.Path, fields: Mapping[str, Any], values: Mapping[str, Any]) -> ChatTemplate | None:
+    """The chat template, or None; of several that have names the one called default."""
     path, source = directory / _HF_CONFIG, fields.get('chat_template')
     if (directory / _HF_TEMPLATE).is_file():
         path = directory / _HF_TEMPLATE
         source = _read_text(path)
     elif isinstance(source, list):
-        source = next((entry['template'] for entry in source if entry.get('name') == 'default'), None)
-    if source is None:
-        return None
-    try:
-        return _compile_template(source)
-    except (TemplateSyntaxError, TypeError) as error:
-        raise TokenizerError(f'{path}: the chat template cannot be read: {error}') from error
-
-
-def _compile_template(source: str) -> Any:
-    # The template comes with the weights, from outside: it runs in the sandbox. The block settings are those under
-    # which chat templates are written.
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
-    )
-    environment.filters['tojson'] = _to_json  # jinja's own escapes for HTML
-    environment.globals['raise_exception'] = _refuse_messages
-    return environment.from_string(source)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse_messages(reason: str) -> None:
-    raise TokenizerError(f'the chat template refuses the messages: {reason}')
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get('name') == 'default']
+        source = named[0].get('template') if named else None
+    return None if source is None else ChatTemplate(source, values, str(path))

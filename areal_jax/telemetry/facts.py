@@ -49,6 +49,7 @@ class RunFacts:
     )  # 'generate', 'train': an update
     cpu_seconds: float | None = None  # of the process tree, in the window
     cores: int = 1
+    problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
     prolonged: Sequence[Mapping[str, int]] = ()
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'

@@ -30,6 +30,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
         _table(('', ''), _rate_rows(report)),
         '## Groups',
         _table(('', 'groups'), _group_rows(report['groups'])),
+        _describe_problems(report['problems']),
         *(f'![{picture}]({picture})' for picture in pictures),
         '## Versions',
         ', '.join(f'{package} {version}' for package, version in report['versions'].items()) or 'not recorded',
@@ -136,6 +137,15 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
 def _group_rows(groups: Mapping[str, Any]) -> list[tuple[str, ...]]:
     dropped = [(f'dropped: {reason}', str(count)) for reason, count in groups['dropped'].items()]
     return [('drawn', str(groups['drawn'])), ('trained', str(groups['trained'])), *dropped]
+
+
+def _describe_problems(problems: Mapping[str, int]) -> str:
+    if not problems:
+        return ''
+    return (
+        f'{problems["train"]} problems to train on, {problems["held_out"]} held out, {problems["dropped"]} dropped '
+        'because their prompts are too long.'
+    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -59,6 +59,7 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         'steps': len(metrics),
         'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
         'groups': _groups(events),
+        'problems': dict(facts.problems),
         'tokens': {'generated': _generated(training), 'trained': _total(metrics, names.TOKENS_TRAINED)},
         'optimizer_steps': count_optimizer_steps(metrics),
         'reward': _ends(metrics, names.REWARD_MEAN),

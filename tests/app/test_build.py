@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.build import build_learner, build_model, build_ring
+from areal_jax.app.build import build_learner, build_model, build_ring, build_task
 from areal_jax.app.session import Session
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning.rows import BatchError
@@ -15,6 +15,9 @@ from areal_jax.models.hf_config import HfError
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.ranges import ConfigError
+from areal_jax.tasks.registry import make_task
+from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.tokenizer import CharacterTokenizer
 from tests.app.small import small_config
 from tests.tasks import hf_directory
 
@@ -92,3 +95,57 @@ def test_a_batch_that_the_learner_refuses_ends_the_run(tmp_path):
     session.learner.update = update_with_a_reward_that_is_no_number
     with pytest.raises(BatchError, match='reward is nan'):
         session.train()
+
+
+def mixed_lengths(tmp_path, **fields):
+    """Ten questions of 2 characters, and of 9 and 11: a config whose slots have room for prompts of 8."""
+    questions = [*(f'q{n}' for n in range(10)), 'too  long', 'longer than']
+    path = tmp_path / 'questions.jsonl'
+    path.write_text(''.join(f'{{"question": "{question}", "answer": 1}}\n' for question in questions))
+    given = {'task.name': 'jsonl', 'task.path': str(path), 'task.held_out_fraction': 0.5, 'rollout.max_new_tokens': 8}
+    config = default_config()
+    config.update_from_flattened_dict(given | {'rollout.context_tokens': 16} | fields)
+    return TrackedConfig(config), CharacterTokenizer('0123456789 abcdefghijklmnopqrstuvwxyz')
+
+
+def test_prompts_that_fit_no_slot_are_refused_at_the_start_by_name_number_and_fix(tmp_path):
+    config, tokenizer = mixed_lengths(tmp_path)
+    with pytest.raises(TaskError) as error:
+        build_task(config, tokenizer)
+    # hash fractions .52 and .80: both are trained on, in the order of the file
+    assert str(error.value) == (
+        "task 'jsonl': the problem 'too  long' has a prompt of 9 tokens, but rollout.context_tokens less "
+        'rollout.max_new_tokens leaves 8; 2 of 12 prompts are too long: raise rollout.context_tokens by at least 3, or '
+        'leave them out with task.over_length=drop'
+    )
+    build_task(mixed_lengths(tmp_path, **{'rollout.context_tokens': 19})[0], tokenizer)
+
+
+def test_prompts_that_fit_no_slot_are_dropped_and_counted(tmp_path, capsys):
+    config, tokenizer = mixed_lengths(tmp_path, **{'task.over_length': 'drop'})
+    task = build_task(config, tokenizer)
+    said = capsys.readouterr().out
+    assert 'dropped 2 of 12 problems: their prompts have more than 8 tokens\n' in said
+    sizes = task.sizes()
+    assert sizes['dropped'] == 2
+    assert sizes['train'] + sizes['held_out'] == 10
+    assert f'evaluation: all {sizes["held_out"]} held-out problems, fewer than evaluation.problems\n' in said
+    stream = task.prompts('train', seed=0)
+    drawn = [stream.draw() for _ in range(2 * stream.size)]
+    assert stream.size == sizes['train']
+    assert {len(prompt.tokens) for prompt in drawn} == {2}
+
+
+@pytest.mark.parametrize('over_length', ['refuse', 'drop'])
+def test_without_long_prompts_both_settings_draw_the_same(tmp_path, over_length, capsys):
+    fields = {'rollout.context_tokens': 32, 'task.over_length': over_length, 'evaluation.problems': 1}
+    config, tokenizer = mixed_lengths(tmp_path, **fields)
+    task = build_task(config, tokenizer)
+    plain = make_task('jsonl', tokenizer, path=config.task.path, held_out_fraction=0.5)
+    for side in ('train', 'held_out'):
+        streams = [task.prompts(side, seed=3), plain.prompts(side, seed=3)]
+        for _ in range(9):
+            prompt, other = (stream.draw() for stream in streams)
+            assert (prompt.draw, prompt.problem) == (other.draw, other.problem)
+            np.testing.assert_array_equal(prompt.tokens, other.tokens)
+    assert capsys.readouterr().out == ''

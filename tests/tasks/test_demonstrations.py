@@ -147,7 +147,7 @@ def test_what_fits_no_row_is_refused_by_name_with_the_fix_or_dropped():
     assert str(error.value) == (
         'f:1 takes 12 places of a row, 4 of them in the loss, and no row has as many; 2 of 3 demonstrations are too '
         'long: raise learner.row_tokens to 12 (it is 8) and learner.row_loss_tokens to 8 (it is 6), or leave them out '
-        'with sft.over_length=drop'
+        'with task.over_length=drop'
     )
     kept = found.fitting(8, 6, 'drop')
     assert ([d.source for d in kept.train], kept.dropped) == (['f:0'], 2)
@@ -159,15 +159,31 @@ GOOD = {'question': 'q', 'answer': 'a'}
 USER, ASSISTANT = ({'role': role, 'content': 'x'} for role in ('user', 'assistant'))
 BAD = {
     'no JSON': ('{"question": ', 'not JSON'),
-    'a list': ([1], 'expected an object with question and answer, or messages'),
-    'no answer': ({'question': 'q'}, 'expected an object with question and answer, or messages'),
-    'a number': ({'question': 'q', 'answer': 2}, 'must be text'),
-    'empty answer': ({'question': 'q', 'answer': ' \n'}, 'the assistant message is empty'),
-    'empty question': ({'question': '', 'answer': 'a'}, 'the user message is empty'),
+    'a list': ([1], 'expected a JSON object, got'),
+    'no answer': (
+        {'question': 'q'},
+        r"expected an object with question and answer, or messages; it has \['question'\]",
+    ),
+    'a number': ({'question': 'q', 'answer': 2}, 'answer=2 must be a text'),
+    'nothing': ({'question': None, 'answer': 'a'}, 'question=None must be a text'),
+    'empty answer': ({'question': 'q', 'answer': ' \n'}, r"answer=' \\n' must be a text that is not empty"),
+    'empty question': ({'question': '', 'answer': 'a'}, "question='' must be a text that is not empty"),
     'no messages': ({'messages': []}, r'roles \[\]; they must end with assistant, after a user'),
+    'no role': ({'messages': [{'content': 'x'}, ASSISTANT]}, r"messages\[0\] needs role, each a text; .*\['content'\]"),
+    'role null': ({'messages': [USER, ASSISTANT | {'role': None}]}, r'messages\[1\] needs role, each a text'),
+    'content parts': (
+        {'messages': [USER | {'content': [{'type': 'text', 'text': 'x'}]}, ASSISTANT]},
+        r'messages\[0\] needs content, each a text',
+    ),
+    'content empty': ({'messages': [USER, ASSISTANT | {'content': ''}]}, r"messages\[1\]\.content='' must be a text"),
+    'half a character': (
+        {'messages': [{'role': 'system', 'content': '\ud800'}, USER, ASSISTANT]},
+        r"messages\[0\]\.content has '\\ud800' at character 0",
+    ),
     'ends with user': ({'messages': [USER, ASSISTANT, USER]}, 'they must end with assistant'),
     'nobody asks': ({'messages': [ASSISTANT]}, 'they must end with assistant, after a user'),
-    'messages of text': ({'messages': 'hello'}, 'must be text'),
+    'messages of text': ({'messages': 'hello'}, 'messages must be a list of objects with role and content'),
+    'message of text': ({'messages': ['hello']}, 'messages must be a list of objects with role and content'),
     'unknown character': ({'question': 'q', 'answer': 'ä'}, 'characters'),
 }
 
@@ -181,15 +197,9 @@ def test_a_bad_line_is_named(tmp_path, case):
     assert str(error.value).startswith(f'{path}:3: ')
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / 'latin.jsonl').write_bytes(b'{"question": "\xe4"}')
-    (tmp_path / 'blank.jsonl').write_text('\n \n')
-    cases = {'missing.jsonl': 'No such file', 'latin.jsonl': 'not UTF-8 at byte 14', 'blank.jsonl': 'has no line'}
-    for name, message in cases.items():
-        with pytest.raises(TaskError, match=message):
-            read_demonstrations(str(tmp_path / name), TOKENIZER)
-    with pytest.raises(TaskError, match='Is a directory'):
-        read_demonstrations(str(tmp_path), TOKENIZER)
+def test_context_may_be_blank_and_messages_may_have_more_fields(tmp_path):
+    messages = [{'role': 'system', 'content': ' '}, USER | {'name': 'Ann', 'weight': 0}, ASSISTANT]
+    assert read_row(tmp_path, {'messages': messages, 'id': 7}) == [(' x', 'x')]
 
 
 def test_an_empty_side_is_an_error_where_it_is_needed(path):

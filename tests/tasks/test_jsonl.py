@@ -44,6 +44,17 @@ def test_task_splits_and_prompts(path):
     assert tokenizer.decode(prompt.tokens) == 'Think. ' + prompt.problem['question']
 
 
+@pytest.mark.parametrize(('answer', 'read'), [(36, '36'), (-4.0, '-4'), (1e20, '1' + 20 * '0'), (' 7 ', '7')])
+def test_answers_may_be_numbers(path, answer, read):
+    path.write_text(json.dumps({'question': 'q', 'answer': answer}))
+    assert jsonl.read_problems(path) == [{'question': 'q', 'answer': read}]
+
+
+def test_without_a_path_the_field_is_named():
+    with pytest.raises(TaskError, match=r"task\.name='jsonl' needs task\.path"):
+        jsonl.build(CharacterTokenizer(ASCII), '')
+
+
 @pytest.mark.parametrize(
     ('text', 'finish_reason', 'reward'),
     [
@@ -64,8 +75,17 @@ def test_reward_by_hand(text, finish_reason, reward):
     ('line', 'message'),
     [
         ('{"question": "q"}', r'rows\.jsonl:2: expected an object with question and answer'),
-        ('[1, 2]', r'rows\.jsonl:2: expected an object'),
-        ('not json', r'rows\.jsonl:2: expected an object'),
+        ('[1, 2]', r'rows\.jsonl:2: expected a JSON object, got'),
+        ('not json', r'rows\.jsonl:2: not JSON \(Expecting value'),
+        ('{"question": null, "answer": 1}', r'rows\.jsonl:2: question=None must be a text'),
+        ('{"question": 7, "answer": 1}', r'rows\.jsonl:2: question=7 must be a text'),
+        ('{"question": ["q"], "answer": 1}', r'rows\.jsonl:2: question=a list must be a text'),
+        ('{"question": " ", "answer": 1}', r"rows\.jsonl:2: question=' ' must be a text that is not empty"),
+        ('{"question": "q", "answer": null}', r'rows\.jsonl:2: answer=None must be a text'),
+        ('{"question": "q", "answer": true}', r'rows\.jsonl:2: answer=True must be a text'),
+        ('{"question": "q", "answer": 1e400}', r'rows\.jsonl:2: answer=inf must be a text'),
+        ('{"question": "q", "answer": 2.5}', r'rows\.jsonl:2: answer=2\.5 must be a text'),
+        ('{"question": "\\ud800", "answer": 1}', r"rows\.jsonl:2: question has '\\ud800' at character 0, half of a"),
         ('{"question": "q", "answer": "so\\n#### 2.5"}', r'rows\.jsonl:2: the answer .* does not end in an integer'),
         ('{"question": "q", "answer": "7 or so\\n#### unknown"}', r'rows\.jsonl:2: the answer'),
     ],

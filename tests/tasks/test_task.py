@@ -93,8 +93,38 @@ def test_held_out_problems_are_distinct_and_counted_from_0():
 def test_empty_side_is_named_when_it_is_needed():
     task = make_task(n_held_out=0)
     assert task.held_out(0, seed=0) == []
-    with pytest.raises(TaskError, match="'letters' has no problem on the side 'held_out'"):
+    with pytest.raises(TaskError) as error:
         task.held_out(1, seed=0)
+    assert str(error.value) == (
+        "task 'letters' has no problem on the side 'held_out': 5 are on the side 'train'; change "
+        'task.held_out_fraction, or set evaluation.problems=0'
+    )
+
+
+def test_a_side_that_was_dropped_whole_says_so():
+    with pytest.raises(TaskError, match=r'3 were dropped as too long; change .*, or raise rollout\.context_tokens$'):
+        make_task(0, 3).fitting(0, 'drop').prompts('train', seed=0)
+
+
+def test_a_problem_that_has_no_prompt_is_named():
+    task = ListedTask(
+        'letters',
+        no_reward,
+        {'train': [{'question': 'a'}, {'question': 'ä'}], 'held_out': []},
+        lambda problem: chat_messages(problem['question']),
+        CharacterTokenizer('a'),
+    )
+    with pytest.raises(TaskError, match=r"^task 'letters': the problem 'ä': 'ä' has characters \['ä'\]"):
+        task.fitting(8, 'refuse')
+
+
+def test_prompts_are_tokenized_once_and_cannot_be_changed():
+    task = make_task()
+    stream = task.prompts('train', seed=0)
+    first = {prompt.problem['question']: prompt.tokens for prompt in draw(stream, 5)}
+    assert all(first[prompt.problem['question']] is prompt.tokens for prompt in draw(stream, 5))
+    with pytest.raises(ValueError, match='read-only'):
+        first['a'][0] = 7
 
 
 def test_scorer_is_where_a_worker_finds_it():

@@ -43,6 +43,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'event_loop_lag_seconds': {'max': None},
         'versions': {'jax': None},
         'hardware': {'cores': None, 'platform': None},
+        'problems': dict.fromkeys(('train', 'held_out', 'dropped')),
     }
     plain = (
         'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
@@ -157,6 +158,7 @@ def test_the_page_tells_the_run(tmp_path: pathlib.Path):
         'jax 0.10.2',
     ):
         assert expected in page
+    assert '12 problems to train on, 3 held out, 2 dropped because their prompts are too long.' in page
     assert '![' not in page
     assert json.loads((tmp_path / 'report.json').read_text())['steps'] == 2
     assert json.loads((tmp_path / 'timeline.json').read_text())['traceEvents']

@@ -1,0 +1,102 @@
+"""Chat templates come from outside: whatever one does ends in a text or in one sentence, soon and in little memory."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from areal_jax.tasks.chat_template import ChatTemplate, ConversationError, TokenizerError
+from areal_jax.tasks.tokenizer import chat_messages
+
+PLAIN = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+
+
+def render(source, *questions, cpu_seconds=1):
+    template = ChatTemplate(source, {'eos_token': '<e>'}, 'model/chat_template.jinja', cpu_seconds)
+    return template.render([chat_messages(question) for question in questions or ('hi',)])
+
+
+def test_conversations_keep_their_order_and_every_character():
+    questions = ['a', 'naïve\n数学 😀', '\ud800', '']
+    assert render(PLAIN, *questions) == [f'{question}<e>' for question in questions]
+    assert ChatTemplate(PLAIN, {}, 'f').render([]) == []
+
+
+def test_many_conversations_cost_one_process():
+    texts = render(PLAIN, *map(str, range(3000)), cpu_seconds=10)
+    assert texts == [f'{n}<e>' for n in range(3000)]
+
+
+RAISING = {
+    'undefined': ('{{ nothing.at.all }}', "UndefinedError: 'nothing' is undefined"),
+    'type': ("{{ 'a' + 1 }}", 'TypeError: can only concatenate str'),
+    'zero': ('{{ 1 / 0 }}', 'ZeroDivisionError: division by zero'),
+    'security': ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
+    'refusal': ("{{ raise_exception('no system turns') }}", 'it refuses the messages: no system turns'),
+    'include': ("{% include 'other' %}", 'TypeError: no loader'),
+    'range': ('{% for i in range(10**9) %}x{% endfor %}', 'OverflowError: Range too big'),
+    'recursion': ('{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'RecursionError: maximum recursion depth'),
+    'filter': ('{{ messages | no_such_filter }}', 'No filter named'),
+}
+
+
+@pytest.mark.parametrize('case', RAISING)
+def test_a_template_that_raises_is_named_with_its_reason(case):
+    source, reason = RAISING[case]
+    with pytest.raises((TokenizerError, ConversationError)) as error:
+        render(source)
+    assert str(error.value).startswith('model/chat_template.jinja: the chat template ')
+    assert reason in str(error.value)
+    assert '\n' not in str(error.value)
+
+
+LOOP = '{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}'
+EXPLODING = {
+    'silent loop': LOOP.replace('BODY', ''),
+    'loop that writes': LOOP.replace('BODY', 'x'),
+    'branching recursion': '{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}',
+    'power': '{{ 10 ** (10 ** 10) }}',
+    'constant': "{{ 'a' * 10 ** 10 }}",
+    'multiplied': "{% set n = 10 ** 10 %}{{ ('a' * n) | length }}",
+    'concatenated': (
+        "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}{{ s.x|length }}"
+    ),
+    'list': '{% set s = [0] * 10 ** 10 %}{{ s | length }}',
+    'filter': "{{ 'a' | center(10 ** 10) | length }}",
+    'format': "{{ '%010000000000d' % 1 }}",
+    'written at once': "{{ 'a' * 10 ** 8 }}",
+}
+
+
+@pytest.mark.parametrize('case', EXPLODING)
+def test_a_template_that_explodes_ends_soon_and_costs_this_process_nothing(case):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConversationError, match=r'^model/chat_template\.jinja: the chat template gives no prompt: '):
+        render(EXPLODING[case])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; 'a' * 10**8 has 97_656
+
+
+def test_the_conversation_at_fault_is_counted():
+    source = "{{ 'fine' if messages[0]['content'] != 'bad' else raise_exception('bad') }}"
+    with pytest.raises(ConversationError) as error:
+        render(source, 'a', 'b', 'bad', 'c')
+    assert error.value.index == 2
+
+
+UNREADABLE = {
+    'syntax': ('{% if %}', 'cannot be read: line 1: Expected an expression'),
+    'unknown block': ('{% generate %}', "cannot be read: line 1: Encountered unknown tag 'generate'"),
+    'nested': ('{{ ' + '(' * 50_000 + '1' + ')' * 50_000 + ' }}', 'cannot be read: it is nested too deep'),
+    'huge': ('x' * 2**19, 'has 524288 characters, more than 262144'),
+    'number': (7, 'is a int, not a text'),
+}
+
+
+@pytest.mark.parametrize('case', UNREADABLE)
+def test_a_template_that_cannot_be_read_is_refused_when_it_is_loaded(case):
+    source, reason = UNREADABLE[case]
+    with pytest.raises(TokenizerError) as error:
+        ChatTemplate(source, {}, 'model/chat_template.jinja')
+    assert str(error.value).startswith('model/chat_template.jinja: the chat template ')
+    assert reason in str(error.value)
