@@ -1,0 +1,5 @@
+KIND = 'config'
+
+
+def config_cases():
+    return []
