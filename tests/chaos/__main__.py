@@ -47,7 +47,9 @@ class Schedule:
         for kind, (_, list_cases) in _KINDS.items():
             cases = list(list_cases())
             random.Random(f'{seed} {kind}').shuffle(cases)
-            self.minimum[kind] = kills.MINIMUM if kind == kills.KIND else len(cases)
+            self.minimum[kind] = (
+                kills.MINIMUM if kind == kills.KIND else sum(getattr(case, 'size', 1) for case in cases)
+            )
             if kind in kinds:
                 self._left[kind] = iter([case for case in cases if only in case.name])
         self._used = dict.fromkeys(kinds, 0.0)

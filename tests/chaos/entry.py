@@ -135,10 +135,15 @@ def _resume_otherwise(ground: Ground, directory: pathlib.Path) -> tuple[Ending, 
 
 
 def _train_nothing(ground: Ground, directory: pathlib.Path) -> tuple[Ending, list[str]]:
-    """No answer of one token that is not a symbol: all rewards of a group are equal, so no group has a signal."""
-    with ground.start(_SMALL, directory, 'model.init_scale=1e-30', 'rollout.top_k=1') as run:
-        ending = run.wait()
-    return ending, ending.violations((3,))
+    """Every answer gets the same reward, so every group is filtered; a resume does not make more of it."""
+    wrong = []
+    for resume in (False, True):
+        arguments = _PROCESS.arguments(directory / 'run', resume=resume, cache=ground.cache)
+        command = python('-m', 'tests.chaos.scored_run', 'tests.chaos.scoring:score_equally', *arguments)
+        with RunningCommand(command, directory) as run:
+            ending = run.wait()
+            wrong += ending.violations((3,)) + run.orphans()
+    return ending, wrong
 
 
 def _lose_output(redirection: str, allowed: tuple[int, ...]) -> Check:

@@ -111,6 +111,7 @@ class KillChain:
             ending = run.wait()
             wrong = run.orphans()
         if not came and ending.exit_code == 0 and not wrong:
+            ground.lifetime_s = min(ground.lifetime_s, ending.seconds)  # moments after the end are wasted
             return None
         if ending.exit_code != -signal.SIGKILL:
             wrong += [f'it ended before the kill, a dead end: {violation}' for violation in ending.violations((0,))]

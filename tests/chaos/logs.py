@@ -34,6 +34,11 @@ def check_finished(workdir: pathlib.Path, steps: int, groups_per_update: int, *,
     return wrong
 
 
+def load(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """The events of a run up to the first line that is torn."""
+    return _read(workdir / 'events.jsonl')[0]
+
+
 def check_metrics(path: pathlib.Path, steps: int) -> list[str]:
     """Every update has one line."""
     lines, wrong = _read(path)

@@ -18,6 +18,7 @@ HANG_S = 120.0  # a command that takes longer hangs; the slowest run here takes 
 ORPHAN_S = 10.0  # descendants of a dead run are gone after so long
 MARK = 'AREAL_JAX_CHAOS'  # environment variable; descendants inherit it
 _POLL_S = 0.005
+_OUTPUT_BYTES = 2**22  # read of the end of an output; a hostile scorer may print gigabytes
 _ABORTS = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, 134, 135, 136, 139}
 _TRACEBACK = 'Traceback (most recent call last)'
 
@@ -102,7 +103,7 @@ class RunningCommand:
 
     def stdout(self) -> str:
         """What it has printed so far."""
-        return self._out.read_text(errors='replace')
+        return _read_end(self._out)
 
     def wait_for(self, happened: Callable[[], bool], timeout_s: float = HANG_S) -> bool:
         """True once it has happened; False when the process ends before or the time is up."""
@@ -135,7 +136,7 @@ class RunningCommand:
             self._process.kill()
             self._process.wait()
         seconds = time.monotonic() - self._began
-        return Ending(code, seconds, self.stdout(), self._err.read_text(errors='replace'))
+        return Ending(code, seconds, self.stdout(), _read_end(self._err))
 
     def orphans(self, within_s: float = ORPHAN_S) -> list[str]:
         """Violations: descendants that are still alive so long after the end of the process."""
@@ -159,6 +160,12 @@ def marked(mark: str) -> list[int]:
 def python(*arguments: str) -> list[str]:
     """A command that this interpreter runs."""
     return [sys.executable, *arguments]
+
+
+def _read_end(path: pathlib.Path) -> str:
+    with path.open('rb') as file:
+        file.seek(max(0, path.stat().st_size - _OUTPUT_BYTES))
+        return file.read().decode(errors='replace')
 
 
 def _command_line(pid: int) -> str:

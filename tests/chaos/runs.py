@@ -27,6 +27,7 @@ class Variant:
     steps: int = STEPS
     groups_per_update: int = 8
     exact: bool = False
+    evaluation: tuple[str, ...] = ('evaluation.problems=2', 'evaluation.samples=2')  # of the asynchronous loop
 
     @property
     def is_supervised(self) -> bool:
@@ -37,7 +38,7 @@ class Variant:
         quick = _QUICK if not self.is_supervised else _QUICK[1:]
         fields = [f'run.steps={self.steps}', f'checkpoint.every={EVERY}', f'run.compilation_cache={cache}', *quick]
         if not self.is_supervised:
-            fields += ['evaluation.problems=2', 'evaluation.samples=2']
+            fields += self.evaluation
         flags = [f'--config.{field}' for field in (*fields, *self.overrides, *more)]
         return [f'--config={self.config}', f'--workdir={workdir}', *flags, *(['--resume'] if resume else [])]
 
