@@ -1,0 +1,176 @@
+"""Chaos: python -m tests.chaos --minutes=60 --seed=0 --json=FILE [--kinds=kill,signal] [--only=TEXT].
+
+Real processes of main_train are killed, stopped, starved of disk and fed damaged files, hostile scorers and hostile
+configs. A complete run takes about an hour on two cores; fewer minutes take a sample of every kind, drawn by the seed.
+Exit code 0 only if every check held and at least one case of each kind ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from areal_jax import files
+from areal_jax.app.provenance import git_commit, hardware, package_versions
+from tests.chaos import configs, disks, entry, kills, scorers, signals
+from tests.chaos import files as damaged_files
+from tests.chaos.outcomes import Coverage, Outcome, all_held, record, table
+from tests.chaos.runs import VIRTUAL, Case, Ground
+
+# kind: its share of the minutes and its cases
+_KINDS: dict[str, tuple[float, Callable[[], Sequence[Case]]]] = {
+    kills.KIND: (16.0, kills.kill_chains),
+    signals.KIND: (10.0, signals.signal_cases),
+    disks.KIND: (6.0, disks.disk_cases),
+    damaged_files.KIND: (11.0, damaged_files.file_cases),
+    scorers.KIND: (9.0, scorers.scorer_cases),
+    configs.KIND: (5.0, configs.config_cases),
+    entry.KIND: (3.0, entry.entry_cases),
+}
+
+
+class Schedule:
+    """Which case is next: one of the kind that has had the least of its share of the time."""
+
+    def __init__(self, kinds: Sequence[str], seed: int, minutes: float, only: str = ''):
+        self._seconds = minutes * 60
+        self._shares = {kind: _KINDS[kind][0] for kind in kinds}
+        self._left: dict[str, Iterator[Case]] = {}
+        self.minimum: dict[str, int] = {}
+        for kind, (_, list_cases) in _KINDS.items():
+            cases = list(list_cases())
+            random.Random(f'{seed} {kind}').shuffle(cases)
+            self.minimum[kind] = (
+                kills.MINIMUM if kind == kills.KIND else sum(getattr(case, 'size', 1) for case in cases)
+            )
+            if kind in kinds:
+                self._left[kind] = iter([case for case in cases if only in case.name])
+        self._used = dict.fromkeys(kinds, 0.0)
+        self._ran: set[str] = set()
+
+    def cases(self, elapsed: Callable[[], float]) -> Iterator[tuple[str, Case, float]]:
+        """(kind, case, seconds left of the kind's share); after the minutes only kinds of which nothing ran."""
+        while self._left:
+            kind = min(self._left, key=lambda name: (name in self._ran, self._used[name] / self._shares[name]))
+            if elapsed() > self._seconds and kind in self._ran:
+                return
+            case = next(self._left[kind], None)
+            if case is None:
+                del self._left[kind]
+                continue
+            began = elapsed()
+            yield kind, case, self._share_s(kind) - self._used[kind]
+            self._used[kind] += elapsed() - began
+            self._ran.add(kind)
+
+    def _share_s(self, kind: str) -> float:
+        return self._seconds * self._shares[kind] / sum(self._shares.values())
+
+
+def main(arguments: Sequence[str]) -> int:
+    flags = _parse(arguments)
+    schedule = Schedule(flags.kinds or list(_KINDS), flags.seed, flags.minutes, flags.only)
+    began = time.monotonic()
+    with_failures = pathlib.Path(tempfile.mkdtemp(prefix='chaos_'))
+    ground = Ground(with_failures, flags.seed)
+    outcomes = _run(schedule, ground, lambda: time.monotonic() - began)
+    coverage = _coverage(schedule, outcomes)
+    facts = {
+        'command': f'python -m tests.chaos {" ".join(arguments)}',
+        'seed': flags.seed,
+        'minutes_asked': flags.minutes,
+        'minutes_taken': round((time.monotonic() - began) / 60, 2),
+        'commit': git_commit(),
+        'versions': package_versions(),
+        'machine': hardware(),
+    }
+    if flags.json:
+        files.write_json(flags.json, record(outcomes, coverage, facts))
+    _print_summary(outcomes, coverage, facts, with_failures)
+    return 0 if all_held(outcomes, coverage) else 1
+
+
+def _run(schedule: Schedule, ground: Ground, elapsed: Callable[[], float]) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    try:
+        _measure_lifetime(ground)
+        for _, case, left_s in schedule.cases(elapsed):
+            ground.until = time.monotonic() + left_s
+            found = list(_outcomes(case, ground))
+            outcomes += found
+            if all(outcome.verdict == 'held' for outcome in found):
+                for directory in {outcome.directory for outcome in found if outcome.directory}:
+                    shutil.rmtree(directory, ignore_errors=True)
+    except KeyboardInterrupt:
+        print('interrupted: what follows is what ran until now', flush=True)
+    return outcomes
+
+
+def _outcomes(case: Case, ground: Ground) -> Iterator[Outcome]:
+    for outcome in case.run(ground):
+        line = f'{outcome.verdict:6}  {outcome.kind}: {outcome.case}  ({outcome.seconds:.0f} s)'
+        if outcome.verdict == 'failed':
+            line += f'\n        {outcome.trouble or "wrong"}, exit code {outcome.exit_code}: {outcome.detail}'
+            line += f'\n        {outcome.directory}'
+        print(line, flush=True)
+        yield outcome
+
+
+def _measure_lifetime(ground: Ground) -> None:
+    """A run fills the cache of compiled programs; the next takes as long as those that will be killed."""
+    for _ in range(2):
+        with ground.start(VIRTUAL, ground.fresh('lifetime')) as run:
+            ground.lifetime_s = run.wait().seconds
+
+
+def _coverage(schedule: Schedule, outcomes: Sequence[Outcome]) -> dict[str, Coverage]:
+    ran = {kind: sum(outcome.kind == kind for outcome in outcomes) for kind in schedule.minimum}
+    chains = sum(outcome.kind == kills.CHAINS for outcome in outcomes)
+    coverage = {kind: Coverage(ran[kind], minimum) for kind, minimum in schedule.minimum.items()}
+    return coverage | {kills.CHAINS: Coverage(chains, kills.MINIMUM_CHAINS)}
+
+
+def _print_summary(
+    outcomes: Sequence[Outcome], coverage: dict[str, Coverage], facts: dict[str, Any], kept: pathlib.Path
+) -> None:
+    print(f'\n{table(outcomes, coverage)}\n')
+    complete = all(covered.complete for covered in coverage.values())
+    failed = sum(outcome.verdict == 'failed' for outcome in outcomes)
+    print(
+        f'{facts["minutes_taken"]} minutes, seed {facts["seed"]}, commit {facts["commit"]}: '
+        f'{"complete" if complete else "a sample"}, {len(outcomes) - failed} held, {failed} failed'
+    )
+    if missing := [kind for kind, covered in coverage.items() if covered.ran == 0]:
+        print(f'not run at all: {", ".join(missing)}')
+    if failed:
+        print(f'what the failed cases left is in {kept}')
+    else:
+        shutil.rmtree(kept, ignore_errors=True)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog='python -m tests.chaos', description=__doc__)
+    parser.add_argument('--minutes', type=float, default=60.0, help='wall time, divided over the kinds')
+    parser.add_argument('--seed', type=int, default=0, help='of the order of the cases and of every moment')
+    parser.add_argument('--json', type=pathlib.Path, help='file for the outcomes')
+    parser.add_argument('--kinds', type=_kinds, help=f'only these, for a look: {",".join(_KINDS)}')
+    parser.add_argument('--only', default='', help='only the cases whose name contains this text, for a look')
+    return parser.parse_args(arguments)
+
+
+def _kinds(text: str) -> list[str]:
+    names = text.split(',')
+    if unknown := sorted(set(names) - set(_KINDS)):
+        raise argparse.ArgumentTypeError(f'unknown: {", ".join(unknown)}; known: {", ".join(_KINDS)}')
+    return names
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))

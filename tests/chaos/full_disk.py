@@ -1,0 +1,121 @@
+"""A command whose disk fails at a chosen moment: python -m tests.chaos.full_disk SETTINGS MODULE [ARGUMENT ...].
+
+SETTINGS is a JSON object: `below`: the directory whose disk it is; `after`: how many calls that write there succeed,
+-1 = all; `error`: name of the errno that the others raise; `report`: file that gets the number of calls at the end.
+Calls are those of Python: opens for writing, writes, mkdir, fsync and, on a read-only disk, renames and removals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import errno
+import io
+import json
+import os
+import pathlib
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_ALWAYS, _READ_ONLY = ('mkdir',), ('rename', 'replace', 'unlink', 'rmdir', 'symlink', 'link', 'truncate')
+
+
+class FailingDisk:
+    """Counts the calls that write below a directory and lets those after the first `after` fail."""
+
+    def __init__(self, below: str, after: int, error: str, report: str):
+        self._below, self._after, self._errno = os.path.realpath(below), after, getattr(errno, error)
+        self._report, self.calls = pathlib.Path(report), 0
+
+    def spend(self, path: Any) -> None:
+        """One call; raises OSError when it is one of those that fail."""
+        self.calls += 1
+        if 0 <= self._after < self.calls:
+            self.report()  # the process may not come to its end
+            raise OSError(self._errno, os.strerror(self._errno), os.fspath(path) if path is not None else None)
+
+    def holds(self, path: Any) -> bool:
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return False
+        whole = os.path.realpath(os.path.dirname(os.path.abspath(os.fsdecode(path))))
+        return whole == self._below or whole.startswith(self._below + os.sep) or os.path.realpath(path) == self._below
+
+    def report(self) -> None:
+        with _real_open(self._report, 'w') as file:
+            file.write(str(self.calls))
+
+    @property
+    def is_read_only(self) -> bool:
+        return self._errno == errno.EROFS
+
+
+_real_open = io.open
+_disk: FailingDisk
+
+
+class _File(io.FileIO):
+    def write(self, data: Any) -> int:
+        _disk.spend(None)  # as in the kernel: the error of a write names no file
+        return super().write(data)
+
+
+def _open(
+    file: Any,
+    mode: str = 'r',
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,
+    opener: Callable[[str, int], int] | None = None,
+) -> Any:
+    if not set(mode) & set('wax+') or not _disk.holds(file):
+        return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+    _disk.spend(file)
+    raw = _File(file, mode.replace('b', '').replace('t', ''), closefd, opener)
+    if buffering == 0:
+        return raw
+    buffer: Any = io.BufferedRandom(raw) if '+' in mode else io.BufferedWriter(raw)
+    if 'b' in mode:
+        return buffer
+    return io.TextIOWrapper(buffer, encoding, errors, newline, line_buffering=buffering == 1)
+
+
+def _guard(name: str) -> None:
+    real = getattr(os, name)
+
+    def guarded(path: Any, *arguments: Any, **named: Any) -> Any:
+        if _disk.holds(path):
+            _disk.spend(path)
+        return real(path, *arguments, **named)
+
+    setattr(os, name, guarded)
+
+
+def _guard_sync() -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if _disk.holds(os.readlink(f'/proc/self/fd/{descriptor}')) and not _disk.is_read_only:
+            _disk.spend(None)
+        real(descriptor)
+
+    os.fsync = fsync
+
+
+def main(arguments: list[str]) -> None:
+    global _disk
+    _disk = FailingDisk(**json.loads(arguments[0]))
+    builtins.open = io.open = _open  # type: ignore[assignment]
+    for name in (*_ALWAYS, *(_READ_ONLY if _disk.is_read_only else ())):
+        _guard(name)
+    _guard_sync()
+    atexit.register(_disk.report)
+    sys.argv = arguments[1:]
+    runpy.run_module(arguments[1], run_name='__main__', alter_sys=True)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
