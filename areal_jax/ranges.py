@@ -59,6 +59,7 @@ RANGES: Mapping[str, Range] = {
     'task.verifier_workers': COUNT,
     'task.verifier_deadline_s': POSITIVE,
     'task.verifier_attempts': COUNT,
+    'task.verifier_memory_mb': Range(0, 2**40, 'lie in [0, 2^40]'),
     'task.max_failed_groups': COUNT,
     **dict.fromkeys((f'rollout.{name}' for name in ('engines', 'slots', 'decode_steps', 'context_tokens')), COUNT),
     **dict.fromkeys((f'rollout.{name}' for name in ('group_size', 'max_running_groups', 'max_new_tokens')), COUNT),
