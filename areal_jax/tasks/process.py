@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from areal_jax.tasks.descendants import MARK, end_processes, list_descendants, list_marked
+from areal_jax.tasks.descendants import MARK, Process, end_processes, list_descendants, list_marked
 from areal_jax.tasks.worker import ENDED, SCORER_DIED, USAGE
 
 _CHUNK_BYTES = 2**16  # read at once
@@ -134,12 +134,13 @@ class WorkerProcess:
             _log.warning('process %d, a worker for %s, outlives SIGKILL', self._process.pid, self.scorer)
 
     def _end_what_is_left(self) -> None:
-        def find() -> list[int]:
+        def find() -> list[Process]:
             below = list_descendants(self._process.pid) if self._process.poll() is None else []
             return [*below, *list_marked(self._mark)]
 
         if not end_processes(find, _KILL_S):
-            _log.warning('processes %s, started by %s, outlive SIGKILL', find(), self.scorer)
+            pids = [process.pid for process in find()]
+            _log.warning('processes %s, started by %s, outlive SIGKILL', pids, self.scorer)
         if self._process.poll() is None:
             self._process.kill()
 

@@ -32,7 +32,7 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int) -> None:
     limit_memory(memory_mb)
     own_pid = os.getpid()
     # A forked child that returns from the scorer must not answer a second time, nor take the next request.
-    os.register_at_fork(after_in_child=lambda: [_close_quietly(descriptor) for descriptor in (requests, replies)])
+    os.register_at_fork(after_in_child=lambda: _close_quietly(requests, replies))
     # By lines, so that the output of a scorer that hangs is seen; and printing lone surrogates is no error.
     sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace', line_buffering=True)
     score = load_scorer(scorer)
@@ -99,6 +99,7 @@ def _flush_output() -> None:
             stream.flush()
 
 
-def _close_quietly(descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
+def _close_quietly(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 
-from areal_jax.tasks.descendants import adopt_orphans, die_with_parent, end_processes, list_descendants
+from areal_jax.tasks.descendants import adopt_orphans, die_with_parent, end_descendants
 from areal_jax.tasks.scorer_process import serve
 
 ENDED, SCORER_DIED, USAGE, LEFT_BEHIND = range(4)  # exit codes; LEFT_BEHIND: some process could not be killed
@@ -105,7 +105,7 @@ class _Worker:
         self._write(1, self._to_parent)
         with contextlib.suppress(OSError):
             os.killpg(self._pid, signal.SIGKILL)
-        all_ended = end_processes(self._list_living, _KILL_S)
+        all_ended = end_descendants(self._reap, _KILL_S)
         self._output.end('')
         if not all_ended:
             return LEFT_BEHIND
@@ -173,22 +173,21 @@ class _Worker:
             time.sleep(0.002)
         self._death = self._death or 'the scorer closed the pipe on which its worker answers'
 
-    def _reap(self) -> None:
-        """Wait for every child that has ended: the scorer's process, and orphans that were adopted."""
-        with contextlib.suppress(ChildProcessError):
+    def _reap(self) -> bool:
+        """Wait for every child that has ended, the scorer's process and adopted orphans; False if none is left."""
+        try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._pid:
                     self._exit_code = os.waitstatus_to_exitcode(ended[1])
                     self._death = self._death or _describe_end(self._exit_code)
                     self._read_last_replies()
+        except ChildProcessError:
+            return False
+        return True
 
     def _read_last_replies(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._to_parent += os.read(self._replies, _CHUNK_BYTES)
-
-    def _list_living(self) -> list[int]:
-        self._reap()
-        return list_descendants(os.getpid())
 
     def _write(self, descriptor: int, data: bytearray) -> None:
         try:
@@ -262,7 +261,8 @@ def _describe_end(exit_code: int) -> str:
     if exit_code >= 0:
         return f"the scorer's process ended with exit code {exit_code}"
     names = {number.value: number.name for number in signal.Signals}
-    return f"the scorer's process was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
+    by_kernel = ' (by the kernel, where memory ran out)' if exit_code == -signal.SIGKILL else ''
+    return f"the scorer's process was killed by {names.get(-exit_code, f'signal {-exit_code}')}{by_kernel}"
 
 
 if __name__ == '__main__':

@@ -624,6 +624,17 @@ def forks_and_the_child_exits(problem):
 
 
 @expect('ok', 0.25)
+def forks_and_the_child_looks_for_the_pipe(problem):
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(_find_pipe(os.O_WRONLY))
+        except AssertionError:
+            os._exit(0)
+    return 0.75 if os.waitpid(child, 0)[1] else 0.25
+
+
+@expect('ok', 0.25)
 def forks_a_hundred_times(problem):
     for _ in range(100):
         if os.fork() == 0:
@@ -718,7 +729,7 @@ def leaves_many_daemons(problem):
 @expect('ok', 0.5)
 def leaves_a_chain_of_forks(problem):
     def act():
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             if os.fork():
                 os._exit(0)
