@@ -57,7 +57,8 @@ def _declare_run(c: config_dict.ConfigDict) -> None:
     c.task.verifier_workers = 1  # worker processes
     c.task.verifier_deadline_s = 20.0  # wall seconds for one answer before its worker is killed
     c.task.verifier_attempts = 2  # tries for one answer before it is dropped
-    c.task.max_failed_groups = 32  # dropped in a row, no answer verified, before the run ends
+    c.task.verifier_memory_mb = 2048  # MiB of heap (RLIMIT_DATA) of each process of a scorer; 0 = no limit
+    c.task.max_failed_groups = 32  # in a row without a verified answer before the run ends; evaluation: answers
 
 
 def _declare_rollout(c: config_dict.ConfigDict) -> None:

@@ -62,6 +62,7 @@ RANGES: Mapping[str, Range] = {
     'task.verifier_workers': THREADS,
     'task.verifier_deadline_s': SECONDS,
     'task.verifier_attempts': COUNT,
+    'task.verifier_memory_mb': Range(0, 2**40, 'lie in [0, 2^40]'),
     'task.max_failed_groups': COUNT,
     **dict.fromkeys((f'rollout.{name}' for name in ('slots', 'decode_steps', 'context_tokens')), COUNT),
     'rollout.engines': THREADS,  # each has one

@@ -183,7 +183,7 @@ class Verdict:
 
     reward: float
     attempts: int = 1  # more than 1: earlier attempts hung or crashed
-    label: str = 'ok'  # 'timeout', 'crash', 'error' (the scorer raised): why the last attempt has no reward
+    label: str = 'ok'  # 'timeout', 'crash', 'error' (it raised, or returned no reward): why the last attempt has none
 
     @property
     def failed(self) -> bool:

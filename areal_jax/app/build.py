@@ -215,6 +215,7 @@ def build_verifier(
         workers=config.task.verifier_workers,
         deadline_s=config.task.verifier_deadline_s,
         attempts=config.task.verifier_attempts,
+        memory_mb=config.task.verifier_memory_mb,
     )
 
 

@@ -230,6 +230,7 @@ class Session:
                 samples=evaluation.samples,
                 seed=seed,
                 decode=model.tokenizer.decode,
+                max_failed=self.config.task.max_failed_groups,
             )
 
     def _progress(self, start_s: float) -> Progress | None:

@@ -15,11 +15,11 @@ import numpy as np
 from areal_jax.control.buffer import TrajectoryBuffer
 from areal_jax.control.episode import Episode, Pool, RunningGroup, Workflow
 from areal_jax.control.events import EventLog
+from areal_jax.control.failures import FailureCount
 from areal_jax.control.gate import Bound, HeldTimes, StalenessGate
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.errors import UserError
 from areal_jax.types import (
     Channel,
     Clock,
@@ -34,10 +34,6 @@ from areal_jax.types import (
     Work,
     concatenate,
 )
-
-
-class UnverifiedError(UserError, RuntimeError):
-    """Group after group was dropped because none of its answers could be verified; names the labels and the field."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +118,7 @@ class Controller:
         self._trained_version = 0  # of the learner's weights; publication follows
         self._admission_closed = False
         self._verifying = 0
-        self._failed_groups = 0  # in a row
+        self._failures = FailureCount(settings.max_failed_groups, 'groups')
         self._saving = False
         self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
         self._admission = clock.event('admission (staleness, memory or checkpoint)')
@@ -246,22 +242,12 @@ class Controller:
             self._buffer.put(group.group())
             self._log.write('buffer', draw=draw, partial=bool(group.failed))
             self._filled.set()
-            self._failed_groups = 0
+            self._failures.note_verified()
         else:
             self._gate.drop_running()
             self._note_drop(Dropped(draw, 'verifier_failed', ','.join(group.failed.values())))
-            self._count_failed(group)
+            self._failures.note_failed(f'draw {draw}', group.failed.values())
         self._admission.set()
-
-    def _count_failed(self, group: RunningGroup) -> None:
-        """A scorer that always fails would have the engines generate for nothing, for ever."""
-        self._failed_groups += 1
-        if self._failed_groups >= self._settings.max_failed_groups:
-            labels = ', '.join(sorted(set(group.failed.values())))
-            raise UnverifiedError(
-                f'{self._failed_groups} groups in a row (task.max_failed_groups) had no answer that could be verified; '
-                f'the last, draw {group.prompt.draw}, ended in: {labels}. The warnings above say what the scorer did'
-            )
 
     # 6 packing, 7 update
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from areal_jax.control.episode import Episode
 from areal_jax.control.events import EventLog
+from areal_jax.control.failures import FailureCount
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
@@ -22,7 +23,8 @@ SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training d
 class Evaluator:
     """One greedy and `samples` sampled answers per problem; the same noise every time, so two evaluations pair up.
 
-    Nothing may publish weights meanwhile: the evaluation is pinned to the version that the engines hold.
+    Nothing may publish weights meanwhile: the evaluation is pinned to the version that the engines hold. An answer that
+    cannot be verified scores 0; `max_failed` of them in a row raise UnverifiedError.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class Evaluator:
         samples: int,
         seed: int,
         decode: Callable[[np.ndarray], str],
+        max_failed: int,
     ):
         self._pool, self._verifier, self._clock, self._supervisor, self._log = pool, verifier, clock, supervisor, log
         self._problems, self._samples, self._decode = problems, samples, decode
+        self._max_failed = max_failed
         greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
         self._sampled = SingleTurn(pool, sampling, seed + SEED_OFFSET)
         self._greedy = SingleTurn(pool, greedy, seed + 2 * SEED_OFFSET)
@@ -51,6 +55,7 @@ class Evaluator:
         scores = np.zeros((len(self._problems), 1 + self._samples))
         answers: list[str] = []
         failed: list[str] = []
+        failures = FailureCount(self._max_failed, f'answers of the evaluation {phase!r}')
         jobs = [(row, column) for row in range(len(self._problems)) for column in range(1 + self._samples)]
         left, done = len(jobs), self._clock.event(f'evaluation {phase}')
 
@@ -60,6 +65,9 @@ class Evaluator:
             scores[row, column] = verdict.reward
             if verdict.failed:
                 failed.append(verdict.label)
+                failures.note_failed(f'answer {column} to problem {row}', [verdict.label])
+            else:
+                failures.note_verified()
             if column:
                 answers.append(answer)
             left -= 1

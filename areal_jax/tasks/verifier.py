@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +14,14 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
+from areal_jax.tasks.scoring import ScoringError, score_answer, to_reward
 from areal_jax.tasks.task import Scorer, TaskError
 from areal_jax.types import Clock, Event, FinishReason, Prompt, Verdict, Work
 
-LABELS = ('ok', 'timeout', 'crash', 'error')  # of an attempt; 'error': the scorer raised, the worker lives
+LABELS = ('ok', 'timeout', 'crash', 'error')  # of an attempt; 'error': the scorer raised, or returned no reward
 LANE = 'reward'
+
+_CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +47,12 @@ class InlineVerifier:
         """Nothing to end."""
 
     async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
-        """The verdict on one answer; an exception of the scorer is labelled 'error'."""
+        """The verdict on one answer; one whose scorer raises or returns no reward is labelled 'error'."""
+        problem = copy.deepcopy(dict(prompt.problem))  # a scorer that changes it must not change the next scoring
         try:
-            reward = float(self._score(prompt.problem, self._decode(answer_tokens), finish_reason))
-            verdict = Verdict(reward)
-        except Exception as error:
-            _log.warning('scoring draw %d of %s failed: %r', prompt.draw, prompt.task, error)
+            verdict = Verdict(score_answer(self._score, problem, self._decode(answer_tokens), finish_reason))
+        except ScoringError as error:
+            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
             verdict = Verdict(0.0, label='error')
         self.attempts_by_label[verdict.label] += 1
         return verdict
@@ -73,9 +76,10 @@ class _Ticket:
 class ProcessVerifier:
     """Scores in worker processes, first come, first served, each attempt with a deadline.
 
-    An attempt that hangs ('timeout') or whose worker ends ('crash') costs the worker: its whole session is killed, a
-    new one started, and the attempt repeated until there were `attempts`. A scorer that raises ('error') would raise
-    again and is not asked twice. `deadline_s` and `start_deadline_s` are wall seconds.
+    An attempt that hangs ('timeout'), or whose worker ends or sends anything but the one reply ('crash'), costs the
+    worker: it is killed with every process of its scorer, a new one started, and the attempt repeated until there were
+    `attempts`. A scorer that raises or returns no reward ('error') would do so again and is not asked twice.
+    `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ProcessVerifier:
         workers: int,
         deadline_s: float,
         attempts: int,
+        memory_mb: int = 2048,
         start_deadline_s: float = 120.0,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
@@ -103,6 +108,7 @@ class ProcessVerifier:
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
         self._attempts = attempts
+        self._memory_mb = memory_mb
         self._workers: list[WorkerProcess] = []  # every process that may still be in the process table
         self._free: collections.deque[_Slot] = collections.deque()
         self._queue: collections.deque[_Ticket] = collections.deque()
@@ -117,30 +123,32 @@ class ProcessVerifier:
         except (OSError, WorkerDiedError) as error:
             self.close()
             raise VerifierError(
-                f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error}'
+                f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error} '
+                f'(task.verifier_memory_mb={self._memory_mb})'
             ) from error
 
     def close(self) -> None:
-        """Kill all workers and their descendants, for good."""
+        """End all workers and every process of their scorers, for good; takes a few seconds at most."""
         self._is_closed = True
         for worker in self._workers:
             worker.kill()
+        end_s = time.monotonic() + _CLOSE_S
         for worker in self._workers:
-            worker.close()
+            worker.close(max(0.0, end_s - time.monotonic()))
         self._workers.clear()
 
     async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
         """The verdict on one answer. A failed one (see `Verdict.failed`) has reward 0, which is no judgement."""
         request = {
+            'draw': prompt.draw,
             'problem': dict(prompt.problem),
             'text': self._decode(answer_tokens),
             'finish_reason': finish_reason,
         }
-        line = json.dumps(request).encode()
         slot = await self._take_slot()
         try:
             for attempt in range(1, self._attempts + 1):
-                verdict = await self._attempt(slot, line, prompt, attempt)
+                verdict = await self._attempt(slot, request, prompt, attempt)
                 self.attempts_by_label[verdict.label] += 1
                 if verdict.label in ('ok', 'error'):
                     break
@@ -148,9 +156,9 @@ class ProcessVerifier:
         finally:
             self._release_slot(slot)
 
-    async def _attempt(self, slot: _Slot, line: bytes, prompt: Prompt, attempt: int) -> Verdict:
+    async def _attempt(self, slot: _Slot, request: Mapping[str, Any], prompt: Prompt, attempt: int) -> Verdict:
         try:
-            reply = await self._ask(slot, line, {'draw': prompt.draw, 'attempt': attempt})
+            reply = await self._ask(slot, request, {'draw': prompt.draw, 'attempt': attempt})
         except (TimeoutError, WorkerDiedError) as error:
             label = 'timeout' if isinstance(error, TimeoutError) else 'crash'
             _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, error)
@@ -160,24 +168,27 @@ class ProcessVerifier:
         except BaseException:
             slot.worker.kill()  # cancelled: a reply may be on its way, so the slot's next user starts a new worker
             raise
-        if 'error' in reply:
-            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, reply['error'])
+        try:
+            if 'error' in reply:
+                raise ScoringError(reply['error'])
+            return Verdict(to_reward(reply['reward']), attempt)
+        except (ScoringError, TypeError, ValueError, OverflowError) as error:
+            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
             return Verdict(0.0, attempt, 'error')
-        return Verdict(float(reply['reward']), attempt)
 
-    async def _ask(self, slot: _Slot, line: bytes, detail: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _ask(self, slot: _Slot, request: Mapping[str, Any], detail: Mapping[str, Any]) -> Mapping[str, Any]:
         if slot.worker.is_killed:
             slot.worker = self._spawn()
         if not slot.worker.is_ready:
             start = Work('reward', 0.0, {**detail, 'worker': 'start'})
             await self._clock.call(LANE, slot.worker.become_ready(), start, self._start_deadline_s)
-        return await self._clock.call(LANE, slot.worker.ask(line), Work('reward', 1.0, detail), self._deadline_s)
+        return await self._clock.call(LANE, slot.worker.ask(request), Work('reward', 1.0, detail), self._deadline_s)
 
     def _spawn(self) -> WorkerProcess:
         self._workers = [worker for worker in self._workers if not worker.is_gone()]
         if self._is_closed:
             raise VerifierError('the verifier was closed while an answer was being scored')
-        self._workers.append(WorkerProcess(self._scorer))
+        self._workers.append(WorkerProcess(self._scorer, self._memory_mb))
         return self._workers[-1]
 
     async def _take_slot(self) -> _Slot:

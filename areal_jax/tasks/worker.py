@@ -1,102 +1,269 @@
-"""Where answers are scored: `python -m areal_jax.tasks.worker MODULE:FUNCTION`, JSON lines over stdin and stdout.
+"""Where answers are scored: `python -m areal_jax.tasks.worker MODULE:FUNCTION [MEMORY_MB]`, JSON over stdin and stdout.
 
-First line out: {"ready": true}. Then for each line in, {"problem": ..., "text": ..., "finish_reason": ...}, one line
-out: {"reward": 0.5} or {"error": "..."}. Whatever the function prints goes to stderr. The worker ends when its stdin
-closes, also in the middle of a function that hangs; if it leads its own session it takes its children along.
+Two processes. The one started here runs no code of the scorer: it passes lines on, bounds what the scorer prints, and
+at the end kills every process that the scorer started. Its child (tasks/scorer_process.py) runs the scorer, in a
+session of its own. The lines are described there; one more comes when the child has ended: {"crash": "why"}.
+
+Closing stdin ends the worker when the answers at hand are done; closing stdout as well, or killing the parent, ends it
+at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
-import math
 import os
-import queue
+import select
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from typing import IO, Any
+import traceback
 
-from areal_jax.tasks.task import Scorer
+from areal_jax.tasks.descendants import adopt_orphans, die_with_parent, end_descendants
+from areal_jax.tasks.scorer_process import serve
 
-_GRACE_S = 1.0  # time for the answer at hand once stdin has closed
+ENDED, SCORER_DIED, USAGE, LEFT_BEHIND = range(4)  # exit codes; LEFT_BEHIND: some process could not be killed
+
+_GRACE_S = 30.0  # for the answers at hand once stdin has closed, while somebody still reads the replies
+_EXIT_S = 0.2  # between the closing of a process's pipes and its end
+_KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
+_CHUNK_BYTES = 2**16  # read at once
+_SHOWN_BYTES = 2000  # of what a scorer prints during one answer
+_SHOWN_WHILE_LOADING_BYTES = 20_000  # room for the traceback of an import
+_DRAIN_READS = 64  # of output per reply: somebody may print without end
 
 
 def main(arguments: list[str]) -> int:
-    """Score until stdin closes. Raises what loading the scorer raises, before the ready line."""
-    if len(arguments) != 1:
-        print('usage: python -m areal_jax.tasks.worker MODULE:FUNCTION', file=sys.stderr)
-        return 2
-    requests, replies = _take_pipes()
-    score = load_scorer(arguments[0])
-    _write(replies, {'ready': True})
-    with contextlib.suppress(BrokenPipeError):  # the parent has died: nobody reads
-        for line in _read_until_closed(requests):
-            _write(replies, reply_to(score, line))
-    _end_session()
-    return 0
+    """Pass requests and replies on until stdin closes or the scorer's process ends."""
+    if len(arguments) not in (1, 2):
+        print('usage: python -m areal_jax.tasks.worker MODULE:FUNCTION [MEMORY_MB]', file=sys.stderr)
+        return USAGE
+    adopt_orphans()
+    return _Worker(arguments[0], int(arguments[1]) if len(arguments) == 2 else 0).run()
 
 
-def load_scorer(spec: str) -> Scorer:
-    """The function 'module:function', warmed up if its module has a `warm_up`."""
-    module_name, _, function_name = spec.partition(':')
-    module = importlib.import_module(module_name)
-    score = getattr(module, function_name)
-    getattr(module, 'warm_up', lambda: None)()
-    return score
+class _Output:
+    """What the scorer prints: the beginning is shown on stderr with a heading, the rest is counted."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self.is_open = True
+        self.begin('while loading', _SHOWN_WHILE_LOADING_BYTES)
+
+    def begin(self, label: str, room: int = _SHOWN_BYTES) -> None:
+        self._label, self._room = label, room
+        self._head, self._n_bytes = b'', 0
+
+    def read(self) -> bool:
+        """Take one chunk; False where there is none now."""
+        try:
+            chunk = os.read(self._descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        self._head += chunk[: self._room - len(self._head)]
+        self._n_bytes += len(chunk)
+        self.is_open = bool(chunk)
+        return self.is_open
+
+    def end(self, next_label: str) -> None:
+        """Show what was printed so far; what comes after it gets another heading."""
+        for _ in range(_DRAIN_READS):
+            if not self.read():
+                break
+        if self._n_bytes:
+            text = f'the scorer printed {self._label}:\n{self._head.decode(errors="replace").rstrip()}\n'
+            if more := self._n_bytes - len(self._head):
+                text += f'[{more} bytes more are not shown]\n'
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())
+        self.begin(next_label)
 
 
-def reply_to(score: Scorer, line: bytes) -> dict[str, Any]:
-    """The reply to one request; an exception of the scorer and a reward that is no number are replies too."""
+class _Worker:
+    """The relay between the parent (stdin, stdout) and the scorer's process."""
+
+    def __init__(self, scorer: str, memory_mb: int):
+        self._child_ended = _notice_ended_children()
+        self._pid, self._requests, self._replies, output = _start_scorer(scorer, memory_mb, self._child_ended)
+        self._output = _Output(output)
+        self._output_descriptor = output
+        for descriptor in (0, 1, self._requests, self._replies, output):
+            os.set_blocking(descriptor, False)
+        self._incoming = bytearray()  # the line that stdin has not ended yet
+        self._to_scorer, self._to_parent = bytearray(), bytearray()
+        self._grace_end_s: float | None = None  # set once stdin has closed
+        self._parent_is_gone = False
+        self._death = ''  # of the scorer's process, in words
+        self._exit_code: int | None = None  # of the scorer's process
+
+    def run(self) -> int:
+        """Relay until there is an end, kill what is left; returns the exit code."""
+        while not (self._parent_is_gone or self._death or self._time_left_s() == 0):
+            self._relay()
+        if self._death and self._grace_end_s is None:
+            self._to_parent += json.dumps({'crash': self._death}).encode() + b'\n'
+        self._write(1, self._to_parent)
+        with contextlib.suppress(OSError):
+            os.killpg(self._pid, signal.SIGKILL)
+        all_ended = end_descendants(self._reap, _KILL_S)
+        self._output.end('')
+        if not all_ended:
+            return LEFT_BEHIND
+        return ENDED if self._parent_is_gone or self._exit_code == 0 else SCORER_DIED
+
+    def _relay(self) -> None:
+        poll = select.poll()
+        if self._grace_end_s is None and not self._to_scorer:
+            poll.register(0, select.POLLIN)
+        poll.register(1, select.POLLOUT if self._to_parent else 0)  # errors, a lost reader, are always reported
+        if self._to_scorer:
+            poll.register(self._requests, select.POLLOUT)
+        if not self._to_parent:
+            poll.register(self._replies, select.POLLIN)
+        if self._output.is_open:
+            poll.register(self._output_descriptor, select.POLLIN)
+        poll.register(self._child_ended, select.POLLIN)
+        left_s = self._time_left_s()
+        ready = dict(poll.poll(None if left_s is None else left_s * 1000))
+        if ready.get(1, 0) & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
+            self._parent_is_gone = True
+            return
+        if self._output_descriptor in ready:
+            self._output.read()
+        if 0 in ready:
+            self._read_requests()
+        if self._to_scorer:
+            self._write(self._requests, self._to_scorer)
+        if self._replies in ready:
+            self._read_replies()
+        if self._to_parent:
+            self._write(1, self._to_parent)
+        if self._child_ended in ready:
+            os.read(self._child_ended, _CHUNK_BYTES)
+            self._reap()
+        if self._grace_end_s is not None and not self._to_scorer and self._requests >= 0:
+            os.close(self._requests)
+            self._requests = -1
+
+    def _read_requests(self) -> None:
+        chunk = os.read(0, _CHUNK_BYTES)
+        if not chunk:
+            self._grace_end_s = time.monotonic() + _GRACE_S
+            return
+        self._incoming += chunk
+        if b'\n' in chunk:
+            whole, _, rest = bytes(self._incoming).rpartition(b'\n')
+            self._incoming = bytearray(rest)
+            self._to_scorer += whole + b'\n'
+            self._output.end(_label(whole))
+
+    def _read_replies(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            chunk = os.read(self._replies, _CHUNK_BYTES)
+            if chunk:
+                self._output.end('between two answers')
+                self._to_parent += chunk
+            else:
+                self._find_out_why_closed()
+
+    def _find_out_why_closed(self) -> None:
+        end_s = time.monotonic() + _EXIT_S
+        while not self._death and time.monotonic() < end_s:
+            self._reap()
+            time.sleep(0.002)
+        self._death = self._death or 'the scorer closed the pipe on which its worker answers'
+
+    def _reap(self) -> bool:
+        """Wait for every child that has ended, the scorer's process and adopted orphans; False if none is left."""
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._pid:
+                    self._exit_code = os.waitstatus_to_exitcode(ended[1])
+                    self._death = self._death or _describe_end(self._exit_code)
+                    self._read_last_replies()
+        except ChildProcessError:
+            return False
+        return True
+
+    def _read_last_replies(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._to_parent += os.read(self._replies, _CHUNK_BYTES)
+
+    def _write(self, descriptor: int, data: bytearray) -> None:
+        try:
+            del data[: os.write(descriptor, data)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the reader is gone
+            data.clear()
+            self._parent_is_gone = self._parent_is_gone or descriptor == 1
+
+    def _time_left_s(self) -> float | None:
+        return None if self._grace_end_s is None else max(0.0, self._grace_end_s - time.monotonic())
+
+
+def _start_scorer(scorer: str, memory_mb: int, noticed: int) -> tuple[int, int, int, int]:
+    """Fork the scorer's process: (pid, pipe of requests, pipe of replies, pipe of its output).
+
+    `noticed` is the descriptor of `_notice_ended_children`, which is the parent's alone.
+    """
+    own_pid = os.getpid()
+    requests, to_scorer = os.pipe()
+    from_scorer, replies = os.pipe()
+    from_output, output = os.pipe()
+    pid = os.fork()
+    if pid:
+        for descriptor in (requests, replies, output):
+            os.close(descriptor)
+        return pid, to_scorer, from_scorer, from_output
+    status = 1
     try:
-        request = json.loads(line)
-        reward = float(score(request['problem'], request['text'], request['finish_reason']))
-        if not math.isfinite(reward):
-            raise ValueError(f'the scorer returned {reward}')
-    except (Exception, SystemExit) as error:
-        return {'error': f'{type(error).__name__}: {error}'}
-    return {'reward': reward}
+        notices = (noticed, signal.set_wakeup_fd(-1))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent()
+        os.setsid()
+        # The parent's pipes are stdin and stdout so far; neither the scorer nor its children may hold them.
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        for descriptor in (null, output, to_scorer, from_scorer, from_output, *notices):
+            os.close(descriptor)
+        if os.getppid() == own_pid:
+            serve(scorer, memory_mb, requests, replies)
+            status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(status)  # no clean-up of the interpreter: a thread of the scorer may hang
 
 
-def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    # Children of a scorer must hold neither pipe: an inherited stdout would hide the worker's death from the parent,
-    # and a print would be taken for a reply. Duplicates are not inherited; 0 and 1 then point elsewhere.
-    requests, replies = os.fdopen(os.dup(0), 'rb'), os.fdopen(os.dup(1), 'wb')
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, replies
+def _notice_ended_children() -> int:
+    """A descriptor that becomes readable when a child ends."""
+    noticed, wake_up = os.pipe()
+    for descriptor in (noticed, wake_up):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_up, warn_on_full_buffer=False)
+    return noticed
 
 
-def _read_until_closed(requests: IO[bytes]) -> Iterator[bytes]:
-    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_read_lines, args=(requests, lines), daemon=True).start()
-    while (line := lines.get()) is not None:
-        yield line
+def _label(requests: bytes) -> str:
+    """How the output of the last of these requests is labelled: 'for draw 5'."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        request = json.loads(requests.rpartition(b'\n')[2])
+        return f'for draw {request["draw"]}'
+    return 'for an answer'
 
 
-def _read_lines(requests: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
-    for line in requests:
-        lines.put(line)
-    lines.put(None)
-    time.sleep(_GRACE_S)
-    _end_session()  # the main thread hangs in a scorer, and nobody is left to kill it
-    os._exit(1)
-
-
-def _end_session() -> None:
-    if os.getsid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-
-
-def _write(replies: IO[bytes], reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply).encode() + b'\n')
-    replies.flush()
+def _describe_end(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"the scorer's process ended with exit code {exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    by_kernel = ' (by the kernel, where memory ran out)' if exit_code == -signal.SIGKILL else ''
+    return f"the scorer's process was killed by {names.get(-exit_code, f'signal {-exit_code}')}{by_kernel}"
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    os._exit(main(sys.argv[1:]))

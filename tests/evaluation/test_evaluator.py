@@ -1,9 +1,11 @@
 """The evaluator around the toy engine: every answer, and so every score, is known (tests/toys.py)."""
 
 import numpy as np
+import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
+from areal_jax.control.failures import UnverifiedError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.rollout.engine import Engine
@@ -19,7 +21,7 @@ class LengthVerifier:
         return Verdict(float(len(answer_tokens) > 2))
 
 
-def evaluate(stop_after_s=None, slots=4):
+def evaluate(stop_after_s=None, slots=4, verifier=None, max_failed=32):
     log = EventLog()
     clock = VirtualClock({'engine/0': 1, 'publish': 1, 'script': 1}, log, PRICES | {'script': 1.0})
     supervisor = Supervisor(clock)
@@ -29,10 +31,10 @@ def evaluate(stop_after_s=None, slots=4):
     )  # fmt: skip
     pool = Pool([engine], log)
     evaluator = Evaluator(
-        pool=pool, verifier=LengthVerifier(), clock=clock, supervisor=supervisor, log=log,
+        pool=pool, verifier=verifier or LengthVerifier(), clock=clock, supervisor=supervisor, log=log,
         problems=[toy_prompt(draw) for draw in range(5)],
         sampling=SamplingParams(LONGEST, 1.0, 0, 1.0, (STOP,)), samples=3, seed=0,
-        decode=lambda tokens: ' '.join(map(str, tokens)),
+        decode=lambda tokens: ' '.join(map(str, tokens)), max_failed=max_failed,
     )  # fmt: skip
     stop = clock.event('stop')
 
@@ -74,3 +76,29 @@ def test_a_stop_ends_the_evaluation_and_leaves_no_request_behind():
 
 def test_the_number_of_slots_changes_no_score():
     np.testing.assert_array_equal(evaluate(slots=1)[0].sampled, evaluate(slots=9)[0].sampled)
+
+
+class FailingVerifier:
+    """Fails all answers but every `every`-th; counts them."""
+
+    def __init__(self, every):
+        self.every, self.asked = every, 0
+
+    async def verify(self, prompt, answer_tokens, finish_reason):
+        self.asked += 1
+        return Verdict(1.0) if self.asked % self.every == 0 else Verdict(0.0, attempts=2, label='timeout')
+
+
+def test_a_scorer_that_always_fails_ends_the_evaluation():
+    verifier = FailingVerifier(every=1000)
+    message = r"^6 answers of the evaluation 'before' in a row \(task\.max_failed_groups\).* ended in: timeout\."
+    with pytest.raises(UnverifiedError, match=message):
+        evaluate(verifier=verifier, max_failed=6)
+    assert 6 <= verifier.asked < 20  # of 5 problems x 4 answers
+
+
+def test_a_verified_answer_starts_the_count_of_failures_again():
+    verifier = FailingVerifier(every=6)  # five in a row fail, 17 in all
+    scores, _, log = evaluate(verifier=verifier, max_failed=6)
+    assert sum(scores.greedy) + np.sum(scores.sampled) == 3  # 20 // 6; a failed answer counts as 0
+    assert log.events[-1]['unverified'] == ['timeout'] * 17

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -38,7 +40,8 @@ def _crash(problem: Mapping[str, Any], answer_text: str) -> float:
 
 
 def _leave_child(problem: Mapping[str, Any]) -> None:
-    child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(1000)'])
+    sleeper = [sys.executable, '-S', '-c', 'import time; time.sleep(1000)']
+    child = subprocess.Popen(sleeper, start_new_session=problem.get('detach', False))
     if 'pids' in problem:
         with open(problem['pids'], 'a') as file:
             file.write(f'{os.getpid()} {child.pid}\n')
@@ -55,7 +58,27 @@ def _sleep(problem: Mapping[str, Any], answer_text: str) -> float:
     return float(len(answer_text))
 
 
+def _answer_again(problem: Mapping[str, Any], answer_text: str) -> float:
+    if ctypes.CDLL(None).fork():  # below Python, so that the child keeps the pipe of replies
+        return 1.0
+    while not pathlib.Path(problem['go']).exists():
+        time.sleep(0.02)
+    pipe = max(fd for fd in range(3, 64) if _is_pipe_for_writing(fd))
+    os.write(pipe, b'{"id": "0123456789abcdef", "reward": 0.125}\n')
+    pathlib.Path(problem['done']).touch()
+    os._exit(0)
+
+
+def _is_pipe_for_writing(descriptor: int) -> bool:
+    try:
+        is_pipe = os.readlink(f'/proc/self/fd/{descriptor}').startswith('pipe:')
+        return is_pipe and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+    except OSError:
+        return False
+
+
 ACTIONS = {
+    'answer_again': _answer_again,
     'length': lambda problem, text: float(len(text)),
     'raise': lambda problem, text: 1 / 0,
     'exit': lambda problem, text: sys.exit(1),

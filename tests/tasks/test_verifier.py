@@ -201,6 +201,31 @@ def test_answer_cancelled_in_its_turn_passes_the_worker_on(make):
     assert asyncio.run(asyncio.wait_for(main(), 10)) == Verdict(2.0)
 
 
+def test_a_surplus_reply_is_a_crash_of_the_worker_and_shifts_no_other(make, tmp_path):
+    judge, go, done = make(attempts=2), tmp_path / 'go', tmp_path / 'done'
+
+    async def main():
+        first = await ask(judge, do='answer_again', go=str(go), done=str(done))
+        go.touch()
+        while not done.exists():  # the second reply to the first answer is on its way
+            await asyncio.sleep(0.02)
+        return [first, *[await ask(judge, 'x' * n, do='length') for n in range(2, 6)]]
+
+    assert asyncio.run(main()) == [Verdict(1.0), Verdict(2.0, attempts=2), *(Verdict(float(n)) for n in range(3, 6))]
+    assert judge.attempts_by_label == {'ok': 5, 'timeout': 0, 'crash': 1, 'error': 0}
+
+
+def test_a_limit_below_what_a_worker_needs_names_its_field():
+    judge = ProcessVerifier(FakeClock(), SCORER, decode, workers=1, deadline_s=1.0, attempts=1, memory_mb=1)
+    with pytest.raises(VerifierError, match=r'has ended.*\(task\.verifier_memory_mb=1\)'):
+        judge.start()
+
+
+@pytest.mark.parametrize('text', ['\ud800 and \x00 and \n', 'x' * 10**6])
+def test_any_text_reaches_the_scorer_whole(make, text):
+    assert asyncio.run(ask(make(), text, do='length')).reward == len(text)
+
+
 def test_close_kills_everything(make, tmp_path):
     judge, pids = make(workers=2), tmp_path / 'pids'
     workers = [worker._process.pid for worker in judge._workers]
@@ -250,7 +275,7 @@ def test_killed_worker_tells_whoever_waits():
         with pytest.raises(process.WorkerDiedError, match='was killed'):
             await waiting
         with pytest.raises(process.WorkerDiedError, match='was killed'):
-            await worker.ask(b'{}')
+            await worker.ask({})
 
     asyncio.run(main())
     worker.close()

@@ -1,0 +1,58 @@
+"""One call of a scorer: a reward, or why there is none. The same rule inline and in worker processes."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+REWARD_LIMIT = 1e6  # largest size of a reward: far beyond any scale in use, far below what squares overflow at
+_DESCRIPTION_CHARACTERS = 2000  # of an exception's text
+_NO_NUMBERS = 'cmMSUO'  # kinds of numpy dtypes: complex, times, bytes, text, objects
+
+
+class ScoringError(Exception):
+    """The scorer raised, or returned something that is not a reward; the message says what."""
+
+
+def score_answer(score: Callable[..., Any], problem: Any, text: str, finish_reason: Any) -> float:
+    """The reward of one answer.
+
+    Raises ScoringError for whatever the scorer raises, SystemExit included, and for what `to_reward` refuses.
+    KeyboardInterrupt passes: inline it is the user's Ctrl-C.
+    """
+    try:
+        return to_reward(score(problem, text, finish_reason))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ScoringError(describe_error(error)) from error
+
+
+def to_reward(value: Any) -> float:
+    """`value` as a float: bools, ints, floats and scalars of numpy, jax or torch.
+
+    Raises TypeError for what is not one number (text like '1.0' is not), ValueError for NaN, infinities and sizes
+    above REWARD_LIMIT.
+    """
+    kind = type(value)
+    is_number = hasattr(kind, '__float__') or hasattr(kind, '__index__')
+    if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
+        is_number = False
+    if getattr(getattr(value, 'dtype', None), 'kind', 'f') in _NO_NUMBERS or len(getattr(value, 'shape', ())):
+        is_number = False
+    if not is_number:
+        raise TypeError(f'the scorer returned a {kind.__name__}, which is not a number')
+    reward = float(value)
+    if not abs(reward) <= REWARD_LIMIT:
+        raise ValueError(f'the scorer returned {reward}: a reward must be finite and at most {REWARD_LIMIT:g} in size')
+    return reward
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and text of an exception, cut to a length that a log can hold; never raises."""
+    name = type(error).__name__
+    try:
+        return f'{name}: {str(error)[:_DESCRIPTION_CHARACTERS]}'
+    except BaseException:  # its own __str__ is the scorer's code too
+        return f'{name}, whose text cannot be read'

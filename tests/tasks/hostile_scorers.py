@@ -1,0 +1,966 @@
+"""Scorers that misbehave, each with what a ProcessVerifier must make of it.
+
+Every function below is a scorer, 'tests.tasks.hostile_scorers:NAME', and an entry of HOSTILE_SCORERS. On a problem
+{'reward': r} all of them behave and return r, so the answer after a hostile one has a known reward. With
+{'pids': PATH} those that start processes append the numbers of these processes to the file. What only a few of them
+need is imported there: a worker imports this module hundreds of times.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What the verifier must say of the answer."""
+
+    label: str  # of every attempt
+    reward: float = 0.0
+    slow: bool = False  # waits for the deadline, or works for seconds
+
+
+Problem = Mapping[str, Any]
+HOSTILE_SCORERS: dict[str, Expected] = {}
+_MIB = 2**20
+_SLEEPER = 'import time; time.sleep(1000)'
+
+
+def expect(label: str, reward: float = 0.0, *, slow: bool = False) -> Callable[[Callable[[Problem], Any]], Any]:
+    """Registers a scorer of (problem); the two other arguments of a scorer are dropped."""
+
+    def register(act: Callable[[Problem], Any]) -> Any:
+        HOSTILE_SCORERS[act.__name__] = Expected(label, reward, slow)
+
+        @functools.wraps(act)
+        def score(problem: Problem, answer_text: str, finish_reason: str) -> Any:
+            return problem['reward'] if 'reward' in problem else act(problem)
+
+        return score
+
+    return register
+
+
+def _note(problem: Problem, *pids: int) -> None:
+    if 'pids' in problem:
+        with open(problem['pids'], 'a') as file:
+            file.write(''.join(f'{pid}\n' for pid in pids))
+
+
+def _daemonize(problem: Problem, act: Callable[[], Any], *, leave_session: bool = True) -> None:
+    """Run `act` in a process whose parent has ended."""
+    noted, note = os.pipe()
+    child = os.fork()
+    if not child:
+        if leave_session:
+            os.setsid()
+        grandchild = os.fork()
+        if not grandchild:
+            act()
+            os._exit(0)
+        os.write(note, b'%d\n' % grandchild)
+        os._exit(0)
+    os.waitpid(child, 0)
+    _note(problem, int(os.read(noted, 100)))
+    os.close(noted)
+    os.close(note)
+
+
+def _sleep_for_ever() -> None:
+    time.sleep(1000)
+
+
+def _find_pipe(mode: int) -> int:
+    """The descriptor of this process's pipe of replies (O_WRONLY) or requests (O_RDONLY)."""
+    for descriptor in range(3, 64):
+        try:
+            is_pipe = os.readlink(f'/proc/self/fd/{descriptor}').startswith('pipe:')
+            if is_pipe and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == mode:
+                return descriptor
+        except OSError:
+            continue
+    raise AssertionError('no such pipe')
+
+
+def _find_id() -> str:
+    """The id of the request at hand, from the frame that handles it."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get('request'), dict):
+            return frame.f_locals['request']['id']
+        frame = frame.f_back
+    raise AssertionError('no request')
+
+
+def _replace_the_reply(reward: str, number: str = '') -> None:
+    from areal_jax.tasks import scorer_process
+
+    write = scorer_process.write_whole
+
+    def write_another(descriptor: int, data: bytes) -> None:
+        scorer_process.write_whole = write
+        write(descriptor, f'{{"id": "{number or json.loads(data)["id"]}", "reward": {reward}}}\n'.encode())
+
+    scorer_process.write_whole = write_another
+
+
+# Rewards that are none.
+
+
+@expect('error')
+def returns_nan(problem):
+    return float('nan')
+
+
+@expect('error')
+def returns_infinity(problem):
+    return float('inf')
+
+
+@expect('error')
+def returns_minus_infinity(problem):
+    return float('-inf')
+
+
+@expect('error')
+def returns_too_much(problem):
+    return 1.0000001e6
+
+
+@expect('error')
+def returns_too_little(problem):
+    return -1e7
+
+
+@expect('error')
+def returns_an_integer_beyond_floats(problem):
+    return 10**400
+
+
+@expect('error')
+def returns_none(problem):
+    return None
+
+
+@expect('error')
+def returns_text(problem):
+    return '1.0'
+
+
+@expect('error')
+def returns_bytes(problem):
+    return b'1'
+
+
+@expect('error')
+def returns_a_bytearray(problem):
+    return bytearray(b'1')  # float() takes it
+
+
+@expect('error')
+def returns_a_complex(problem):
+    return 1 + 0j
+
+
+@expect('error')
+def returns_a_numpy_complex(problem):
+    import numpy as np
+
+    return np.complex64(1)
+
+
+@expect('error')
+def returns_a_list(problem):
+    return [1.0]
+
+
+@expect('error')
+def returns_a_dict(problem):
+    return {'reward': 1.0}
+
+
+@expect('error')
+def returns_a_vector(problem):
+    import numpy as np
+
+    return np.array([0.5])
+
+
+@expect('error')
+def returns_an_array_of_text(problem):
+    import numpy as np
+
+    return np.array('0.5')  # float() takes it
+
+
+@expect('error')
+def returns_numpy_nan(problem):
+    import numpy as np
+
+    return np.float32('nan')
+
+
+@expect('error')
+def returns_an_object(problem):
+    return object()
+
+
+@expect('error')
+def returns_a_class(problem):
+    return float
+
+
+@expect('error')
+def returns_a_coroutine(problem):
+    async def reward():
+        return 1.0
+
+    return reward()
+
+
+class _Number:
+    def __init__(self, act: Callable[[], float]):
+        self._act = act
+
+    def __float__(self) -> float:
+        return self._act()
+
+
+@expect('error')
+def returns_a_number_that_raises(problem):
+    return _Number(lambda: 1 / 0)
+
+
+@expect('error')
+def returns_a_number_that_exits(problem):
+    return _Number(lambda: sys.exit(0))
+
+
+# Rewards that are unusual.
+
+
+@expect('ok', 1.0)
+def returns_true(problem):
+    return True
+
+
+@expect('ok', 0.0)
+def returns_false(problem):
+    return False
+
+
+@expect('ok', 1.0)
+def returns_numpy_true(problem):
+    import numpy as np
+
+    return np.bool_(True)
+
+
+@expect('ok', 0.25)
+def returns_a_numpy_float(problem):
+    import numpy as np
+
+    return np.float32(0.25)
+
+
+@expect('ok', 7.0)
+def returns_a_numpy_integer(problem):
+    import numpy as np
+
+    return np.int64(7)
+
+
+@expect('ok', 0.5)
+def returns_a_scalar_array(problem):
+    import numpy as np
+
+    return np.array(0.5)
+
+
+@expect('ok', 0.75)
+def returns_a_fraction(problem):
+    import fractions
+
+    return fractions.Fraction(3, 4)
+
+
+@expect('ok', 1e6)
+def returns_a_million(problem):
+    return 10**6
+
+
+@expect('ok', -1.5)
+def returns_a_negative(problem):
+    return -1.5
+
+
+class _Misnamed(float):
+    def __repr__(self) -> str:
+        return 'NaN}'
+
+
+@expect('ok', 0.5)
+def returns_a_misnamed_float(problem):
+    return _Misnamed(0.5)
+
+
+# Exceptions.
+
+
+@expect('error')
+def raises(problem):
+    return 1 / 0
+
+
+@expect('error')
+def exits(problem):
+    sys.exit(0)
+
+
+@expect('error')
+def exits_with_an_object(problem):
+    raise SystemExit(object())
+
+
+@expect('error')
+def raises_keyboard_interrupt(problem):
+    raise KeyboardInterrupt
+
+
+@expect('error')
+def interrupts_itself(problem):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1000)
+
+
+@expect('error')
+def raises_generator_exit(problem):
+    raise GeneratorExit
+
+
+@expect('error')
+def raises_cancelled(problem):
+    import asyncio
+
+    raise asyncio.CancelledError
+
+
+@expect('error')
+def raises_a_base_exception(problem):
+    raise BaseException('neither an Exception nor an exit')
+
+
+@expect('error')
+def recurses(problem):
+    return recurses.__wrapped__(problem) + 1
+
+
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError('no text')
+
+
+@expect('error')
+def raises_the_unprintable(problem):
+    raise _Unprintable
+
+
+class _ExitingText(Exception):
+    def __str__(self) -> str:
+        sys.exit(0)
+
+
+@expect('error')
+def raises_a_text_that_exits(problem):
+    raise _ExitingText
+
+
+@expect('error')
+def raises_50_megabytes(problem):
+    raise ValueError('x' * 50 * _MIB)
+
+
+@expect('error')
+def raises_lines_and_surrogates(problem):
+    raise ValueError('{"reward": 1.0}\n{"reward": 1.0}\n\ud800\0')
+
+
+# Memory.
+
+
+@expect('error')
+def allocates_at_once(problem):
+    return len(bytearray(2**45))
+
+
+@expect('error')
+def allocates_in_steps(problem):
+    chunks = []
+    while True:
+        chunks.append(bytearray(64 * _MIB))
+
+
+@expect('ok', 0.5)
+def allocates_in_a_child(problem):
+    child = [sys.executable, '-S', '-c', 'bytearray(2**45)']
+    return 0.5 if subprocess.run(child, stderr=subprocess.DEVNULL).returncode else 1.0
+
+
+# Ends of the process.
+
+
+@expect('crash')
+def ends_with_0(problem):
+    os._exit(0)
+
+
+@expect('crash')
+def ends_with_3(problem):
+    os._exit(3)
+
+
+@expect('crash')
+def segfaults(problem):
+    ctypes.string_at(0)
+
+
+@expect('crash')
+def aborts(problem):
+    os.abort()
+
+
+@expect('crash')
+def kills_itself(problem):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@expect('crash')
+def terminates_itself(problem):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@expect('crash')
+def kills_itself_by_a_realtime_signal(problem):
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+    time.sleep(1000)
+
+
+@expect('crash')
+def kills_its_group(problem):
+    os.killpg(0, signal.SIGKILL)
+
+
+@expect('crash')
+def kills_its_worker(problem):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+@expect('crash')
+def kills_the_group_of_its_worker(problem):
+    os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+    time.sleep(1000)
+
+
+@expect('crash')
+def terminates_its_worker(problem):
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1000)
+
+
+@expect('crash')
+def is_killed_by_an_alarm(problem):
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    time.sleep(1000)
+
+
+@expect('crash')
+def dies_in_a_thread(problem):
+    threading.Thread(target=os._exit, args=(0,)).start()
+    time.sleep(1000)
+
+
+@expect('crash')
+def becomes_another_program(problem):
+    os.execv('/bin/true', ['true'])
+
+
+@expect('crash')
+def closes_all_descriptors(problem):
+    os.closerange(0, 4096)
+    return 1.0
+
+
+@expect('crash')
+def closes_the_pipes(problem):
+    os.closerange(3, 4096)
+    return 1.0
+
+
+# Replies that are not the worker's.
+
+
+@expect('crash')
+def replies_without_an_id(problem):
+    os.write(_find_pipe(os.O_WRONLY), b'{"reward": 1.0}\n')
+    return 0.5
+
+
+@expect('crash')
+def replies_to_another_request(problem):
+    os.write(_find_pipe(os.O_WRONLY), b'{"id": "0123456789abcdef", "reward": 1.0}\n')
+    return 0.5
+
+
+@expect('crash')
+def replies_twice(problem):
+    reply = f'{{"id": "{_find_id()}", "reward": 1.0}}\n'.encode()
+    os.write(_find_pipe(os.O_WRONLY), 2 * reply)
+    time.sleep(1000)
+
+
+@expect('error')
+def replies_nan_by_itself(problem):
+    _replace_the_reply('NaN')
+
+
+@expect('error')
+def replies_text_by_itself(problem):
+    _replace_the_reply('"1.0"')
+
+
+@expect('crash')
+def replies_under_another_id(problem):
+    _replace_the_reply('1.0', '0123456789abcdef')
+
+
+@expect('crash')
+def replies_junk(problem):
+    os.write(_find_pipe(os.O_WRONLY), b'\xff\x00junk\n')
+    return 0.5
+
+
+@expect('crash')
+def replies_without_end(problem):
+    pipe = _find_pipe(os.O_WRONLY)
+    for _ in range(1000):
+        os.write(pipe, b'x' * 2**16)
+
+
+@expect('crash')
+def replies_into_nothing(problem):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _find_pipe(os.O_WRONLY))
+    return 0.5
+
+
+@expect('timeout', slow=True)
+def reads_the_next_request(problem):
+    os.read(_find_pipe(os.O_RDONLY), 1)
+
+
+# Forks that come back.
+
+
+@expect('ok', 0.25)
+def forks_and_returns_from_both(problem):
+    return 0.75 if os.fork() == 0 else 0.25
+
+
+@expect('ok', 0.25)
+def forks_twice_and_returns_from_all(problem):
+    first, second = os.fork(), os.fork()
+    return 0.25 if first and second else 0.75
+
+
+@expect('ok', 0.25)
+def forks_and_the_child_returns_first(problem):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return 0.25 if child else 0.75
+
+
+@expect('ok', 0.25)
+def forks_below_python(problem):
+    # no hook of Python runs in this child: it still holds the pipes
+    return 0.25 if ctypes.CDLL(None).fork() else 0.75
+
+
+@expect('ok', 0.25)
+def forks_below_python_and_the_child_returns_first(problem):
+    child = ctypes.CDLL(None).fork()
+    if child:
+        os.waitpid(child, 0)
+    return 0.25 if child else 0.75
+
+
+@expect('ok', 0.25)
+def forks_and_the_child_raises(problem):
+    if os.fork() == 0:
+        raise ValueError('in the child')
+    return 0.25
+
+
+@expect('ok', 0.25)
+def forks_and_the_child_exits(problem):
+    if os.fork() == 0:
+        sys.exit(0)
+    return 0.25
+
+
+@expect('ok', 0.25)
+def forks_and_the_child_looks_for_the_pipe(problem):
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(_find_pipe(os.O_WRONLY))
+        except AssertionError:
+            os._exit(0)
+    return 0.75 if os.waitpid(child, 0)[1] else 0.25
+
+
+@expect('ok', 0.25)
+def forks_a_hundred_times(problem):
+    for _ in range(100):
+        if os.fork() == 0:
+            return 0.75
+    return 0.25
+
+
+@expect('crash')
+def forks_and_dies(problem):
+    child = ctypes.CDLL(None).fork()  # holds the pipes: the worker's end is not seen through them
+    if child == 0:
+        _sleep_for_ever()
+    _note(problem, child)
+    os._exit(0)
+
+
+# Processes that are left behind.
+
+
+@expect('ok', 0.5)
+def leaves_a_child(problem):
+    _note(problem, subprocess.Popen([sys.executable, '-S', '-c', _SLEEPER]).pid)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_child_in_its_own_session(problem):
+    _note(problem, subprocess.Popen([sys.executable, '-S', '-c', _SLEEPER], start_new_session=True).pid)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_daemon(problem):
+    _daemonize(problem, _sleep_for_ever)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_an_orphan(problem):
+    _daemonize(problem, _sleep_for_ever, leave_session=False)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_daemon_without_environment(problem):
+    _daemonize(problem, lambda: os.execve(sys.executable, [sys.executable, '-S', '-c', _SLEEPER], {}))
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_daemon_that_ignores_signals(problem):
+    def act():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        _sleep_for_ever()
+
+    _daemonize(problem, act)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_stopped_daemon(problem):
+    _daemonize(problem, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_daemon_that_prints(problem):
+    def act():
+        while True:
+            os.write(1, b'y\n' * 2**14)
+            time.sleep(0.001)
+
+    _daemonize(problem, act)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_daemon_of_a_subreaper(problem):
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    _daemonize(problem, _sleep_for_ever)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_many_daemons(problem):
+    for _ in range(20):
+        _daemonize(problem, _sleep_for_ever)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_chain_of_forks(problem):
+    def act():
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if os.fork():
+                os._exit(0)
+
+    _daemonize(problem, act)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_pool_of_processes(problem):
+    import multiprocessing
+
+    for process in [multiprocessing.get_context('fork').Process(target=_sleep_for_ever) for _ in range(2)]:
+        process.start()
+        _note(problem, process.pid)
+    return 0.5
+
+
+@expect('crash')
+def leaves_a_daemon_and_dies(problem):
+    _daemonize(problem, _sleep_for_ever)
+    os._exit(0)
+
+
+@expect('crash')
+def leaves_a_daemon_and_kills_its_worker(problem):
+    _daemonize(problem, _sleep_for_ever)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+@expect('error')
+def leaves_a_daemon_and_raises(problem):
+    _daemonize(problem, _sleep_for_ever)
+    raise ValueError('with a daemon')
+
+
+# Output.
+
+
+@expect('ok', 0.5)
+def prints_replies(problem):
+    print(f'{{"id": "{_find_id()}", "reward": 1.0}}', flush=True)
+    subprocess.run(['echo', '{"reward": 1.0}'], check=True)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def prints_64_megabytes(problem):
+    for _ in range(64):
+        os.write(1, b'x' * _MIB)
+    return 0.5
+
+
+@expect('ok', 0.5, slow=True)
+def prints_a_gigabyte(problem):
+    for _ in range(1024):
+        os.write(2, b'x' * _MIB)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def prints_16_megabytes_from_a_child(problem):
+    subprocess.run(['head', '-c', str(16 * _MIB), '/dev/zero'], check=True)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def prints_surrogates(problem):
+    print('\ud800 \0 \x1b[31m', flush=True)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def prints_binary(problem):
+    os.write(2, bytes(range(256)))
+    return 0.5
+
+
+@expect('ok', 0.5)
+def prints_without_a_line_end(problem):
+    sys.stdout.write('no end')
+    return 0.5
+
+
+@expect('ok', 0.5)
+def closes_its_stdout(problem):
+    sys.stdout.close()
+    return 0.5
+
+
+@expect('ok', 0.5)
+def replaces_its_stdout(problem):
+    sys.stdout, sys.stderr = None, object()
+    return 0.5
+
+
+@expect('ok', 0.5)
+def closes_its_output(problem):
+    os.closerange(0, 3)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def reads_its_stdin(problem):
+    return 0.5 if sys.stdin.read() == '' else 1.0
+
+
+# State of the process.
+
+
+@expect('ok', 0.5)
+def empties_the_problem(problem):
+    problem.clear()
+    return 0.5
+
+
+@expect('ok', 0.5)
+def puts_a_reward_into_the_problem(problem):
+    problem['reward'] = 1.0  # must not be there at the next scoring
+    return 0.5
+
+
+@expect('ok', 0.5)
+def changes_directory_and_environment(problem):
+    os.chdir('/')
+    os.environ.clear()
+    return 0.5
+
+
+@expect('ok', 0.5)
+def lowers_its_limits(problem):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    return 0.5
+
+
+@expect('ok', 0.5)
+def leaves_a_thread(problem):
+    threading.Thread(target=_sleep_for_ever).start()
+    return 0.5
+
+
+@expect('ok', 0.5)
+def hangs_at_exit(problem):
+    atexit.register(_sleep_for_ever)
+    return 0.5
+
+
+@expect('ok', 0.5)
+def blocks_all_signals(problem):
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    return 0.5
+
+
+# Answers that do not come.
+
+
+@expect('timeout', slow=True)
+def sleeps(problem):
+    _sleep_for_ever()
+
+
+@expect('timeout', slow=True)
+def spins(problem):
+    while True:
+        pass
+
+
+@expect('timeout', slow=True)
+def spins_in_c(problem):
+    re.match('(a+)+b', 'a' * 60)
+
+
+@expect('timeout', slow=True)
+def stops_itself(problem):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@expect('timeout', slow=True)
+def stops_its_worker(problem):
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return 0.5
+
+
+@expect('timeout', slow=True)
+def stops_its_worker_with_a_daemon(problem):
+    _daemonize(problem, _sleep_for_ever)
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+
+@expect('timeout', slow=True)
+def hangs_with_signals_blocked(problem):
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    _sleep_for_ever()
+
+
+@expect('timeout', slow=True)
+def hangs_with_a_daemon(problem):
+    _daemonize(problem, _sleep_for_ever)
+    _sleep_for_ever()
+
+
+@expect('timeout', slow=True)
+def hangs_in_the_text_of_its_error(problem):
+    class Slow(Exception):
+        def __str__(self) -> str:
+            time.sleep(1000)
+            return ''
+
+    raise Slow
+
+
+@expect('timeout', slow=True)
+def hangs_in_the_value_of_its_reward(problem):
+    return _Number(lambda: time.sleep(1000))
+
+
+@expect('timeout', slow=True)
+def prints_for_ever(problem):
+    while True:
+        os.write(1, b'x' * _MIB)
+
+
+@expect('timeout', slow=True)
+def waits_for_a_lock(problem):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@expect('timeout', slow=True)
+def waits_for_a_child(problem):
+    subprocess.run([sys.executable, '-S', '-c', _SLEEPER])
