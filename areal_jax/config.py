@@ -74,8 +74,8 @@ def _declare_rollout(c: config_dict.ConfigDict) -> None:
     c.rollout.max_running_groups = 16  # admitted and unfinished groups, bounds memory whatever eta is
     c.rollout.max_new_tokens = 16  # of an answer, its stop token included
     c.rollout.temperature = 1.0  # > 0; part of the policy in all four log-probs
-    c.rollout.top_k = 0  # 0 = off
-    c.rollout.top_p = 1.0  # 1 = off
+    c.rollout.top_k = 0  # 0 = off; training with a cut needs loss.truncated_sampling
+    c.rollout.top_p = 1.0  # 1 = off; the same
 
     c.staleness = config_dict.ConfigDict()
     c.staleness.eta = 4.0  # Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded
@@ -123,6 +123,8 @@ def _declare_objective(c: config_dict.ConfigDict) -> None:
     c.loss.behavior_weight_cap = config_dict.placeholder(float)  # caps pi_prox/pi_behav; None = the paper's, uncapped
     c.loss.advantage = 'group'  # 'group': (r-mean)/(std+1e-4) in the group | 'group_mean': r-mean | 'rloo'
     c.loss.aggregation = 'token_mean'  # 'token_mean' | 'sequence_mean'
+    c.loss.denominator = 'kept'  # 'kept' | 'all' groups: 'kept' gives more weight the more filter_equal_rewards removes
+    c.loss.truncated_sampling = 'refuse'  # top_k, top_p: 'refuse' | 'full_softmax': biased by the mass kept, a metric
     c.loss.entropy_coefficient = 0.0  # > 0 rewards entropy
     c.loss.kl_coefficient = 0.0  # > 0 keeps the policy near the reference, the weights at the start
     c.loss.kl_estimator = 'k3'  # 'k1' | 'k2' | 'k3' of that divergence
@@ -137,6 +139,7 @@ def _declare_objective(c: config_dict.ConfigDict) -> None:
     c.optimizer.b2 = 0.95  # adamw: decay of the second moment
     c.optimizer.eps = 1e-8  # adamw: added to the root of the second moment
     c.optimizer.weight_decay = 0.0  # decoupled; 0 = off
+    c.optimizer.decay = 'all'  # 'all' leaves | 'matrices': not norms, biases and the embedding
     c.optimizer.clip_norm = 1.0  # global gradient norm; 0 = off
     c.optimizer.warmup_steps = 0  # linear warm-up, optimizer steps
 
@@ -229,8 +232,11 @@ CHOICES = {
     'loss.proximal': ('recompute', 'loglinear', 'behavior'),
     'loss.advantage': ('group', 'group_mean', 'rloo'),
     'loss.aggregation': ('token_mean', 'sequence_mean'),
+    'loss.denominator': ('kept', 'all'),
+    'loss.truncated_sampling': ('refuse', 'full_softmax'),
     'loss.kl_estimator': ('k1', 'k2', 'k3'),
     'optimizer.name': ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'),
+    'optimizer.decay': ('all', 'matrices'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
     'optimizer.moment_dtype': ('float32', 'bfloat16'),
     'mesh.strategy': ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'),
@@ -282,6 +288,12 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'rollout.group_size={c.rollout.group_size} with loss.advantage={c.loss.advantage!r} gives every answer '
             'the advantage 0; use rollout.group_size >= 2'
+        )
+    if (c.rollout.top_k > 0 or c.rollout.top_p < 1) and c.loss.truncated_sampling == 'refuse':
+        yield (
+            f'rollout.top_k={c.rollout.top_k} and rollout.top_p={c.rollout.top_p} draw from a part of the softmax, but '
+            "the learner's log-probs are those of all of it: set rollout.top_k=0 and rollout.top_p=1, or accept a bias "
+            "by the mass kept with loss.truncated_sampling='full_softmax' (it is 'refuse')"
         )
     if c.buffer.capacity < c.learner.groups_per_update:
         yield (

@@ -15,6 +15,7 @@ import numpy as np
 
 FinishReason = Literal['stop', 'length']
 NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
+LARGEST_LOGPROB = 1e-2  # rounding gives some almost certain tokens a log-prob above 0, never above this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +38,21 @@ class SamplingParams:
     top_p: float  # 1.0 = off
     stop_tokens: tuple[int, ...]  # each is generated, recorded and trained like any other token
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are drawn from a part of the softmax only."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """Consecutive tokens under one policy version, or environment tokens (loss mask 0). Producer: an engine."""
 
     tokens: np.ndarray  # int32 [n], n >= 1
-    behavior_logprobs: np.ndarray  # float32 [n], recorded while sampling; 0 for environment tokens
+    behavior_logprobs: np.ndarray  # float32 [n], recorded while sampling, of the full softmax; 0 for environment tokens
     policy_version: int  # version whose logits the tokens were sampled from; NOT_GENERATED for environment tokens
+    # float32 [n], of the distribution that top-k or top-p cut and renormalised; None = not cut, equal to the above
+    sampling_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,11 @@ BAD = [
     ),
     ({'staleness.max_token_age': 3}, r"max_token_age=3 and staleness\.over_age='off' go together"),
     ({'staleness.over_age': 'drop'}, r"max_token_age=None and staleness\.over_age='drop' go together"),
+    (
+        {'rollout.top_p': 0.9},
+        r"rollout\.top_k=0 and rollout\.top_p=0\.9 draw .* loss\.truncated_sampling='full_softmax' \(it is 'refuse'\)",
+    ),
+    ({'rollout.top_k': 5}, r'rollout\.top_k=5 and rollout\.top_p=1\.0 draw from a part of the softmax'),
     ({'rollout.group_size': 1}, r'rollout\.group_size=1.*use rollout\.group_size >= 2'),
     (
         {'rollout.group_size': 1, 'learner.filter_equal_rewards': False, 'loss.entropy_coefficient': 0.1},

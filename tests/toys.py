@@ -2,8 +2,9 @@
 
 Weights are one integer w. The token at position p of (draw, sample) is 1 + (7 w + 3 draw + sample + p) % 9, except
 that the answer ends with token 0 when it has `length(draw, sample)` tokens. The log-prob is -(1 + w % 5) - p / 100,
-minus 1000 for every version by which the KV cache is stale. The learner turns w into a hash of all that it trains on,
-so equal weights mean equal batches, tokens, log-probs and versions.
+minus 1000 for every version by which the KV cache is stale; where a request cuts the softmax, half of the mass is kept.
+The learner turns w into a hash of all that it trains on, so equal weights mean equal batches, tokens, log-probs and
+versions.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class ToyBackend:
 
     def generate(self, weights: tuple[int, int], state: tuple, steps: int, width: int) -> tuple[tuple, DecodeOutput]:
         shape = steps, self.slots
-        output = DecodeOutput(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, bool))
+        cut = np.zeros(shape, np.float32)
+        output = DecodeOutput(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, bool), cut)
         new = [None if entry is None else entry | {'tokens': list(entry['tokens'])} for entry in state]
         for slot, entry in enumerate(new):
             for step in range(steps):
@@ -91,6 +93,7 @@ class ToyBackend:
                 tokens.append(STOP if last else token(weights[0], request.draw, request.sample, position))
                 output.tokens[step, slot] = tokens[-1]
                 output.logprobs[step, slot] = logprob(weights[0], position, weights[1] - entry['kv'])
+                cut[step, slot] = output.logprobs[step, slot] + np.log(2) * request.sampling.cuts
                 output.valid[step, slot] = True
                 if last or len(tokens) == init.limit:
                     new[slot] = None
@@ -118,6 +121,8 @@ class ToyLearner:
             for g in groups
             for t in g.trajectories
         ]
+        segments = [s for g in groups for t in g.trajectories for s in t.segments]
+        content += [(s.sampling_logprobs.tolist(),) for s in segments if s.sampling_logprobs is not None]
         self.w = int.from_bytes(hashlib.sha256(repr((self.w, content)).encode()).digest()[:6], 'big')
         ages = [version - v for g in groups for t in g.trajectories for v in t.policy_versions.tolist() if v >= 0]
         return {
@@ -206,6 +211,7 @@ class ToyRun:
         max_token_age: int | None = None,
         over_age: str = 'off',
         checkpoint_every: int = 0,
+        top_k: int = 0,
         resume: Mapping[str, Any] | None = None,
         log: EventLog | None = None,
     ):
@@ -241,7 +247,7 @@ class ToyRun:
             for i, backend in enumerate(self.backends)
         ]  # fmt: skip
         pool = Pool(self.engines, self.log)
-        sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(STOP,))
+        sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
         self.controller = Controller(
             LoopSettings(
                 steps, group_size, groups_per_update, max_token_age, over_age, checkpoint_every

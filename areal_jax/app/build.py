@@ -20,6 +20,7 @@ from areal_jax.control.controller import LoopSettings
 from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import VersionRing, parse_schedule
+from areal_jax.learning.commands import CommandLeader
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings
@@ -235,6 +236,18 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
     )
 
 
+def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | CommandLeader, model: Model) -> None:
+    """Raises NonFiniteError, naming where the weights come from, where some are NaN or infinite.
+
+    A command of the learner: call it when the learner of the whole run is there (processes.lead).
+    """
+    if model.source is None:
+        what, fix = f'weights drawn with model.init_scale={config.model.init_scale:g}', 'lower it'
+    else:
+        what, fix = f'model.path={str(model.source)!r}', 'get the files again or name another model'
+    learner.require_finite(what, fix)
+
+
 def build_mesh(config: TrackedConfig) -> Mesh:
     mesh = config.mesh
     return make_mesh(mesh.data, mesh.fsdp, context=mesh.context, tensor=mesh.tensor)
@@ -269,6 +282,7 @@ def build_optimizer(config: TrackedConfig) -> Optimizer:
         **own,
         schedule=optimizer.schedule,
         weight_decay=optimizer.weight_decay,
+        decay=optimizer.decay if optimizer.weight_decay else 'all',
         clip_norm=optimizer.clip_norm,
         warmup_steps=optimizer.warmup_steps,
     )
@@ -316,6 +330,8 @@ def _add_policy_settings(config: TrackedConfig, settings: LearnerSettings) -> Le
         entropy_coefficient=loss.entropy_coefficient,
         kl_coefficient=loss.kl_coefficient,
         kl_estimator=loss.kl_estimator if loss.kl_coefficient else 'k3',
+        denominator=loss.denominator if config.learner.filter_equal_rewards else 'kept',
+        truncated_sampling=loss.truncated_sampling if cuts_softmax(config) else 'refuse',
         max_token_age=config.staleness.max_token_age,
         over_age=config.staleness.over_age,
     )
@@ -333,16 +349,20 @@ def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder
     return FilesChannel(directory, decoder.config, verify=verify)
 
 
+def cuts_softmax(config: TrackedConfig) -> bool:
+    """Whether answers are drawn from a part of the softmax only."""
+    return config.rollout.top_k > 0 or config.rollout.top_p < 1
+
+
 def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
     rollout = config.rollout
-    filtered = rollout.top_k > 0 or rollout.top_p < 1
     return JaxDecodeBackend(
         decoder,
         slots=rollout.slots,
         context_tokens=rollout.context_tokens,
         prefill_buckets=tuple(rollout.prefill_buckets),
         decode_steps=rollout.decode_steps,
-        filtered=filtered,
+        filtered=cuts_softmax(config),
         dtype=config.publication.dtype,
     )
 

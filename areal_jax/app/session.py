@@ -46,6 +46,7 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.files import DirectoryLock
+from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
@@ -156,9 +157,12 @@ class Session:
     def _build_learner(self, model: build.Model, arrays: Any) -> None:
         self.learner = lead(self.config, build.build_learner(self.config, model), self.workdir)
         model.params = None  # the learner has its copy
+        build.require_finite_weights(self.config, self.learner, model)
         if arrays is not None:
             try:
                 self.learner.restore({name: arrays[name] for name in ('params', 'optimizer')})
+            except NonFiniteError as error:
+                raise CheckpointError(f'{self.workdir / CHECKPOINTS}: {error}') from error
             except ValueError as error:
                 raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
 

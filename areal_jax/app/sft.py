@@ -32,6 +32,7 @@ from areal_jax.app.workdir import (
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.files import DirectoryLock
+from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
@@ -104,6 +105,7 @@ class SftSession:
         self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
         self.learner = lead(config, build.build_learner(config, model), self.workdir)
         model.params = None  # the learner has its copy
+        build.require_finite_weights(config, self.learner, model)
         if resume:
             self._restore()
         self._steps, self._per_update = config.run.steps, config.learner.groups_per_update
@@ -248,6 +250,8 @@ class SftSession:
         step, arrays, state = self._store.restore_latest()
         try:
             self.learner.restore(arrays)
+        except NonFiniteError as error:
+            raise CheckpointError(f'{self.workdir}/{CHECKPOINTS}: {error}') from error
         except ValueError as error:
             raise CheckpointError(f'{self.workdir}/{CHECKPOINTS} is of another model: {error}') from error
         try:
@@ -268,6 +272,7 @@ class SftSession:
         print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
 
     def _report(self) -> dict[str, Any]:
+        self.learner.require_finite('the trained weights', 'lower optimizer.learning_rate')
         params = self.learner.publish(self.step)
         export_hf(self.workdir / EXPORT, params, self.decoder.config, dtype=self._export_dtype, source=self._companions)
         facts = SftFacts(

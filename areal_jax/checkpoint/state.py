@@ -141,14 +141,19 @@ def encode_segment(segment: Segment) -> dict[str, Any]:
         'tokens': np.asarray(segment.tokens, np.int32).tolist(),
         'behavior_logprobs': np.asarray(segment.behavior_logprobs, np.float32).tolist(),
         'policy_version': int(segment.policy_version),
+        'sampling_logprobs': None
+        if segment.sampling_logprobs is None
+        else np.asarray(segment.sampling_logprobs, np.float32).tolist(),
     }
 
 
 def decode_segment(record: Mapping[str, Any]) -> Segment:
+    cut = _take(record, 'sampling_logprobs', (list, type(None)), 'segment')
     return Segment(
         tokens=np.array(_take(record, 'tokens', list, 'segment'), np.int32),
         behavior_logprobs=np.array(_take(record, 'behavior_logprobs', list, 'segment'), np.float32),
         policy_version=_take(record, 'policy_version', int, 'segment'),
+        sampling_logprobs=None if cut is None else np.array(cut, np.float32),
     )
 
 

@@ -20,8 +20,9 @@ class Episode:
     engine: str = ''  # where the last segment came from; a resumed episode goes back there
 
     def append(self, segment: Segment) -> None:
-        """Adds the segment; joins it to the last one when both are of one version."""
-        if self.segments and self.segments[-1].policy_version == segment.policy_version:
+        """Adds the segment; joins it to the last one when both are of one version, and both cut or both not."""
+        last = self.segments[-1] if self.segments else None
+        if last and last.policy_version == segment.policy_version and _cut(last) == _cut(segment):
             segment = join_segments(self.segments.pop(), segment)
         self.segments.append(segment)
 
@@ -98,9 +99,17 @@ class Pool(Protocol):
 
 
 def join_segments(first: Segment, second: Segment) -> Segment:
-    """Two segments of one policy version as one."""
+    """Two segments of one policy version and one kind of sampling as one."""
+    cut = None
+    if first.sampling_logprobs is not None and second.sampling_logprobs is not None:
+        cut = np.concatenate([first.sampling_logprobs, second.sampling_logprobs])
     return Segment(
         np.concatenate([first.tokens, second.tokens]),
         np.concatenate([first.behavior_logprobs, second.behavior_logprobs]),
         first.policy_version,
+        cut,
     )
+
+
+def _cut(segment: Segment) -> bool:
+    return segment.sampling_logprobs is not None

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from areal_jax.models.shape import ModelConfig
+
 EMPTY = -1  # in a placement: no row stands here
 _Number = TypeVar('_Number', float, np.ndarray)
 
@@ -43,6 +45,18 @@ def cost_coefficients(
     return CostCoefficients(
         per_token=6.0 * (n_layers * n_parameters_per_layer + n_head_parameters),
         per_pair=12.0 * n_layers * n_heads * head_dim,
+    )
+
+
+def decoder_cost(c: ModelConfig) -> CostCoefficients:
+    """`cost_coefficients` of a decoder."""
+    attention = 2 * c.d_model * (c.n_heads + c.n_kv_heads) * c.head_dim
+    return cost_coefficients(
+        n_layers=c.n_layers,
+        n_parameters_per_layer=attention + 3 * c.d_model * c.d_ff,
+        n_heads=c.n_heads,
+        head_dim=c.head_dim,
+        n_head_parameters=c.vocab_size * c.d_model,
     )
 
 

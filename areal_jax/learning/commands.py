@@ -81,6 +81,9 @@ class CommandLeader:
     def restore(self, saved: Mapping[str, Any]) -> None:
         self._everywhere('restore', saved)
 
+    def require_finite(self, what: str, fix: str) -> None:
+        self._everywhere('require_finite', what, fix)
+
     def close(self) -> None:
         """Lets the followers go; nothing the second time."""
         if self._closed:

@@ -10,14 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning import diagnostics, trees
+from areal_jax.learning import diagnostics, trees, truncation
 from areal_jax.learning.advantages import group_advantages, has_signal
-from areal_jax.learning.balance import CostCoefficients, cost_coefficients
+from areal_jax.learning.balance import decoder_cost
+from areal_jax.learning.denominators import denominator_scale
+from areal_jax.learning.finiteness import require_finite
 from areal_jax.learning.forward import require_heads
 from areal_jax.learning.interchange import export_weights, match_snapshot, read_snapshot, take_snapshot
-from areal_jax.learning.likelihood import finalize_likelihood
+from areal_jax.learning.likelihood import finalize_likelihood, held_out_likelihood
 from areal_jax.learning.losses import finalize_metrics, merge_metrics
-from areal_jax.learning.optimizer import Optimizer
+from areal_jax.learning.optimizer import Optimizer, step_metrics
 from areal_jax.learning.packing import PackingReport, count_tokens, empty_batch, pack, tail_bucket, tail_buckets, trim
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import KnownLogprobs, Programs, training_rows, training_scalars
@@ -25,7 +27,6 @@ from areal_jax.models.attention import choose_checked, shares_prompts
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import is_adapter
-from areal_jax.models.shape import ModelConfig
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.placement import gather, place
 from areal_jax.sharding.rules import data_shards, param_shardings, replicated, row_sharding
@@ -63,7 +64,7 @@ class SpmdLearner:
         self._optimizer, self._learning_rate = optimizer, learning_rate
         self._require_shapes()
         self.attention = self._choose_attention()
-        self._cost = _row_cost(decoder.config)
+        self._cost = decoder_cost(decoder.config)
         if decoder.layers == 'stacked':
             params = stack_layers(params)
         trained, frozen = trees.split(params, is_adapter if decoder.lora else lambda _: True)
@@ -123,19 +124,24 @@ class SpmdLearner:
         after `version`; weights are untouched then.
         """
         settings = self._settings
+        if settings.truncated_sampling == 'refuse':
+            truncation.require_full_softmax(groups)
         kept = self._kept(groups)
+        oldest = None if settings.oldest_age is None else version - settings.oldest_age
+        scale = denominator_scale(groups, kept, settings.aggregation) if settings.denominator == 'all' else 1.0
         batches, report = self._pack(
             kept,
             [self._advantages(group) for group in kept],
             n_minibatches=settings.n_minibatches,
-            oldest_version=None if settings.oldest_age is None else version - settings.oldest_age,
+            oldest_version=oldest,
             round_microbatches=settings.accumulate == 'scan',
         )
         return merge(
             data=diagnostics.data_metrics(groups, kept),
             ages=diagnostics.age_metrics(kept, batches, version),
             packing=report.metrics(),
-            training=self._train(batches, version),
+            sampling=truncation.kept_mass_metrics(kept, oldest),
+            training=self._train(batches, version, scale),
         )
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -144,14 +150,13 @@ class SpmdLearner:
         Returns:
           {'nll': nats per token, absent where there are none, 'tokens': their number}; independent of the packing.
 
-        Raises ValueError for a trajectory that does not fit a row.
+        Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a likelihood that is no number.
         """
         batches, _ = self._pack(groups, [np.ones(len(group.trajectories), np.float32) for group in groups])
         if not batches:
             return {'tokens': 0.0}
         (batch,) = batches  # one minibatch, all of whose tokens are in the loss
-        logprobs = self._logprobs(self._working(), batch, version=0)[batch.loss_mask]
-        return {'nll': -float(logprobs.mean(dtype=np.float64)), 'tokens': float(logprobs.size)}
+        return held_out_likelihood(self._logprobs(self._working(), batch, version=0)[batch.loss_mask])
 
     def publish(self, version: int) -> Any:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
@@ -168,7 +173,10 @@ class SpmdLearner:
         In interchange form, one leaf per layer, whatever form and mesh this learner has: numpy arrays, or, on a mesh
         that spans processes, HostShards of what this one has to write. In one process the weights are those of the
         last publication, if those are all and no update came after it, and then need no further copy.
+
+        Raises NonFiniteError for weights or optimizer state with NaN or infinity: no checkpoint may hold them.
         """
+        self.require_finite('the trained weights', 'lower optimizer.learning_rate')
         reusable = jax.process_count() == 1 and not self._decoder.lora and self._settings.publish_dtype == 'float32'
         copied = reusable and self._copy is not None
         params = {} if copied else trees.join(self._params, self._frozen)
@@ -180,7 +188,8 @@ class SpmdLearner:
 
         Every process reads what its own devices hold. Raises ValueError where names or shapes differ from this
         learner's; it is unchanged then. What it held is let go of before the rest is read, so that the devices need no
-        room for both: a reader that fails leaves the learner empty.
+        room for both: a reader that fails leaves the learner empty. Raises NonFiniteError for what it has taken when
+        that holds NaN or infinity.
         """
         programs = self._programs
         current = {'params': trees.join(self._params, self._frozen), 'optimizer': self._state}
@@ -192,6 +201,12 @@ class SpmdLearner:
         new = read_snapshot(self._decoder, saved, shapes, shardings)
         self._params, self._frozen = trees.split(new['params'], is_adapter if self._decoder.lora else lambda _: True)
         self._state = new['optimizer']
+        self.require_finite('the checkpoint', 'remove it to go on from the one before, or start again')
+
+    def require_finite(self, what: str, fix: str) -> None:
+        """Raises NonFiniteError for NaN or infinity in weights or optimizer state, see finiteness.require_finite."""
+        held = trees.join(self._params, self._frozen) | {'optimizer': self._state}
+        require_finite(held, self._mesh, what, fix)
 
     followers = ()  # learners of several processes have them (commands.py)
 
@@ -272,7 +287,7 @@ class SpmdLearner:
 
     # An update.
 
-    def _train(self, batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
+    def _train(self, batches: Sequence[PackedBatch], version: int, scale: float) -> dict[str, Any]:
         settings = self._settings
         self._copy = None
         known = self._known_logprobs(batches, version)
@@ -280,11 +295,11 @@ class SpmdLearner:
         for step in range(settings.epochs * len(batches)):
             index, first = step % len(batches), step == 0
             rows, denominator = training_rows(batches[index], settings.aggregation, known[index])
-            step_rows = self._step(rows, self._scalars(denominator, version, first))
+            step_rows = self._step(rows, self._scalars(denominator * scale, version, first))
             results.append(jax.device_get(step_rows))
             if first and settings.recomputes:
                 known[0] = KnownLogprobs(np.reshape(results[0][2], batches[0].targets.shape), known[0].reference)
-        metrics = _step_metrics([step for step, _, _ in results])
+        metrics = step_metrics([step for step, _, _ in results])
         merged = merge_metrics([m for _, microbatches, _ in results for m in microbatches])
         if results:
             metrics['loss/value'] = merged['loss_sum'] / len(results)
@@ -397,23 +412,3 @@ class SpmdLearner:
 
     def _run(self, name: str, *args: Any) -> Any:
         return self._program(name, *args)(*args)
-
-
-def _row_cost(c: ModelConfig) -> CostCoefficients:
-    attention = 2 * c.d_model * (c.n_heads + c.n_kv_heads) * c.head_dim
-    return cost_coefficients(
-        n_layers=c.n_layers,
-        n_parameters_per_layer=attention + 3 * c.d_model * c.d_ff,
-        n_heads=c.n_heads,
-        head_dim=c.head_dim,
-        n_head_parameters=c.vocab_size * c.d_model,
-    )
-
-
-def _step_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    skipped = sum(float(s['skip_count']) for s in steps)
-    metrics = {'update/optimizer_steps': len(steps) - skipped, 'update/skipped_steps': skipped}
-    if len(steps) > skipped:
-        metrics['update/grad_norm'] = sum(float(s['grad_norm']) for s in steps) / (len(steps) - skipped)
-        metrics['update/learning_rate'] = float(steps[-1]['learning_rate'])
-    return metrics

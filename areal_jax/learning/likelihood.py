@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.learning.losses import masked_sum
 
 
@@ -24,6 +26,17 @@ def negative_log_likelihood(
         'nll_sum': -masked_sum(policy_logprobs, loss_mask),
     }
     return loss, jax.lax.stop_gradient(metrics)
+
+
+def held_out_likelihood(logprobs: np.ndarray) -> dict[str, float]:
+    """{'nll': nats per token, 'tokens': their number} of float32 [tokens]; raises NonFiniteError where it is none."""
+    nll = -float(logprobs.mean(dtype=np.float64))
+    if not math.isfinite(nll):
+        raise NonFiniteError(
+            f'the held-out likelihood is {nll} nats a token: lower optimizer.learning_rate, or use '
+            "learner.dtype='float32'"
+        )
+    return {'nll': nll, 'tokens': float(logprobs.size)}
 
 
 def finalize_likelihood(merged: Mapping[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.learning.quantized import scale_by_adam
 from areal_jax.ranges import ConfigError, require_in_range
+from areal_jax.sharding.rules import logical_axes, path_name
 
 NAMES = ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd')
 SCHEDULES = ('constant', 'cosine', 'linear')
+DECAYS = ('all', 'matrices')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +128,7 @@ def make_optimizer(
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    decay: str = 'all',
     moment_dtype: str = 'float32',
     clip_norm: float = 1.0,
     warmup_steps: int = 0,
@@ -143,6 +147,8 @@ def make_optimizer(
       'lion' (arXiv 2302.06675): b1, b2; the sign of a momentum, hence a rate 3 to 10 times below AdamW's; 4.
       'sgd': nothing; 0.
 
+    `decay` says which leaves `weight_decay` shrinks: 'all', or 'matrices' (see `decay_matrices`).
+
     Raises ValueError for an unknown name or a setting out of its range, against another, or that would not be read.
     """
     numbers = {'b1': b1, 'b2': b2, 'eps': eps, 'weight_decay': weight_decay, 'clip_norm': clip_norm}
@@ -160,6 +166,13 @@ def make_optimizer(
             f"optimizer.moment_dtype={moment_dtype!r} is read by 'adamw' alone, not by optimizer.name={name!r}: "
             'leave it at float32'
         )
+    if decay not in DECAYS:
+        raise ConfigError(f'optimizer.decay={decay!r} is unknown; use one of {", ".join(DECAYS)}')
+    if decay != 'all' and not weight_decay:
+        raise ConfigError(
+            f'optimizer.decay={decay!r} chooses what optimizer.weight_decay shrinks, which is 0: set optimizer.'
+            "weight_decay above 0, or leave optimizer.decay='all'"
+        )
     direction = {
         'adamw': lambda: scale_by_adam(b1, b2, eps, moment_dtype),
         'adamw8bit': lambda: scale_by_adam(b1, b2, eps, 'int8'),
@@ -167,10 +180,26 @@ def make_optimizer(
         'lion': lambda: optax.scale_by_lion(b1=b1, b2=b2),
         'sgd': optax.identity,
     }[name]()
-    decay = [optax.add_decayed_weights(weight_decay)] if weight_decay else []
+    add_decay = optax.add_decayed_weights if decay == 'all' else decay_matrices
+    decays = [add_decay(weight_decay)] if weight_decay else []
     return Optimizer(
-        optax.chain(direction, *decay), clip_norm, Schedule(schedule, warmup_steps, total_steps, final_ratio)
+        optax.chain(direction, *decays), clip_norm, Schedule(schedule, warmup_steps, total_steps, final_ratio)
     )
+
+
+def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
+    """Decoupled weight decay of the projections, adapters and an untied head only.
+
+    Norms, biases, a value head and the embedding (also where it is the head) keep their size. By logical axes and not
+    by their number: a leaf that stacks layers has one axis more.
+    """
+
+    def decay(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+        name = path_name(path)
+        is_matrix = len([axis for axis in logical_axes(name, param.ndim) if axis != 'layers']) == 2
+        return update + weight_decay * param if is_matrix and name != 'embedding' else update
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(decay, updates, params))
 
 
 def clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
@@ -186,6 +215,16 @@ def clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
         return update / jnp.maximum(1.0, jnp.sqrt(mean_square) / threshold)
 
     return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(clip, updates))
+
+
+def step_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the optimizer steps of one update, from the metrics of `Optimizer.apply`."""
+    skipped = sum(float(s['skip_count']) for s in steps)
+    metrics = {'update/optimizer_steps': len(steps) - skipped, 'update/skipped_steps': skipped}
+    if len(steps) > skipped:
+        metrics['update/grad_norm'] = sum(float(s['grad_norm']) for s in steps) / (len(steps) - skipped)
+        metrics['update/learning_rate'] = float(steps[-1]['learning_rate'])
+    return metrics
 
 
 def _moment_sharding(leaf: Any, param: Any, sharding: NamedSharding) -> NamedSharding:

@@ -15,16 +15,14 @@ import numpy as np
 
 from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
 from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
-from areal_jax.learning.rows import BatchError, Example, NextTokenForm, Row, Unit, write_rows
+from areal_jax.learning.rows import PADDING, BatchError, Example, NextTokenForm, Row, Unit, write_rows
 from areal_jax.ranges import ConfigError
-from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup
+from areal_jax.types import LARGEST_LOGPROB, PackedBatch, Trajectory, TrajectoryGroup
 
 MODES = ('shared_prompt', 'ordinary')
 FILLS = ('first_fit', 'algorithm_1', 'padded')
-_PADDING = -1  # trajectory id of a loss place that holds no token
 _TOKENS_ONLY = CostCoefficients()
 _TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids')  # one value per token; all others per loss token
-_LARGEST_LOGPROB = 1e-2  # rounding makes some of almost certain tokens positive
 _MULTIPLE = 64  # tokens: tail buckets are multiples of it, as are the tiles of attention
 
 
@@ -101,8 +99,8 @@ def pack(
 
     A group goes whole into one minibatch, so fewer groups than `n_minibatches` give fewer batches, and nothing to train
     gives none. Tokens generated before `oldest_version` keep their place and trajectory id but leave `loss_mask`:
-    denominators count trajectory ids (`denominator_weights`), hence tokens before this rejection. What is trained does
-    not depend on `fill`, `data_shards` or `cost`: they decide only in which row and where a token stands.
+    denominators count trajectory ids (`denominators.denominator_weights`), hence tokens before this rejection. What is
+    trained does not depend on `fill`, `data_shards` or `cost`: they decide only in which row and where a token stands.
 
     Args:
       advantages: per group float32 [trajectories of the group].
@@ -156,7 +154,7 @@ def empty_batch(microbatches: int, rows: int, row_tokens: int, row_loss_tokens: 
         behavior_logprobs=np.zeros(loss_places, np.float32),
         advantages=np.zeros(loss_places, np.float32),
         policy_versions=np.zeros(loss_places, np.int32),
-        trajectory_ids=np.full(loss_places, _PADDING, np.int32),
+        trajectory_ids=np.full(loss_places, PADDING, np.int32),
     )
 
 
@@ -174,25 +172,6 @@ def split_minibatches(loss_tokens: Sequence[int], n_minibatches: int) -> list[li
         minibatches[m].append(g)
         heapq.heappush(heap, (load + loss_tokens[g], m))
     return [sorted(m) for m in minibatches]
-
-
-def denominator_weights(batch: PackedBatch, aggregation: str) -> tuple[np.ndarray, float]:
-    """Weight of each loss token and the denominator of the minibatch, both from tokens before any rejection.
-
-    'token_mean': every token 1, over the tokens. 'sequence_mean': every token 1 / (tokens of its trajectory), over the
-    trajectories. Either way the loss is a weighted masked sum over the denominator.
-
-    Returns:
-      (float32 of the shape of `batch.trajectory_ids`, denominator).
-    """
-    real = batch.trajectory_ids != _PADDING
-    if aggregation == 'token_mean':
-        return real.astype(np.float32), float(real.sum())
-    if aggregation == 'sequence_mean':
-        counts = np.bincount(batch.trajectory_ids[real], minlength=1)
-        weights = np.where(real, 1.0 / np.maximum(counts[np.where(real, batch.trajectory_ids, 0)], 1), 0.0)
-        return weights.astype(np.float32), float((counts > 0).sum())
-    raise ValueError(f"loss.aggregation={aggregation!r} is unknown; use 'token_mean' or 'sequence_mean'")
 
 
 def count_tokens(groups: Sequence[TrajectoryGroup], mode: str) -> int:
@@ -298,7 +277,7 @@ def _require_sound(trajectory: Trajectory, group: TrajectoryGroup, advantage: fl
             f'{where}: token {tokens[outside][0]} lies outside the vocabulary of {vocab_size} of the model; the '
             'tokenizer or the engine belongs to another model'
         )
-    wrong = mask & ~(np.isfinite(logprobs) & (logprobs <= _LARGEST_LOGPROB))
+    wrong = mask & ~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB))
     if wrong.any():
         raise BatchError(
             f'{where}: a behavior log-prob is {logprobs[wrong][0]}; the engine must report finite ones of at most 0'
@@ -352,7 +331,7 @@ def _report(batch: PackedBatch, unshared_tokens: int, costs: np.ndarray, buckets
         microbatches=microbatches,
         tokens=tokens,
         capacity_tokens=rows * sum(shape.tokens for shape in shapes),
-        loss_tokens=int((batch.trajectory_ids != _PADDING).sum()),
+        loss_tokens=int((batch.trajectory_ids != PADDING).sum()),
         capacity_loss_tokens=rows * sum(shape.loss_tokens for shape in shapes),
         saved_tokens=unshared_tokens - tokens,
         mean_shard_cost=float(costs.mean(-1).sum()),

@@ -13,6 +13,8 @@ import numpy as np
 from areal_jax.learning.balance import EMPTY, CostCoefficients, row_cost, visible_pairs
 from areal_jax.types import PackedBatch
 
+PADDING = -1  # trajectory id of a loss place that holds no token
+
 
 class BatchError(ValueError):
     """Trajectories that must not be learned from; the message names the draw, the sample and what is wrong."""

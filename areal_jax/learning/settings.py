@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from areal_jax.learning import truncation
 from areal_jax.learning.advantages import ESTIMATORS
+from areal_jax.learning.denominators import DENOMINATORS
 from areal_jax.learning.packing import require_known
 from areal_jax.learning.proximal import KINDS
 from areal_jax.learning.trees import DTYPES
@@ -45,6 +47,8 @@ class LearnerSettings:
     proximal: str = 'recompute'
     behavior_weight_cap: float | None = None
     aggregation: str = 'token_mean'
+    denominator: str = 'kept'  # 'all': groups that filter_equal_rewards leaves out count too
+    truncated_sampling: str = 'refuse'  # tokens that top-k or top-p drew; 'full_softmax' trains them all the same
     entropy_coefficient: float = 0.0
     kl_coefficient: float = 0.0  # of the divergence from the reference model, the weights at the start; 0 = none
     kl_estimator: str = 'k3'
@@ -62,6 +66,8 @@ class LearnerSettings:
             ('loss.proximal', self.proximal, KINDS),
             ('loss.advantage', self.advantage, tuple(ESTIMATORS)),
             ('loss.aggregation', self.aggregation, ('token_mean', 'sequence_mean')),
+            ('loss.denominator', self.denominator, DENOMINATORS),
+            ('loss.truncated_sampling', self.truncated_sampling, truncation.MODES),
             ('loss.kl_estimator', self.kl_estimator, KL_ESTIMATORS),
             ('staleness.over_age', self.over_age, ('off', 'mask', 'drop')),
         ):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from areal_jax.publication.errors import PublicationError
-from areal_jax.publication.manifest import LeafDigest, device_manifest, manifest_hash, require_equal
+from areal_jax.publication.manifest import LeafDigest, device_manifest, finite_manifest, manifest_hash, require_equal
 from areal_jax.types import PublishedWeights
 
 
@@ -32,8 +32,11 @@ class DeviceChannel:
         self._versions: dict[int, _Version] = {}
 
     def transfer(self, version: int, copy: Any) -> PublishedWeights:
-        """Places `copy`, buffers that no later update touches; returns when it has arrived."""
-        manifest = device_manifest(copy)
+        """Places `copy`, buffers that no later update touches; returns when it has arrived.
+
+        Raises PublicationError for weights with NaN or infinity.
+        """
+        manifest = finite_manifest(copy, version)
         placed = copy if self._shardings is None else jax.device_put(copy, self._shardings)
         self._versions[version] = _Version(jax.block_until_ready(placed), manifest)
         return PublishedWeights(version, manifest_hash(manifest), handle=version)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.files import sync
@@ -123,9 +124,11 @@ def _host_tensor(params: Any, tensor: HfTensor, dtype: Any) -> np.ndarray:
     leaf = np.asarray(leaf_at(params, tensor.path))
     with np.errstate(over='ignore'):
         values = leaf.astype(dtype, copy=False)
-    if values.dtype == np.float16 and leaf.dtype != np.float16 and not np.isfinite(values).all():
+    if values.dtype != leaf.dtype and not np.isfinite(values).all():
+        largest = float(jnp.finfo(values.dtype).max)
         raise PublicationError(
-            f'{tensor.name} has values that float16 cannot hold (its largest is 65504); write bfloat16 or float32'
+            f'{tensor.name} has values that {values.dtype} cannot hold (its largest is {largest:.5g}); write float32, '
+            'or bfloat16 in place of float16'
         )
     return values.T if tensor.turned else values
 

@@ -15,8 +15,8 @@ from areal_jax.publication.directory import remove_directory, write_hf_directory
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import (
     decode_manifest,
-    device_manifest,
     encode_manifest,
+    finite_manifest,
     host_manifest,
     manifest_hash,
     require_equal,
@@ -56,10 +56,11 @@ class FilesChannel:
         """Writes `copy` as a directory; handle = its path.
 
         Directories of this and later versions are of an earlier run that was resumed from before them: they go.
-        Raises PublicationError for lack of space, a failed write, or a foreign directory in the way.
+        Raises PublicationError for weights with NaN or infinity, lack of space, a failed write, or a foreign directory
+        in the way.
         """
         copy = {name: leaf for name, leaf in copy.items() if name != _VALUE_HEAD}
-        manifest = device_manifest(copy)
+        manifest = finite_manifest(copy, version)
         digest = manifest_hash(manifest)
         for abandoned in self._directory.glob('.v*.partial'):
             shutil.rmtree(abandoned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -42,9 +43,32 @@ def device_manifest(params: Any) -> dict[str, LeafDigest]:
 
     Raises PublicationError for an element wider than 32 bits.
     """
+    return {path: digest for path, (digest, _) in _measure(params).items()}
+
+
+def finite_manifest(params: Any, version: int) -> dict[str, LeafDigest]:
+    """`device_manifest` of a version for the engines, once its values are known to be finite, in the same program.
+
+    Raises PublicationError that names the version, the first leaf with NaN or infinity and how many values it has.
+    """
+    measured = _measure(params)
+    for path, (digest, wrong) in measured.items():
+        if wrong:
+            narrow = f", or use publication.dtype='float32' if {digest.dtype} cannot hold them"
+            raise PublicationError(
+                f'weights of version {version}: {wrong} of the {math.prod(digest.shape)} values of {path!r} are NaN or '
+                f'infinite: lower optimizer.learning_rate{"" if digest.dtype == "float32" else narrow}'
+            )
+    return {path: digest for path, (digest, _) in measured.items()}
+
+
+def _measure(params: Any) -> dict[str, tuple[LeafDigest, int]]:
+    """The digest of every leaf and how many of its values are not finite."""
     leaves = _by_path(params)
     sums = np.asarray(_device_sums(tuple(leaves.values()))) if leaves else ()
-    return {path: _leaf_digest(leaf, pair) for (path, leaf), pair in zip(leaves.items(), sums, strict=True)}
+    return {
+        path: (_leaf_digest(leaf, row[:2]), int(row[2])) for (path, leaf), row in zip(leaves.items(), sums, strict=True)
+    }
 
 
 def host_manifest(params: Any) -> dict[str, LeafDigest]:
@@ -110,11 +134,13 @@ def _leaf_digest(leaf: Any, pair: Iterable[Any]) -> LeafDigest:
 
 @jax.jit
 def _device_sums(leaves: tuple[jax.Array, ...]) -> jax.Array:
-    """uint32 [leaves, 2]."""
+    """uint32 [leaves, 3]: the two sums of the content, and how many values are not finite."""
     return jnp.stack([_device_leaf_sums(leaf) for leaf in leaves])
 
 
 def _device_leaf_sums(leaf: jax.Array) -> jax.Array:
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    wrong = jnp.sum(~jnp.isfinite(leaf), dtype=jnp.uint32) if floating else jnp.uint32(0)
     # positions come from one iota per axis and not from a reshape, so that a sharded leaf is not gathered
     if leaf.dtype == bool:
         leaf = leaf.astype(jnp.uint8)
@@ -123,7 +149,7 @@ def _device_leaf_sums(leaf: jax.Array) -> jax.Array:
     for axis, size in enumerate(leaf.shape):
         position = position * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
     mixed = _mix(words + position * np.uint32(_GOLDEN))
-    return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)])
+    return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32), wrong])
 
 
 def _host_sums(leaf: np.ndarray) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from areal_jax.types import GenerationRequest
+from areal_jax.types import LARGEST_LOGPROB, GenerationRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,20 @@ class DecodeOutput:
     """Up to `steps` tokens of every slot, on the host."""
 
     tokens: np.ndarray  # int32 [steps, slots]
-    logprobs: np.ndarray  # float32 [steps, slots]
+    logprobs: np.ndarray  # float32 [steps, slots], of the full softmax at the temperature
     valid: np.ndarray  # bool [steps, slots]; False after a slot's stop token (itself valid) or its limit
+    sampling_logprobs: np.ndarray | None = (
+        None  # float32 [steps, slots], of the cut softmax; None = a backend without cuts
+    )
+
+    def unsound(self) -> list[tuple[int, float]]:
+        """(slot, log-prob) of every valid token whose log-prob is NaN, infinite, or above 0 by more than rounding."""
+        found: list[tuple[int, float]] = []
+        for logprobs in (self.logprobs, self.sampling_logprobs):
+            if logprobs is not None:
+                wrong = self.valid & ~((logprobs > -np.inf) & (logprobs <= LARGEST_LOGPROB))
+                found += [(int(slot), float(logprobs[step, slot])) for step, slot in np.argwhere(wrong)]
+        return found
 
 
 class DecodeBackend(Protocol):

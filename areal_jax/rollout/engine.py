@@ -26,6 +26,20 @@ class PromptTooLongError(UserError, ValueError):
     """A prompt whose answer does not fit the cache of the engine."""
 
 
+class LogprobError(UserError, ArithmeticError):
+    """An engine whose log-probs are not numbers that a policy can have; names engine, request, version and the fix."""
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A segment under way, not delivered yet."""
+
+    version: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    sampling_logprobs: list[float] = dataclasses.field(default_factory=list)  # empty where the request cuts nothing
+
+
 class RunningRequest:
     """A request inside an engine; iterate for its segments. An iterator object: nothing depends on its collection."""
 
@@ -34,23 +48,32 @@ class RunningRequest:
         self.finish_reason: FinishReason | None = None
         self.tokens = [*map(int, request.prompt_tokens), *map(int, request.prefix_tokens)]
         self._clock = clock
-        self._pending: tuple[list[int], list[float], int] = [], [], 0  # tokens, log-probs, version: not delivered yet
+        self._pending = _Pending()
         self._segments: collections.deque[Segment] = collections.deque()
         self._news = clock.event(f'segments of request {request.request_id}')
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Tokens decoded under `version`; the segment under way must be of that version."""
-        if self._pending[0] and self._pending[2] != version:
-            raise RuntimeError(f'request {self.request.request_id}: flush version {self._pending[2]} before {version}')
+    def extend(
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, cut: Sequence[float] | None = None
+    ) -> None:
+        """Tokens decoded under `version`, that of the segment under way; `cut` are log-probs of the cut softmax."""
+        pending = self._pending
+        if pending.tokens and pending.version != version:
+            raise RuntimeError(f'request {self.request.request_id}: flush version {pending.version} before {version}')
         self.tokens.extend(tokens)
-        self._pending = [*self._pending[0], *tokens], [*self._pending[1], *logprobs], version
+        pending.version = version
+        pending.tokens.extend(tokens)
+        pending.logprobs.extend(logprobs)
+        if self.request.sampling.cuts:
+            assert cut is not None, 'the backend was built without cuts'
+            pending.sampling_logprobs.extend(cut)
 
     def flush(self) -> None:
         """Deliver the segment under way."""
-        tokens, logprobs, version = self._pending
-        if tokens:
-            self._segments.append(Segment(np.array(tokens, np.int32), np.array(logprobs, np.float32), version))
-            self._pending = [], [], 0
+        pending, self._pending = self._pending, _Pending()
+        if pending.tokens:
+            cut = np.array(pending.sampling_logprobs, np.float32) if self.request.sampling.cuts else None
+            tokens, logprobs = np.array(pending.tokens, np.int32), np.array(pending.logprobs, np.float32)
+            self._segments.append(Segment(tokens, logprobs, pending.version, cut))
             self._news.set()
 
     def finish(self, reason: FinishReason) -> None:
@@ -316,14 +339,28 @@ class Engine:
             'decode', self.name, engine=self.name, dispatch=self._dispatches, slots=slots, bucket=width, steps=steps,
             tokens=int(output.valid.sum()), version=weights.version,
         )  # fmt: skip
+        self._require_sound(output, occupants, weights.version)
+        cut_logprobs = output.sampling_logprobs
         for slot, running in enumerate(occupants):
             if running is not None and self._slots[slot] is running:
                 valid = output.valid[:, slot]
                 tokens, logprobs = output.tokens[valid, slot].tolist(), output.logprobs[valid, slot].tolist()
                 if not tokens:
                     raise RuntimeError(f'{self.name}: slot {slot} is running, but its backend holds it for dead')
-                running.extend(tokens, logprobs, weights.version)
+                cut = None if cut_logprobs is None else cut_logprobs[valid, slot].tolist()
+                running.extend(tokens, logprobs, weights.version, cut)
                 self._finish_if_ended(slot, running)
+
+    def _require_sound(self, output: DecodeOutput, occupants: Sequence[RunningRequest | None], version: int) -> None:
+        """Refuses a diverged or broken model here, before equal rewards or a filter can hide it."""
+        for slot, logprob in output.unsound():
+            running = occupants[slot]
+            if running is not None and self._slots[slot] is running:
+                raise LogprobError(
+                    f'{self.name}, request {running.request.request_id}, version {version}: the log-prob of a '
+                    f'generated token is {logprob}; lower optimizer.learning_rate if earlier versions gave numbers, '
+                    "else mend the weights or use publication.dtype='float32'"
+                )
 
     def _finish_if_ended(self, slot: int, running: RunningRequest) -> None:
         request = running.request

@@ -71,9 +71,8 @@ EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, t
 HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')
 HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')
 
-KEPT_MASS_MEAN = Metric(
-    'sampling/kept_mass_mean', 'share', 'probability that top-k and top-p left to sample from, mean'
-)
+KEPT_MASS_MEAN = Metric('sampling/kept_mass_mean', 'share', 'softmax mass that top-k or top-p kept, trained tokens')
+KEPT_MASS_MIN = Metric('sampling/kept_mass_min', 'share', 'smallest such mass')
 
 MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-prob, tokens of the current version')
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')

@@ -28,7 +28,8 @@ _JSON = st.recursive(
 def _segments(draw):
     length = draw(st.integers(1, 4))
     logprobs = draw(hnp.arrays(np.float32, length, elements=st.floats(width=32)))
-    return Segment(draw(hnp.arrays(np.int32, length, elements=_INT32)), logprobs, draw(_INT32))
+    cut = draw(st.none() | hnp.arrays(np.float32, length, elements=st.floats(width=32)))
+    return Segment(draw(hnp.arrays(np.int32, length, elements=_INT32)), logprobs, draw(_INT32), cut)
 
 
 _prompts = st.builds(
@@ -91,9 +92,10 @@ def test_keys_beyond_the_schema_are_carried():
 
 def test_decoded_arrays_have_the_types_of_the_contract_even_when_empty():
     prompt = records.decode_prompt({'draw': 0, 'tokens': [], 'task': 't', 'problem': {}})
-    segment = records.decode_segment({'tokens': [1], 'behavior_logprobs': [-1], 'policy_version': 0})
+    record = {'tokens': [1], 'behavior_logprobs': [-1], 'policy_version': 0, 'sampling_logprobs': []}
+    segment = records.decode_segment(record)
     assert (prompt.tokens.dtype, segment.tokens.dtype) == (np.int32, np.int32)
-    assert segment.behavior_logprobs.dtype == np.float32
+    assert (segment.behavior_logprobs.dtype, segment.sampling_logprobs.dtype) == (np.float32, np.float32)
 
 
 @pytest.mark.parametrize('key', ['format', *records.SCHEMA])
@@ -113,8 +115,8 @@ def test_a_missing_key_of_a_part_is_named():
 
 def test_another_format_and_a_wrong_type_are_refused():
     record = encode_run_state(_state())
-    with pytest.raises(RunStateError, match='format 3, this version reads 2'):
-        decode_run_state({**record, 'format': 3})
+    with pytest.raises(RunStateError, match='format 1, this version reads 2'):
+        decode_run_state({**record, 'format': 1})
     with pytest.raises(RunStateError, match="'gate' is 3, not of type dict"):
         decode_run_state({**record, 'gate': 3})
 

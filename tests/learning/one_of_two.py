@@ -1,7 +1,8 @@
 """One of two processes of four CPU devices each, for test_commands.py: INDEX PORT DIRECTORY WHAT.
 
-WHAT is 'train', or 'leader dies' | 'follower dies' | 'follower hangs' in the middle of an update; or, with steps in the
-store DIRECTORY/store, 'restore', or 'follower dies writing' | 'follower may not write' its shards of the second.
+WHAT is 'train', or 'not finite' weights on process 1, or 'leader dies' | 'follower dies' | 'follower hangs' in the
+middle of an update; or, with steps in the store DIRECTORY/store, 'restore', or 'follower dies writing' | 'follower may
+not write' its shards of the second.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ SHORT_DEADLINE_S = 15.0
 def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     jax.distributed.initialize(f'127.0.0.1:{port}', num_processes=2, process_id=index)
     from areal_jax.learning import commands
-    from tests.learning.test_meshes import _ADAM, _GROUPS, _SGD, _learner
+    from tests.learning.test_meshes import _ADAM, _GROUPS, _PARAMS, _SGD, _learner
 
-    learner = _learner(fsdp=8, layers='stacked', optimizer=_ADAM if what == 'restore' else _SGD)
+    params = _PARAMS
+    if what == 'not finite':  # in the last row, which process 1 alone holds
+        params = _PARAMS | {'embedding': _PARAMS['embedding'].at[-1, 0].set(np.nan)}
+    learner = _learner(fsdp=8, layers='stacked', params=params, optimizer=_ADAM if what == 'restore' else _SGD)
     if index:
         _arrange(learner, what)
         commands.follow(learner, commands.accept_invitation())
         return
     from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+    from areal_jax.learning.finiteness import NonFiniteError
 
     followers = commands.invite('127.0.0.1', DEADLINE_S)
     deadline_s = SHORT_DEADLINE_S if what == 'follower hangs' else DEADLINE_S
@@ -46,6 +51,12 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     if what == 'restore':
         leader.restore(store.restore_latest()[1])
         save(store.latest() + 1)
+    elif what == 'not finite':
+        for command in (lambda: leader.require_finite('model.path', 'mend it'), leader.save):
+            try:
+                command()
+            except NonFiniteError as error:
+                results.setdefault('errors', []).append(str(error))
     elif 'writ' in what:
         save(0)
         try:

@@ -8,6 +8,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from areal_jax.learning.optimizer import NAMES, make_optimizer
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.lora import Lora
+from areal_jax.models.shape import ModelConfig
+from areal_jax.sharding.rules import path_name
 
 _PARAMS = {'a': jnp.array([3.0, 4.0]), 'b': jnp.array([[1.0]])}
 _GRADIENTS = {'a': jnp.array([3.0, 0.0]), 'b': jnp.array([[4.0]])}  # norm 5
@@ -301,6 +305,12 @@ def test_every_optimizer_skips_a_non_finite_gradient(name):
             {'schedule': 'cosine', 'warmup_steps': 5, 'total_steps': 5},
             r'over 5 optimizer steps .*warmup_steps=5',
         ),
+        (
+            'sgd',
+            {'decay': 'kernels', 'weight_decay': 0.1},
+            r"optimizer.decay='kernels' is unknown; use one of all, mat",
+        ),
+        ('sgd', {'decay': 'matrices'}, r"optimizer.decay='matrices' chooses what optimizer.weight_decay shrinks, .* 0"),
         ('sgd', {'final_ratio': 1.5}, r'optimizer.final_ratio=1.5 must lie in \[0, 1\]'),
     ],
 )
@@ -324,3 +334,29 @@ def test_settings_that_cannot_work_are_named(name, settings, message):
 def test_numbers_out_of_range_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         make_optimizer('adamw', **settings)
+
+
+_DECAYED = {'query/weight', 'key/weight', 'value/weight', 'output/weight', 'gate/weight', 'up/weight', 'down/weight'}
+
+
+@pytest.mark.parametrize('tied', [True, False])
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+@pytest.mark.parametrize('name', NAMES)
+def test_only_matrices_decay_in_either_form(name, layers, tied):
+    # zero gradients give zero directions, so that what is left of a step is the decay: 1 - .1 * .5 = .95
+    config = ModelConfig(
+        vocab_size=11, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24, rope_theta=100.0,
+        family='qwen3', qk_norm=True, qkv_bias=True, tie_embeddings=tied, value_head=True,
+    )  # fmt: skip
+    decoder = Decoder(config, layers=layers, lora=Lora(2, 4.0, ('up',)))
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), decoder.abstract())
+    stepped, _ = _run(
+        make_optimizer(name, weight_decay=0.5, decay='matrices'), params, [jax.tree.map(jnp.zeros_like, params)]
+    )
+    decayed = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(stepped):
+        assert np.ptp(leaf) == 0
+        np.testing.assert_allclose(np.ravel(leaf)[0], 0.95 if leaf.ravel()[0] != 1 else 1.0, rtol=1e-6)
+        if leaf.ravel()[0] != 1:
+            decayed.add('/'.join(path_name(path).split('/')[-2:]))
+    assert decayed == _DECAYED | {'up/lora_a', 'up/lora_b'} | (set() if tied else {'head'})

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax.learning.balance import CostCoefficients
+from areal_jax.learning.denominators import denominator_weights
 from areal_jax.learning.packing import (
     FILLS,
     RowShape,
     count_tokens,
-    denominator_weights,
     empty_batch,
     next_token_form,
     pack,

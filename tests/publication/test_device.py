@@ -10,9 +10,10 @@ import pytest
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import host_manifest, manifest_hash
+from areal_jax.types import PublishedWeights
 
-# awkward bits: NaN with payload, -0.0, a subnormal
-_BITS = np.array([0x7FC12345, 0x80000000, 0x00000001, 0x3F800000], np.uint32)
+# awkward bits: the largest number, -0.0, a subnormal
+_BITS = np.array([0x7F7FFFFF, 0x80000000, 0x00000001, 0x3F800000], np.uint32)
 
 
 def _params(scale=1.0):
@@ -86,3 +87,23 @@ def test_the_same_version_of_another_run_is_refused():
     channel.transfer(1, jax.device_put(_params(1.0)))
     with pytest.raises(PublicationError, match='version 1'):
         channel.receive(other)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_reach_no_engine(value):
+    params, channel = _params(), DeviceChannel()
+    params['layers']['0']['up'] = np.where(np.isin(np.arange(32), (7, 9)), value, 1.0).astype(np.float32).reshape(8, 4)
+    expected = r"version 4: 2 of the 32 values of 'layers/0/up' are NaN or infinite: lower optimizer\.learning_rate$"
+    with pytest.raises(PublicationError, match=expected):
+        channel.transfer(4, jax.device_put(params))
+    with pytest.raises(PublicationError, match='not in this channel'):
+        channel.receive(PublishedWeights(4, '', 4))
+
+
+@pytest.mark.parametrize(('dtype', 'value'), [('float16', 7e4), ('bfloat16', 3.4e38)])
+def test_an_overflow_of_the_published_dtype_names_the_field(dtype, value):
+    params = jax.device_put({'norm': np.array([1.0, value], np.float32)})
+    cast = jax.tree.map(lambda x: x.astype(dtype), params)
+    with pytest.raises(PublicationError, match=rf"use publication\.dtype='float32' if {dtype} cannot hold them"):
+        DeviceChannel().transfer(1, cast)
+    assert DeviceChannel().transfer(1, params).version == 1

@@ -94,6 +94,9 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     large['final_norm'][0] = 7e4
     with pytest.raises(PublicationError, match=r'model\.norm\.weight has values that float16 cannot hold'):
         export_hf(tmp_path / 'export', large, CONFIG, dtype='float16')
+    large['final_norm'][0] = 3.4e38
+    with pytest.raises(PublicationError, match=r'model\.norm\.weight has values that bfloat16 cannot hold'):
+        export_hf(tmp_path / 'export', large, CONFIG, dtype='bfloat16')
     with pytest.raises(PublicationError, match="dtype='int8' is unknown"):
         export_hf(tmp_path / 'export', large, CONFIG, dtype='int8')
     config = dataclasses.replace(CONFIG, qk_norm=True)

@@ -27,13 +27,21 @@ KILLED_WRITER = pathlib.Path(__file__).with_name('killed_writer.py')
 
 def test_weights_arrive_as_they_were_sent(tmp_path):
     params = host_params()
-    params['final_norm'][:4] = np.array([0x7FC12345, 0x80000000, 1, 0x7F800000], np.uint32).view(np.float32)
+    params['final_norm'][:4] = np.array([0x7F7FFFFF, 0x80000000, 1, 0xFF7FFFFF], np.uint32).view(np.float32)
     channel = FilesChannel(tmp_path / 'new', CONFIG, verify=True)
     published = channel.transfer(7, jax.device_put(params))
     assert (published.version, published.handle) == (7, str(tmp_path / 'new' / 'v000007'))
     received = channel.receive(published)
     assert_bit_equal(received, params)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(received))
+
+
+def test_weights_that_are_no_numbers_leave_no_directory(tmp_path):
+    params = host_params()
+    params['layers']['1']['mlp']['up']['weight'][0, 0] = np.nan
+    with pytest.raises(PublicationError, match=r"version 7: 1 of the 60 values of 'layers/1/mlp/up/weight' are NaN"):
+        FilesChannel(tmp_path / 'new', CONFIG).transfer(7, jax.device_put(params))
+    assert not (tmp_path / 'new').exists()
 
 
 def test_the_hash_of_a_version_does_not_depend_on_the_channel(tmp_path):

@@ -1,12 +1,15 @@
 """The scheduler between two dispatches, with a backend whose tokens are known (tests/toys.py)."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.backend import DecodeOutput
+from areal_jax.rollout.engine import Engine, LogprobError
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.toys import PRICES, STOP, ToyBackend, length, token
 
@@ -175,3 +178,58 @@ def test_cancel_frees_the_slot():
 def test_a_prompt_that_does_not_fit_is_named_with_the_fix():
     with pytest.raises(ValueError, match=r'draw 4: a prompt of 30 tokens and 7 new ones.*=32; raise it to 37'):
         Rig().engine.generate(request(0, prompt=range(30)))
+
+
+def test_a_cut_request_has_both_logprobs_and_any_other_has_one():
+    # the toy keeps half of the mass: log(p / .5) = log p + log 2
+    async def script(rig):
+        cut = rig.engine.generate(request(0, sampling=dataclasses.replace(SAMPLING, top_k=2)))
+        whole, greedy = (
+            rig.engine.generate(request(1, sampling=dataclasses.replace(SAMPLING, **fields)))
+            for fields in ({}, {'top_p': 0.5, 'temperature': 0.0})
+        )
+        await rig.pass_time(0.025)
+        await rig.engine.load_weights(PublishedWeights(1, '', (3, 1)))
+        return [await collect(running) for running in (cut, whole, greedy)]
+
+    cut, whole, greedy = Rig().run(script)
+    assert [segment.policy_version for segment in cut] == [0, 1]
+    for segment in cut:
+        assert segment.sampling_logprobs.dtype == np.float32
+        np.testing.assert_allclose(segment.sampling_logprobs, segment.behavior_logprobs + np.log(2), rtol=1e-6)
+    assert [segment.sampling_logprobs for segment in whole + greedy] == [None] * len(whole + greedy)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 2.0**-6])
+@pytest.mark.parametrize('kind', ['logprobs', 'sampling_logprobs'])
+def test_a_logprob_that_no_policy_has_ends_the_run_before_it_is_delivered(value, kind):
+    delivered = []
+
+    async def script(rig):
+        generate = rig.backend.generate
+
+        def broken(weights, state, steps, width):
+            state, output = generate(weights, state, steps, width)
+            if weights[1] == 2:
+                getattr(output, kind)[0, 1] = value
+            return state, output
+
+        rig.backend.generate = broken
+        first, second = rig.engine.generate(request(0)), rig.engine.generate(request(2))
+        await rig.pass_time(0.015)
+        await rig.engine.load_weights(PublishedWeights(2, '', (3, 2)))
+        async for segment in second:
+            delivered.append(segment.policy_version)
+        await collect(first)
+
+    message = rf'^engine/0, request 0/4/2, version 2: the log-prob of a generated token is {value}; lower optimizer'
+    with pytest.raises(LogprobError, match=message):
+        Rig().run(script)
+    assert delivered == [0]
+
+
+def test_what_stands_in_dead_places_is_not_looked_at():
+    logprobs = np.array([[-1.0, np.nan], [np.nan, 0.005]], np.float32)  # rounding may exceed 0 by that much
+    valid = np.array([[True, False], [False, True]])
+    assert DecodeOutput(np.zeros((2, 2), np.int32), logprobs, valid).unsound() == []
+    assert [slot for slot, _ in DecodeOutput(np.zeros((2, 2), np.int32), logprobs, ~valid).unsound()] == [1, 0]

@@ -24,7 +24,8 @@ from areal_jax.rollout.decode.slots import DecodeState, Slots, advance, empty_sl
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 
-_Outputs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, log-probs, valid: [decode_steps, slots] each
+# tokens, log-probs, valid, log-probs of the cut softmax (None unless filtered): [decode_steps, slots] each
+_Outputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 class JaxDecodeBackend:
@@ -178,8 +179,9 @@ class JaxDecodeBackend:
                 f'decode_widths={self._widths}'
             )
         state, outputs = self._generate_program(weights, state, np.int32(steps), width)
-        tokens, logprobs, valid = jax.device_get(outputs)
-        return state, DecodeOutput(tokens[:steps], logprobs[:steps], valid[:steps])
+        tokens, logprobs, valid, cut_logprobs = jax.device_get(outputs)
+        cut = None if cut_logprobs is None else cut_logprobs[:steps]
+        return state, DecodeOutput(tokens[:steps], logprobs[:steps], valid[:steps], cut)
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """The state with these slots dead."""
@@ -257,7 +259,8 @@ class JaxDecodeBackend:
     ) -> tuple[DecodeState, _Outputs]:
         self._check_dtype(weights)
         shape = (self._steps, self.slots)
-        outputs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
+        empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
+        outputs: _Outputs = *empty, jnp.zeros(shape, jnp.float32) if self._filtered else None
 
         def more(carry: tuple[jax.Array, DecodeState, _Outputs]) -> jax.Array:
             return (carry[0] < steps) & jnp.any(carry[1].slots.live)
@@ -265,16 +268,18 @@ class JaxDecodeBackend:
         def step(carry: tuple[jax.Array, DecodeState, _Outputs]) -> tuple[jax.Array, DecodeState, _Outputs]:
             i, before, outputs = carry
             live = before.slots.live
-            after, tokens, logprobs = self._step(weights, before, width)
-            token_rows, logprob_rows, valid_rows = outputs
-            outputs = token_rows.at[i].set(tokens), logprob_rows.at[i].set(logprobs), valid_rows.at[i].set(live)
+            after, tokens, logprobs, cut_logprobs = self._step(weights, before, width)
+            values = tokens, logprobs, live, cut_logprobs
+            outputs = jax.tree.map(lambda rows, row: rows.at[i].set(row), outputs, values)
             return i + 1, after, outputs
 
         _, state, outputs = lax.while_loop(more, step, (jnp.int32(0), state, outputs))
         return state, outputs
 
-    def _step(self, weights: Params, state: DecodeState, width: int) -> tuple[DecodeState, jax.Array, jax.Array]:
-        """One token per slot: (state, tokens [B], log-probs [B])."""
+    def _step(
+        self, weights: Params, state: DecodeState, width: int
+    ) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array | None]:
+        """One token per slot: (state, tokens [B], log-probs [B], log-probs of the cut softmax [B] or None)."""
         slots = state.slots
 
         def attend(
@@ -285,10 +290,11 @@ class JaxDecodeBackend:
 
         hidden, cache = self._decoder.hidden(weights, slots.token, slots.position, attend, state.cache)
         logits = self._decoder.logits(weights, hidden)
-        if self._filtered:
-            logits = _cut_where_asked(logits, slots)
-        tokens, logprobs = sampling.sample_tokens(logits, slots.key, slots.position + 1, slots.temperature)
-        return DecodeState(cache, advance(slots, tokens)), tokens, logprobs
+        cut_logits = _cut_where_asked(logits, slots) if self._filtered else None
+        tokens, logprobs, cut_logprobs = sampling.sample_tokens(
+            logits, slots.key, slots.position + 1, slots.temperature, cut_logits
+        )
+        return DecodeState(cache, advance(slots, tokens)), tokens, logprobs, cut_logprobs
 
 
 def _cut_where_asked(logits: jax.Array, slots: Slots) -> jax.Array:

@@ -94,13 +94,19 @@ def _heaviest(z: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def sample_tokens(
-    logits: jax.Array, keys: jax.Array, indices: jax.Array, temperature: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32 [N] drawn from softmax(logits / temperature) and their log-probs float32 [N] under it.
+    logits: jax.Array,
+    keys: jax.Array,
+    indices: jax.Array,
+    temperature: jax.Array,
+    cut_logits: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Tokens int32 [N] and their log-probs float32 [N]: (tokens, of the full softmax, of the cut one).
 
-    Where `cut_support` has cut the logits the log-probs are those of the truncated, renormalised distribution: the
-    policy that acted, whose support is what an importance ratio divides by. Temperature 0 takes the argmax and
-    records log-probs of temperature 1.
+    Tokens are drawn from softmax(logits / temperature), or, with `cut_logits` (see `cut_support`), from its truncated
+    and renormalised part. The log-probs of the full softmax are those that the learner can compute; without
+    `cut_logits` the others are None. Temperature 0 takes the argmax and records log-probs of temperature 1.
     """
-    tokens = draw_tokens(scale_logits(logits, temperature), keys, indices, temperature == 0)
-    return tokens, logprob_of(logits, tokens, temperature)
+    source = logits if cut_logits is None else cut_logits
+    tokens = draw_tokens(scale_logits(source, temperature), keys, indices, temperature == 0)
+    cut_logprobs = None if cut_logits is None else logprob_of(cut_logits, tokens, temperature)
+    return tokens, logprob_of(logits, tokens, temperature), cut_logprobs

@@ -54,12 +54,13 @@ class Decoding:
     def __init__(self, backend, params=None):
         self.backend, self.weights = backend, weights() if params is None else params
         self.state = backend.initial_state()
-        self.requests, self.tokens, self.logprobs = {}, {}, {}
+        self.requests, self.tokens, self.logprobs, self.sampling_logprobs = {}, {}, {}, {}
 
     def start(self, requests):
         """Prefill each distinct prompt once and put the requests, {slot: request}, into their slots."""
         for slot, wanted in requests.items():
-            self.requests[slot], self.tokens[slot], self.logprobs[slot] = wanted, [*wanted.prompt_tokens], []
+            self.requests[slot], self.tokens[slot] = wanted, [*wanted.prompt_tokens]
+            self.logprobs[slot], self.sampling_logprobs[slot] = [], []
         self._build(requests)
 
     def rebuild(self, *slots):
@@ -84,6 +85,8 @@ class Decoding:
             valid = output.valid[:, slot]
             self.tokens[slot] += output.tokens[valid, slot].tolist()
             self.logprobs[slot] += output.logprobs[valid, slot].tolist()
+            if output.sampling_logprobs is not None:
+                self.sampling_logprobs[slot] += output.sampling_logprobs[valid, slot].tolist()
         return output
 
     def finish(self):

@@ -377,10 +377,15 @@ def test_filtered_requests_draw_inside_their_support_and_leave_company_alone():
     decoding = finished({0: request(0), 1: request(1, top_k=1), 2: request(2, top_k=3, new=12)}, filtered=True)
     assert decoding.answer(0) == plain
     np.testing.assert_allclose(decoding.logprobs[0], plain_logprobs, atol=1e-6)
+    assert decoding.sampling_logprobs[0] == decoding.logprobs[0]
     # one token left: its renormalised probability is 1
-    np.testing.assert_allclose(decoding.logprobs[1], 0.0, atol=1e-6)
+    np.testing.assert_allclose(decoding.sampling_logprobs[1], 0.0, atol=1e-6)
+    for slot in range(3):
+        full = forward_logprobs(decoding.tokens[slot], len(PROMPT))
+        np.testing.assert_allclose(decoding.logprobs[slot], full, atol=1e-5)
+    assert np.min(decoding.logprobs[1]) < -0.1  # far from the renormalised ones
     logits = next_token_logits(decoding.tokens[2])
-    for t, logprob in enumerate(decoding.logprobs[2], start=len(PROMPT)):
+    for t, logprob in enumerate(decoding.sampling_logprobs[2], start=len(PROMPT)):
         three = np.sort(logits[t - 1])[-3:]
         token = logits[t - 1, decoding.tokens[2][t]]
         assert token >= three[0] - 1e-5

@@ -101,7 +101,7 @@ def test_tokens_and_logprobs_are_those_of_the_tempered_logits():
     # temperature 2: weights sqrt(.1), sqrt(.4), sqrt(.2), sqrt(.3) = .3162 .6325 .4472 .5477, sum 1.9436
     n = 20_000
     logits = jnp.tile(jnp.log(PROBABILITIES), (n, 1))
-    tokens, logprobs = sample_tokens(logits, keys(n), np.zeros(n, np.int32), np.full(n, 2.0, np.float32))
+    tokens, logprobs, _ = sample_tokens(logits, keys(n), np.zeros(n, np.int32), np.full(n, 2.0, np.float32))
     tokens = np.asarray(tokens)
     p = np.array([0.3162, 0.6325, 0.4472, 0.5477]) / 1.9436
     np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=2e-4)
@@ -131,14 +131,19 @@ def test_support_by_hand(filters, expected):
     assert kept(**filters) == expected
 
 
-def test_logprobs_of_a_cut_support_are_renormalised():
-    # top-2 of .4 .3 .2 .1: log(.4 / .7) and log(.3 / .7), not log .4 and log .3
+def test_a_cut_support_has_renormalised_logprobs_beside_those_of_the_full_softmax():
+    # top-2 of .4 .3 .2 .1: log(.4 / .7) and log(.3 / .7) beside log .4 and log .3
     logits = jnp.tile(jnp.log(PROBABILITIES), (64, 1))
     cut = cut_support(logits, jnp.ones(64), jnp.full(64, 2), jnp.ones(64))
-    tokens, logprobs = sample_tokens(cut, keys(64), jnp.zeros(64, jnp.int32), jnp.ones(64))
+    tokens, full, renormalised = sample_tokens(logits, keys(64), jnp.zeros(64, jnp.int32), jnp.ones(64), cut)
     tokens = np.asarray(tokens)
     assert set(tokens.tolist()) == {1, 3}
-    np.testing.assert_allclose(logprobs, np.where(tokens == 1, np.log(4 / 7), np.log(3 / 7)), atol=1e-5)
+    np.testing.assert_allclose(full, np.log(np.where(tokens == 1, 0.4, 0.3)), atol=1e-5)
+    np.testing.assert_allclose(renormalised, np.log(np.where(tokens == 1, 4 / 7, 3 / 7)), atol=1e-5)
+
+
+def test_without_a_cut_there_is_one_kind_of_logprobs():
+    assert sample_tokens(jnp.zeros((2, 4)), keys(2), jnp.zeros(2, jnp.int32), jnp.ones(2))[2] is None
 
 
 def test_tied_tokens_at_the_threshold_are_all_kept():

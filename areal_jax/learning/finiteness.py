@@ -1,0 +1,45 @@
+"""Refuses weights and optimizer state that hold NaN or infinity, with the same verdict on every process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from areal_jax.errors import UserError
+from areal_jax.sharding.rules import path_name, replicated
+
+
+class NonFiniteError(UserError, ArithmeticError):
+    """Numbers that no training can go on from; the message names where they are, how many, and the fix."""
+
+
+def require_finite(tree: Any, mesh: Mesh, what: str, fix: str) -> None:
+    """Raises NonFiniteError that names the first leaf with NaN or infinity, and how many of its values are.
+
+    Counts on the devices of `mesh`, where the leaves lie. A collective where the mesh spans processes: all must call
+    it, and all raise or none. There is one small program per shape of a leaf: a program over all leaves takes seconds
+    to compile where layers are listed.
+
+    Args:
+      what: what the tree was read from or made by, the start of the sentence.
+      fix: its end.
+    """
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    counts = jax.device_get([_counter(mesh)(leaf) for leaf in leaves.values()])
+    wrong = {path: int(count) for path, count in zip(leaves, counts, strict=True) if count}
+    for path, count in wrong.items():
+        others = f', and {len(wrong) - 1} other leaves have such values too' if len(wrong) > 1 else ''
+        raise NonFiniteError(
+            f'{what}: {count} of the {leaves[path].size} values of {path!r} are NaN or infinite{others}; {fix}'
+        )
+
+
+@functools.cache
+def _counter(mesh: Mesh) -> Any:
+    """leaf -> int32 scalar on every device of the mesh: values that are not finite."""
+    return jax.jit(lambda leaf: jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32), out_shardings=replicated(mesh))

@@ -1,0 +1,90 @@
+"""What a minibatch is divided by where equal rewards leave groups out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.learning.denominators import denominator_scale
+from areal_jax.types import TrajectoryGroup
+from tests.learning.examples import group, random_groups, segment, trajectory
+from tests.learning.test_learner import _PARAMS, _learner
+
+_KEPT = group([1, 2], [[3], [4, 5, 6]], [0.0, 1.0])
+_EQUAL = [group([1, 2], [[3, 4], [5, 6]], [1.0, 1.0], draw=draw) for draw in (1, 2, 3)]  # 4 tokens each
+
+
+def _change(learner, groups):
+    before = learner.save()['params']
+    metrics = learner.update(groups, version=2)
+    return jax.tree.map(lambda a, b: a - b, learner.save()['params'], before), metrics
+
+
+def _assert_close(a, b, scale=1.0):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y * scale, rtol=1e-4, atol=1e-5), a, b)
+    assert max(jax.tree.leaves(jax.tree.map(lambda x: float(np.abs(x).max()), a))) > 0.1  # far above the tolerance
+
+
+def test_scale_by_hand():
+    # 4 tokens of 4 + 3 * 4; 2 sequences of 8
+    groups = [_KEPT, *_EQUAL]
+    assert denominator_scale(groups, [_KEPT], 'token_mean') == 4
+    assert denominator_scale(groups, [_KEPT], 'sequence_mean') == 4
+    assert denominator_scale(groups[:2], [_KEPT], 'token_mean') == 2
+    assert denominator_scale(groups, groups, 'token_mean') == 1
+    assert denominator_scale(_EQUAL, [], 'token_mean') == 1
+    # a tool's tokens are no loss tokens, and a sequence of nothing else is none: 2 of 4 tokens, 1 of 3 sequences more
+    tool = trajectory([1], [segment([7, 7], -1)], sample=1)
+    mixed = TrajectoryGroup(9, (trajectory([1], [segment([2, 3], 0), segment([7], -1)]), tool))
+    assert denominator_scale([_KEPT, mixed], [_KEPT], 'token_mean') == 1.5
+    assert denominator_scale([_KEPT, mixed], [_KEPT], 'sequence_mean') == 1.5
+
+
+@pytest.mark.parametrize('aggregation', ['token_mean', 'sequence_mean'])
+def test_groups_left_out_weaken_the_update_only_where_they_are_counted(aggregation):
+    # 1 of 4 equally long groups is kept: its mean counts whole, or for a quarter
+    settings = {'aggregation': aggregation, 'learning_rate': 10.0}  # the step of a weight is far above its rounding
+    groups = [_EQUAL[0], _KEPT, *_EQUAL[1:]]
+    kept, kept_metrics = _change(_learner(**settings), groups)
+    whole, metrics = _change(_learner(**settings, denominator='all'), groups)
+    unfiltered, _ = _change(_learner(**settings, filter_equal_rewards=False), groups)
+    _assert_close(kept, whole, scale=4.0)
+    _assert_close(whole, unfiltered)
+    np.testing.assert_allclose(metrics['loss/value'], kept_metrics['loss/value'] / 4, rtol=1e-5)
+    both, _ = _change(_learner(**settings, filter_equal_rewards=False, denominator='all'), groups)
+    jax.tree.map(np.testing.assert_array_equal, both, unfiltered)  # nothing is left out
+
+
+def test_every_minibatch_is_divided_by_its_share_of_the_groups_left_out():
+    # twice as many tokens in all: with SGD and a constant loss surface each step is half as long. Minibatches see
+    # weights that moved, so the first order in the rate is compared
+    groups = random_groups(5, 4)
+    count = lambda g: sum(int(t.loss_mask.sum()) for t in g.trajectories)
+    tokens = sum(map(count, groups))
+    equal = group([1, 2], [[3] * (tokens // 2), [4] * (tokens - tokens // 2)], [1.0, 1.0], draw=9)
+    settings = {'n_minibatches': 2, 'learning_rate': 1e-3, 'row_tokens': 64, 'row_loss_tokens': 64}
+    kept, _ = _change(_learner(**settings), [*groups, equal])
+    whole, _ = _change(_learner(denominator='all', **settings | {'learning_rate': 2e-3}), [*groups, equal])
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-3 * np.abs(one).max() + 1e-7)
+
+
+def test_nothing_kept_changes_nothing():
+    learner = _learner(denominator='all')
+    assert learner.update(_EQUAL, version=0)['update/optimizer_steps'] == 0
+    jax.tree.map(np.testing.assert_array_equal, learner.save()['params'], jax.device_get(_PARAMS))
+
+
+def test_masked_tokens_stay_in_the_denominator():
+    # over age: 1 of the kept 4 tokens leaves the loss; still 4 of 8 tokens
+    first, second = _KEPT.trajectories
+    old = dataclasses.replace(first, segments=(segment([3], 0),))
+    young = dataclasses.replace(second, segments=(segment([4, 5, 6], 2),))
+    mixed = TrajectoryGroup(0, (old, young))
+    settings = {'max_token_age': 1, 'over_age': 'mask', 'learning_rate': 10.0}
+    kept, _ = _change(_learner(**settings), [mixed, _EQUAL[0]])
+    whole, _ = _change(_learner(denominator='all', **settings), [mixed, _EQUAL[0]])
+    _assert_close(kept, whole, scale=2.0)
