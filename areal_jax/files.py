@@ -10,10 +10,15 @@ from typing import Any
 
 def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces the file: after any death of the process or the machine it holds the old text or all of the new."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: pathlib.Path, data: bytes) -> None:
+    """The same for bytes."""
     replacement = path.with_name(f'.{path.name}.partial')
     try:
-        with replacement.open('w', encoding='utf-8') as file:
-            file.write(text)
+        with replacement.open('wb') as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         replacement.replace(path)

@@ -36,7 +36,7 @@ from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import lane_intervals, load_events, window
-from areal_jax.telemetry.facts import EvaluationScores, RunFacts
+from areal_jax.telemetry.facts import EvaluationScores, RunFacts, discard_facts
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.report import write_report
@@ -198,6 +198,7 @@ class Session:
     def train(self) -> dict[str, Any] | None:
         """Run to the end (the report) or to a requested stop (None; the checkpoint is saved if there can be one)."""
         try:
+            discard_facts(self.workdir)
             return self._report() if self._run() else None
         finally:
             self.learner.close()
@@ -303,8 +304,10 @@ class Session:
         facts = RunFacts(
             config=self._source,
             seed=config.run.seed,
-            eta=config.staleness.eta,
+            eta=config.staleness.eta if self.resumable else None,
+            schedule=config.staleness.schedule,
             clock=config.run.clock,
+            planned_steps=config.run.steps,
             wall_seconds=time.monotonic() - self.started,
             evaluation_before=self._read_scores('before'),
             evaluation_after=self._read_scores('after'),
@@ -317,7 +320,7 @@ class Session:
             versions=package_versions(),
             hardware=hardware() | {'platform': platform.platform()},
             alone_seconds=alone,
-            cpu_seconds=self.observer.cpu_seconds_in_window,
+            cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
             lanes_own_devices=False,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import platform
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from areal_jax.app import build
 from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.interrupt import StopRequest
 from areal_jax.app.processes import lead
+from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -24,6 +26,7 @@ from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, 
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.telemetry import names
+from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.numerals import format_duration
 from areal_jax.telemetry.progress import describe_skipped_steps
@@ -89,6 +92,7 @@ class SftSession:
 
     def train(self) -> dict[str, Any] | None:
         """Run to the end (the report) or to a requested stop (None; the checkpoint is saved)."""
+        discard_facts(self.workdir)
         try:
             with self.resources, self.compilations, StopRequest() as stop:
                 self._warm_up()
@@ -216,7 +220,12 @@ class SftSession:
             compilations=self.compilations.count,
             peak_memory_bytes=self.resources.peak_bytes,
             weights_sha256=weights_sha256(params),
+            git_commit=git_commit(),
+            versions=package_versions(),
+            hardware=hardware() | {'platform': platform.platform()},
+            planned_steps=self._steps,
         )
+        facts.save(self.workdir)
         return write_sft_report(self.workdir, facts)
 
 

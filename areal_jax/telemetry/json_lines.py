@@ -9,28 +9,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
+from areal_jax.errors import UserError
+
+
+class LogError(UserError, ValueError):
+    """A log that cannot be read, because a line of it was torn or edited; the message names file and line."""
 
 
 def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """One dict a line. A last line torn by the death of its writer is left out; any other bad line is an error.
-
-    Raises:
-        ValueError: a line before the last is not JSON; the message names file and line.
-    """
+    """One dict a line. A last line torn by the death of its writer is left out; any other bad line is a LogError."""
     if not path.exists():
         return []
-    lines = path.read_text(errors='replace').rstrip('\n').split('\n')
+    lines = path.read_text(encoding='utf-8', errors='replace').rstrip('\n').split('\n')
     if lines == ['']:
         return []
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError as error:
             if number == len(lines):
                 break
-            raise ValueError(f'{path}: line {number} of {len(lines)} is not JSON ({error}); remove it') from error
+            raise LogError(f'{path}: line {number} of {len(lines)} is not JSON ({error}); remove it') from error
+        if not isinstance(record, dict):
+            raise LogError(f'{path}: line {number} of {len(lines)} is not a JSON object; remove it')
+        records.append(record)
     return records
+
+
+def require_fields(
+    path: pathlib.Path, number: int, record: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
+) -> None:
+    """Raises LogError where line `number` of the file lacks one of `fields` or has it with another type."""
+    for name, kind in fields.items():
+        if not isinstance(record.get(name), kind):
+            found = f'has {name}={record[name]!r}' if name in record else f'has no {name!r}'
+            raise LogError(f'{path}: line {number} {found}: it was edited or is of another program; remove it')
 
 
 def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
