@@ -52,7 +52,7 @@ from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import lane_intervals, load_events, window
-from areal_jax.telemetry.facts import EvaluationScores, RunFacts, read_scores
+from areal_jax.telemetry.facts import EvaluationScores, RunFacts, discard_facts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.report import write_report
@@ -253,6 +253,7 @@ class Session:
         try:
             if self._finished is not None:
                 return self._finished
+            discard_facts(self.workdir)
             report = self._report() if self._run() else None
             if self._unsaved:
                 raise self._unsaved
@@ -363,8 +364,10 @@ class Session:
         facts = RunFacts(
             config=self._source,
             seed=config.run.seed,
-            eta=config.staleness.eta,
+            eta=config.staleness.eta if config.staleness.schedule == 'natural' else None,
+            schedule=config.staleness.schedule,
             clock=config.run.clock,
+            planned_steps=config.run.steps,
             wall_seconds=time.monotonic() - self.started,
             evaluation_before=self._scores.get('before'),
             evaluation_after=self._scores.get('after'),
@@ -377,7 +380,7 @@ class Session:
             versions=package_versions(),
             hardware=hardware() | {'platform': platform.platform()},
             alone_seconds=alone,
-            cpu_seconds=self.observer.cpu_seconds_in_window,
+            cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
             lanes_own_devices=False,
             prolonged=read_prolongations(self.workdir),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import platform
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -17,6 +18,7 @@ from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.processes import lead
+from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.sizes import require_room
 from areal_jax.app.workdir import (
@@ -39,6 +41,7 @@ from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, 
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.telemetry import names
+from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.numerals import format_duration
 from areal_jax.telemetry.progress import describe_skipped_steps
@@ -127,6 +130,7 @@ class SftSession:
             with self.resources, self.compilations:
                 if self._finished is not None:
                     return self._finished
+                discard_facts(self.workdir)
                 self._warm_up()
                 with self._deferred_signals():
                     finished = self._run()
@@ -294,7 +298,12 @@ class SftSession:
             weights_sha256=weights_sha256(params),
             prolonged=read_prolongations(self.workdir),
             idle_fields=self._idle_fields,
+            git_commit=git_commit(),
+            versions=package_versions(),
+            hardware=hardware() | {'platform': platform.platform()},
+            planned_steps=self._steps,
         )
+        facts.save(self.workdir)
         return write_sft_report(self.workdir, facts)
 
 

@@ -4,37 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry.caveats import warn_of_skipped_steps
 from areal_jax.telemetry.json_lines import plain
 from areal_jax.telemetry.numerals import format_duration, format_number
+from areal_jax.telemetry.page import describe_idle_fields, describe_prolongation
 from areal_jax.telemetry.report import FILE, PAGE, count_optimizer_steps
 
 
 @dataclasses.dataclass(frozen=True)
 class SftFacts:
-    """What the run knows and metrics.jsonl does not."""
+    """What the run knows and metrics.jsonl does not; None where only the running program measures it."""
 
     config: str
     seed: int
     steps: int
     epochs: float
-    demonstrations: Mapping[str, int]  # train, held_out, dropped
     held_out_nll: Mapping[int, float]  # nats per answer token, by update; 0 = before the first
     trained_tokens: int
     training_seconds: float  # of updates and measurements, all attempts together
-    wall_seconds: float  # of this attempt
     compilations: int  # after warm-up
-    peak_memory_bytes: int
-    weights_sha256: str
-    prolonged: Sequence[Mapping[str, int]] = ()
+    demonstrations: Mapping[str, int] | None = None  # train, held_out, dropped
+    wall_seconds: float | None = None  # of this attempt
+    peak_memory_bytes: int | None = None
+    weights_sha256: str | None = None
+    git_commit: str | None = None
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages
+    hardware: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    planned_steps: int | None = None  # run.steps
+    finished: bool = True
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
+    prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
+
+    def save(self, workdir: pathlib.Path) -> None:
+        """Write WORKDIR/facts.json, all or nothing."""
+        files.write_json(workdir / fact_file.FILE, plain(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, workdir: pathlib.Path) -> SftFacts:
+        """Read WORKDIR/facts.json; raises FileError for a file that is not whole."""
+        values = fact_file.read_facts(workdir, cls)
+        values['held_out_nll'] = {int(step): nll for step, nll in values['held_out_nll'].items()}
+        values |= {name: tuple(values[name]) for name in ('idle_fields', 'prolonged')}
+        return cls(**values)
 
 
 def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:
@@ -42,17 +59,14 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     values = [line['loss/nll'] for line in metrics if 'loss/nll' in line]
     optimizer_steps = count_optimizer_steps(metrics)
-    warning = warn_of_skipped_steps(optimizer_steps)
-    report = plain(
+    warnings = [_warn_of_end(facts), warn_of_skipped_steps(optimizer_steps)]
+    report: dict[str, Any] = plain(
         {
             **dataclasses.asdict(facts),
             'held_out_nll': {str(step): nll for step, nll in sorted(facts.held_out_nll.items())},
             'train_nll': {'first': values[0] if values else None, 'last': values[-1] if values else None},
             'optimizer_steps': optimizer_steps,
-            'warnings': [warning] if warning else [],
-            'git_commit': git_commit(),
-            'versions': package_versions(),
-            'hardware': hardware() | {'platform': platform.platform()},
+            'warnings': [warning for warning in warnings if warning],
         }
     )
     files.write_json(workdir / FILE, report)
@@ -60,30 +74,53 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:
     return report
 
 
+def _warn_of_end(facts: SftFacts) -> str:
+    if facts.finished:
+        return ''
+    return (
+        f'The run has not finished: it stands at update {facts.steps} of {facts.planned_steps}, stopped, killed or '
+        'still running. What only the running program measures is missing here.'
+    )
+
+
 def _render(report: Mapping[str, Any]) -> str:
-    held_out, train, sizes = report['held_out_nll'], report['train_nll'], report['demonstrations']
+    held_out, train = report['held_out_nll'], report['train_nll']
     measured = [f'| held-out, after {step} updates | {_format_nll(nll)} |' for step, nll in held_out.items()]
-    steps = report['optimizer_steps']
+    weights = report['weights_sha256']
     lines = [
         f'# Supervised training: {report["config"] or "no config file"}, seed {report["seed"]}',
         '',
         *(f'**Warning:** {warning}\n' for warning in report['warnings']),
-        f'{report["steps"]} updates ({steps["applied"]} optimizer steps applied, {steps["skipped"]} skipped because '
-        f'their gradient was not finite), {format_number(report["epochs"])} epochs over {sizes["train"]} '
-        f'demonstrations ({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped because they fit no '
-        f'row), {report["trained_tokens"]} tokens in the loss, {format_duration(report["training_seconds"])}; '
-        f'{report["compilations"]} compilations after warm-up, '
-        f'{report["peak_memory_bytes"] / 1e9:.2f} GB of memory at most.',
+        _what_ran(report),
         '',
+        *(f'{describe_prolongation(prolongation)}\n' for prolongation in report['prolonged']),
+        *([f'{describe_idle_fields(report["idle_fields"])}\n'] if report['idle_fields'] else []),
         '| negative log-likelihood | nats per answer token |',
         '|---|---|',
         *measured,
         *(f'| train, {place} batch | {_format_nll(nll)} |' for place, nll in train.items()),
         '',
-        f'Weights: `export/`, a Hugging Face directory; sha256 {report["weights_sha256"]}.',
+        f'Weights: `export/`, a Hugging Face directory; sha256 {weights}.' if weights else 'No weights were exported.',
         '',
     ]
     return '\n'.join(lines)
+
+
+def _what_ran(report: Mapping[str, Any]) -> str:
+    steps, sizes, memory = report['optimizer_steps'], report['demonstrations'], report['peak_memory_bytes']
+    data = (
+        f'{sizes["train"]} demonstrations ({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped '
+        'because they fit no row)'
+        if sizes
+        else 'the demonstrations'
+    )
+    return (
+        f'{report["steps"]} updates ({steps["applied"]} optimizer steps applied, {steps["skipped"]} skipped because '
+        f'their gradient was not finite), {format_number(report["epochs"])} epochs over {data}, '
+        f'{report["trained_tokens"]} tokens in the loss, {format_duration(report["training_seconds"])}; '
+        f'{report["compilations"]} compilations after warm-up'
+        f'{"" if memory is None else f", {memory / 1e9:.2f} GB of memory at most"}.'
+    )
 
 
 def _format_nll(nll: float | None) -> str:

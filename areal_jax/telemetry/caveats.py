@@ -9,6 +9,7 @@ from typing import Any
 from areal_jax.telemetry import names
 from areal_jax.telemetry.events import Event, conservation
 from areal_jax.telemetry.facts import RunFacts
+from areal_jax.telemetry.numerals import format_number
 
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
 AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
@@ -20,11 +21,15 @@ Records = Sequence[Mapping[str, Any]]
 def find_caveats(events: Sequence[Event], metrics: Records, report: Mapping[str, Any], facts: RunFacts) -> list[str]:
     """One sentence per caveat, the gravest first."""
     checks = (
+        _unfinished(events, report),
         _broken_conservation(events),
         _errors(events),
         warn_of_skipped_steps(report['optimizer_steps']),
+        warn_of_equal_rewards(metrics),
+        _kept_mass(metrics),
         _compilations(facts),
         _at_bound(metrics, facts.eta),
+        _idle_bound(report),
         _never_interrupted(report, facts.eta),
         _unmeasured_mismatch(report),
         _lag(facts),
@@ -35,12 +40,12 @@ def find_caveats(events: Sequence[Event], metrics: Records, report: Mapping[str,
     return [caveat for caveat in checks if caveat]
 
 
-def sits_at_bound(metrics: Records, eta: float) -> bool:
+def sits_at_bound(metrics: Records, eta: float | None) -> bool:
     """Whether every update in the second half of the run holds (nearly) nothing but tokens of age eta.
 
     Update u trains at version u - 1, so tokens of age eta exist from update eta + 1 on: earlier ones do not count.
     """
-    if not math.isfinite(eta) or eta < 1:
+    if eta is None or not math.isfinite(eta) or eta < 1:
         return False
     age = int(eta)
     late = metrics[len(metrics) // 2 :]
@@ -60,6 +65,67 @@ def warn_of_skipped_steps(optimizer_steps: Mapping[str, int]) -> str:
     return (
         f'{skipped} of {applied + skipped} optimizer steps were skipped because their gradient was not finite: '
         f'{effect}. Look at the weights that the model starts from, learner.loss_scale and optimizer.learning_rate.'
+    )
+
+
+def warn_of_equal_rewards(metrics: Records) -> str:
+    """The sentence on a run whose rewards were all the same, '' where two differed or none is known."""
+    pairs = [(line.get(names.REWARD_MEAN), line.get(names.REWARD_STD)) for line in metrics]
+    means = [mean for mean, _ in pairs if mean is not None]
+    spreads = [spread for _, spread in pairs if spread is not None]
+    if not pairs or len(means) < len(pairs) or len(spreads) < len(pairs):
+        return ''
+    rounding = 1e-9 * max(1.0, abs(means[0]))
+    if max(spreads) > rounding or max(means) - min(means) > rounding:
+        return ''
+    return (
+        f'Every reward was {means[0]:g}: the task gave no signal to learn from. Look at answers and verdicts '
+        '(task.name, task.system_prompt, rollout.max_new_tokens).'
+    )
+
+
+def _unfinished(events: Sequence[Event], report: Mapping[str, Any]) -> str:
+    if report['finished']:
+        return ''
+    last = [event for event in events if event['kind'] in ('signal', 'error', 'restore')][-1:]
+    ends = {'signal': 'it was stopped by a signal', 'error': 'it ended with an error'}
+    how = ends.get(last[0]['kind'] if last else '', 'it was killed or is still running')
+    return (
+        f'The run has not finished: it stands at update {report["steps"]} of {report["planned_steps"]}, and {how}. '
+        'What only the running program measures is missing here.'
+    )
+
+
+def _kept_mass(metrics: Records) -> str:
+    pairs = [(line[names.KEPT_MASS_MEAN], line.get(names.UPDATE_TOKENS) or 0) for line in metrics
+             if line.get(names.KEPT_MASS_MEAN) is not None]  # fmt: skip
+    total = sum(tokens for _, tokens in pairs)
+    kept = sum(share * tokens for share, tokens in pairs) / total if total else 1.0
+    if kept >= 1:
+        return ''
+    return (
+        'Sampling was cut by rollout.top_k or rollout.top_p, and the recorded log-probs are those of the uncut policy: '
+        f'the importance weights are biased by the kept mass, {kept:.2g} on average.'
+    )
+
+
+def _idle_bound(report: Mapping[str, Any]) -> str:
+    """A bound that never held admission back: the same run with a larger eta would have been this one."""
+    eta, held = report['eta'], report['admission_held']
+    if (
+        report['schedule'] != 'natural'
+        or eta is None
+        or not math.isfinite(eta)
+        or not held
+        or 'eta' in held
+        or report['steps'] <= eta + 1
+    ):
+        return ''
+    bound, share = next(iter(held.items()))
+    age = report['token_age']['max']
+    return (
+        f'staleness.eta = {eta:g} never held admission back, so any larger eta gives the same run; {bound} did for '
+        f'{share:.0%} of the time, and the oldest trained token had age {format_number(age)}.'
     )
 
 
@@ -84,8 +150,8 @@ def _compilations(facts: RunFacts) -> str:
     )
 
 
-def _at_bound(metrics: Records, eta: float) -> str:
-    if not sits_at_bound(metrics, eta):
+def _at_bound(metrics: Records, eta: float | None) -> str:
+    if eta is None or not sits_at_bound(metrics, eta):
         return ''
     return (
         f'In the second half of the run every trained token was exactly eta = {eta:g} versions old: generation '
@@ -94,8 +160,9 @@ def _at_bound(metrics: Records, eta: float) -> str:
     )
 
 
-def _never_interrupted(report: Mapping[str, Any], eta: float) -> str:
-    if report['interruptions'] or eta < 1 or not report['steps']:
+def _never_interrupted(report: Mapping[str, Any], eta: float | None) -> str:
+    """Neither a lock-step schedule (eta is None) nor eta = 0 lets new weights meet an unfinished answer."""
+    if report['interruptions'] or eta is None or eta < 1 or not report['steps']:
         return ''
     return (
         'No request was ever interrupted: new weights never met unfinished answers, so interruption was not exercised.'

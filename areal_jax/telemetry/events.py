@@ -8,10 +8,26 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_jax.telemetry.json_lines import read_json_lines
+from areal_jax.telemetry.json_lines import read_json_lines, require_fields
 
 Event = Mapping[str, Any]
 FILE = 'events.jsonl'
+_NUMBER = (int, float)
+_OF_EVERY_EVENT: Mapping[str, type | tuple[type, ...]] = {'seq': int, 'time': _NUMBER, 'kind': str}
+_OF_KIND: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {  # fields that reports read
+    'run_start': {'lane': str, 'run': int},
+    'run_done': {'lane': str, 'run': int, 'work': str, 'seconds': _NUMBER},
+    'evaluate': {'mode': str},
+    'draw': {'draw': int},
+    'admit': {'draw': int},
+    'buffer': {'draw': int},
+    'consume': {'draws': list},
+    'drop': {'draw': int, 'reason': str},
+    'decode': {'engine': str, 'slots': list, 'tokens': int, 'version': int},
+    'interrupt': {'requests': list, 'to_version': int},
+    'publish': {'version': int},
+    'load': {'version': int, 'pause_seconds': _NUMBER},
+}
 ROUNDING = 1e-6  # seconds; start + length of one interval may pass the start of the next by rounding
 
 
@@ -49,10 +65,14 @@ class Window:
 def load_events(path: pathlib.Path | str) -> list[dict[str, Any]]:
     """The events of an events.jsonl; a torn last line is left out, no file is an empty list.
 
-    Raises:
-        ValueError: a line before the last is not JSON.
+    Raises FileError for a line that is no JSON object or lacks a field that is read here.
     """
-    return read_json_lines(pathlib.Path(path))
+    path = pathlib.Path(path)
+    events = read_json_lines(path)
+    for number, event in enumerate(events, start=1):
+        require_fields(path, number, event, _OF_EVERY_EVENT)
+        require_fields(path, number, event, _OF_KIND.get(event['kind'], {}))
+    return events
 
 
 def lane_intervals(events: Iterable[Event]) -> list[LaneInterval]:

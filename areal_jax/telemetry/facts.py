@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,8 +28,13 @@ class RunFacts:
 
     config: str  # path of the experiment file
     seed: int
-    eta: float  # staleness.eta; inf = unbounded
+    eta: float | None  # staleness.eta; inf = unbounded, None = not used by the schedule
+    schedule: str = 'natural'  # staleness.schedule
     clock: str = 'real'  # 'real' | 'virtual'
+    planned_steps: int | None = None  # run.steps
+    finished: bool = True
+    idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'
+    prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
     wall_seconds: float | None = (
         None  # of the whole run on a wall clock; None = span of the event log, if its clock is real
     )
@@ -47,38 +51,43 @@ class RunFacts:
     alone_seconds: Mapping[str, float | None] = dataclasses.field(
         default_factory=dict
     )  # 'generate', 'train': an update
-    cpu_seconds: float | None = None  # of the process tree, in the window
+    cpu_seconds: float | None = None  # of the process tree, in the window; None where several processes made the run
     cores: int = 1
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
-    prolonged: Sequence[Mapping[str, int]] = ()
-    idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'
 
     def save(self, workdir: pathlib.Path | str) -> None:
         """Write WORKDIR/facts.json, all or nothing."""
-        values = dataclasses.asdict(self) | {'eta': str(self.eta)}  # a string: JSON has no infinity
+        eta = None if self.eta is None else str(self.eta)  # a string: JSON has no infinity
+        values = dataclasses.asdict(self) | {'eta': eta}
         files.write_json(pathlib.Path(workdir) / FILE, values)
 
     @classmethod
     def load(cls, workdir: pathlib.Path | str) -> RunFacts:
-        """Read WORKDIR/facts.json.
-
-        Raises:
-            FileNotFoundError: the run has not written its facts.
-            ValueError: a field is not one of these; the message names it.
-        """
-        path = pathlib.Path(workdir) / FILE
-        if not path.exists():
-            raise FileNotFoundError(
-                f'{path} does not exist: the run writes it when it ends; is this its work directory?'
-            )
-        values = json.loads(path.read_text())
-        if unknown := set(values) - {field.name for field in dataclasses.fields(cls)}:
-            raise ValueError(f'{path}: unknown fields {sorted(unknown)}; it was written by another version')
+        """Read WORKDIR/facts.json, written when a run finishes; raises FileError for a file that is not whole."""
+        values = read_facts(workdir, cls)
         for name in ('evaluation_before', 'evaluation_after'):
             values[name] = _scores(values.get(name))
-        values['idle_fields'] = tuple(values.get('idle_fields', ()))
-        return cls(**values | {'eta': float(values['eta'])})
+        for name in ('idle_fields', 'prolonged'):
+            values[name] = tuple(values[name])
+        return cls(**values | {'eta': None if values['eta'] is None else float(values['eta'])})
+
+
+def read_facts(workdir: pathlib.Path | str, kind: type) -> dict[str, Any]:
+    """The fields of the dataclass `kind` in WORKDIR/facts.json, as JSON has them; raises FileError."""
+    path = pathlib.Path(workdir) / FILE
+    fix = 'remove it: a report can be made without it'
+    values = files.read_json(path, fix)
+    if wrong := sorted(set(values) ^ {field.name for field in dataclasses.fields(kind)}):
+        raise files.FileError(
+            f'{path} was written by another version (fields that are missing or unknown: {wrong}); {fix}'
+        )
+    return values
+
+
+def discard_facts(workdir: pathlib.Path | str) -> None:
+    """Remove what an earlier end of the run left: from now on it has not finished."""
+    (pathlib.Path(workdir) / FILE).unlink(missing_ok=True)
 
 
 def most_frequent_share(answers: Sequence[str]) -> float | None:

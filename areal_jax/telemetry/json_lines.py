@@ -34,6 +34,16 @@ def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
+def require_fields(
+    path: pathlib.Path, number: int, record: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
+) -> None:
+    """Raises FileError where line `number` of the file lacks one of `fields` or has it with another type."""
+    for name, kind in fields.items():
+        if not isinstance(record.get(name), kind):
+            found = f'has {name}={record[name]!r}' if name in record else f'has no {name!r}'
+            raise files.FileError(f'{path}: line {number} {found}: it was edited or is of another program; remove it')
+
+
 def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Replace the file by these records, all or nothing; no file stays no file."""
     if not path.exists():

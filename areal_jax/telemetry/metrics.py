@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_jax import files
-from areal_jax.telemetry.json_lines import plain, read_json_lines, rewrite_json_lines
+from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
 from areal_jax.telemetry.names import STEP
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
+_VALUE = (int, float, list, type(None))  # of a metric: a number, counts, or null where it was not finite
 
 
 class MetricsError(ValueError):
@@ -90,8 +91,22 @@ class MetricsWriter:
 
 
 def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl as dicts; a torn last line is left out, no file is an empty list."""
-    return read_json_lines(pathlib.Path(path))
+    """The lines of a metrics.jsonl as dicts; a torn last line is left out, no file is an empty list.
+
+    Raises FileError for a line that is no JSON object, holds what is no metric, or is not of a later update than the
+    line before.
+    """
+    path = pathlib.Path(path)
+    lines = read_json_lines(path)
+    last = 0
+    for number, line in enumerate(lines, start=1):
+        require_fields(path, number, line, {STEP: int} | dict.fromkeys(line.keys() - {STEP}, _VALUE))
+        if line[STEP] <= last:
+            raise files.FileError(
+                f'{path}: line {number} is of update {line[STEP]}, after one of update {last}; remove it'
+            )
+        last = line[STEP]
+    return lines
 
 
 def _write_histogram(tensorboard: Any, name: str, counts: list[float], step: int) -> None:

@@ -15,6 +15,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
     sections = [
         '# Run report',
         _what_ran(report),
+        _which_config(report),
         _warnings(report['warnings']),
         '## Results',
         _table(('', 'before', 'after', 'gain'), _accuracy_rows(report)),
@@ -41,14 +42,44 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
 def _what_ran(report: Report) -> str:
     hardware = ', '.join(f'{name} {value}' for name, value in report['hardware'].items()) or 'hardware not recorded'
     seconds = report['wall_seconds']
-    wall = '' if seconds is None else f' in {format_number(seconds)} s of wall time'
-    eta = 'unbounded' if report['eta'] is None else format_number(report['eta'])
+    attempt = f', the last of {report["attempts"]} attempts' if report['attempts'] > 1 and report['finished'] else ''
+    wall = '' if seconds is None else f' in {format_number(seconds)} s of wall time{attempt}'
+    planned = '' if report['finished'] else f' of {report["planned_steps"]}'
     return (
-        f'`{report["config"]}`, seed {report["seed"]}, eta {eta}, {report["clock"]} clock: '
-        f'{report["steps"]} updates{wall} '
+        f'`{report["config"]}`, seed {report["seed"]}, {_staleness_bound(report)}, {report["clock"]} clock: '
+        f'{report["steps"]}{planned} updates{wall} '
         f'({format_number(report["window_seconds"])} clock seconds from the first admission to the last '
         'publication without evaluation). '
-        f'On {hardware}. Commit `{report["git_commit"]}`, weights `{(report["weights_sha256"] or "none")[:16]}`.'
+        f'On {hardware}. Commit {_code(report["git_commit"])}, weights {_code((report["weights_sha256"] or "")[:16])}.'
+    )
+
+
+def _code(text: str | None) -> str:
+    return f'`{text}`' if text else 'not recorded'
+
+
+def _staleness_bound(report: Report) -> str:
+    if report['schedule'] != 'natural':
+        return f'schedule {report["schedule"]}'
+    return 'eta unbounded' if report['eta'] is None else f'eta {format_number(report["eta"])}'
+
+
+def _which_config(report: Report) -> str:
+    sentences = [describe_prolongation(prolongation) for prolongation in report['prolonged']]
+    if report['idle_fields']:
+        sentences.append(describe_idle_fields(report['idle_fields']))
+    return ' '.join(sentences)
+
+
+def describe_idle_fields(fields: Sequence[str]) -> str:
+    """The sentence on fields of the config that the run as built does not read."""
+    return f'Fields of the config file that this run does not use: {", ".join(fields)}.'
+
+
+def describe_prolongation(prolongation: Mapping[str, int]) -> str:
+    return (
+        f'The run was prolonged from {prolongation["from_steps"]} to {prolongation["to_steps"]} updates at update '
+        f'{prolongation["at_update"]}.'
     )
 
 
@@ -110,7 +141,13 @@ def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
             'pause of an engine for new weights, median / max (s)',
             f'{format_number(pause["median"])} / {format_number(pause["max"])}',
         ),
+        ('admission was held back by (share of the time)', describe_held(report['admission_held'])),
     ]
+
+
+def describe_held(shares: Mapping[str, float]) -> str:
+    """'eta 12%, max_running_groups 80%': the bounds that kept admission closed for at least half a percent."""
+    return ', '.join(f'{bound} {share:.0%}' for bound, share in shares.items() if share >= 0.005) or '-'
 
 
 def _time_rows(time: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -136,7 +173,8 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
 
 def _group_rows(groups: Mapping[str, Any]) -> list[tuple[str, ...]]:
     dropped = [(f'dropped: {reason}', str(count)) for reason, count in groups['dropped'].items()]
-    return [('drawn', str(groups['drawn'])), ('trained', str(groups['trained'])), *dropped]
+    filtered = [('left out of their batch for equal rewards', str(groups['filtered']))] if groups['filtered'] else []
+    return [('drawn', str(groups['drawn'])), ('trained', str(groups['trained'])), *filtered, *dropped]
 
 
 def _describe_problems(problems: Mapping[str, int]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_jax import files
 from areal_jax.telemetry import names
 from areal_jax.telemetry.events import Event, outside_evaluation
 from areal_jax.telemetry.slots import SlotSpan, slot_spans
@@ -237,4 +239,6 @@ def _whole_ticks(axis: Any) -> None:
 
 
 def _save(figure: Any, path: pathlib.Path) -> None:
-    figure.savefig(path, dpi=DPI)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=DPI, format='png')
+    files.write_bytes(path, png.getvalue())

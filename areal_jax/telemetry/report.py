@@ -28,19 +28,17 @@ PAGE = 'report.md'
 Records = Sequence[Mapping[str, Any]]
 
 
-def write_report(workdir: pathlib.Path | str, facts: RunFacts | None = None, plots: bool = True) -> dict[str, Any]:
+def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True) -> dict[str, Any]:
     """Write report.json, report.md, timeline.json and plots/ from what the work directory holds; returns the report.
 
     Args:
         workdir: holds events.jsonl and metrics.jsonl.
-        facts: None reads WORKDIR/facts.json.
+        facts: of the run; app/rebuild.py finds them in a work directory.
         plots: whether to draw; without it the page shows no pictures.
 
-    Raises:
-        FileNotFoundError: no facts given and none in the work directory.
+    Raises UserError for a file there that was torn or edited.
     """
     workdir = pathlib.Path(workdir)
-    facts = facts or RunFacts.load(workdir)
     events = event_log.load_events(workdir / event_log.FILE)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     report = build_report(events, metrics, facts)
@@ -57,8 +55,11 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
     limit = measure_limit(events, len(metrics), facts)
     report = {
         'steps': len(metrics),
+        'planned_steps': facts.planned_steps,
+        'finished': facts.finished,
+        'attempts': 1 + sum(event['kind'] == 'restore' for event in events),
         'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
-        'groups': _groups(events),
+        'groups': _groups(events, metrics),
         'problems': dict(facts.problems),
         'tokens': {'generated': _generated(training), 'trained': _total(metrics, names.TOKENS_TRAINED)},
         'optimizer_steps': count_optimizer_steps(metrics),
@@ -70,10 +71,11 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         },
         'token_age': _token_age(metrics),
         'versions_per_trajectory': {
-            'mean': _weighted_mean(metrics, names.VERSIONS_MEAN, names.GROUPS_TRAINED),
+            'mean': _weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES),
             'max': _largest(metrics, names.VERSIONS_MAX),
         },
         **_interruptions(training),
+        'admission_held': _admission_held(metrics, event_log.window(events)),
         'publish_pause_seconds': _pauses(training),
         'mismatch': _mismatch(metrics),
         'throughput': _throughput(training, metrics, event_log.window(events)),
@@ -89,7 +91,10 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         'config': facts.config,
         'seed': facts.seed,
         'eta': facts.eta,
+        'schedule': facts.schedule,
         'clock': facts.clock,
+        'idle_fields': list(facts.idle_fields),
+        'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
         'hardware': dict(facts.hardware),
         'window_seconds': event_log.window(events).seconds,
         'cause_of_gap': limit.cause,
@@ -107,10 +112,27 @@ def _span(events: Sequence[Event]) -> float | None:
     return events[-1]['time'] - events[0]['time'] if events else None
 
 
-def _groups(events: Sequence[Event]) -> dict[str, Any]:
+def _groups(events: Sequence[Event], metrics: Records) -> dict[str, Any]:
+    """Drawn and dropped from the events; trained and filtered from the updates that were published."""
     ledger = event_log.ledger(events)
     reasons = collections.Counter(ledger.reasons[draw] for draw, state in ledger.states.items() if state == 'dropped')
-    return {'drawn': len(ledger.states), 'trained': ledger.count('trained'), 'dropped': dict(sorted(reasons.items()))}
+    return {
+        'drawn': len(ledger.states),
+        'trained': int(_total(metrics, names.GROUPS_TRAINED)),
+        'filtered': int(_total(metrics, names.UPDATE_FILTERED)),
+        'dropped': dict(sorted(reasons.items())),
+    }
+
+
+def _admission_held(metrics: Records, within: event_log.Window) -> dict[str, float]:
+    """Share of the window in which each bound kept admission closed, the largest first."""
+    held: collections.Counter[str] = collections.Counter()
+    for line in metrics:
+        for name, seconds in line.items():
+            if name.startswith(names.ADMISSION_HELD):
+                held[name.removeprefix(names.ADMISSION_HELD)] += seconds
+    span = max(within.seconds, held.total())  # in lock-step admission is held before the first group too
+    return {bound: seconds / span for bound, seconds in held.most_common()}
 
 
 def _generated(events: Sequence[Event]) -> int:

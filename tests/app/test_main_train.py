@@ -75,7 +75,7 @@ def test_the_tiny_run_learns_and_leaves_what_it_promises(tmp_path):
     assert report['mismatch']['max'] < 1e-3
     assert_conserved(events(tmp_path))
     assert (
-        report['groups']['trained']
+        report['groups']['trained'] + report['groups']['filtered']
         == 8 * report['steps']
         == sum(e['kind'] == 'draw' for e in events(tmp_path)) - sum(report['groups']['dropped'].values())
     )

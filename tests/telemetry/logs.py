@@ -94,23 +94,25 @@ def two_updates() -> list[dict[str, Any]]:
 
 
 def two_metrics(*optimizer_steps: tuple[float, float]) -> list[dict[str, Any]]:
-    """Ages: 10 tokens of age 0; then 2 of age 0 and 4 of age 1. Mismatch on 10 and then 30 tokens.
+    """Ages: 10 tokens of age 0; then 2 of age 0 and 4 of age 1. Mismatch on 10 and then 30 tokens. Admission was closed
+    for 16 of 20 s: 10 by eta, 6 by the running groups.
 
     `optimizer_steps`: (applied, skipped) of either update; by default one applied each.
     """
-    shared = {'groups/trained': 1, 'buffer/groups': 1}
+    shared = {'groups/trained': 1, 'buffer/groups': 1, 'update/trained_trajectories': 2}
     lines: list[dict[str, Any]] = [
         {
             'step': 1, 'time': 13.0, 'reward/mean': 0.25, 'tokens/trained': 10, **shared,
             'staleness/token_age_histogram': [10], 'staleness/versions_per_trajectory_mean': 1.0,
             'staleness/versions_per_trajectory_max': 1, 'mismatch/n': 10.0, 'mismatch/mean_abs': 0.04,
-            'mismatch/max_abs': 0.5, 'mismatch/exact_share': 0.5,
+            'mismatch/max_abs': 0.5, 'mismatch/exact_share': 0.5, 'admission/held_seconds/eta': 8.0,
         },
         {
             'step': 2, 'time': 20.0, 'reward/mean': 0.75, 'tokens/trained': 6, **shared,
             'staleness/token_age_histogram': [2, 4], 'staleness/versions_per_trajectory_mean': 2.0,
             'staleness/versions_per_trajectory_max': 2, 'mismatch/n': 30.0, 'mismatch/mean_abs': 0.08,
-            'mismatch/max_abs': 0.25, 'mismatch/exact_share': 0.9,
+            'mismatch/max_abs': 0.25, 'mismatch/exact_share': 0.9, 'update/filtered_equal_rewards': 1.0,
+            'admission/held_seconds/eta': 2.0, 'admission/held_seconds/max_running_groups': 6.0,
         },
     ]  # fmt: skip
     for line, (applied, skipped) in zip(lines, optimizer_steps or ((1.0, 0.0),) * 2, strict=True):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.telemetry.caveats import sits_at_bound
+from areal_jax.telemetry.caveats import sits_at_bound, warn_of_equal_rewards
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.report import build_report
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
@@ -28,6 +28,7 @@ def test_the_pipeline_sits_at_its_bound():
     assert not sits_at_bound(_ages([5], [0, 5]), eta=2)  # too short to tell
     assert not sits_at_bound(_ages([5], [5]), eta=0)  # synchronous: 0 is not old
     assert not sits_at_bound(_ages([5], [0, 5]), eta=float('inf'))
+    assert not sits_at_bound(_ages([5], [0, 5], [0, 5]), eta=None)  # lock-step
 
 
 def test_nothing_to_warn_of_but_an_uncertain_gain_and_the_drop():
@@ -69,6 +70,8 @@ def test_never_interrupted():
     assert any(found.startswith('No request was ever interrupted') for found in _warnings(calm))
     synchronous = _warnings(calm, two_facts(eta=0.0))
     assert not any('interrupted' in found for found in synchronous)  # eta = 0 has nothing to interrupt
+    lock_step = _warnings(calm, two_facts(eta=None, schedule='fixed(1)'))
+    assert not any('interrupted' in found for found in lock_step)
 
 
 def test_broken_conservation_comes_first():
@@ -79,3 +82,53 @@ def test_broken_conservation_comes_first():
 def test_errors_are_repeated():
     events = [*two_updates(), {'seq': 99, 'time': 40.0, 'lane': None, 'kind': 'error', 'message': 'learner died'}]
     assert 'The run logged 1 errors, last: learner died' in _warnings(events)
+
+
+def _with(**values: Any) -> list[dict[str, Any]]:
+    return [line | values for line in two_metrics()]
+
+
+@pytest.mark.parametrize(
+    ('rewards', 'warns'),
+    [
+        ([(0.5, 0.0), (0.5, 0.0)], True),
+        ([(0.1, 1e-17), (0.1 + 1e-17, 0.0)], True),  # the mean of equal rewards is rounded
+        ([(0.5, 0.0), (0.6, 0.0)], False),
+        ([(0.5, 0.0), (0.5, 0.1)], False),
+        ([], False),
+    ],
+)
+def test_equal_rewards_over_the_whole_run_are_no_signal(rewards: list[tuple[float, float]], warns: bool):
+    lines = [{'step': 1, 'reward/mean': mean, 'reward/std': std} for mean, std in rewards]
+    found = warn_of_equal_rewards(lines)
+    assert found.startswith(f'Every reward was {rewards[0][0]:g}: the task gave no signal') if warns else found == ''
+
+
+def test_cut_sampling_is_named_with_the_mass_it_kept():
+    # 10 tokens at .9 and 30 at .8: .825
+    lines = _with(**{'sampling/kept_mass_mean': 0.9})
+    lines[1]['sampling/kept_mass_mean'] = 0.8
+    for line, tokens in zip(lines, (10, 30), strict=True):
+        line['update/trained_tokens'] = tokens
+    found = build_report(two_updates(), lines, two_facts())['warnings']
+    assert any('importance weights are biased by the kept mass, 0.82 on average' in warning for warning in found)
+    assert not any('kept mass' in warning for warning in _warnings())
+
+
+def test_an_eta_that_never_held_admission_back():
+    lines = _with()
+    for line in lines:
+        line.pop('admission/held_seconds/eta')
+    lines += [{'step': 3}]  # with eta = 1 the third update is the first that could be held back
+    warn = lambda metrics, **facts: [
+        w for w in build_report(two_updates(), metrics, two_facts(**facts))['warnings'] if 'never held' in w
+    ]
+    (found,) = warn(lines)
+    assert found == (
+        'staleness.eta = 1 never held admission back, so any larger eta gives the same run; max_running_groups did for '
+        '30% of the time, and the oldest trained token had age 1.'
+    )
+    assert warn(lines, eta=2.0) == []  # the run is too short to tell
+    assert warn(lines, eta=float('inf')) == []
+    assert warn(lines, eta=None, schedule='fixed(1)') == []
+    assert warn(_with()) == []

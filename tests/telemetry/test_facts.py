@@ -12,7 +12,7 @@ from areal_jax.telemetry.facts import EvaluationScores, RunFacts, most_frequent_
 from tests.telemetry.logs import two_facts
 
 
-@pytest.mark.parametrize('eta', [0.0, 4.0, math.inf])
+@pytest.mark.parametrize('eta', [0.0, 4.0, math.inf, None])
 def test_saved_facts_come_back_equal(tmp_path: pathlib.Path, eta: float):
     facts = two_facts(eta=eta)
     facts.save(tmp_path)
@@ -26,8 +26,17 @@ def test_facts_without_evaluation(tmp_path: pathlib.Path):
     assert RunFacts.load(tmp_path) == facts
 
 
-def test_no_facts_is_an_error_that_names_the_file(tmp_path: pathlib.Path):
-    with pytest.raises(FileNotFoundError, match=r'facts\.json does not exist'):
+def test_what_a_run_lists_comes_back(tmp_path: pathlib.Path):
+    prolonged = ({'at_update': 60, 'from_steps': 60, 'to_steps': 80},)
+    facts = two_facts(eta=None, schedule='fixed(2)', idle_fields=('lora.alpha',), prolonged=prolonged, finished=False)
+    facts.save(tmp_path)
+    assert RunFacts.load(tmp_path) == facts
+
+
+@pytest.mark.parametrize('text', ['{"config": "x', '[]', '{"config": "x"}'])
+def test_facts_that_are_not_whole_are_refused_by_name(tmp_path: pathlib.Path, text: str):
+    (tmp_path / 'facts.json').write_text(text)
+    with pytest.raises(FileError, match=r'facts\.json .*remove it'):
         RunFacts.load(tmp_path)
 
 
@@ -35,7 +44,7 @@ def test_unknown_facts_are_refused(tmp_path: pathlib.Path):
     two_facts().save(tmp_path)
     values = json.loads((tmp_path / 'facts.json').read_text()) | {'color': 'red'}
     (tmp_path / 'facts.json').write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"unknown fields \['color'\]"):
+    with pytest.raises(FileError, match=r"missing or unknown: \['color'\]"):
         RunFacts.load(tmp_path)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from areal_jax import main_report
 from areal_jax.telemetry.report import build_report, write_report
 from tests.telemetry.logs import event_log, two_facts, two_metrics, two_updates
 
@@ -24,7 +23,8 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
 
     interval = dict.fromkeys(('mean', 'low', 'high', 'n'))
     expected = {
-        'groups': {'drawn': None, 'trained': None, 'dropped': {'over_age': None}},
+        'groups': {'drawn': None, 'trained': None, 'filtered': None, 'dropped': {'over_age': None}},
+        'admission_held': dict.fromkeys(('eta', 'max_running_groups')),
         'tokens': dict.fromkeys(('generated', 'trained')),
         'optimizer_steps': dict.fromkeys(('applied', 'skipped')),
         'reward': dict.fromkeys(('first', 'last')),
@@ -47,16 +47,17 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
     }
     plain = (
         'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
-        'git_commit config seed eta clock window_seconds cause_of_gap warnings'
+        'git_commit config seed eta clock window_seconds cause_of_gap warnings '
+        'planned_steps finished attempts schedule idle_fields prolonged'
     )
     assert keys(report) == expected | dict.fromkeys(plain.split())
 
 
 def test_groups_tokens_reward(report: dict[str, Any]):
-    # draws 0..4: two trained, one dropped, one running, one pending
+    # draws 0..4: two trained, one dropped, one running, one pending; trained and filtered are from the metrics
     # tokens 8 + 8 + 4 + 3 in the window and 5 after it, the evaluations' 200 left out
     assert (report['steps'], report['wall_seconds']) == (2, 40.0)
-    assert report['groups'] == {'drawn': 5, 'trained': 2, 'dropped': {'over_age': 1}}
+    assert report['groups'] == {'drawn': 5, 'trained': 2, 'filtered': 1, 'dropped': {'over_age': 1}}
     assert report['tokens'] == {'generated': 28, 'trained': 16}
     assert report['reward'] == {'first': 0.25, 'last': 0.75}
 
@@ -75,7 +76,7 @@ def test_accuracy(report: dict[str, Any]):
 
 
 def test_staleness_and_interruption(report: dict[str, Any]):
-    # 12 tokens of age 0 and 4 of age 1: 4 / 16; versions 1 and 2 with one group each; pauses .5 and .1
+    # 12 tokens of age 0 and 4 of age 1: 4 / 16; versions 1 and 2 with two trajectories each; pauses .5 and .1
     # (that of the first weights is no pause); version 2 met an idle engine, which is no interruption
     assert report['token_age'] == {'mean': 0.25, 'max': 1}
     assert report['versions_per_trajectory'] == {'mean': 1.5, 'max': 2}
@@ -135,6 +136,47 @@ def test_a_run_that_did_nothing_still_has_a_report(tmp_path: pathlib.Path, event
     assert '![' not in (tmp_path / 'report.md').read_text()
 
 
+def test_admission_is_put_down_to_bounds(tmp_path: pathlib.Path, report: dict[str, Any]):
+    # closed for 8 + 2 s by eta and for 6 s by the running groups, of a window of 20 s
+    assert report['admission_held'] == {'eta': 0.5, 'max_running_groups': 0.3}
+    _write_logs(tmp_path)
+    write_report(tmp_path, two_facts(), plots=False)
+    assert '(share of the time) | eta 50%, max_running_groups 30% |' in (tmp_path / 'report.md').read_text()
+
+
+def test_a_lock_step_run_shows_its_schedule_and_no_eta(tmp_path: pathlib.Path):
+    _write_logs(tmp_path)
+    found = write_report(tmp_path, two_facts(eta=None, schedule='fixed(2)'), plots=False)
+    assert (found['eta'], found['schedule']) == (None, 'fixed(2)')
+    page = (tmp_path / 'report.md').read_text()
+    assert 'seed 7, schedule fixed(2), real clock' in page
+    assert 'eta' not in page.replace('eta 50%', '')
+
+
+def test_idle_fields_and_prolongations_are_told(tmp_path: pathlib.Path):
+    _write_logs(tmp_path)
+    prolonged = ({'at_update': 60, 'from_steps': 60, 'to_steps': 80},)
+    facts = two_facts(idle_fields=('lora.alpha', 'optimizer.b2'), prolonged=prolonged)
+    found = write_report(tmp_path, facts, plots=False)
+    assert (found['idle_fields'], found['prolonged']) == (['lora.alpha', 'optimizer.b2'], list(prolonged))
+    page = (tmp_path / 'report.md').read_text()
+    assert 'The run was prolonged from 60 to 80 updates at update 60.' in page
+    assert 'Fields of the config file that this run does not use: lora.alpha, optimizer.b2.' in page
+
+
+def test_pictures_replace_their_file_as_a_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    from areal_jax import files
+
+    _write_logs(tmp_path)
+    written = []
+    whole = files.write_bytes
+    monkeypatch.setattr(files, 'write_bytes', lambda path, data: (written.append(path.name), whole(path, data)))
+    write_report(tmp_path, two_facts())
+    made = {path.name for path in tmp_path.rglob('*') if path.is_file()} - {'events.jsonl', 'metrics.jsonl'}
+    assert made == set(written)
+    assert {'reward.png', 'report.json', 'report.md', 'timeline.json'} <= made
+
+
 def _write_logs(workdir: pathlib.Path, *optimizer_steps: tuple[float, float]) -> None:
     (workdir / 'events.jsonl').write_text(''.join(json.dumps(event) + '\n' for event in two_updates()))
     lines = two_metrics(*optimizer_steps)
@@ -162,23 +204,6 @@ def test_the_page_tells_the_run(tmp_path: pathlib.Path):
     assert '![' not in page
     assert json.loads((tmp_path / 'report.json').read_text())['steps'] == 2
     assert json.loads((tmp_path / 'timeline.json').read_text())['traceEvents']
-
-
-def test_the_entry_rebuilds_what_was_deleted(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
-    _write_logs(tmp_path)
-    two_facts().save(tmp_path)
-    written = write_report(tmp_path)
-    for name in ('report.json', 'report.md', 'timeline.json', 'plots/slots.png'):
-        (tmp_path / name).unlink()
-    assert main_report.main([f'--workdir={tmp_path}']) == 0
-    assert capsys.readouterr().out.strip() == f'{tmp_path}/report.md'
-    assert json.loads((tmp_path / 'report.json').read_text()) == written
-    assert (tmp_path / 'plots/slots.png').stat().st_size > 0
-
-
-def test_the_entry_says_what_is_missing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
-    assert main_report.main([f'--workdir={tmp_path}']) == 1
-    assert 'facts.json does not exist' in capsys.readouterr().err
 
 
 def test_telemetry_loads_nothing_heavy():

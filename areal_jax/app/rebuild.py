@@ -1,0 +1,98 @@
+"""The report of a work directory once more: of a run that finished, was stopped or killed, supervised or not."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from areal_jax import files
+from areal_jax.app.alone import alone_seconds
+from areal_jax.app.sft_report import SftFacts, write_sft_report
+from areal_jax.app.workdir import CONFIG, EVALUATIONS
+from areal_jax.errors import UserError
+from areal_jax.telemetry import events as event_log
+from areal_jax.telemetry import facts as fact_file
+from areal_jax.telemetry import metrics as metric_log
+from areal_jax.telemetry import names
+from areal_jax.telemetry.facts import RunFacts, read_scores
+from areal_jax.telemetry.report import write_report
+
+NUMBER = (int, float)
+
+
+class ReportError(UserError):
+    """A directory that holds no run, or a file of one that cannot be read; the message names it."""
+
+
+def rebuild_report(workdir: pathlib.Path, plots: bool) -> None:
+    """Writes the report again. Without facts.json the run has not finished, and the report says so.
+
+    Raises ReportError for a directory without a run, and UserError for a file that was torn or edited.
+    """
+    config = _read_config(workdir)
+    finished = (workdir / fact_file.FILE).exists()
+    if _field(workdir, config, 'loss.objective', str) == 'sft':
+        write_sft_report(workdir, SftFacts.load(workdir) if finished else unfinished_sft_facts(workdir, config))
+    else:
+        write_report(workdir, RunFacts.load(workdir) if finished else unfinished_facts(workdir, config), plots=plots)
+
+
+def unfinished_facts(workdir: pathlib.Path, config: Mapping[str, Any]) -> RunFacts:
+    """What config.json, the event log and the metrics know of a run that has not finished."""
+    schedule = _field(workdir, config, 'staleness.schedule', str)
+    eta = float(_field(workdir, config, 'staleness.eta', NUMBER))
+    events = event_log.load_events(workdir / event_log.FILE)
+    metrics = metric_log.read_metrics(workdir / metric_log.FILE)
+    intervals, within = event_log.lane_intervals(events), event_log.window(events)
+    return RunFacts(
+        config=CONFIG,
+        seed=_field(workdir, config, 'run.seed', int),
+        eta=eta if schedule == 'natural' else None,
+        schedule=schedule,
+        clock=_field(workdir, config, 'run.clock', str),
+        planned_steps=_field(workdir, config, 'run.steps', int),
+        finished=False,
+        evaluation_before=read_scores(workdir / EVALUATIONS).get('before'),
+        compilations=int(sum(line.get(names.COMPILATIONS) or 0 for line in metrics)),
+        compilation_budget=_field(workdir, config, 'run.compilation_budget', int),
+        alone_seconds=alone_seconds(intervals, within, len(metrics)) if metrics else {},
+    )
+
+
+def unfinished_sft_facts(workdir: pathlib.Path, config: Mapping[str, Any]) -> SftFacts:
+    """What config.json and the metrics know of supervised training that has not finished."""
+    metrics = metric_log.read_metrics(workdir / metric_log.FILE)
+    last = metrics[-1] if metrics else {}
+    return SftFacts(
+        config=CONFIG,
+        seed=_field(workdir, config, 'run.seed', int),
+        steps=last.get(names.STEP, 0),
+        epochs=last.get(names.EPOCH, 0.0),
+        held_out_nll={line[names.STEP]: line[names.HELD_OUT_NLL] for line in metrics if names.HELD_OUT_NLL in line},
+        trained_tokens=int(sum(line.get(names.TOKENS_TRAINED) or 0 for line in metrics)),
+        training_seconds=last.get(names.TIME, 0.0),
+        compilations=int(sum(line.get(names.COMPILATIONS) or 0 for line in metrics)),
+        planned_steps=_field(workdir, config, 'run.steps', int),
+        finished=False,
+    )
+
+
+def _read_config(workdir: pathlib.Path) -> Mapping[str, Any]:
+    path = workdir / CONFIG
+    if not path.exists():
+        raise ReportError(f'{workdir} holds no run: there is no {CONFIG}; give the --workdir of a run')
+    return files.read_json(path, 'restore the file as the run wrote it')
+
+
+def _field(workdir: pathlib.Path, config: Mapping[str, Any], path: str, kind: type | tuple[type, ...]) -> Any:
+    """The value of 'section.field'."""
+    section, name = path.split('.')
+    fields = config.get(section)
+    value = fields.get(name) if isinstance(fields, dict) else None
+    if not isinstance(value, kind):
+        raise ReportError(
+            f'{workdir / CONFIG} holds {path}={value!r}: it was edited or is of another program; give the --workdir of '
+            'a run'
+        )
+    return value
