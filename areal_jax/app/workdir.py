@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_jax import files
-from areal_jax.checkpoint.store import CONTENTS, CheckpointError
+from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
 from areal_jax.config import flatten
 from areal_jax.ranges import ConfigError
 from areal_jax.telemetry import metrics, report
@@ -54,8 +54,9 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
         _require_continuable(workdir, _read_config(workdir), dict(flatten(values)))
         return
     if _holds_updates(workdir):
-        steps = sorted(path.name for path in (workdir / CHECKPOINTS).glob('step_*'))
-        where = f'from {steps[-1]}' if steps else 'which starts again at update 0, since it has no checkpoint yet'
+        step = CheckpointStore(workdir / CHECKPOINTS).latest()
+        none = 'which starts again at update 0, since it has no checkpoint yet'
+        where = none if step is None else f'from update {step}'
         raise ConfigError(
             f'{workdir} holds a run already: go on with --resume, {where}; or give another --workdir (or remove it)'
         )
@@ -169,8 +170,9 @@ def _require_continuable(workdir: pathlib.Path, saved: Mapping[str, Any], curren
     fixed = [field for field in current if not field.startswith(_MAY_CHANGE) and field != _STEPS]
     if different := sorted(field for field in fixed if saved.get(field) != current[field]):
         changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
+        instead = 'a new workdir' if _holds_updates(workdir) else 'start without --resume'
         raise ConfigError(
-            f'--resume with another config than {workdir / CONFIG}: {changes}; use the same, or a new workdir'
+            f'--resume with another config than {workdir / CONFIG}: {changes}; use the same, or {instead}'
         )
     before, after = saved.get(_STEPS, 0), current.get(_STEPS, 0)
     if after < before:

@@ -73,6 +73,7 @@ class RunFacts:
         values = json.loads(path.read_text())
         if unknown := set(values) - {field.name for field in dataclasses.fields(cls)}:
             raise ValueError(f'{path}: unknown fields {sorted(unknown)}; it was written by another version')
+        values['prolonged'] = tuple(values.get('prolonged', ()))
         for name in ('evaluation_before', 'evaluation_after'):
             values[name] = _scores(values.get(name))
         return cls(**values | {'eta': float(values['eta'])})
