@@ -29,6 +29,7 @@ SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'running': list,  # admitted groups: finished trajectories, partial segments
     'order': list,  # (engine, draw, sample) of open requests, as engines serve them
     'dropped': dict,  # counts by reason
+    'generated_update': (int, type(None)),  # lock-step schedules: whose batch the engines generate
 }
 
 

@@ -144,6 +144,7 @@ def _state():
         'running': [running],
         'order': [('engine/0', 7, 1)],
         'dropped': {'over_age': 2},
+        'generated_update': None,
     }
 
 
