@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -92,7 +93,8 @@ def start_again(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
 
 def describe_unsaved(error: CheckpointError, workdir: pathlib.Path) -> CheckpointError:
     """Says loudly that the checkpoint after the last update failed; the error with which the run ends."""
-    print(f'warning: the checkpoint after the last update failed; the report follows: {error}', flush=True)
+    sentence = f'warning: the checkpoint after the last update failed; the report follows: {error}'
+    print(sentence, file=sys.stderr, flush=True)
     return CheckpointError(
         f'the checkpoint after the last update of {workdir} failed: {error}. The same command with --resume makes the '
         'updates since the checkpoint before it again'

@@ -116,7 +116,7 @@ def test_a_last_checkpoint_that_fails_does_not_cost_the_report(tmp_path, monkeyp
         run(tmp_path / 'sft', run__steps=1)
     assert json.loads((tmp_path / 'rl' / 'report.json').read_text())['steps'] == 1
     assert json.loads((tmp_path / 'sft' / 'report.json').read_text())['steps'] == 1
-    assert capsys.readouterr().out.count('warning: the checkpoint after the last update failed; the report foll') == 2
+    assert capsys.readouterr().err.count('warning: the checkpoint after the last update failed; the report foll') == 2
 
 
 def test_a_prolonged_run_with_other_problems(finished, tmp_path):
