@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_jax import files
-from areal_jax.checkpoint.store import CONTENTS, CheckpointError
+from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
 from areal_jax.config import flatten
 from areal_jax.ranges import ConfigError
 from areal_jax.telemetry import metrics, report
@@ -57,8 +58,9 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
         _require_continuable(workdir, _read_config(workdir), dict(flatten(values)))
         return
     if _holds_updates(workdir):
-        steps = sorted(path.name for path in (workdir / CHECKPOINTS).glob('step_*'))
-        where = f'from {steps[-1]}' if steps else 'which starts again at update 0, since it has no checkpoint yet'
+        step = CheckpointStore(workdir / CHECKPOINTS).latest()
+        none = 'which starts again at update 0, since it has no checkpoint yet'
+        where = none if step is None else f'from update {step}'
         raise ConfigError(
             f'{workdir} holds a run already: go on with --resume, {where}; or give another --workdir (or remove it)'
         )
@@ -94,7 +96,8 @@ def start_again(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
 
 def describe_unsaved(error: CheckpointError, workdir: pathlib.Path) -> CheckpointError:
     """Says loudly that the checkpoint after the last update failed; the error with which the run ends."""
-    print(f'warning: the checkpoint after the last update failed; the report follows: {error}', flush=True)
+    sentence = f'warning: the checkpoint after the last update failed; the report follows: {error}'
+    print(sentence, file=sys.stderr, flush=True)
     return CheckpointError(
         f'the checkpoint after the last update of {workdir} failed: {error}. The same command with --resume makes the '
         'updates since the checkpoint before it again'
@@ -172,8 +175,9 @@ def _require_continuable(workdir: pathlib.Path, saved: Mapping[str, Any], curren
     fixed = [field for field in current if not field.startswith(_MAY_CHANGE) and field != _STEPS]
     if different := sorted(field for field in fixed if saved.get(field) != current[field]):
         changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
+        instead = 'a new workdir' if _holds_updates(workdir) else 'start without --resume'
         raise ConfigError(
-            f'--resume with another config than {workdir / CONFIG}: {changes}; use the same, or a new workdir'
+            f'--resume with another config than {workdir / CONFIG}: {changes}; use the same, or {instead}'
         )
     before, after = saved.get(_STEPS, 0), current.get(_STEPS, 0)
     if after < before:

@@ -31,6 +31,7 @@ SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'dropped': dict,  # counts by reason
     'admission': dict,  # seconds in which it was closed since the last update, by bound
     'observer': dict,  # what the metrics of the next update need from before the save
+    'generated_update': (int, type(None)),  # lock-step schedules: whose batch the engines generate
 }
 
 

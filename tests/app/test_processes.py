@@ -102,6 +102,7 @@ def test_two_processes_train_and_resume(tmp_path):
     assert metrics[-1]['update/optimizer_steps'] == 1
     assert (tmp_path / 'report.md').exists()
     # the checkpoint of update 2 goes on to the same third update
+    shutil.rmtree(tmp_path / 'checkpoints' / 'step_00000003')
     _complete(tmp_path, LOOP, '--resume')
     assert [m['loss/value'] for m in _metrics(tmp_path)] == [m['loss/value'] for m in metrics]
 
@@ -129,16 +130,21 @@ def test_supervised_losses_are_those_of_one_process(supervised, tmp_path):
 @pytest.mark.slow
 def test_a_supervised_run_resumes_with_the_same_losses(supervised):
     before = _metrics(supervised)
+    shutil.rmtree(supervised / 'checkpoints' / 'step_00000005')
     outputs = _complete(supervised, SUPERVISED, '--resume')
     assert 'resumed after update 3' in outputs[0]
     after = _metrics(supervised)
     for name in ('step', 'loss/nll', 'held_out/nll'):
         assert [m.get(name) for m in after] == [m.get(name) for m in before]
+    outputs = _complete(supervised, SUPERVISED, '--resume')  # nothing is left to do
+    assert '# Supervised training' in outputs[0]
+    assert 'compiled' not in outputs[0]
 
 
 @pytest.mark.slow
 def test_one_process_goes_on_from_the_checkpoint_of_two(supervised, tmp_path):
     shutil.copytree(supervised, tmp_path / 'one')
+    shutil.rmtree(tmp_path / 'one' / 'checkpoints' / 'step_00000005')
     before = _metrics(supervised)
     fields = SUPERVISED | {'mesh.data': 2}
     changed = ('--config.mesh.fsdp=2', '--config.learner.layers=list', '--resume')

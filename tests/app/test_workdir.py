@@ -1,27 +1,112 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from areal_jax.app.workdir import note_weights, prepare_workdir, sample_digest
+from areal_jax.app.workdir import (
+    continue_run,
+    note_weights,
+    prepare_workdir,
+    read_prolongations,
+    sample_digest,
+    start_again,
+)
 from areal_jax.ranges import ConfigError
 
-_VALUES = {'mesh': {'fsdp': 8}, 'learner': {'layers': 'list', 'rows_per_microbatch': 8, 'epochs': 1}}
+_VALUES = {
+    'mesh': {'fsdp': 8},
+    'learner': {'layers': 'list', 'rows_per_microbatch': 8, 'epochs': 1},
+    'run': {'steps': 6, 'compilation_cache': '', 'seed': 0},
+    'optimizer': {'schedule': 'constant'},
+    'task': {'verifier': 'inline', 'verifier_workers': 1},
+    'evaluation': {'problems': 4},
+}
+
+
+def _changed(section, **fields):
+    return _VALUES | {section: _VALUES.get(section, {}) | fields}
 
 
 @pytest.mark.parametrize(
-    'change',
-    [{'mesh': {'fsdp': 2}}, {'learner': {**_VALUES['learner'], 'layers': 'stacked', 'rows_per_microbatch': 2}}],
+    ('section', 'fields'),
+    [
+        ('mesh', {'fsdp': 2}),
+        ('learner', {'layers': 'stacked', 'rows_per_microbatch': 2}),
+        ('run', {'steps': 7, 'compilation_cache': '/tmp/cache'}),
+        ('task', {'verifier_workers': 3}),
+        ('evaluation', {'problems': 5}),
+        ('telemetry', {'plots': False}),
+        ('checkpoint', {'every': 3}),
+    ],
 )
-def test_a_run_may_go_on_elsewhere_and_in_another_form(tmp_path, change):
+def test_what_may_change_on_the_way(tmp_path, section, fields):
     prepare_workdir(tmp_path, _VALUES, resume=False)
-    prepare_workdir(tmp_path, _VALUES | change, resume=True)
-    assert f'"{next(iter(change))}"' in (tmp_path / 'config.json').read_text()
+    prepare_workdir(tmp_path, _changed(section, **fields), resume=True)
+    assert json.loads((tmp_path / 'config.json').read_text()) == _VALUES  # until a checkpoint is found
+    continue_run(tmp_path, _changed(section, **fields), 3)
+    assert json.loads((tmp_path / 'config.json').read_text()) == _changed(section, **fields)
 
 
-def test_a_run_may_not_go_on_with_another_objective(tmp_path):
+@pytest.mark.parametrize(
+    ('section', 'fields', 'message'),
+    [
+        ('learner', {'epochs': 2}, r'learner\.epochs: 1 -> 2; use the same, or start without --resume'),
+        ('run', {'seed': 1}, r'run\.seed: 0 -> 1; use the same'),
+        ('task', {'verifier': 'process'}, r"task\.verifier: 'inline' -> 'process'; use the same"),
+        ('run', {'steps': 5}, r'run\.steps: 6 -> 5; it may only be raised: use 6 or more'),
+    ],
+)
+def test_what_may_not_is_named(tmp_path, section, fields, message):
     prepare_workdir(tmp_path, _VALUES, resume=False)
-    with pytest.raises(ConfigError, match=r'learner.epochs: 1 -> 2; use the same, or a new workdir'):
-        prepare_workdir(tmp_path, _VALUES | {'learner': {**_VALUES['learner'], 'epochs': 2}}, resume=True)
+    with pytest.raises(ConfigError, match=message):
+        prepare_workdir(tmp_path, _changed(section, **fields), resume=True)
+
+
+@pytest.mark.parametrize('schedule', ['cosine', 'linear'])
+def test_a_schedule_that_ends_with_the_run_cannot_be_prolonged(tmp_path, schedule):
+    values = _changed('optimizer', schedule=schedule)
+    prepare_workdir(tmp_path, values, resume=False)
+    prepare_workdir(tmp_path, values, resume=True)
+    with pytest.raises(ConfigError, match=rf"run\.steps: 6 -> 9, but optimizer\.schedule='{schedule}' has set"):
+        prepare_workdir(tmp_path, values | {'run': _VALUES['run'] | {'steps': 9}}, resume=True)
+
+
+def test_every_prolongation_is_noted_once(tmp_path):
+    prepare_workdir(tmp_path, _VALUES, resume=False)
+    for update, steps in ((4, 6), (6, 8), (7, 8), (8, 9)):
+        continue_run(tmp_path, _changed('run', steps=steps), update)
+    notes = [{'at_update': 6, 'from_steps': 6, 'to_steps': 8}, {'at_update': 8, 'from_steps': 8, 'to_steps': 9}]
+    assert read_prolongations(tmp_path) == notes
+    continue_run(tmp_path, _changed('run', steps=9), 5)  # the checkpoints of 6 and 8 were damaged
+    assert [note['at_update'] for note in read_prolongations(tmp_path)] == [5, 5]
+
+
+def test_the_score_of_the_last_weights_goes_when_there_are_later_ones(tmp_path):
+    prepare_workdir(tmp_path, _VALUES, resume=False)
+    scores = tmp_path / 'evaluations.json'
+    scores.write_text('{"before": {}, "after": {"greedy": []}}')
+    continue_run(tmp_path, _VALUES, 6)
+    assert set(json.loads(scores.read_text())) == {'before', 'after'}
+    continue_run(tmp_path, _changed('run', steps=7), 6)
+    assert set(json.loads(scores.read_text())) == {'before'}
+
+
+def test_records_of_every_attempt_without_a_checkpoint_are_kept(tmp_path):
+    for number in (1, 2):
+        (tmp_path / 'events.jsonl').write_text(f'{number}')
+        if number == 2:
+            (tmp_path / 'tensorboard').mkdir()
+        start_again(tmp_path, _VALUES)
+    assert [(tmp_path / f'events.{number}.jsonl').read_text() for number in (1, 2)] == ['1', '2']
+    assert (tmp_path / 'tensorboard.2').is_dir()
+    assert not (tmp_path / 'events.jsonl').exists()
+
+
+def test_a_workdir_that_holds_a_run_says_from_where_it_would_go_on(tmp_path):
+    (tmp_path / 'checkpoints' / 'step_00000012').mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r'go on with --resume, from update 12; or give another --workdir'):
+        prepare_workdir(tmp_path, _VALUES, resume=False)
 
 
 def test_a_run_does_not_go_on_from_other_weights_of_the_same_size(tmp_path):

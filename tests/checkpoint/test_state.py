@@ -148,6 +148,7 @@ def _state():
         'dropped': {'over_age': 2},
         'admission': {'seconds': {'eta': 0.5}, 'bound': 'checkpoint', 'since_s': 12.5},
         'observer': {'generated': 7},
+        'generated_update': None,
     }
 
 

@@ -356,6 +356,17 @@ def test_a_stop_at_any_moment_saves_and_ends(how):
     assert outcomes >= {(False, 0), (False, 1), (False, 2), (True, 3)}
 
 
+@pytest.mark.parametrize('how', [{}, {'schedule': 'fixed(2)', 'eta': math.inf}])
+def test_nothing_is_admitted_after_a_stop(how):
+    options = {'steps': 3, 'max_running': 2, **how}
+    for seq in range(7, ToyRun(**options).run().log.events[-1]['seq'], 7):
+        run = ToyRun(**options)
+        stop = run.controller.stop_requested
+        run.log.listeners.append(lambda e, seq=seq, stop=stop: stop.set() if e['seq'] == seq else None)
+        stopped_s = next(e['time'] for e in run.run().log.events if e['seq'] == seq)
+        assert not [e for e in run.log.events if e['kind'] == 'admit' and e['time'] > stopped_s]
+
+
 def test_a_finished_run_whose_last_evaluation_is_stopped_can_be_saved_and_resumed():
     run = ToyRun(steps=3)
     loop = run.program
