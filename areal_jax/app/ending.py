@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble
+from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble, describe_memory_trouble
 
 
 def end_command(command: Callable[[], int], doing: str) -> int:
@@ -24,7 +24,7 @@ def end_command(command: Callable[[], int], doing: str) -> int:
         print('stopped; the same command with --resume goes on', file=sys.stderr, flush=True)
         return ExitCode.STOPPED
     except Exception as error:
-        if sentence := describe_disk_trouble(error, doing):
+        if sentence := describe_disk_trouble(error, doing) or describe_memory_trouble(error):
             print(f'error: {sentence}', file=sys.stderr, flush=True)
             return ExitCode.USER_ERROR
         traceback.print_exc()
