@@ -257,8 +257,6 @@ def _problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """What supervised training cannot run with."""
-    if c.task.name == 'jsonl' and not c.task.path:
-        yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer, or messages"
     if c.sft.evaluate_every and not c.evaluation.problems:
         yield (
             f'sft.evaluate_every={c.sft.evaluate_every} measures nothing with evaluation.problems=0; set '
@@ -305,7 +303,10 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'rollout.max_new_tokens={c.rollout.max_new_tokens} leaves no room for a prompt in rollout.context_tokens='
             f'{c.rollout.context_tokens}; raise the context'
         )
-    if max(c.rollout.prefill_buckets, default=0) < c.rollout.context_tokens - 1:
+    buckets = list(c.rollout.prefill_buckets)
+    if buckets != sorted({size for size in buckets if size > 0}):
+        yield f'rollout.prefill_buckets={tuple(buckets)} must be positive lengths in ascending order'
+    if max(buckets, default=0) < c.rollout.context_tokens - 1:
         yield (
             f'rollout.prefill_buckets={tuple(c.rollout.prefill_buckets)} must hold an unfinished answer: raise the '
             f'largest to rollout.context_tokens - 1 = {c.rollout.context_tokens - 1}'
@@ -323,7 +324,9 @@ def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _training_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """The same of model, learner and mesh."""
+    """The same of task, model, learner and mesh."""
+    if c.task.name == 'jsonl' and not c.task.path:
+        yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"
     if c.learner.rows_per_microbatch % (c.mesh.data * c.mesh.fsdp):
         yield (
             f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of mesh.data * mesh.fsdp '

@@ -50,3 +50,15 @@ def describe_disk_trouble(error: BaseException, doing: str) -> str:
         return ''
     where = f'{doing}, at {error.filename}' if error.filename else doing
     return f'{where}: {_DISK_TROUBLE[error.errno]} ({error.strerror})'
+
+
+def describe_memory_trouble(error: BaseException) -> str:
+    """One sentence for an array that no memory holds, on the host or on a device; '' for any other exception."""
+    exhausted = isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED')  # of jax's runtime
+    if not exhausted and not isinstance(error, MemoryError):
+        return ''
+    reason = (str(error).splitlines() or ['no memory is left'])[0].removeprefix('RESOURCE_EXHAUSTED: ')
+    return (
+        f'out of memory ({reason}): lower learner.rows_per_microbatch, learner.row_tokens, rollout.slots or the size '
+        'of the model, or raise learner.remat'
+    )

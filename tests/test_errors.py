@@ -12,6 +12,8 @@ ENDINGS = {
     'user': (ConfigError('run.steps=0 must be at least 1'), 2, 'error: run.steps=0 must be at least 1\n'),
     'lost peer': (LostPeerError('process 1 is gone'), 75, 'error: process 1 is gone\n'),
     'full disk': (OSError(errno.ENOSPC, 'No space left on device', 'x/m.jsonl'), 2, 'x/m.jsonl: the disk is full'),
+    'device memory': (RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nx'), 2, 'allocating 9'),
+    'host memory': (MemoryError(), 2, 'error: out of memory (no memory is left): lower learner.rows_per_microbatch'),
     'ctrl-c': (KeyboardInterrupt(), 75, '--resume goes on'),
     'bug': (RuntimeError('injected'), 1, 'Traceback'),
     'ValueError of a library': (ValueError('shapes do not match'), 1, 'Traceback'),

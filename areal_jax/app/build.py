@@ -19,7 +19,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
-from areal_jax.control.schedule import VersionRing, parse_schedule
+from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
 from areal_jax.learning.commands import CommandLeader
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
@@ -53,6 +53,18 @@ class Model:
     tokenizer: Tokenizer
     source: pathlib.Path | None = None  # file or directory of the weights; None = drawn
     companions: pathlib.Path | None = None  # Hugging Face directory with the files of the tokenizer
+
+
+def use_compilation_cache(config: TrackedConfig) -> None:
+    """Tells jax where compiled programs are kept; raises ConfigError for a directory that cannot be written."""
+    if not (cache := config.run.compilation_cache):
+        return
+    directory = pathlib.Path(cache).absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f'run.compilation_cache={cache!r} is no directory ({error.strerror}); use another') from error
+    jax.config.update('jax_compilation_cache_dir', str(directory))
 
 
 def read_shape(config: TrackedConfig) -> ModelConfig:
@@ -255,6 +267,11 @@ def build_mesh(config: TrackedConfig) -> Mesh:
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
     """The decoder in the form in which it is trained, and its weights: those of the model and, with lora, adapters."""
+    if config.lora.rank > model.decoder.config.d_model:
+        raise ConfigError(
+            f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
+            'would be larger than what they adapt; lower it, or set lora.rank=0 to train all weights'
+        )
     form = {'layers': config.learner.layers, 'remat': config.learner.remat}
     decoder = Decoder(model.decoder.config, **form, lora=build_lora(config))
     return decoder, decoder.complete(model.params, config.run.seed)
@@ -390,12 +407,21 @@ def build_gate(config: TrackedConfig) -> StalenessGate:
     )
 
 
+def build_schedule(config: TrackedConfig) -> Schedule | None:
+    """None for staleness.schedule='natural'; raises ConfigError for a schedule or a file of one that is none."""
+    text = config.staleness.schedule
+    try:
+        return parse_schedule(text, config.run.seed)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no text, a number of thousands of digits
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f'staleness.schedule={text!r}: the file or number cannot be read ({reason})') from error
+
+
 def build_ring(config: TrackedConfig) -> VersionRing | None:
     """The versions that a lock-step schedule may still ask for; None without one."""
-    try:
-        schedule = parse_schedule(config.staleness.schedule, config.run.seed)
-    except OSError as error:
-        raise ConfigError(f'staleness.schedule={config.staleness.schedule!r}: {error}') from error
+    schedule = build_schedule(config)
     return VersionRing(schedule) if schedule else None
 
 

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble
+from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble, describe_memory_trouble
 
 _EXIT_DEADLINE_S = 120.0  # for exit handlers, among them the barrier of jax.distributed
 
@@ -60,7 +60,7 @@ def end_command(command: Callable[[], int], doing: str) -> int:
     except BrokenPipeError:  # whoever read the output has gone
         return ExitCode.STOPPED
     except Exception as error:
-        if sentence := describe_disk_trouble(error, doing):
+        if sentence := describe_disk_trouble(error, doing) or describe_memory_trouble(error):
             _print_error(sentence)
             return ExitCode.USER_ERROR
         traceback.print_exc()

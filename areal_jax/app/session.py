@@ -109,8 +109,7 @@ class Session:
 
     def _build(self) -> None:
         config = self.config
-        if cache := config.run.compilation_cache:
-            jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(cache).absolute()))
+        build.use_compilation_cache(config)
         self.resources.start()
         self.compilations.__enter__()
         model = build.build_model(config)

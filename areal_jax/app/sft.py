@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
 from ml_collections import config_dict
 
 from areal_jax.app import build
@@ -98,8 +97,7 @@ class SftSession:
 
     def _build(self, resume: bool) -> None:
         config = self.config
-        if cache := config.run.compilation_cache:
-            jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(cache).absolute()))
+        build.use_compilation_cache(config)
         model = build.build_model(config)
         note_weights(self.workdir, model.source, resume=resume)
         self.decoder = model.decoder

@@ -15,7 +15,6 @@ from ml_collections import config_dict
 from areal_jax.app import build
 from areal_jax.app.memory import memory_limit_bytes
 from areal_jax.config import TrackedConfig
-from areal_jax.control.schedule import parse_schedule
 from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import is_adapter
@@ -111,13 +110,13 @@ def _engine_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict
         'publication': (_copies(config, mesh) * _parameters(shape)) * itemsize,
         'KV cache': rollout.engines * rollout.slots * rollout.context_tokens * position,
         'prefill': rollout.slots * max(rollout.prefill_buckets) * position,
-        'logits': rollout.slots * shape.vocab_size * 4,
+        'logits': rollout.slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
     }
 
 
 def _copies(config: TrackedConfig, mesh: Mesh) -> int:
     """Whole copies of the weights where engines decode, beside the one that the learner makes of the newest."""
-    schedule = parse_schedule(config.staleness.schedule, config.run.seed)
+    schedule = build.build_schedule(config)
     held = min(schedule.longest + 1 if schedule else 1, config.run.steps)  # older versions
     if config.publication.channel == 'files':
         return max(held, config.rollout.engines)
@@ -184,7 +183,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     fields = {
         'KV cache': 'rollout.slots, rollout.context_tokens or rollout.engines',
         'prefill': 'rollout.slots or rollout.prefill_buckets',
-        'logits': 'rollout.slots',
+        'logits': 'rollout.slots or rollout.decode_steps',
         'rows': 'learner.row_tokens or learner.rows_per_microbatch',
         'answers': 'rollout.group_size or rollout.max_running_groups',
     }
