@@ -102,7 +102,7 @@ def test_empty_side_is_named_when_it_is_needed():
 
 
 def test_a_side_that_was_dropped_whole_says_so():
-    with pytest.raises(TaskError, match=r"3 were dropped as too long; change .*, or raise rollout\.context_tokens$"):
+    with pytest.raises(TaskError, match=r'3 were dropped as too long; change .*, or raise rollout\.context_tokens$'):
         make_task(0, 3).fitting(0, 'drop').prompts('train', seed=0)
 
 
