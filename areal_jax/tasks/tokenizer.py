@@ -302,6 +302,8 @@ def _read_hf_tokenizer(path: pathlib.Path) -> Any:
         tokenizer = Reader.from_str(text)
         if not tokenizer.get_vocab(with_added_tokens=True):
             raise ValueError('it has no tokens')
+        tokenizer.no_padding()  # the file may ask for both, meant for other models: prompts stay as they are
+        tokenizer.no_truncation()
         return tokenizer
 
 

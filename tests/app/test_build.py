@@ -129,7 +129,7 @@ def test_prompts_that_fit_no_slot_are_dropped_and_counted(tmp_path, capsys):
     sizes = task.sizes()
     assert sizes['dropped'] == 2
     assert sizes['train'] + sizes['held_out'] == 10
-    assert f'evaluation: all {sizes["held_out"]} held-out problems, fewer than evaluation.problems\n' in said
+    assert f'evaluation.problems=64: all {sizes["held_out"]} held-out problems are evaluated\n' in said
     stream = task.prompts('train', seed=0)
     drawn = [stream.draw() for _ in range(2 * stream.size)]
     assert stream.size == sizes['train']
