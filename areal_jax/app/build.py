@@ -187,8 +187,8 @@ def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
             f'dropped {sizes["dropped"]} of {sum(sizes.values())} problems: their prompts have more than {room} tokens',
             flush=True,
         )
-    if 0 < sizes['held_out'] < config.evaluation.problems:
-        print(f'evaluation: all {sizes["held_out"]} held-out problems, fewer than evaluation.problems', flush=True)
+    if 0 < sizes['held_out'] < (wanted := config.evaluation.problems):
+        print(f'evaluation.problems={wanted}: all {sizes["held_out"]} held-out problems are evaluated', flush=True)
     return task
 
 

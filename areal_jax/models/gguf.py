@@ -6,8 +6,8 @@ import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,11 @@ from areal_jax.models.decoder import Params
 from areal_jax.models.gguf_header import read_gguf_header
 from areal_jax.models.hf import WeightsError, from_hf_names
 from areal_jax.models.shape import ModelConfig
+from areal_jax.ranges import ConfigError
 
+_MAGIC = b'GGUF'  # the first bytes of a file
+_SIZE_END = 2**31  # sizes are int32
+_BOS_ID = 'tokenizer.ggml.bos_token_id'
 _PACKAGE = 'package:'
 _HF_NAMES = {
     'token_embd': 'model.embed_tokens',
@@ -32,6 +36,9 @@ _HF_NAMES = {
     'ffn_up': 'mlp.up_proj',
     'ffn_down': 'mlp.down_proj',
 }
+
+
+_Entry = TypeVar('_Entry', str, int)
 
 
 class GgufError(UserError, ValueError):
@@ -51,25 +58,36 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[s
     # a file lists the axes of a shape from the last to the first
     shapes = {tensor.name: tuple(int(n) for n in tensor.shape[::-1]) for tensor in reader.tensors}
     config = _model_config(fields, shapes)
-    heads = {'attn_q': config.n_heads, 'attn_k': config.n_kv_heads}
-    tensors = {}
-    for tensor in reader.tensors:
-        layer, kind = _parse_name(path, tensor.name)
-        values = _dequantize(path, tensor)
-        if kind in heads:
-            values = unpermute(values, heads[kind])
-        tensors[f'{layer}{_HF_NAMES[kind]}.weight'] = values
+    tokenizer_fields = _tokenizer_fields(fields)
+    tensors = _read_tensors(path, reader.tensors, config)
     try:
         params = from_hf_names(tensors, config)
     except WeightsError as error:
         raise GgufError(f'{path}: {error}') from error
-    return config, params, _tokenizer_fields(fields)
+    return config, params, tokenizer_fields
+
+
+def _read_tensors(path: pathlib.Path, stored: Sequence[Any], config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors under the names of Hugging Face, as they are stored there; raises GgufError for unknown ones."""
+    heads = {'attn_q': config.n_heads, 'attn_k': config.n_kv_heads}
+    tensors = {}
+    for tensor in stored:
+        layer, kind = _parse_name(path, tensor.name)
+        values = _dequantize(path, tensor)
+        if kind in heads:
+            rows = heads[kind] * config.head_dim
+            if values.ndim != 2 or len(values) != rows:
+                shape = list(values.shape)
+                raise GgufError(f'{path}: {tensor.name} has shape {shape} instead of [{rows}, {config.d_model}]')
+            values = unpermute(values, heads[kind])
+        tensors[f'{layer}{_HF_NAMES[kind]}.weight'] = values
+    return tensors
 
 
 def read_gguf_shape(path: str | os.PathLike[str]) -> ModelConfig:
     """The shape that `load_gguf` would find, from the header alone; raises GgufError."""
     path = pathlib.Path(path)
-    _require_file(path)
+    _require_gguf(path)
     try:
         values, shapes = read_gguf_header(path)
     except (ValueError, EOFError, OSError) as error:
@@ -107,18 +125,53 @@ def unpermute(matrix: np.ndarray, heads: int) -> np.ndarray:
 
 
 class _Fields:
-    """Key-value fields of the file; a missing one is an error that names it."""
+    """Key-value fields of the file; one that is missing (and has no default) or of another type is an error."""
 
     def __init__(self, path: pathlib.Path, fields: Mapping[str, Any]):
         self.path, self._fields = path, fields
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in self._fields:
-            raise GgufError(f'{self.path} has no field {key}')
-        return self._fields[key].contents()
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if type(value) is not int or not 0 < value < _SIZE_END:
+            raise GgufError(f'{self.path}: {key}={value!r} must be an integer of at least 1 and below 2**31')
+        return value
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._fields[key].contents() if key in self._fields else default
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if type(value) not in (int, float):
+            raise GgufError(f'{self.path}: {key}={value!r} must be a number')
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise GgufError(f'{self.path}: {key}={value!r} must be a text')
+        return value
+
+    def listed(self, key: str, kind: type[_Entry]) -> list[_Entry]:
+        values = self._get(key, None)
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise GgufError(f'{self.path}: {key} must be a list of {kind.__name__}')
+        return values
+
+    def token_id(self, key: str) -> int:
+        value = self._get(key, None)
+        if type(value) is not int or value < 0:
+            raise GgufError(f'{self.path}: {key}={value!r} must be an integer of at least 0')
+        return value
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._fields
+
+    def _get(self, key: str, default: Any) -> Any:
+        if key not in self._fields:
+            if default is None:
+                raise GgufError(f'{self.path} has no field {key}')
+            return default
+        try:
+            return self._fields[key].contents()
+        except (ValueError, IndexError, TypeError) as error:
+            raise GgufError(f'{self.path}: the field {key} cannot be read: {error}') from error
 
 
 class _Scalar:
@@ -131,37 +184,58 @@ class _Scalar:
         return self._value
 
 
-def _require_file(path: pathlib.Path) -> None:
+def _require_gguf(path: pathlib.Path) -> None:
+    if path.is_dir():
+        raise GgufError(f'{path} is a directory; set model.path to a GGUF file, or model.source=hf for this directory')
     if not path.is_file():
         raise GgufError(f'there is no file {path}; set model.path to a GGUF file')
+    with path.open('rb') as file:
+        beginning = file.read(32)
+    if not beginning.startswith(_MAGIC):
+        raise GgufError(
+            f'{path} is no GGUF file, or only a part of one: it begins with {beginning!r}, not with {_MAGIC!r}'
+        )
 
 
 def _no_gguf(path: pathlib.Path, error: Exception) -> GgufError:
-    return GgufError(f'{path} is no GGUF file, or only a part of one: {error}')
+    return GgufError(
+        f'{path} is no GGUF file, or only a part of one ({type(error).__name__}: {error}); download it again'
+    )
 
 
 def _open(path: pathlib.Path) -> Any:
-    _require_file(path)
+    _require_gguf(path)
     try:
         import gguf
     except ImportError as error:
         raise GgufError(f'reading {path} needs the package gguf: pip install gguf') from error
     try:
         return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError) as error:
+    except Exception as error:  # whatever the reader makes of bytes that are none of the format
         raise _no_gguf(path, error) from error
 
 
 def _model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    if (architecture := fields.get('general.architecture')) != 'llama':
+    """Raises GgufError for numbers that do not fit together."""
+    try:
+        return _read_model_config(fields, shapes)
+    except ConfigError as error:
+        raise GgufError(f'{fields.path}: {error}') from error
+
+
+def _read_model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    if (architecture := fields.text('general.architecture', '')) != 'llama':
         raise GgufError(f'{fields.path}: general.architecture is {architecture!r}; only llama is supported')
-    if 'token_embd.weight' not in shapes:
-        raise GgufError(f'{fields.path} has no tensor token_embd.weight')
+    if len(shapes.get('token_embd.weight', ())) != 2:
+        raise GgufError(f'{fields.path} has no tensor token_embd.weight of two axes')
     vocab_size, d_model = shapes['token_embd.weight']
-    heads = fields['llama.attention.head_count']
-    head_dim = fields.get('llama.attention.key_length', d_model // heads)
-    rotated = fields.get('llama.rope.dimension_count', head_dim)
-    scaling = fields.get('llama.rope.scaling.type', 'none')
+    n_layers = fields.integer('llama.block_count')
+    if n_layers > len(shapes):  # a bound: an absurd number would take for ever
+        raise GgufError(f'{fields.path}: llama.block_count={n_layers}, but the file has {len(shapes)} tensors in all')
+    heads = fields.integer('llama.attention.head_count')
+    head_dim = fields.integer('llama.attention.key_length', d_model // heads)
+    rotated = fields.integer('llama.rope.dimension_count', head_dim)
+    scaling = fields.text('llama.rope.scaling.type', 'none')
     if rotated != head_dim or scaling != 'none':
         raise GgufError(
             f'{fields.path}: rotary positions over {rotated} of {head_dim} dimensions with scaling {scaling!r}; '
@@ -170,27 +244,27 @@ def _model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> Mod
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=d_model,
-        n_layers=fields['llama.block_count'],
+        n_layers=n_layers,
         n_heads=heads,
-        n_kv_heads=fields.get('llama.attention.head_count_kv', heads),
+        n_kv_heads=fields.integer('llama.attention.head_count_kv', heads),
         head_dim=head_dim,
-        d_ff=fields['llama.feed_forward_length'],
-        rope_theta=fields.get('llama.rope.freq_base', 10000.0),
-        rms_eps=fields['llama.attention.layer_norm_rms_epsilon'],
+        d_ff=fields.integer('llama.feed_forward_length'),
+        rope_theta=fields.number('llama.rope.freq_base', 10000.0),
+        rms_eps=fields.number('llama.attention.layer_norm_rms_epsilon'),
         tie_embeddings='output.weight' not in shapes,
-        context_tokens=fields['llama.context_length'],
+        context_tokens=fields.integer('llama.context_length'),
     )
 
 
 def _tokenizer_fields(fields: _Fields) -> dict[str, Any]:
     return {
-        'tokens': fields['tokenizer.ggml.tokens'],
-        'merges': fields['tokenizer.ggml.merges'],
-        'token_types': fields['tokenizer.ggml.token_type'],
-        'pre': fields['tokenizer.ggml.pre'],
-        'eos_id': fields['tokenizer.ggml.eos_token_id'],
-        'bos_id': fields.get('tokenizer.ggml.bos_token_id'),
-        'chat_template': fields.get('tokenizer.chat_template', ''),
+        'tokens': fields.listed('tokenizer.ggml.tokens', str),
+        'merges': fields.listed('tokenizer.ggml.merges', str),
+        'token_types': fields.listed('tokenizer.ggml.token_type', int),
+        'pre': fields.text('tokenizer.ggml.pre'),
+        'eos_id': fields.token_id('tokenizer.ggml.eos_token_id'),
+        'bos_id': fields.token_id(_BOS_ID) if _BOS_ID in fields else None,
+        'chat_template': fields.text('tokenizer.chat_template', ''),
     }
 
 
@@ -210,3 +284,5 @@ def _dequantize(path: pathlib.Path, tensor: Any) -> np.ndarray:
         return np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
     except NotImplementedError as error:
         raise GgufError(f'{path}: {tensor.name} is of type {tensor.tensor_type.name}, not readable here') from error
+    except (ValueError, TypeError) as error:
+        raise GgufError(f'{path}: {tensor.name} cannot be read ({error}); download the file again') from error

@@ -72,6 +72,7 @@ _ONLY: dict[str, Any] = {
     'n_routed_experts': 0,
 }
 _SIZE_END = 2**31  # sizes and what is counted with them are int32
+_LAYERS_END = 2**10  # no model has as many: an absurd number would take for ever
 
 
 def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
@@ -160,10 +161,10 @@ class _Fields:
     def is_null(self, name: str) -> bool:
         return name in self._fields and self._fields[name] is None
 
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, least: int = 1, end: int = _SIZE_END) -> int:
         value = self.get(name, default)
-        if type(value) is not int or not least <= value < _SIZE_END:
-            raise HfError(f'{self.path}: {name}={value!r} must be an integer of at least {least} and below 2**31')
+        if type(value) is not int or not least <= value < end:
+            raise HfError(f'{self.path}: {name}={value!r} must be an integer of at least {least} and below {end}')
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -184,7 +185,8 @@ class _Fields:
 
 def _model_config(fields: _Fields, family: str) -> ModelConfig:
     defaults = _DEFAULTS[family]
-    n_layers, n_heads = fields.integer('num_hidden_layers'), fields.integer('num_attention_heads')
+    n_layers = fields.integer('num_hidden_layers', end=_LAYERS_END)
+    n_heads = fields.integer('num_attention_heads')
     d_model = fields.integer('hidden_size')
     if fields.get('head_dim', defaults.head_dim) is None and d_model % n_heads:
         raise HfError(

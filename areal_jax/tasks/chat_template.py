@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,12 +81,12 @@ class ChatTemplate:
             'memory_bytes': _MEMORY_BYTES + 16 * length + 4 * characters,
             'cpu_seconds': cpu_seconds,
         }
-        replies, ended = _run(request, cpu_seconds * _WALL_SECONDS_PER_CPU_SECOND)
+        replies, ended = _run(request)
         texts = [reply['text'] for reply in replies if 'text' in reply]
         if len(texts) == len(conversations):
             return texts
         reason = replies[-1].get('error', '') if replies else ''
-        reason = reason.rstrip('.') or f'the process that renders it {ended} (it may take {cpu_seconds} s of CPU time)'
+        reason = reason.rstrip('.') or ended
         raise ConversationError(
             len(texts), f'{self._place}: the chat template gives no prompt: {reason}. Use the template of the model'
         )
@@ -105,21 +106,23 @@ def _parse(source: str, place: str) -> None:
         raise TokenizerError(f'{place}: the chat template cannot be read: it is nested too deep') from error
 
 
-def _run(request: Mapping[str, Any], wall_seconds: float) -> tuple[list[dict[str, str]], str]:
+def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, str]], str]:
     """(the lines that the process wrote, how it ended)."""
+    cpu_seconds = request['cpu_seconds']
+    wall_seconds = cpu_seconds * _WALL_SECONDS_PER_CPU_SECOND
     command = [sys.executable, '-P', str(_RENDERER)]  # -P: no module of this directory hides one of a library
     text = json.dumps(request).encode()
     try:
         done = subprocess.run(command, input=text, capture_output=True, timeout=wall_seconds, check=False)
-        written, ended = done.stdout, _describe_end(done.returncode, done.stderr)
+        written, ended = done.stdout, _describe_end(done.returncode, done.stderr, cpu_seconds)
     except subprocess.TimeoutExpired as error:
-        written, ended = error.stdout or b'', f'was not done after {wall_seconds:.0f} s'
+        written, ended = error.stdout or b'', f'it takes more than {wall_seconds} s'
     lines = written.split(b'\n')[:-1]  # the last one is empty, or was cut
     return [json.loads(line) for line in lines], ended
 
 
-def _describe_end(status: int, said: bytes) -> str:
-    if status < 0:
-        return f'was killed by signal {-status}'
+def _describe_end(status: int, said: bytes, cpu_seconds: int) -> str:
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):  # at the limit the one, a moment later the other
+        return f'it takes more than {cpu_seconds} s of CPU time'
     last_line = said.decode(errors='replace').strip().rpartition('\n')[2]
-    return f'ended with status {status}: {last_line[:300]}'
+    return f'the process that renders it ended with status {status}: {last_line[:300]}'

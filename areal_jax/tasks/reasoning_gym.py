@@ -98,5 +98,5 @@ def _import_reasoning_gym() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ImportError(f"task 'reasoning_gym' needs the package: pip install reasoning-gym ({error})") from error
+        raise TaskError(f"task.name='reasoning_gym' needs a package: pip install reasoning-gym ({error})") from error
     return reasoning_gym

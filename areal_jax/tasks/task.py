@@ -58,7 +58,8 @@ class Task(Protocol):
 class ListedTask:
     """A task whose problems are all listed and already split.
 
-    The prompts of a side are tokenized together, when the first of them is needed, and kept.
+    The prompts of a side are tokenized together, when the first of them is needed, and kept: for the 7473 prompts of
+    GSM8K this takes about 2 s on 2 CPU cores.
     """
 
     def __init__(

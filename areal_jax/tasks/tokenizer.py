@@ -103,7 +103,11 @@ class _BpeTokenizer(_SizedTokenizer):
                 half = f'half of a surrogate pair, {text[error.start]!r}'
                 raise ConversationError(index, f'its prompt has {half}: write the whole character') from error
         batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
-        return [tokens for batch in batches for tokens in self._encode_batch(batch)]
+        found = [tokens for batch in batches for tokens in self._encode_batch(batch)]
+        for index, tokens in enumerate(found):
+            if not len(tokens):
+                raise ConversationError(index, f'its prompt {texts[index][:80]!r} has no token: look at the template')
+        return found
 
     def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         with _naming(f'{self.source}: the prompts cannot be encoded'):
@@ -298,6 +302,8 @@ def _read_hf_tokenizer(path: pathlib.Path) -> Any:
         tokenizer = Reader.from_str(text)
         if not tokenizer.get_vocab(with_added_tokens=True):
             raise ValueError('it has no tokens')
+        tokenizer.no_padding()  # the file may ask for both, meant for other models: prompts stay as they are
+        tokenizer.no_truncation()
         return tokenizer
 
 
@@ -323,7 +329,7 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
 def _token_text(value: Any, path: pathlib.Path, name: str) -> str:
     """A token is its text, or an object with its text and how it is matched."""
     text = value.get('content') if isinstance(value, dict) else value
-    if not isinstance(text, str):
+    if not isinstance(text, str) or any('\ud800' <= character <= '\udfff' for character in text):
         raise TokenizerError(f'{path}: {name}={value!r} is no token')
     return text
 

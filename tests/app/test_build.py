@@ -18,7 +18,7 @@ from areal_jax.ranges import ConfigError
 from areal_jax.tasks.registry import make_task
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.tokenizer import CharacterTokenizer
-from tests.app.small import small_config
+from tests.app.small import SmallRun, small_config
 from tests.tasks import hf_directory
 
 
@@ -129,11 +129,21 @@ def test_prompts_that_fit_no_slot_are_dropped_and_counted(tmp_path, capsys):
     sizes = task.sizes()
     assert sizes['dropped'] == 2
     assert sizes['train'] + sizes['held_out'] == 10
-    assert f'evaluation: all {sizes["held_out"]} held-out problems, fewer than evaluation.problems\n' in said
+    assert f'evaluation.problems=64: all {sizes["held_out"]} held-out problems are evaluated\n' in said
     stream = task.prompts('train', seed=0)
     drawn = [stream.draw() for _ in range(2 * stream.size)]
     assert stream.size == sizes['train']
     assert {len(prompt.tokens) for prompt in drawn} == {2}
+
+
+def test_a_run_tells_in_its_report_what_was_dropped(tmp_path):
+    questions = tmp_path / 'questions.jsonl'
+    questions.write_text(''.join(f'{{"question": "{"ab" * n}", "answer": {n}}}\n' for n in range(1, 9)))
+    fields = {'task__name': 'jsonl', 'task__path': str(questions), 'task__over_length': 'drop', 'run__steps': 1}
+    fields |= {'task__held_out_fraction': 0.0, 'learner__filter_equal_rewards': False}
+    run = SmallRun(tmp_path / 'run', **fields).train()
+    assert run.report['problems'] == {'train': 4, 'held_out': 0, 'dropped': 4}
+    assert '4 problems to train on, 0 held out, 4 dropped' in (tmp_path / 'run' / 'report.md').read_text()
 
 
 @pytest.mark.parametrize('over_length', ['refuse', 'drop'])

@@ -7,10 +7,13 @@ import sys
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from areal_jax.errors import UserError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.gguf import GgufError, find_package_file, load_gguf, unpermute
 from areal_jax.models.shape import ModelConfig
+from areal_jax.tasks.tokenizer import GgufTokenizer
 
 CONFIG = ModelConfig(
     vocab_size=7, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=12, rope_theta=100.0,
@@ -126,6 +129,14 @@ def test_rows_by_hand():
         ({'without': ('tokenizer.ggml.eos_token_id',)}, 'no field tokenizer.ggml.eos_token_id'),
         ({'llama__rope__scaling__type': 'yarn'}, "with scaling 'yarn'; only whole heads"),
         ({'llama__rope__dimension_count': 2}, 'rotary positions over 2 of 4 dimensions'),
+        ({'llama__block_count': 2**32 - 1}, 'block_count=4294967295 must be an integer of at least 1 and below'),
+        ({'llama__block_count': 99}, 'block_count=99, but the file has 21 tensors in all'),
+        ({'llama__block_count': 'two'}, "block_count='two' must be an integer"),
+        ({'llama__attention__head_count': 0}, 'head_count=0 must be an integer of at least 1'),
+        ({'llama__attention__head_count': 3}, 'n_heads=3 is not a multiple of n_kv_heads=2'),
+        ({'llama__attention__head_count_kv': 4}, r'blk\.0\.attn_k\.weight has shape \[8, 8\] instead of \[16, 8\]'),
+        ({'llama__rope__scaling__type': 3}, 'scaling.type=3 must be a text'),
+        ({'tokenizer__ggml__eos_token_id': 'end'}, "eos_token_id='end' must be an integer of at least 0"),
         ({'llama__block_count': 3}, r'missing model\.layers\.2\.input_layernorm'),
         ({'llama__feed_forward_length': 13}, r'gate_proj.weight has shape \[12, 8\] instead of \[13, 8\]'),
     ],
@@ -161,9 +172,38 @@ def test_unreadable_files_are_named(tmp_path):
     garbage.write_bytes(b'not a model at all' * 10)
     with pytest.raises(GgufError, match=r'garbage\.gguf is no GGUF file'):
         load_gguf(garbage)
+    page = tmp_path / 'page.gguf'
+    page.write_text('<!DOCTYPE html><title>404 Not Found</title>')
+    with pytest.raises(GgufError, match=r"page\.gguf is no GGUF file.*: it begins with b'<!DOCTYPE"):
+        load_gguf(page)
+    weights = tmp_path / 'model.gguf'
+    save_file({'w': np.zeros(4, np.float32)}, weights)
+    with pytest.raises(GgufError, match=r"model\.gguf is no GGUF file.*not with b'GGUF'"):
+        load_gguf(weights)
+    with pytest.raises(GgufError, match=r'is a directory; set model\.path to a GGUF file, or model\.source=hf'):
+        load_gguf(tmp_path)
 
 
-@pytest.mark.parametrize('share', [0.0, 0.05, 0.3, 0.6, 0.99])
+def test_flipped_bytes_end_in_a_sentence_or_in_a_model(tmp_path):
+    content = write(tmp_path / 'model.gguf', file_tensors()[0]).read_bytes()
+    header = content.index(b'blk.1.ffn_down.weight') + 64
+    numbers = np.random.default_rng(0)
+    path, refused = tmp_path / 'flipped.gguf', []
+    # every length and count sits in the first bytes; beyond the header any byte is a legal weight
+    for place in [*range(4, 32), *numbers.integers(32, header, 120)]:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << numbers.integers(8)
+        path.write_bytes(flipped)
+        try:
+            _, _, fields = load_gguf(path)
+            GgufTokenizer(fields)
+        except UserError as error:
+            refused.append(str(error))
+    assert len(refused) > 60
+    assert all(str(path) in said or 'the GGUF file' in said for said in refused)
+
+
+@pytest.mark.parametrize('share', [0.0, 0.001, 0.05, *(k / 10 for k in range(1, 10)), 0.999])
 def test_a_part_of_a_file_is_named(tmp_path, share):
     path = write(tmp_path / 'model.gguf', file_tensors()[0])
     content = path.read_bytes()

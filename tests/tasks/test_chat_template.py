@@ -77,6 +77,13 @@ def test_a_template_that_explodes_ends_soon_and_costs_this_process_nothing(case)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; 'a' * 10**8 has 97_656
 
 
+def test_a_loop_without_end_is_named_as_such():
+    with pytest.raises(
+        ConversationError, match=r'gives no prompt: it takes more than 1 s of CPU time\. Use the template'
+    ):
+        render(EXPLODING['silent loop'])
+
+
 def test_the_conversation_at_fault_is_counted():
     source = "{{ 'fine' if messages[0]['content'] != 'bad' else raise_exception('bad') }}"
     with pytest.raises(ConversationError) as error:

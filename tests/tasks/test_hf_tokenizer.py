@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from areal_jax.tasks.tokenizer import HfTokenizer, TokenizerError, chat_messages
 from tests.tasks import hf_directory
@@ -48,6 +49,16 @@ def test_the_template_named_default_is_taken(tmp_path):
     templates = [{'name': 'tool_use', 'template': 'x'}, {'name': 'default', 'template': '{{ eos_token }}'}]
     hf_directory.write(tmp_path, chat_template=templates)
     assert HfTokenizer(tmp_path).encode_chat(chat_messages('on')).tolist() == [259]
+
+
+def test_padding_and_truncation_of_the_file_leave_prompts_as_they_are(directory):
+    path, chats = directory / 'tokenizer.json', [chat_messages('on'), chat_messages('on on on 1')]
+    plain = [HfTokenizer(directory).encode_chat(chat).tolist() for chat in chats]
+    reader = Tokenizer.from_file(str(path))
+    reader.enable_padding(pad_id=0, pad_token='<|bos|>')
+    reader.enable_truncation(max_length=3)
+    reader.save(str(path))
+    assert [tokens.tolist() for tokens in HfTokenizer(directory).encode_chats(chats)] == plain
 
 
 def test_templates_see_no_clock(tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -102,3 +103,9 @@ def test_every_listed_answer_is_right_and_its_successor_wrong(task):
 def test_unknown_data_sets_are_named(datasets):
     with pytest.raises(TaskError, match=r"task\.datasets=.*choose one or more of \['basic_arithmetic'"):
         reasoning_gym.build(CharacterTokenizer(ASCII), datasets)
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'reasoning_gym', None)  # import fails
+    with pytest.raises(TaskError, match=r"^task\.name='reasoning_gym' needs a package: pip install reasoning-gym \("):
+        reasoning_gym.build(CharacterTokenizer(ASCII), ('products',))

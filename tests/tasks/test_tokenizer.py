@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_jax.tasks.chat_template import ConversationError
 from areal_jax.tasks.tokenizer import CharacterTokenizer, GgufTokenizer, TokenizerError, chat_messages
 
 # 'What is 12 + 7?' as the user's message under the model's own system message, as other programs encode it.
@@ -93,6 +94,65 @@ def test_minimal_fields_by_hand():
 def test_digits_stay_single_only_where_the_model_was_trained_so():
     assert GgufTokenizer({**MINIMAL, 'pre': 'gpt-2'}).encode('12').tolist() == [9]
     assert GgufTokenizer({**MINIMAL, 'pre': 'smollm'}).encode('12').tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'token_types': [1] * 9}, 'it has 10 tokens and 9 token_types'),
+        ({'token_types': ['1'] * 10}, 'token_types must be a list of integers'),
+        ({'tokens': 'abc'}, 'tokens must be a list of texts'),
+        ({'tokens': [*MINIMAL['tokens'][:9], 'a']}, "the token 'a' has 2 ids"),
+        ({'merges': ['a b', '1 3']}, r"merges\[1\]='1 3' must be two tokens with a blank between"),
+        ({'merges': ['a b', '12']}, r"merges\[1\]='12' must be two tokens"),
+        ({'merges': [['a', 'b']]}, 'merges must be a list of texts'),
+        ({'eos_id': 10}, 'eos_id=10 is not an id of the 10 tokens'),
+        ({'eos_id': -1}, 'eos_id=-1 is not an id of the 10 tokens'),
+        ({'bos_id': 10}, 'bos_id=10 is not an id of the 10 tokens'),
+        ({'bos_id': 'a'}, "bos_id='a' is not an id of the 10 tokens"),
+        ({'pre': 7}, 'pre=7 must be the name of a pre-tokenizer'),
+        ({'chat_template': '{% if %}'}, 'the chat template cannot be read: line 1'),
+        ({'chat_template': ['a']}, 'the chat template is a list, not a text'),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_named(change, message):
+    with pytest.raises(TokenizerError, match=rf'^small\.gguf: {message}'):
+        GgufTokenizer(MINIMAL | change, 'small.gguf')
+
+
+def test_text_that_cannot_be_encoded_is_named():
+    tokenizer = GgufTokenizer(MINIMAL)
+    with pytest.raises(TokenizerError, match=r"^the GGUF file: 'a\\ud800' cannot be encoded: "):
+        tokenizer.encode('a\ud800')
+    with pytest.raises(ConversationError, match='its prompt has half of a surrogate pair') as error:
+        tokenizer.encode_chats([chat_messages('a'), chat_messages('\ud800')])
+    assert error.value.index == 1
+
+
+def test_a_prompt_without_a_token_is_refused():
+    tokenizer = GgufTokenizer(MINIMAL | {'chat_template': "{{ messages[0]['content'] if messages[1:] }}"})
+    with pytest.raises(ConversationError, match=r"its prompt '' has no token") as error:
+        tokenizer.encode_chats([chat_messages('b', 'a'), chat_messages('b')])
+    assert error.value.index == 1
+
+
+def test_a_panic_inside_the_library_is_an_error_of_the_tokenizer():
+    # what pyo3 raises: no Exception, of a class that cannot be imported
+    panic = type('PanicException', (BaseException,), {})
+
+    class Panicking:
+        def encode(self, text, add_special_tokens):
+            raise panic('index out of bounds')
+
+    tokenizer = GgufTokenizer(MINIMAL)
+    tokenizer._bpe = Panicking()
+    with pytest.raises(TokenizerError, match='index out of bounds'):
+        tokenizer.encode('a')
+
+
+def test_ids_beyond_the_vocabulary_have_no_text():
+    # a model may have more embeddings than its tokenizer has tokens
+    assert GgufTokenizer(MINIMAL).decode(np.array([0, 10, 99, 1])) == 'ab'
 
 
 @pytest.mark.parametrize('pre', ['default', 'llama-bpe'])
