@@ -22,7 +22,7 @@ from areal_jax.app.provenance import git_commit, hardware, package_versions
 from tests.chaos import configs, disks, entry, kills, scorers, signals
 from tests.chaos import files as damaged_files
 from tests.chaos.outcomes import Coverage, Outcome, all_held, record, table
-from tests.chaos.runs import VIRTUAL, Case, Ground
+from tests.chaos.runs import VIRTUAL, Case, Ground, seconds_since
 
 # kind: its share of the minutes and its cases
 _KINDS: dict[str, tuple[float, Callable[[], Sequence[Case]]]] = {
@@ -101,9 +101,9 @@ def _run(schedule: Schedule, ground: Ground, elapsed: Callable[[], float]) -> li
     outcomes: list[Outcome] = []
     try:
         _measure_lifetime(ground)
-        for _, case, left_s in schedule.cases(elapsed):
+        for kind, case, left_s in schedule.cases(elapsed):
             ground.until = time.monotonic() + left_s
-            found = list(_outcomes(case, ground))
+            found = list(_outcomes(kind, case, ground))
             outcomes += found
             if all(outcome.verdict == 'held' for outcome in found):
                 for directory in {outcome.directory for outcome in found if outcome.directory}:
@@ -113,14 +113,26 @@ def _run(schedule: Schedule, ground: Ground, elapsed: Callable[[], float]) -> li
     return outcomes
 
 
-def _outcomes(case: Case, ground: Ground) -> Iterator[Outcome]:
-    for outcome in case.run(ground):
-        line = f'{outcome.verdict:6}  {outcome.kind}: {outcome.case}  ({outcome.seconds:.0f} s)'
-        if outcome.verdict == 'failed':
-            line += f'\n        {outcome.trouble or "wrong"}, exit code {outcome.exit_code}: {outcome.detail}'
-            line += f'\n        {outcome.directory}'
-        print(line, flush=True)
-        yield outcome
+def _outcomes(kind: str, case: Case, ground: Ground) -> Iterator[Outcome]:
+    """Those of a case, each printed; an exception of the case itself is a failure and ends nothing else."""
+    began = time.monotonic()
+    try:
+        for outcome in case.run(ground):
+            _print_outcome(outcome)
+            yield outcome
+    except Exception as error:
+        detail = f'{type(error).__name__} in the case itself: {error}'
+        failure = Outcome(kind, case.name, seconds_since(began), None, detail)
+        _print_outcome(failure)
+        yield failure
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    line = f'{outcome.verdict:6}  {outcome.kind}: {outcome.case}  ({outcome.seconds:.0f} s)'
+    if outcome.verdict == 'failed':
+        line += f'\n        {outcome.trouble or "wrong"}, exit code {outcome.exit_code}: {outcome.detail}'
+        line += f'\n        {outcome.directory}'
+    print(line, flush=True)
 
 
 def _measure_lifetime(ground: Ground) -> None:

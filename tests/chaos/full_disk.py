@@ -1,19 +1,17 @@
 """A command whose disk fails at a chosen moment: python -m tests.chaos.full_disk SETTINGS MODULE [ARGUMENT ...].
 
 SETTINGS is a JSON object: `below`: the directory whose disk it is; `after`: how many calls that write there succeed,
--1 = all; `error`: name of the errno that the others raise; `report`: file that gets the number of calls at the end.
+-1 = all; `error`: name of the errno that the others raise; `report`: file that gets the number of calls so far.
 Calls are those of Python: opens for writing, writes, mkdir, fsync and, on a read-only disk, renames and removals.
 """
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import errno
 import io
 import json
 import os
-import pathlib
 import runpy
 import sys
 from collections.abc import Callable
@@ -27,13 +25,13 @@ class FailingDisk:
 
     def __init__(self, below: str, after: int, error: str, report: str):
         self._below, self._after, self._errno = os.path.realpath(below), after, getattr(errno, error)
-        self._report, self.calls = pathlib.Path(report), 0
+        self._report, self._calls = os.open(report, os.O_WRONLY | os.O_CREAT, 0o644), 0
 
     def spend(self, path: Any) -> None:
         """One call; raises OSError when it is one of those that fail."""
-        self.calls += 1
-        if 0 <= self._after < self.calls:
-            self.report()  # the process may not come to its end
+        self._calls += 1
+        os.pwrite(self._report, str(self._calls).encode(), 0)  # at once: a process may end without exit handlers
+        if 0 <= self._after < self._calls:
             raise OSError(self._errno, os.strerror(self._errno), os.fspath(path) if path is not None else None)
 
     def holds(self, path: Any) -> bool:
@@ -41,10 +39,6 @@ class FailingDisk:
             return False
         whole = os.path.realpath(os.path.dirname(os.path.abspath(os.fsdecode(path))))
         return whole == self._below or whole.startswith(self._below + os.sep) or os.path.realpath(path) == self._below
-
-    def report(self) -> None:
-        with _real_open(self._report, 'w') as file:
-            file.write(str(self.calls))
 
     @property
     def is_read_only(self) -> bool:
@@ -112,7 +106,6 @@ def main(arguments: list[str]) -> None:
     for name in (*_ALWAYS, *(_READ_ONLY if _disk.is_read_only else ())):
         _guard(name)
     _guard_sync()
-    atexit.register(_disk.report)
     sys.argv = arguments[1:]
     runpy.run_module(arguments[1], run_name='__main__', alter_sys=True)
 
