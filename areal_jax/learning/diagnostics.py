@@ -66,6 +66,8 @@ def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch],
 def mismatch_metrics(batches: Sequence[PackedBatch], logprobs: Sequence[np.ndarray], version: int) -> dict[str, float]:
     """Engine against learner, |behavior - learner's log-prob|, over generated tokens of the current version.
 
+    Both are of the full softmax, also where the engine drew from a part of it.
+
     Args:
       logprobs: per batch float32 [M, R, N] of the weights of `version`, i.e. before the update.
     """

@@ -30,12 +30,14 @@ def require_finite(tree: Any, mesh: Mesh, what: str, fix: str) -> None:
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     leaves = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
-    counts = jax.device_get([_counter(mesh)(leaf) for leaf in leaves.values()])
-    wrong = {path: int(count) for path, count in zip(leaves, counts, strict=True) if count}
-    for path, count in wrong.items():
+    count = _counter(mesh)
+    # each count is waited for: on virtual CPU devices collectives of programs in flight at once block each other
+    counts = {path: int(jax.device_get(count(leaf))) for path, leaf in leaves.items()}
+    wrong = {path: n for path, n in counts.items() if n}
+    for path, n in wrong.items():
         others = f', and {len(wrong) - 1} other leaves have such values too' if len(wrong) > 1 else ''
         raise NonFiniteError(
-            f'{what}: {count} of the {leaves[path].size} values of {path!r} are NaN or infinite{others}; {fix}'
+            f'{what}: {n} of the {leaves[path].size} values of {path!r} are NaN or infinite{others}; {fix}'
         )
 
 
