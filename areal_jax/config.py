@@ -11,6 +11,8 @@ from ml_collections import config_dict
 from areal_jax.fields import require_declared
 from areal_jax.ranges import RANGES, ConfigError, require_in_range
 
+CONFIG = 'config.json'  # in the workdir: the resolved config of the run
+
 
 def default_config() -> config_dict.ConfigDict:
     """Every field with its default; experiment files start from a copy and set what differs."""

@@ -300,6 +300,32 @@ MUTATIONS = [
         "is_matrix = len([axis for axis in logical_axes(name, param.ndim) if axis != 'layers']) == 2",
         'is_matrix = param.ndim >= 2',
         'tests/learning/test_optimizer.py',
+        'take any reply for the answer at hand',
+        'areal_jax/tasks/process.py',
+        "reply.get('id') != number",
+        'False',
+        'tests/tasks/test_hostile_scorers.py -k replies',
+    ),
+    Mutation(
+        'let the forked child of a scorer reply',
+        'areal_jax/tasks/scorer_process.py',
+        '    if os.getpid() != own_pid:',
+        '    if False:',
+        'tests/tasks/test_hostile_scorers.py -k forks_below',
+    ),
+    Mutation(
+        'adopt no orphan of a scorer',
+        'areal_jax/tasks/worker.py',
+        '    adopt_orphans()\n',
+        '',
+        'tests/tasks/test_worker.py -k detached',
+    ),
+    Mutation(
+        'never start the count of failures again',
+        'areal_jax/evaluation/evaluator.py',
+        'failures.note_verified()',
+        'pass',
+        'tests/evaluation',
     ),
 ]
 

@@ -124,8 +124,8 @@ def replace_line(path: pathlib.Path, number: int, text: str) -> None:
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('{"seq": 1, "ti', 'line 2 of {count} is not JSON'),
-        ('7', 'line 2 of {count} is not a JSON object'),
+        ('{"seq": 1, "ti', 'line 2 of {count} is no JSON'),
+        ('7', 'line 2 of {count} holds a int, not an object'),
         ('{}', 'line 2 has no '),
         ('{"seq": 1, "time": "soon", "kind": "draw", "step": "two"}', "line 2 has (time='soon'|step='two')"),
         ('{"seq": 1, "time": 0, "kind": "decode", "step": 1}', "line 2 (has no 'engine'|has kind='decode')"),
@@ -134,7 +134,7 @@ def replace_line(path: pathlib.Path, number: int, text: str) -> None:
 def test_a_torn_or_edited_line_is_named(tmp_path: pathlib.Path, capsys, name: str, text: str, message: str):
     write_run(tmp_path)
     path = tmp_path / name
-    path.write_text(path.read_text() + path.read_text()[-30:].strip()[:10])  # torn at the end: left out
+    path.write_text(path.read_text() + '{"seq": 99, "ti')  # torn at the end: left out
     if name == 'metrics.jsonl':
         path.write_text(''.join(json.dumps({'step': step}) + '\n' for step in (1, 2, 3)))
     rebuild(tmp_path, '--no-plots')
@@ -160,15 +160,15 @@ def test_a_repeated_update_is_named(tmp_path: pathlib.Path, capsys):
     ('name', 'text', 'message'),
     [
         ('config.json', None, 'holds no run: there is no config.json; give the --workdir of a run'),
-        ('config.json', '{"run": {"steps": 4', 'config.json is not JSON'),
-        ('config.json', '[1, 2]', 'config.json is no JSON object'),
+        ('config.json', '{"run": {"steps": 4', 'config.json is no JSON'),
+        ('config.json', '[1, 2]', 'config.json holds a list, not an object'),
         ('config.json', '{"name": "another program"}', 'config.json holds loss.objective=None'),
-        ('facts.json', '{"config": "x', 'facts.json is not JSON'),
+        ('facts.json', '{"config": "x', 'facts.json is no JSON'),
         ('facts.json', '{"config": "x"}', 'facts.json was written by another version'),
         (
             'evaluations.json',
             '{"before": {}}',
-            "evaluations.json has no scores as a run writes them (KeyError('sampled')",
+            "evaluations.json: 'before' does not hold the scores of an evaluation",
         ),
     ],
 )

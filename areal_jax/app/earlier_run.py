@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from areal_jax.app.workdir import CHECKPOINTS, CONFIG
+from areal_jax.app.workdir import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.config import TrackedConfig, default_config, flatten
+from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora, merge_adapters

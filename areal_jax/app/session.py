@@ -26,7 +26,6 @@ from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sizes import require_room
 from areal_jax.app.workdir import (
     CHECKPOINTS,
-    EVALUATIONS,
     EVENTS,
     continue_run,
     describe_unsaved,
@@ -52,7 +51,7 @@ from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import lane_intervals, load_events, window
-from areal_jax.telemetry.facts import EvaluationScores, RunFacts, discard_facts, read_scores
+from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, discard_facts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.report import write_report

@@ -13,14 +13,13 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
-from areal_jax.config import flatten
+from areal_jax.config import CONFIG, flatten
 from areal_jax.ranges import ConfigError
 from areal_jax.telemetry import metrics, report
+from areal_jax.telemetry.facts import EVALUATIONS
 
-CONFIG = 'config.json'
 WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
-EVALUATIONS = 'evaluations.json'
 EVENTS = 'events.jsonl'
 PROLONGATIONS = 'prolongations.json'
 # what an attempt writes while it runs; put aside where the next one starts again at update 0

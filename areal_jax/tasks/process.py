@@ -221,7 +221,7 @@ def _parse(line: bytes, keys: tuple[str, ...]) -> Mapping[str, Any]:
             raise WorkerDiedError(f'the worker has ended; its traceback, if any, is on stderr: {reply["crash"]}')
         if isinstance(reply, dict) and any(key in reply for key in keys):
             return reply
-    raise WorkerDiedError(f'expected a line with one of {keys} from a worker, got {line[:80]!r}')
+    raise WorkerDiedError(f'expected {" or ".join(keys) or "nothing"} from a worker, got {line[:80]!r}')
 
 
 def _worker_environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 from areal_jax import files
 
 FILE = 'facts.json'
+EVALUATIONS = 'evaluations.json'
 
 
 @dataclasses.dataclass(frozen=True)

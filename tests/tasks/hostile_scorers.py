@@ -738,6 +738,12 @@ def leaves_a_chain_of_forks(problem):
     return 0.5
 
 
+def forks_leaves_a_daemon_and_returns_the_length(problem: Problem, answer_text: str, finish_reason: str) -> float:
+    """Not in the table: its reward tells answers apart."""
+    _daemonize(problem, _sleep_for_ever)
+    return float(len(answer_text)) if os.fork() else -1.0
+
+
 @expect('ok', 0.5)
 def leaves_a_pool_of_processes(problem):
     import multiprocessing
