@@ -206,11 +206,11 @@ def test_a_process_of_another_mark_is_no_orphan(tmp_path):
 
 
 def test_a_command_that_does_not_end_is_a_hang_and_shows_its_stacks(tmp_path):
-    with RunningCommand(python('-c', 'import time\ndef stand(): time.sleep(600)\nstand()'), tmp_path) as run:
-        run.sleep(2.0)
+    with RunningCommand(python('-c', 'import time; print("x", flush=True); time.sleep(600)'), tmp_path) as run:
+        assert run.wait_for(lambda: run.stdout() == 'x\n')
         end = run.wait(timeout_s=0.1)
     assert end.trouble == 'hang'
-    assert end.violations((0,))
+    assert 'most recent call first' in end.violations((0,))[0]
 
 
 FAILING_WRITES = """
