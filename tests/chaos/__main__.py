@@ -90,6 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         'commit': git_commit(),
         'versions': package_versions(),
         'machine': hardware(),
+        'mounts_disks': disks.can_mount(),  # without this, no real disk was filled
     }
     if flags.json:
         files.write_json(flags.json, record(outcomes, coverage, facts))

@@ -159,7 +159,7 @@ def disk_cases() -> list[FailingCallCase | FullDiskCase | FileSizeCase | FullFil
     cases += [FileSizeCase(_LOOP, size) for size in (100, 20_000, 200_000)]
     cases += [FullFileCase(_LOOP, name) for name in ('events.jsonl', 'metrics.jsonl')]
     cases += [ReadOnlyCase(_LOOP, parent) for parent in (False, True)]
-    if _can_mount():
+    if can_mount():
         process_verifier = dataclasses.replace(PROCESS_VERIFIER, steps=_STEPS)
         cases += [FullDiskCase(_LOOP, size) for size in (16_384, 131_072, 524_288, 1_500_000)]
         cases += [FullDiskCase(process_verifier, 900_000), FullDiskCase(_SUPERVISED, 400_000)]
@@ -203,7 +203,7 @@ def _count_calls(ground: Ground, variant: Variant) -> int:
     return int((directory / 'calls').read_text())
 
 
-def _can_mount() -> bool:
+def can_mount() -> bool:
     """Whether a disk can be mounted in a namespace of our own; not everywhere without root."""
     script = 'd=$(mktemp -d) && mount -t tmpfs -o size=4096 tmpfs "$d"; code=$?; umount "$d"; rmdir "$d"; exit $code'
     try:
