@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from tests.chaos import logs
 from tests.chaos.outcomes import Outcome
 from tests.chaos.processes import Ending, RunningCommand, python
-from tests.chaos.runs import PROCESS_VERIFIER, SUPERVISED, VIRTUAL, Ground, Variant, seconds_since
+from tests.chaos.runs import PROCESS_VERIFIER, SUPERVISED, VIRTUAL, Case, Ground, Variant, seconds_since
 
 KIND = 'disk'
 _STEPS = 9
@@ -149,11 +149,10 @@ class ReadOnlyCase:
         yield _go_on(ground, self.variant, self.name, directory, ending, wrong, began)
 
 
-def disk_cases() -> list[FailingCallCase | FullDiskCase | FileSizeCase | FullFileCase | ReadOnlyCase]:
+def disk_cases() -> list[Case]:
     """Moments over the whole run, sizes from nothing to nearly enough."""
     shares = (0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
-    cases: list[FailingCallCase | FullDiskCase | FileSizeCase | FullFileCase | ReadOnlyCase]
-    cases = [FailingCallCase(_LOOP, 'ENOSPC', share) for share in shares]
+    cases: list[Case] = [FailingCallCase(_LOOP, 'ENOSPC', share) for share in shares]
     cases += [FailingCallCase(_SUPERVISED, 'ENOSPC', share) for share in (0.0, 0.3, 0.8)]
     cases += [FailingCallCase(_LOOP, error, share) for error in ('EROFS', 'EIO', 'EDQUOT') for share in (0.2, 0.6)]
     cases += [FileSizeCase(_LOOP, size) for size in (100, 20_000, 200_000)]

@@ -91,7 +91,7 @@ def _guard(name: str) -> None:
 def _guard_sync() -> None:
     real = os.fsync
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor: Any) -> None:
         if _disk.holds(os.readlink(f'/proc/self/fd/{descriptor}')) and not _disk.is_read_only:
             _disk.spend(None)
         real(descriptor)
