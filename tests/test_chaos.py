@@ -287,6 +287,13 @@ def test_every_kind_has_cases_of_different_names():
         assert len(set(names)) == len(names), kind
 
 
+def test_the_minimum_of_a_kind_is_the_number_of_its_outcomes():
+    minimum = chaos.Schedule(['disk'], seed=0, minutes=1).minimum
+    assert minimum['kill'] == 100
+    for kind in ('signal', 'disk', 'file', 'entry point'):
+        assert minimum[kind] == len(chaos._KINDS[kind][1]())
+
+
 def test_time_is_divided_over_the_kinds_and_each_runs_once():
     now = 0.0
 

@@ -48,7 +48,7 @@ class Schedule:
             cases = list(list_cases())
             random.Random(f'{seed} {kind}').shuffle(cases)
             self.minimum[kind] = (
-                kills.MINIMUM if kind == kills.KIND else sum(getattr(case, 'size', 1) for case in cases)
+                kills.MINIMUM if kind == kills.KIND else sum(getattr(case, 'n_outcomes', 1) for case in cases)
             )
             if kind in kinds:
                 self._left[kind] = iter([case for case in cases if only in case.name])
