@@ -206,11 +206,11 @@ def test_a_process_of_another_mark_is_no_orphan(tmp_path):
 
 
 def test_a_command_that_does_not_end_is_a_hang_and_shows_its_stacks(tmp_path):
-    with RunningCommand(python('-c', 'import time\ndef stand(): time.sleep(600)\nstand()'), tmp_path) as run:
-        run.sleep(2.0)
+    with RunningCommand(python('-c', 'import time; print("x", flush=True); time.sleep(600)'), tmp_path) as run:
+        assert run.wait_for(lambda: run.stdout() == 'x\n')
         end = run.wait(timeout_s=0.1)
     assert end.trouble == 'hang'
-    assert end.violations((0,))
+    assert 'most recent call first' in end.violations((0,))[0]
 
 
 FAILING_WRITES = """
@@ -285,6 +285,13 @@ def test_every_kind_has_cases_of_different_names():
     for kind, (_, list_cases) in chaos._KINDS.items():
         names = [case.name for case in list_cases()]
         assert len(set(names)) == len(names), kind
+
+
+def test_the_minimum_of_a_kind_is_the_number_of_its_outcomes():
+    minimum = chaos.Schedule(['disk'], seed=0, minutes=1).minimum
+    assert minimum['kill'] == 100
+    for kind in ('signal', 'disk', 'file', 'entry point'):
+        assert minimum[kind] == len(chaos._KINDS[kind][1]())
 
 
 def test_time_is_divided_over_the_kinds_and_each_runs_once():

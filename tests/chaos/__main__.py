@@ -48,7 +48,7 @@ class Schedule:
             cases = list(list_cases())
             random.Random(f'{seed} {kind}').shuffle(cases)
             self.minimum[kind] = (
-                kills.MINIMUM if kind == kills.KIND else sum(getattr(case, 'size', 1) for case in cases)
+                kills.MINIMUM if kind == kills.KIND else sum(getattr(case, 'n_outcomes', 1) for case in cases)
             )
             if kind in kinds:
                 self._left[kind] = iter([case for case in cases if only in case.name])
@@ -90,6 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         'commit': git_commit(),
         'versions': package_versions(),
         'machine': hardware(),
+        'mounts_disks': disks.can_mount(),  # without this, no real disk was filled
     }
     if flags.json:
         files.write_json(flags.json, record(outcomes, coverage, facts))

@@ -13,7 +13,7 @@ from tests.chaos.processes import RunningCommand, python
 from tests.chaos.runs import Ground, seconds_since
 
 KIND = 'config'
-_SHORT = ('run.steps=2', 'telemetry.plots=False', 'telemetry.tensorboard=False')
+_MEMORY_BYTES = 8 * 2**30  # a config of enormous sizes that is not refused must not take the machine along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,12 @@ class ConfigCase:
     def run(self, ground: Ground) -> Iterator[Outcome]:
         began, directory = time.monotonic(), ground.fresh(self.name)
         arguments = [f'--config={self.hostile.config}', f'--workdir={directory / "run"}', *self.hostile.arguments]
-        with RunningCommand(python('-m', 'areal_jax.main_train', *arguments), directory) as run:
+        limited = ['prlimit', f'--data={_MEMORY_BYTES}', *python('-m', 'areal_jax.main_train', *arguments)]
+        with RunningCommand(limited, directory) as run:
             ending = run.wait()
             wrong = ending.violations((2,)) + run.orphans()
-        if ending.exit_code == 2 and self.hostile.expected not in ending.error:
-            wrong.append(f'the sentence does not contain {self.hostile.expected!r}: {ending.error}')
+        if ending.exit_code == 2 and self.hostile.message not in ending.error:
+            wrong.append(f'the sentence does not contain {self.hostile.message!r}: {ending.error}')
         seconds, detail = seconds_since(began), '; '.join(wrong)
         yield Outcome(KIND, self.name, seconds, ending.exit_code, detail, ending.trouble, str(directory))
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from tests.chaos import logs
 from tests.chaos.outcomes import Outcome
 from tests.chaos.processes import Ending, RunningCommand, python
-from tests.chaos.runs import PROCESS_VERIFIER, SUPERVISED, VIRTUAL, Ground, Variant, seconds_since
+from tests.chaos.runs import PROCESS_VERIFIER, SUPERVISED, VIRTUAL, Case, Ground, Variant, seconds_since
 
 KIND = 'disk'
 _STEPS = 9
@@ -149,17 +149,16 @@ class ReadOnlyCase:
         yield _go_on(ground, self.variant, self.name, directory, ending, wrong, began)
 
 
-def disk_cases() -> list[FailingCallCase | FullDiskCase | FileSizeCase | FullFileCase | ReadOnlyCase]:
+def disk_cases() -> list[Case]:
     """Moments over the whole run, sizes from nothing to nearly enough."""
     shares = (0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
-    cases: list[FailingCallCase | FullDiskCase | FileSizeCase | FullFileCase | ReadOnlyCase]
-    cases = [FailingCallCase(_LOOP, 'ENOSPC', share) for share in shares]
+    cases: list[Case] = [FailingCallCase(_LOOP, 'ENOSPC', share) for share in shares]
     cases += [FailingCallCase(_SUPERVISED, 'ENOSPC', share) for share in (0.0, 0.3, 0.8)]
     cases += [FailingCallCase(_LOOP, error, share) for error in ('EROFS', 'EIO', 'EDQUOT') for share in (0.2, 0.6)]
     cases += [FileSizeCase(_LOOP, size) for size in (100, 20_000, 200_000)]
     cases += [FullFileCase(_LOOP, name) for name in ('events.jsonl', 'metrics.jsonl')]
     cases += [ReadOnlyCase(_LOOP, parent) for parent in (False, True)]
-    if _can_mount():
+    if can_mount():
         process_verifier = dataclasses.replace(PROCESS_VERIFIER, steps=_STEPS)
         cases += [FullDiskCase(_LOOP, size) for size in (16_384, 131_072, 524_288, 1_500_000)]
         cases += [FullDiskCase(process_verifier, 900_000), FullDiskCase(_SUPERVISED, 400_000)]
@@ -203,7 +202,7 @@ def _count_calls(ground: Ground, variant: Variant) -> int:
     return int((directory / 'calls').read_text())
 
 
-def _can_mount() -> bool:
+def can_mount() -> bool:
     """Whether a disk can be mounted in a namespace of our own; not everywhere without root."""
     script = 'd=$(mktemp -d) && mount -t tmpfs -o size=4096 tmpfs "$d"; code=$?; umount "$d"; rmdir "$d"; exit $code'
     try:

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from tests.chaos import logs
 from tests.chaos.outcomes import Outcome
@@ -60,10 +60,13 @@ def _turn_into_file(path: pathlib.Path) -> None:
 
 
 def _write(content: bytes) -> Damage:
-    return lambda path: path.unlink() or path.write_bytes(content)  # type: ignore[func-returns-value]
+    def damage(path: pathlib.Path) -> None:
+        path.write_bytes(content)
+
+    return damage
 
 
-def _edit_lines(edit: Callable[[list[bytes], int], None]) -> Damage:
+def _edit_lines(edit: Callable[[list[bytes], int], object]) -> Damage:
     def damage(path: pathlib.Path) -> None:
         lines = path.read_bytes().splitlines(keepends=True)
         edit(lines, len(lines) // 2)
@@ -72,7 +75,7 @@ def _edit_lines(edit: Callable[[list[bytes], int], None]) -> Damage:
     return damage
 
 
-_ANY: Mapping[str, Damage] = {
+_ANY: dict[str, Damage] = {
     'removed': _remove,
     'empty': _write(b''),
     'torn in the middle': _tear,
@@ -88,7 +91,7 @@ _JSON = _ANY | {
 }
 _LINES = _JSON | {
     'a line garbled': _edit_lines(lambda lines, middle: lines.__setitem__(middle, b'\x00\xff{' + lines[middle][3:])),
-    'a line missing': _edit_lines(lambda lines, middle: lines.pop(middle)),  # type: ignore[arg-type,return-value]
+    'a line missing': _edit_lines(lambda lines, middle: lines.pop(middle)),
     'a line twice': _edit_lines(lambda lines, middle: lines.insert(middle, lines[middle])),
     'lines exchanged': _edit_lines(lambda lines, middle: lines.insert(middle, lines.pop(middle + 1))),
 }
@@ -186,7 +189,7 @@ def _checkpoint_cases(variant: Variant) -> list[FileCase]:
     ]
     falls_back += [
         FileCase(variant, newest, 'removed', _remove, (0,), _BEFORE),
-        FileCase(variant, newest, 'emptied', lambda path: (shutil.rmtree(path), path.mkdir())[1], (0,), _BEFORE),
+        FileCase(variant, newest, 'emptied', _turn_into_directory, (0,), _BEFORE),
         FileCase(variant, newest, 'a file', _turn_into_file, (0,), _BEFORE),
     ]
     others = [

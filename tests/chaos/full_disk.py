@@ -91,10 +91,10 @@ def _guard(name: str) -> None:
 def _guard_sync() -> None:
     real = os.fsync
 
-    def fsync(descriptor: int) -> None:
-        if _disk.holds(os.readlink(f'/proc/self/fd/{descriptor}')) and not _disk.is_read_only:
+    def fsync(fd: Any) -> None:
+        if _disk.holds(os.readlink(f'/proc/self/fd/{fd}')) and not _disk.is_read_only:
             _disk.spend(None)
-        real(descriptor)
+        real(fd)
 
     os.fsync = fsync
 

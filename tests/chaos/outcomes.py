@@ -43,7 +43,7 @@ def count(outcomes: Sequence[Outcome], kind: str) -> dict[str, int]:
     """held, failed, aborts, hangs, tracebacks of one kind."""
     of_kind = [outcome for outcome in outcomes if outcome.kind == kind]
     verdicts = collections.Counter(outcome.verdict for outcome in of_kind)
-    troubles = collections.Counter(outcome.trouble for outcome in of_kind)
+    troubles: collections.Counter[str] = collections.Counter(outcome.trouble for outcome in of_kind)
     return {'held': verdicts['held'], 'failed': verdicts['failed']} | {f'{name}s': troubles[name] for name in TROUBLES}
 
 

@@ -17,6 +17,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 HANG_S = 120.0  # a command that takes longer hangs; the slowest run here takes some 20 s on an idle machine
 ORPHAN_S = 10.0  # descendants of a dead run are gone after so long
 MARK = 'AREAL_JAX_CHAOS'  # environment variable; descendants inherit it
+# after the first run every program comes from the cache, and no run is long enough for LLVM's passes
+_QUICK = {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'XLA_FLAGS': '--xla_backend_optimization_level=0'}
 _POLL_S = 0.005
 _OUTPUT_BYTES = 2**22  # read of the end of an output; a hostile scorer may print gigabytes
 _ABORTS = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, 134, 135, 136, 139}
@@ -79,7 +81,7 @@ class RunningCommand:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, 'PYTHONFAULTHANDLER': '1', **(environment or {}), MARK: self.mark},
+                env={**os.environ, 'PYTHONFAULTHANDLER': '1', **_QUICK, **(environment or {}), MARK: self.mark},
                 start_new_session=True,
             )
 

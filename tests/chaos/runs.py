@@ -104,7 +104,8 @@ class Ground:
 class Case(Protocol):
     """Something that happens to a run. Each outcome is one thing that was tried."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def run(self, ground: Ground) -> Iterator[Outcome]: ...
 

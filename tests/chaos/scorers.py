@@ -36,7 +36,7 @@ class ScorerCase:
         return f'{self.label}: {", ".join(self.scorers)}'
 
     @property
-    def size(self) -> int:
+    def n_outcomes(self) -> int:
         """Outcomes, one a scorer."""
         return len(self.scorers)
 

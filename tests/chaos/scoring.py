@@ -7,6 +7,7 @@ file `calls` gets the name of each hostile scorer that is called, `pids` the pro
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import pathlib
 import zlib
@@ -25,8 +26,7 @@ _NOTES = pathlib.Path(os.environ.get(NOTES, '.'))
 def score(problem: Any, answer_text: str, finish_reason: FinishReason) -> Any:
     """A reward, or what the hostile scorer whose turn it is makes of the request."""
     if zlib.crc32(f'{problem["question"]}{answer_text}'.encode()) % _ONE_OF == 0 and (name := _take_turn()):
-        from tests.tasks import hostile_scorers
-
+        hostile_scorers = importlib.import_module('tests.tasks.hostile_scorers')
         return getattr(hostile_scorers, name)({'pids': str(_NOTES / 'pids')}, answer_text, finish_reason)
     return token_reversal.score(problem, answer_text, finish_reason)
 
