@@ -60,7 +60,7 @@ def test_what_one_process_holds_is_refused_by_all(tmp_path):
     processes = _start(tmp_path, 'not finite')
     errors = [p.communicate(timeout=300)[1] for p in processes]
     assert [p.returncode for p in processes] == [0, 0], errors
-    loaded, saved = pickle.loads((tmp_path / 'results.pickle').read_bytes())['errors']
+    loaded, saved = map(str, pickle.loads((tmp_path / 'results.pickle').read_bytes())['errors'])
     assert loaded == "model.path: 1 of the 1024 values of 'embedding' are NaN or infinite; mend it"
     assert saved.startswith("the trained weights: 1 of the 1024 values of 'embedding'")
 
