@@ -169,7 +169,7 @@ def test_a_flipped_bit_of_a_follower_is_reported(tmp_path):
         for place_ in range(len(content) // 3, len(content)):
             content[place_] ^= 2
         file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r'step_00000001_1 is damaged .*: remove it and start without --resume'):
+    with pytest.raises(CheckpointError, match=r'step_00000001_1 is damaged .*: there is no older one'):
         np.asarray(arrays['head'])
     np.testing.assert_array_equal(arrays['head'][slice(0, 2), slice(0, 4)], _WHOLE['head'][:, :4])  # of process 0
 
