@@ -119,11 +119,10 @@ def _idle_bound(report: Mapping[str, Any]) -> str:
         or report['steps'] <= eta + 1
     ):
         return ''
-    bound, share = next(iter(held.items()))
-    age = report['token_age']['max']
+    others = ', '.join(f'{bound} {share:.0%} of the time' for bound, share in held.items() if bound != 'steps')
     return (
-        f'staleness.eta = {eta:g} never held admission back, so any larger eta gives the same run; {bound} did for '
-        f'{share:.0%} of the time, and the oldest trained token had age {format_number(age)}.'
+        f'staleness.eta = {eta:g} never held admission back ({others or "nothing did"}), so any larger eta gives the same '
+        f'run; the oldest trained token had age {format_number(report["token_age"]["max"])}.'
     )
 
 
