@@ -13,7 +13,7 @@ from areal_jax.telemetry.json_lines import read_json_lines, require_fields
 Event = Mapping[str, Any]
 FILE = 'events.jsonl'
 _NUMBER = (int, float)
-_OF_EVERY_EVENT = {'seq': int, 'time': _NUMBER, 'kind': str}
+_OF_EVERY_EVENT: Mapping[str, type | tuple[type, ...]] = {'seq': int, 'time': _NUMBER, 'kind': str}
 _OF_KIND: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {  # fields that reports read
     'run_start': {'lane': str, 'run': int},
     'run_done': {'lane': str, 'run': int, 'work': str, 'seconds': _NUMBER},
