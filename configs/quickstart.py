@@ -19,7 +19,7 @@ def get_config() -> config_dict.ConfigDict:
     config.task.name = 'reasoning_gym'
     config.task.datasets = ('basic_arithmetic', 'chain_sum', 'products')
     config.task.system_prompt = 'Answer with the number only.'
-    config.rollout.slots = 8  # one group; with fewer the learner waits for data, and no token gets eta versions old
+    config.rollout.slots = 8  # with 6 the learner waited for data, and few tokens came to an age of eta
     config.rollout.decode_steps = 2
     config.rollout.context_tokens = 72
     config.rollout.prefill_buckets = (48, 72)
