@@ -141,7 +141,7 @@ class SftSession:
         measures = self.step == self._steps or (self._evaluate_every and self.step % self._evaluate_every == 0)
         held_out = self._evaluate() if measures else {}
         self._seconds = self._first_seconds + time.monotonic() - self._resumed_at
-        counted = {
+        counted: dict[str, Any] = {
             names.TIME: self._seconds,
             names.EPOCH: self._epochs(self.step),
             names.TRAIN_RATE: trained / max(train_seconds, 1e-9),
