@@ -8,12 +8,13 @@ in turn. The first call of each builds the trainer and compiles; the medians are
 one optimizer step (AdamW, clipping, learning rate 0) on all answers at once; the gradient norms must agree.
 
 Tokens are the answers' own: trained by both, counted alike. Tunix pads every answer to the longest that may be
-generated and every prompt stands beside every answer; it computes logits of prompts and answers and, always, their
-entropy. It has no reference or old log-probs to compute here (beta 0, one iteration) and no rollout engine, and its
-arrays are padded beforehand. Ours packs inside the timed call: 'shared_prompt' has each prompt once in a row,
-'ordinary' beside each answer, in a row that holds them all as Tunix's micro-batch does; or in four micro-batches, whose
-gradient is the same (the norm is compared). Its decoder is a loop over layers ('stacked') or a straight program
-('list'), as Tunix's is; for the gradient it keeps matrix products and attention ('dots') or attention alone.
+generated (its sequence packing is off, see side_tunix.py) and every prompt stands beside every answer; it computes
+logits of prompts and answers and, always, their entropy. It has no reference or old log-probs to compute here (beta 0,
+one iteration) and no rollout engine, and its arrays are padded beforehand. Ours packs inside the timed call:
+'shared_prompt' has each prompt once in a row, 'ordinary' beside each answer, in a row that holds them all as Tunix's
+micro-batch does; or in four micro-batches, whose gradient is the same (the norm is compared). Its decoder is a loop
+over layers ('stacked') or a straight program ('list'), as Tunix's is; for the gradient it keeps matrix products and
+attention ('dots') or attention alone.
 """
 
 from __future__ import annotations

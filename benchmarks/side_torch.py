@@ -81,6 +81,7 @@ def start_generation(model: Any, work: Work, arguments: Mapping[str, Any]) -> Ca
             out = model.generate(
                 rows, attention_mask=torch.ones_like(rows), do_sample=True, min_new_tokens=new_tokens,
                 max_new_tokens=new_tokens, pad_token_id=2,
+                top_k=0,  # off, as on our side: transformers cuts to the 50 likeliest tokens by default
             )  # fmt: skip
         return {'tokens': float(out.numel() - rows.numel())}
 

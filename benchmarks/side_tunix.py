@@ -1,7 +1,10 @@
 """Tunix's side of against_tunix.py: its RL trainer with its GRPO loss, as its learner sets the trainer up.
 
 No rollout engine and no reward functions are built, and padded arrays are made beforehand: what is measured begins
-where the learner has its examples. Needs google-tunix 0.1.7, numpy and nothing of ours.
+where the learner has its examples. Tunix's sequence packing (max_seq_token_per_tpu of its training config) is off: a
+packed row carries segment ids in place of a mask, and only its TPU attention kernel reads them. On any other device
+tokens would see later ones and other answers, so that losses and gradients could not be compared. Needs google-tunix
+0.1.7, numpy and nothing of ours.
 """
 
 from __future__ import annotations

@@ -19,11 +19,12 @@ def get_config() -> config_dict.ConfigDict:
     config.task.name = 'reasoning_gym'
     config.task.datasets = ('basic_arithmetic', 'chain_sum', 'products')
     config.task.system_prompt = 'Answer with the number only.'
-    config.rollout.slots = 6
+    config.rollout.slots = 8  # with 6 the learner waited for data, and few tokens came to an age of eta
     config.rollout.decode_steps = 2
     config.rollout.context_tokens = 72
     config.rollout.prefill_buckets = (48, 72)
-    config.rollout.max_running_groups = 8
+    config.rollout.max_running_groups = 24  # (eta + 1) * groups_per_update: eta alone holds admission back
+    config.staleness.eta = 2.0
     config.learner.row_tokens = 336  # two groups with answers of full length, three of short ones
     config.learner.row_loss_tokens = 256
     config.loss.behavior_weight_cap = 5.0

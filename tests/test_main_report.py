@@ -149,6 +149,15 @@ def test_a_torn_or_edited_line_is_named(tmp_path: pathlib.Path, capsys, name: st
     assert re.search(message.format(count=count), error), error
 
 
+@pytest.mark.parametrize('values', [{'reward/mean': [0.5]}, {'staleness/token_age_histogram': 3}, {'time': 'late'}])
+def test_a_metric_of_another_kind_is_named(tmp_path: pathlib.Path, capsys, values: dict[str, Any]):
+    write_run(tmp_path)
+    replace_line(tmp_path / 'metrics.jsonl', 2, json.dumps({'step': 2, **values}))
+    assert main_report.main([f'--workdir={tmp_path}']) == ExitCode.USER_ERROR
+    ((name, value),) = values.items()
+    assert f'line 2 has {name}={value!r}' in capsys.readouterr().err
+
+
 def test_a_repeated_update_is_named(tmp_path: pathlib.Path, capsys):
     write_run(tmp_path)
     replace_line(tmp_path / 'metrics.jsonl', 2, '{"step": 1}')

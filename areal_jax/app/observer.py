@@ -56,9 +56,9 @@ class StepObserver:
         if self._cpu_at_first_admission is not None:
             self.cpu_seconds_in_window = self._cpu_seconds() - self._cpu_at_first_admission
         compiled = self._compilations.count
-        pause: dict[str, float] = {}
-        if record.publish_pause_s is not None:
-            pause[names.PUBLISH_PAUSE] = record.publish_pause_s
+        pause: dict[str, float] = (
+            {} if record.publish_pause_s is None else {names.PUBLISH_PAUSE: record.publish_pause_s}
+        )
         values = merge(
             learner=record.metrics,
             observer=self._counted(record),

@@ -41,7 +41,7 @@ from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import discard_facts
-from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.metrics import MetricsWriter, merge
 from areal_jax.telemetry.numerals import format_duration
 from areal_jax.telemetry.progress import describe_skipped_steps
 from areal_jax.telemetry.resources import ResourceSampler
@@ -187,17 +187,18 @@ class SftSession:
         train_seconds = time.monotonic() - began
         trained = metrics['update/trained_tokens']
         self._trained_tokens += trained
-        values = {name: value for name, value in metrics.items() if not name.startswith(_OF_ROLLOUTS)}
-        if self.step == self._steps or (self._evaluate_every and self.step % self._evaluate_every == 0):
-            values |= self._evaluate()
+        learned = {name: value for name, value in metrics.items() if not name.startswith(_OF_ROLLOUTS)}
+        measures = self.step == self._steps or (self._evaluate_every and self.step % self._evaluate_every == 0)
+        held_out = self._evaluate() if measures else {}
         self._seconds = self._first_seconds + time.monotonic() - self._resumed_at
-        values |= {
+        counted: dict[str, Any] = {
             names.TIME: self._seconds,
             names.EPOCH: self._epochs(self.step),
             names.TRAIN_RATE: trained / max(train_seconds, 1e-9),
             names.TOKENS_TRAINED: trained,
             names.COMPILATIONS: self.compilations.count - compiled,
         }
+        values = merge(learner=learned, evaluation=held_out, session=counted)
         self.metrics.write(self.step, values)
         if self._shows_progress:
             print(self._progress(values), flush=True)

@@ -70,11 +70,10 @@ def warn_of_skipped_steps(optimizer_steps: Mapping[str, int]) -> str:
 
 def warn_of_equal_rewards(metrics: Records) -> str:
     """The sentence on a run whose rewards were all the same, '' where two differed or none is known."""
-    pairs = [(line.get(names.REWARD_MEAN), line.get(names.REWARD_STD)) for line in metrics]
-    means = [mean for mean, _ in pairs if mean is not None]
-    spreads = [spread for _, spread in pairs if spread is not None]
-    if not pairs or len(means) < len(pairs) or len(spreads) < len(pairs):
+    known = [line for line in metrics if None not in (line.get(names.REWARD_MEAN), line.get(names.REWARD_STD))]
+    if not known or len(known) < len(metrics):
         return ''
+    means, spreads = [line[names.REWARD_MEAN] for line in known], [line[names.REWARD_STD] for line in known]
     rounding = 1e-9 * max(1.0, abs(means[0]))
     if max(spreads) > rounding or max(means) - min(means) > rounding:
         return ''
@@ -121,11 +120,10 @@ def _idle_bound(report: Mapping[str, Any]) -> str:
         or report['steps'] <= eta + 1
     ):
         return ''
-    bound, share = next(iter(held.items()))
-    age = report['token_age']['max']
+    others = ', '.join(f'{bound} {share:.0%} of the time' for bound, share in held.items() if bound != 'steps')
     return (
-        f'staleness.eta = {eta:g} never held admission back, so any larger eta gives the same run; {bound} did for '
-        f'{share:.0%} of the time, and the oldest trained token had age {format_number(age)}.'
+        f'staleness.eta = {eta:g} never held admission back ({others or "nothing did"}), so any larger eta gives the '
+        f'same run; the oldest trained token had age {format_number(report["token_age"]["max"])}.'
     )
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
-from areal_jax.telemetry.names import STEP
+from areal_jax.telemetry.names import METRICS, STEP, TOKEN_AGE_HISTOGRAM
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
-_VALUE = (int, float, list, type(None))  # of a metric: a number, counts, or null where it was not finite
+_NUMBER = (int, float, type(None))  # null where it was not finite
 
 
 class MetricsError(ValueError):
@@ -100,13 +100,19 @@ def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
     lines = read_json_lines(path)
     last = 0
     for number, line in enumerate(lines, start=1):
-        require_fields(path, number, line, {STEP: int} | dict.fromkeys(line.keys() - {STEP}, _VALUE))
+        require_fields(path, number, line, {STEP: int} | {name: _kind(name) for name in line.keys() - {STEP}})
         if line[STEP] <= last:
             raise files.FileError(
                 f'{path}: line {number} is of update {line[STEP]}, after one of update {last}; remove it'
             )
         last = line[STEP]
     return lines
+
+
+def _kind(name: str) -> type | tuple[type, ...]:
+    if name == TOKEN_AGE_HISTOGRAM:
+        return list
+    return _NUMBER if name in METRICS else (*_NUMBER, list)
 
 
 def _write_histogram(tensorboard: Any, name: str, counts: list[float], step: int) -> None:

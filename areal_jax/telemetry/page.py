@@ -147,7 +147,10 @@ def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
 
 def describe_held(shares: Mapping[str, float]) -> str:
     """'eta 12%, max_running_groups 80%': the bounds that kept admission closed for at least half a percent."""
-    return ', '.join(f'{bound} {share:.0%}' for bound, share in shares.items() if share >= 0.005) or '-'
+    ends = {'steps': 'end of the run (its last group was admitted)'}
+    return (
+        ', '.join(f'{ends.get(bound, bound)} {share:.0%}' for bound, share in shares.items() if share >= 0.005) or '-'
+    )
 
 
 def _time_rows(time: Mapping[str, Any]) -> list[tuple[str, ...]]:

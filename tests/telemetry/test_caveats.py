@@ -125,8 +125,8 @@ def test_an_eta_that_never_held_admission_back():
     ]
     (found,) = warn(lines)
     assert found == (
-        'staleness.eta = 1 never held admission back, so any larger eta gives the same run; max_running_groups did for '
-        '30% of the time, and the oldest trained token had age 1.'
+        'staleness.eta = 1 never held admission back (max_running_groups 30% of the time), so any larger eta gives the '
+        'same run; the oldest trained token had age 1.'
     )
     assert warn(lines, eta=2.0) == []  # the run is too short to tell
     assert warn(lines, eta=float('inf')) == []
