@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pathlib
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from areal_jax.app.command_line import CommandLine, flags_parser, parse_train_command
+from areal_jax.app.noise import silence_libraries
 from areal_jax.errors import ExitCode
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.')
@@ -24,6 +25,8 @@ def main(command: CommandLine) -> int:
 
 
 def _train(command: CommandLine) -> int:
+    if command.config.telemetry.progress:
+        print('starting', flush=True)  # importing jax takes seconds
     from areal_jax.app.processes import follow_run, join_processes
     from areal_jax.app.session import Session
     from areal_jax.app.sft import SftSession
@@ -47,7 +50,7 @@ def _train(command: CommandLine) -> int:
 
 def run() -> None:
     """Entry point of the console script."""
-    logging.set_verbosity(logging.WARNING)
+    silence_libraries()
     app.run(main, flags_parser=flags_parser(parse_train_command))
 
 

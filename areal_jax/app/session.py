@@ -39,7 +39,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import lane_intervals, load_events, window
 from areal_jax.telemetry.facts import EvaluationScores, RunFacts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
-from areal_jax.telemetry.progress import Progress
+from areal_jax.telemetry.progress import Progress, StartProgress
 from areal_jax.telemetry.report import write_report
 from areal_jax.telemetry.resources import ResourceSampler
 from areal_jax.types import SamplingParams
@@ -83,7 +83,11 @@ class Session:
         self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.version_at_start = 0
-        self._build()
+        self._start = StartProgress(config.telemetry.progress)
+        try:
+            self._build()
+        finally:
+            self._start.end()
 
     # Building, in the order in which parts need each other.
 
@@ -92,9 +96,11 @@ class Session:
         build.use_compilation_cache(config)
         self.resources.start()
         self.compilations.__enter__()
+        self._start.begin(build.describe_loading(config))
         model = build.build_model(config)
         note_weights(self.workdir, model.source, resume=self._resume)
         self.decoder = model.decoder
+        self._start.begin(f'preparing task {config.task.name}')
         task = build.build_task(config, model.tokenizer)
         self._scores = read_scores(self.workdir / EVALUATIONS) if self._resume else {}
         snapshot, arrays = self._load_checkpoint()
@@ -106,6 +112,7 @@ class Session:
         self.verifier = build.build_verifier(config, self.clock, task, model.tokenizer.decode)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
+        self._start.begin('building the learner')
         self._build_learner(model, arrays)
         self._channel = build.build_channel(config, self.workdir, model.decoder)
         ring, self._engines = self._build_engines(model)
@@ -127,7 +134,9 @@ class Session:
         self._idle_fields = config.idle_fields()
 
     def _build_learner(self, model: build.Model, arrays: Any) -> None:
-        self.learner = lead(self.config, build.build_learner(self.config, model), self.workdir)
+        learner = build.build_learner(self.config, model)
+        learner.announce = self._start.count_programs
+        self.learner = lead(self.config, learner, self.workdir)
         model.params = None  # the learner has its copy
         if arrays is not None:
             try:
@@ -194,6 +203,7 @@ class Session:
                 samples=evaluation.samples,
                 seed=seed,
                 decode=model.tokenizer.decode,
+                announce=self._start.count_answers,
             )
 
     def _progress(self, start_s: float) -> Progress | None:
@@ -223,6 +233,7 @@ class Session:
 
     def close(self) -> None:
         """Free processes, threads and files."""
+        self._start.end()
         self.verifier.close()
         self.metrics.close()
         self.log.close()
@@ -231,7 +242,11 @@ class Session:
 
     def _warm_up(self) -> None:
         began = time.monotonic()
-        programs = self.learner.warm_up() + self._backend.warm_up(self._engines[0].params)
+        self._start.begin('compiling what trains:')
+        programs = self.learner.warm_up()
+        self._start.begin('compiling what generates:')
+        programs += self._backend.warm_up(self._engines[0].params, self._start.count_programs)
+        self._start.end()
         self.compilations.reset()
         if isinstance(self.clock, RealClock):
             self.clock.restart()
@@ -256,7 +271,9 @@ class Session:
         """True when the evaluation is done, or none is wanted."""
         if self.evaluator is None:
             return True
+        self._start.begin(f'evaluating {self.config.evaluation.problems} problems')
         scores = await self.evaluator.evaluate(phase, self.controller.stop_requested)
+        self._start.end()
         if scores is None:
             return False
         self._write_scores(phase, scores)

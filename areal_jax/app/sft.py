@@ -27,7 +27,7 @@ from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.numerals import format_duration
-from areal_jax.telemetry.progress import describe_skipped_steps
+from areal_jax.telemetry.progress import StartProgress, describe_skipped_steps
 from areal_jax.telemetry.resources import ResourceSampler
 
 EXPORT = 'export'
@@ -69,18 +69,27 @@ class SftSession:
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
         self._held_out_nll: dict[int, float] = {}  # by update
-        self._build(resume)
+        self._start = StartProgress(config.telemetry.progress)
+        try:
+            self._build(resume)
+        finally:
+            self._start.end()
 
     def _build(self, resume: bool) -> None:
         config = self.config
         build.use_compilation_cache(config)
+        self._start.begin(build.describe_loading(config))
         model = build.build_model(config)
         note_weights(self.workdir, model.source, resume=resume)
         self.decoder = model.decoder
+        self._start.begin(f'preparing demonstrations of task {config.task.name}')
         self.demonstrations = build_demonstrations(config, model.tokenizer)
         self.stream = self.demonstrations.stream(config.run.seed)
         self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
-        self.learner = lead(config, build.build_learner(config, model), self.workdir)
+        self._start.begin('building the learner')
+        learner = build.build_learner(config, model)
+        learner.announce = self._start.count_programs
+        self.learner = lead(config, learner, self.workdir)
         model.params = None  # the learner has its copy
         if resume:
             self._restore()
@@ -111,7 +120,11 @@ class SftSession:
 
     def _warm_up(self) -> None:
         began = time.monotonic()
-        programs = self.learner.warm_up()
+        self._start.begin('compiling what trains:')
+        try:
+            programs = self.learner.warm_up()
+        finally:
+            self._start.end()
         self.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
         sizes = f'{self.stream.size} to train on, {len(self._held_out)} to measure'

@@ -22,6 +22,8 @@ SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training d
 class Evaluator:
     """One greedy and `samples` sampled answers per problem; the same noise every time, so two evaluations pair up.
 
+    `announce` is called after each answer, with how many there are and how many there will be.
+
     Nothing may publish weights meanwhile: the evaluation is pinned to the version that the engines hold.
     """
 
@@ -38,9 +40,10 @@ class Evaluator:
         samples: int,
         seed: int,
         decode: Callable[[np.ndarray], str],
+        announce: Callable[[int, int], None] = lambda done, total: None,
     ):
         self._pool, self._verifier, self._clock, self._supervisor, self._log = pool, verifier, clock, supervisor, log
-        self._problems, self._samples, self._decode = problems, samples, decode
+        self._problems, self._samples, self._decode, self._announce = problems, samples, decode, announce
         greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
         self._sampled = SingleTurn(pool, sampling, seed + SEED_OFFSET)
         self._greedy = SingleTurn(pool, greedy, seed + 2 * SEED_OFFSET)
@@ -63,6 +66,7 @@ class Evaluator:
             if column:
                 answers.append(answer)
             left -= 1
+            self._announce(len(jobs) - left, len(jobs))
             if not left:
                 done.set()
 
