@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import platform
@@ -21,6 +22,7 @@ from areal_jax.app.observer import StepObserver
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sizes import require_room
+from areal_jax.app.start_warnings import print_warnings
 from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -70,6 +72,7 @@ class Session:
         validate(config)
         require_extras(config)
         require_room(config)
+        print_warnings(config)
         self.resumable = config.staleness.schedule == 'natural'
         if resume and not self.resumable:
             raise ConfigError(
@@ -224,21 +227,25 @@ class Session:
     def _run(self) -> bool:
         try:
             self._warm_up()
-            return self.clock.execute(self.supervisor.run(self._program()))
+            finished = self.clock.execute(self.supervisor.run(self._program()))
         except BaseException as error:
-            self.log.write('error', message=f'{type(error).__name__}: {error}')
+            with contextlib.suppress(OSError):  # on a full disk the first error is the one to show
+                self.log.write('error', message=f'{type(error).__name__}: {error}')
+            with contextlib.suppress(OSError):
+                self.close()
             raise
-        finally:
-            self.close()
+        self.close()
+        return finished
 
     def close(self) -> None:
-        """Free processes, threads and files."""
-        self._start.end()
-        self.verifier.close()
-        self.metrics.close()
-        self.log.close()
-        self.resources.stop()
-        self.compilations.__exit__()
+        """Free processes, threads and files; all of them, whatever the first to fail raises."""
+        with contextlib.ExitStack() as parts:
+            parts.callback(self.compilations.__exit__)
+            parts.callback(self.resources.stop)
+            parts.callback(self.log.close)
+            parts.callback(self.metrics.close)
+            parts.callback(self.verifier.close)
+            parts.callback(self._start.end)
 
     def _warm_up(self) -> None:
         began = time.monotonic()

@@ -16,6 +16,7 @@ from areal_jax.app.interrupt import StopRequest
 from areal_jax.app.processes import lead
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.sizes import require_room
+from areal_jax.app.start_warnings import print_warnings
 from areal_jax.app.workdir import CHECKPOINTS, note_weights, prepare_workdir
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
@@ -61,6 +62,7 @@ class SftSession:
         validate(config)
         require_extras(config)
         require_room(config)
+        print_warnings(config)
         self._started = time.monotonic()
         self.workdir, self._source = workdir, source
         self.config = TrackedConfig(config, overrides)
