@@ -35,7 +35,7 @@ class TensorBoardWriter:
             raise self._named(error) from None
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Numbers of one update; lists of counts by age 0, 1, 2, ... as histograms. Raises OSError that names the file."""
+        """Numbers of one update; lists of counts by age 0, 1, ... as histograms. Raises OSError that names the file."""
         try:
             for name, value in values.items():
                 if (summary := self._summarize(name, value)) is not None:
