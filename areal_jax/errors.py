@@ -30,6 +30,7 @@ class ExitCode(enum.IntEnum):
 _DISK_TROUBLE = {
     errno.ENOSPC: 'the disk is full: make room',
     errno.EDQUOT: 'the quota of the disk is used up: make room',
+    errno.EFBIG: 'the file may not grow: raise the limit (ulimit -f)',
     errno.EROFS: 'the disk is read-only: use another workdir',
     errno.EACCES: 'permission was denied: use a directory of your own',
     errno.EPERM: 'permission was denied: use a directory of your own',

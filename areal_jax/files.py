@@ -76,6 +76,34 @@ def write_json(path: pathlib.Path, value: Any, *, indent: int | None = 1, allow_
     write_text(path, json.dumps(value, indent=indent, allow_nan=allow_nan) + '\n')
 
 
+class LineWriter:
+    """Appends lines to a file, each handed to the system at once, so that they survive the death of the process.
+
+    After a line that failed, every further one raises the same OSError, which names the file: it would stand behind a
+    part of the other.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._file = path, path.open('ab', buffering=0)
+        self._error: OSError | None = None
+
+    def write(self, line: str) -> None:
+        """Appends the line and a line break."""
+        if self._error is not None:
+            raise self._error
+        content = f'{line}\n'.encode()
+        try:
+            while content:
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            error.filename = error.filename or str(self._path)
+            self._error = error
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def sync(path: pathlib.Path) -> None:
     """The file, or the names in the directory, are on the disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -15,11 +15,12 @@ from areal_jax.errors import ExitCode
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, build, run; returns the exit code."""
-    from absl import flags, logging
+    from absl import flags
 
     from areal_jax.app.command_line import parse_train_command
+    from areal_jax.app.noise import silence_libraries
 
-    logging.set_verbosity(logging.WARNING)
+    silence_libraries()
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
@@ -31,6 +32,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
+
+    if command.config.telemetry.progress:
+        print('starting', flush=True)  # importing jax takes seconds
 
     from areal_jax.app.processes import follow_run, join_processes
     from areal_jax.app.session import Session

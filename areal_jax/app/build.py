@@ -82,6 +82,13 @@ def _gguf_file(config: TrackedConfig) -> pathlib.Path:
     return find_package_file(path) if path.startswith('package:') else pathlib.Path(path)
 
 
+def describe_loading(config: TrackedConfig) -> str:
+    """'loading model.gguf': what `build_model` does."""
+    if config.model.source == 'random':
+        return 'drawing weights'
+    return f'loading {pathlib.PurePath(config.model.path.removeprefix("package:")).name}'
+
+
 def build_model(config: TrackedConfig) -> Model:
     """Weights and tokenizer as model.source says; raises TokenizerError when the two do not fit."""
     if config.model.source == 'gguf':

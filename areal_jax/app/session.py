@@ -24,6 +24,7 @@ from areal_jax.app.observer import StepObserver
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sizes import require_room
+from areal_jax.app.start_warnings import print_warnings
 from areal_jax.app.workdir import (
     CHECKPOINTS,
     EVENTS,
@@ -53,7 +54,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import lane_intervals, load_events, window
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, discard_facts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
-from areal_jax.telemetry.progress import Progress
+from areal_jax.telemetry.progress import Progress, StartProgress
 from areal_jax.telemetry.report import write_report
 from areal_jax.telemetry.resources import ResourceSampler
 from areal_jax.types import SamplingParams
@@ -88,6 +89,7 @@ class Session:
         validate(config)
         require_extras(config)
         require_room(config)
+        print_warnings(config)
         self.started = time.monotonic()
         self.workdir, self._source, self._resume, self._interrupts = workdir, source, resume, interrupts
         self.config = TrackedConfig(config, overrides)
@@ -95,14 +97,18 @@ class Session:
         self._finished: dict[str, Any] | None = None  # the report, where nothing is left to do
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.version_at_start = 0
+        self._start = StartProgress(config.telemetry.progress)
         self._lock = DirectoryLock(workdir)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._lock.release)
-            prepare_workdir(workdir, self.config.as_dict(), resume=resume)
-            self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
-            self._store.remove_unfinished()
-            self._build()
-            undo.pop_all()
+        try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._lock.release)
+                prepare_workdir(workdir, self.config.as_dict(), resume=resume)
+                self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+                self._store.remove_unfinished()
+                self._build()
+                undo.pop_all()
+        finally:
+            self._start.end()
 
     # Building, in the order in which parts need each other.
 
@@ -111,9 +117,11 @@ class Session:
         build.use_compilation_cache(config)
         self.resources.start()
         self.compilations.__enter__()
+        self._start.begin(build.describe_loading(config))
         model = build.build_model(config)
         note_weights(self.workdir, model.source, resume=self._resume)
         self.decoder = model.decoder
+        self._start.begin(f'preparing task {config.task.name}')
         task = build.build_task(config, model.tokenizer)
         self._problems = task.sizes()
         snapshot, arrays = self._load_checkpoint()
@@ -131,6 +139,7 @@ class Session:
         self.verifier = build.build_verifier(config, self.clock, task, model.tokenizer.decode)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
+        self._start.begin('building the learner')
         self._build_learner(model, arrays)
         self._channel = build.build_channel(config, self.workdir, model.decoder)
         ring, self._engines = self._build_engines(model, snapshot, arrays)
@@ -153,7 +162,9 @@ class Session:
         self._idle_fields = config.idle_fields()
 
     def _build_learner(self, model: build.Model, arrays: Any) -> None:
-        self.learner = lead(self.config, build.build_learner(self.config, model), self.workdir)
+        learner = build.build_learner(self.config, model)
+        learner.announce = self._start.count_programs
+        self.learner = lead(self.config, learner, self.workdir)
         model.params = None  # the learner has its copy
         build.require_finite_weights(self.config, self.learner, model)
         if arrays is not None:
@@ -233,6 +244,7 @@ class Session:
                 seed=seed,
                 decode=model.tokenizer.decode,
                 max_failed=self.config.task.max_failed_groups,
+                announce=self._start.count_answers,
             )
 
     def _progress(self, start_s: float) -> Progress | None:
@@ -264,20 +276,25 @@ class Session:
         try:
             self._warm_up()
             with self._deferred_signals():
-                return self.clock.execute(self.supervisor.run(self._program()))
+                finished = self.clock.execute(self.supervisor.run(self._program()))
         except BaseException as error:
-            self.log.write('error', message=f'{type(error).__name__}: {error}')
+            with contextlib.suppress(OSError):  # on a full disk the first error is the one to show
+                self.log.write('error', message=f'{type(error).__name__}: {error}')
+            with contextlib.suppress(OSError):
+                self.close()
             raise
-        finally:
-            self.close()
+        self.close()
+        return finished
 
     def close(self) -> None:
-        """Free processes, threads and files."""
-        self.verifier.close()
-        self.metrics.close()
-        self.log.close()
-        self.resources.stop()
-        self.compilations.__exit__()
+        """Free processes, threads and files; all of them, whatever the first to fail raises."""
+        with contextlib.ExitStack() as parts:
+            parts.callback(self.compilations.__exit__)
+            parts.callback(self.resources.stop)
+            parts.callback(self.log.close)
+            parts.callback(self.metrics.close)
+            parts.callback(self.verifier.close)
+            parts.callback(self._start.end)
 
     def _deferred_signals(self) -> contextlib.AbstractContextManager[None]:
         """While the loop runs a signal asks it to stop."""
@@ -289,7 +306,11 @@ class Session:
 
     def _warm_up(self) -> None:
         began = time.monotonic()
-        programs = self.learner.warm_up() + self._backend.warm_up(self._engines[0].params)
+        self._start.begin('compiling what trains:')
+        programs = self.learner.warm_up()
+        self._start.begin('compiling what generates:')
+        programs += self._backend.warm_up(self._engines[0].params, self._start.count_programs)
+        self._start.end()
         self.compilations.reset()
         if isinstance(self.clock, RealClock):
             self.clock.restart()
@@ -311,7 +332,9 @@ class Session:
         """True when the evaluation is done, or none is wanted."""
         if self.evaluator is None:
             return True
+        self._start.begin(f'evaluating {self.config.evaluation.problems} problems')
         scores = await self.evaluator.evaluate(phase, self.controller.stop_requested)
+        self._start.end()
         if scores is None:
             return False
         self._write_scores(phase, scores)

@@ -20,6 +20,7 @@ from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.sizes import require_room
+from areal_jax.app.start_warnings import print_warnings
 from areal_jax.app.workdir import (
     CHECKPOINTS,
     continue_run,
@@ -43,7 +44,7 @@ from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.metrics import MetricsWriter, merge
 from areal_jax.telemetry.numerals import format_duration
-from areal_jax.telemetry.progress import describe_skipped_steps
+from areal_jax.telemetry.progress import StartProgress, describe_skipped_steps
 from areal_jax.telemetry.resources import ResourceSampler
 
 EXPORT = 'export'
@@ -77,6 +78,7 @@ class SftSession:
         validate(config)
         require_extras(config)
         require_room(config)
+        print_warnings(config)
         self._started = time.monotonic()
         self.workdir, self._source, self._interrupts = workdir, source, interrupts
         self.stop_requested = threading.Event()
@@ -86,25 +88,34 @@ class SftSession:
         self.resources, self.compilations = ResourceSampler(), CompilationCounter()
         self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
         self._held_out_nll: dict[int, float] = {}  # by update
+        self._start = StartProgress(config.telemetry.progress)
         self._lock = DirectoryLock(workdir)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._lock.release)
-            prepare_workdir(workdir, self.config.as_dict(), resume=resume)
-            self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
-            self._store.remove_unfinished()
-            self._build(resume)
-            undo.pop_all()
+        try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._lock.release)
+                prepare_workdir(workdir, self.config.as_dict(), resume=resume)
+                self._store = CheckpointStore(workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+                self._store.remove_unfinished()
+                self._build(resume)
+                undo.pop_all()
+        finally:
+            self._start.end()
 
     def _build(self, resume: bool) -> None:
         config = self.config
         build.use_compilation_cache(config)
+        self._start.begin(build.describe_loading(config))
         model = build.build_model(config)
         note_weights(self.workdir, model.source, resume=resume)
         self.decoder = model.decoder
+        self._start.begin(f'preparing demonstrations of task {config.task.name}')
         self.demonstrations = build_demonstrations(config, model.tokenizer)
         self.stream = self.demonstrations.stream(config.run.seed)
         self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
-        self.learner = lead(config, build.build_learner(config, model), self.workdir)
+        self._start.begin('building the learner')
+        learner = build.build_learner(config, model)
+        learner.announce = self._start.count_programs
+        self.learner = lead(config, learner, self.workdir)
         model.params = None  # the learner has its copy
         build.require_finite_weights(config, self.learner, model)
         if resume:
@@ -152,7 +163,11 @@ class SftSession:
 
     def _warm_up(self) -> None:
         began = time.monotonic()
-        programs = self.learner.warm_up()
+        self._start.begin('compiling what trains:')
+        try:
+            programs = self.learner.warm_up()
+        finally:
+            self._start.end()
         self.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
         all_of_them = ' (all)' if 0 < len(self._held_out) < self.config.evaluation.problems else ''

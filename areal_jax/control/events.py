@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 from areal_jax import files
 
@@ -27,7 +27,7 @@ class EventLog:
         self.next_seq = next_seq
         self.now: Callable[[], float] = lambda: 0.0  # the clock sets this
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
-        self._file: IO[str] | None = path.open('a', buffering=1) if path else None
+        self._file: files.LineWriter | None = files.LineWriter(path) if path else None
 
     def write(self, kind: str, lane: str | None = None, **fields: Any) -> None:
         """One event; `kind` is one of KINDS."""
@@ -36,7 +36,7 @@ class EventLog:
         event = {'seq': self.next_seq, 'time': self.now(), 'lane': lane, 'kind': kind, **fields}
         self.next_seq += 1
         if self._file:
-            self._file.write(json.dumps(event, separators=(',', ':')) + '\n')
+            self._file.write(json.dumps(event, separators=(',', ':')))
         else:
             self.events.append(event)
         for listener in self.listeners:

@@ -23,6 +23,8 @@ SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training d
 class Evaluator:
     """One greedy and `samples` sampled answers per problem; the same noise every time, so two evaluations pair up.
 
+    `announce` is called after each answer, with how many there are and how many there will be.
+
     Nothing may publish weights meanwhile: the evaluation is pinned to the version that the engines hold. An answer that
     cannot be verified scores 0; `max_failed` of them in a row raise UnverifiedError.
     """
@@ -41,9 +43,10 @@ class Evaluator:
         seed: int,
         decode: Callable[[np.ndarray], str],
         max_failed: int,
+        announce: Callable[[int, int], None] = lambda done, total: None,
     ):
         self._pool, self._verifier, self._clock, self._supervisor, self._log = pool, verifier, clock, supervisor, log
-        self._problems, self._samples, self._decode = problems, samples, decode
+        self._problems, self._samples, self._decode, self._announce = problems, samples, decode, announce
         self._max_failed = max_failed
         greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
         self._sampled = SingleTurn(pool, sampling, seed + SEED_OFFSET)
@@ -71,6 +74,7 @@ class Evaluator:
             if column:
                 answers.append(answer)
             left -= 1
+            self._announce(len(jobs) - left, len(jobs))
             if not left:
                 done.set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,22 +92,31 @@ class SpmdLearner:
         self._reference = self._run(copy, self._params) if settings.kl_coefficient else None
         self._copy: Any = None  # of the weights, made by the last publication; None once they have changed
 
+    announce: Callable[[int, int], None] = staticmethod(lambda done, total: None)  # of every program of `warm_up`
+
     def warm_up(self) -> int:
         """Compiles, and does not run, every program of updates and publications; returns how many there are."""
+        programs = list(self._declared_programs())
+        for done, (name, args) in enumerate(programs):
+            self.announce(done, len(programs))
+            self._program(name, *args)
+        return len(self._compiled)
+
+    def _declared_programs(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """(name, arguments) of what updates and publications run."""
         working = self._working()
-        self._program('export', self._params, self._frozen)
+        yield 'export', (self._params, self._frozen)
         for rows, scalars in self._empty_rows():
             if self._settings.accumulate == 'scan':
                 whole = self._place_rows(rows, microbatches=True)
-                self._program('scan', self._params, self._state, self._frozen, whole, scalars, self._rate())
+                yield 'scan', (self._params, self._state, self._frozen, whole, scalars, self._rate())
             one = self._place_rows({name: array[0] for name, array in rows.items()})
             if self._settings.accumulate == 'dispatch':
-                self._program('accumulate', self._gradients, working, self._frozen, one, scalars)
+                yield 'accumulate', (self._gradients, working, self._frozen, one, scalars)
             if self._settings.recomputes or self._reference is not None or self._settings.objective == 'sft':
-                self._program('logprobs', working, self._frozen, one, scalars)
+                yield 'logprobs', (working, self._frozen, one, scalars)
         if self._settings.accumulate == 'dispatch':
-            self._program('apply', self._params, self._state, self._gradients, self._rate())
-        return len(self._compiled)
+            yield 'apply', (self._params, self._state, self._gradients, self._rate())
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: what the filter leaves, prompts shared or not."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +74,6 @@ class DecodeBackend(Protocol):
         """The smallest declared prefill bucket that holds `longest` tokens."""
         ...
 
-    def warm_up(self, weights: Any) -> int:
-        """Compile every declared program; returns how many."""
+    def warm_up(self, weights: Any, announce: Callable[[int, int], None] = ...) -> int:
+        """Compile every declared program; returns how many. `announce` gets (done, of how many) before each."""
         ...

@@ -10,6 +10,7 @@ from typing import Any
 from areal_jax import files
 from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
 from areal_jax.telemetry.names import METRICS, STEP, TOKEN_AGE_HISTOGRAM
+from areal_jax.telemetry.tensorboard import TensorBoardWriter
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
@@ -40,15 +41,15 @@ class MetricsWriter:
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._path = self._workdir / FILE
         self._use_tensorboard = tensorboard
-        self._tensorboard: Any = None
+        self._tensorboard: TensorBoardWriter | None = None
         self._purge_step: int | None = None
         rewrite_json_lines(self._path, read_metrics(self._path))  # a torn last line would swallow the next one
-        self._file = self._path.open('a', buffering=1)
+        self._file = files.LineWriter(self._path)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of one update; numbers that are not finite become null."""
         values = {str(name): plain(value) for name, value in metrics.items() if name != STEP}
-        self._file.write(json.dumps({STEP: int(step), **values}) + '\n')
+        self._file.write(json.dumps({STEP: int(step), **values}))
         if self._use_tensorboard:
             self._write_tensorboard(step, values)
 
@@ -60,7 +61,7 @@ class MetricsWriter:
             if not isinstance(line.get(STEP), int):
                 raise files.FileError(f'{self._path}: line {number} has no whole number {STEP!r}; restore or remove it')
         rewrite_json_lines(self._path, [line for line in lines if line[STEP] <= step])
-        self._file = self._path.open('a', buffering=1)
+        self._file = files.LineWriter(self._path)
         self._close_tensorboard()
         self._purge_step = step + 1
 
@@ -68,44 +69,32 @@ class MetricsWriter:
         self._file.close()
         self._close_tensorboard()
 
-    def _write_tensorboard(self, step: int, values: Mapping[str, Any]) -> None:
+    def _write_tensorboard(self, step: int, values: dict[str, Any]) -> None:
         if self._tensorboard is None:
-            import tensorboardX  # slow
-
-            directory = str(self._workdir / DIRECTORY)
-            suffix = f'.from_{self._purge_step or 0}'  # two files of one second must not share a name
-            self._tensorboard = tensorboardX.SummaryWriter(
-                directory, purge_step=self._purge_step, filename_suffix=suffix
-            )
-        for name, value in values.items():
-            if isinstance(value, list):
-                _write_histogram(self._tensorboard, name, value, step)
-            elif isinstance(value, (int, float)):
-                self._tensorboard.add_scalar(name, value, step)
-        self._tensorboard.flush()
+            self._tensorboard = TensorBoardWriter(self._workdir / DIRECTORY, self._purge_step)
+        self._tensorboard.write(step, values)
 
     def _close_tensorboard(self) -> None:
         if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+            tensorboard, self._tensorboard = self._tensorboard, None
+            tensorboard.close()
 
 
 def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl as dicts; a torn last line is left out, no file is an empty list.
 
-    Raises FileError for a line that is no JSON object, holds what is no metric, or is not of a later update than the
-    line before.
+    Raises FileError for a line that is no JSON object, holds what is no metric, or is not of the update after that of
+    the line before.
     """
     path = pathlib.Path(path)
     lines = read_json_lines(path)
-    last = 0
     for number, line in enumerate(lines, start=1):
         require_fields(path, number, line, {STEP: int} | {name: _kind(name) for name in line.keys() - {STEP}})
-        if line[STEP] <= last:
+        if number > 1 and line[STEP] != lines[number - 2][STEP] + 1:
             raise files.FileError(
-                f'{path}: line {number} is of update {line[STEP]}, after one of update {last}; remove it'
+                f'{path}: line {number} is of update {line[STEP]}, after one of update {lines[number - 2][STEP]}: '
+                'lines were removed, added or moved; restore the file as the run wrote it'
             )
-        last = line[STEP]
     return lines
 
 
@@ -113,16 +102,3 @@ def _kind(name: str) -> type | tuple[type, ...]:
     if name == TOKEN_AGE_HISTOGRAM:
         return list
     return _NUMBER if name in METRICS else (*_NUMBER, list)
-
-
-def _write_histogram(tensorboard: Any, name: str, counts: list[float], step: int) -> None:
-    """Counts by age 0, 1, 2, ... as a histogram with a bucket around every whole number."""
-    if not counts or not sum(counts):
-        return
-    ages = range(len(counts))
-    tensorboard.add_histogram_raw(
-        name, min=0, max=len(counts) - 1, num=sum(counts), global_step=step,
-        sum=sum(age * count for age, count in zip(ages, counts, strict=True)),
-        sum_squares=sum(age * age * count for age, count in zip(ages, counts, strict=True)),
-        bucket_limits=[age + 0.5 for age in ages], bucket_counts=counts,
-    )  # fmt: skip

@@ -1,9 +1,11 @@
-"""Beside the loop: one line per update on the terminal."""
+"""Beside the loop: one line per update on the terminal, and what is done before the first."""
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -14,6 +16,7 @@ HEADER = (
     'reward: mean of the batch | age: versions behind of the trained tokens | gen, train: tokens per second | '
     'interrupts: since the last update'
 )
+EVERY_S = 2.0  # between two lines of the start
 
 
 class Progress:
@@ -37,6 +40,55 @@ class Progress:
         done, seconds = step - self._first_step, metrics.get(names.TIME)
         left = None if seconds is None or done < 1 else (seconds - self._first_time) / done * (self._steps - step)
         self._print(format_line(step, self._steps, metrics, left))
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream or sys.stdout, flush=True)
+
+
+class StartProgress:
+    """Says what a run does beside its updates: a line as each part begins, and one every few seconds while it lasts.
+
+    A thread prints, so that a single long step is not silent either. `end` stops it, `begin` starts it again.
+    """
+
+    def __init__(self, shown: bool, stream: TextIO | None = None, every_s: float = EVERY_S):
+        """`shown`: telemetry.progress; without it nothing is printed."""
+        self._shown, self._stream, self._every_s = shown, stream, every_s
+        self._doing, self._detail, self._began = '', '', 0.0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, doing: str) -> None:
+        """Something else is done from now on: 'loading model.gguf'."""
+        self._doing, self._detail, self._began = doing, '', time.monotonic()
+        if not self._shown:
+            return
+        self._print(doing)
+        if self._thread is None:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._repeat, name='start progress', daemon=True)
+            self._thread.start()
+
+    def count_programs(self, done: int, total: int) -> None:
+        """`done` of `total` programs are compiled."""
+        self._detail = f' program {done + 1} of {total}'
+
+    def count_answers(self, done: int, total: int) -> None:
+        """`done` of `total` answers are scored."""
+        left = (time.monotonic() - self._began) / done * (total - done)
+        self._detail = f': {done} of {total} answers, {format_duration(left)} left'
+
+    def end(self) -> None:
+        """Nothing more is printed until `begin`."""
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(self._every_s):
+            if (seconds := time.monotonic() - self._began) >= self._every_s:
+                self._print(f'{self._doing}{self._detail} ({seconds:.0f} s)')
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)

@@ -1,6 +1,7 @@
 """Real decode engine and learner under the virtual clock: bit-equal runs, exact resume, exact log-probs."""
 
 import functools
+import json
 import shutil
 
 import jax
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.app.session import Session
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import logprob_of
+from areal_jax.ranges import ConfigError
 from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.types import GenerationRequest, TrajectoryGroup
-from tests.app.small import SmallRun, equal
+from tests.app.small import SmallRun, equal, small_config
 
 
 @pytest.fixture(scope='module')
@@ -242,3 +245,10 @@ def test_compiled_programs_are_kept_in_the_cache_that_the_config_names(tmp_path)
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'cache')
     finally:
         jax.config.update('jax_compilation_cache_dir', before)
+
+
+def test_what_the_config_file_sets_in_vain_is_listed_and_what_the_command_line_does_is_refused(tmp_path):
+    SmallRun(tmp_path / 'file', evaluation__samples=7, run__steps=1).train()
+    assert json.loads((tmp_path / 'file' / 'facts.json').read_text())['idle_fields'] == ['evaluation.samples=7']
+    with pytest.raises(ConfigError, match=r'^set but never read: evaluation\.samples=7\. '):
+        Session(small_config(evaluation__samples=7), tmp_path / 'line', overrides=['evaluation.samples'])

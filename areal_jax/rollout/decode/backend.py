@@ -7,7 +7,7 @@ lists: prefill buckets (for one row and for a row per slot) and decode widths; `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -115,19 +115,25 @@ class JaxDecodeBackend:
         """
         return _bucket(self._buckets, longest, 'prefill_buckets')
 
-    def warm_up(self, weights: Params) -> int:
-        """Compile every declared program, by running it on nothing; returns how many."""
+    def warm_up(self, weights: Params, announce: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Compile every declared program, by running it on nothing; returns how many.
+
+        `announce` is called with how many are done, and of how many, before each.
+        """
+        shapes = [(rows, bucket) for rows in sorted({1, self.slots}) for bucket in self._buckets]
+        total = 2 + 2 * len(shapes) + len(self._widths)
+        announce(0, total)
         state = self.initial_state()
-        programs = 1
-        for rows in sorted({1, self.slots}):
-            for bucket in self._buckets:
-                layers = self._prefill_program(weights, np.zeros((rows, bucket), np.int32))
-                state = self._insert(Prefix(layers, 0, 0), state, [])
-                programs += 2
+        for done, (rows, bucket) in enumerate(shapes):
+            announce(1 + 2 * done, total)
+            layers = self._prefill_program(weights, np.zeros((rows, bucket), np.int32))
+            announce(2 + 2 * done, total)
+            state = self._insert(Prefix(layers, 0, 0), state, [])
         state = self.release(state, [])
-        for width in self._widths:
+        for done, width in enumerate(self._widths):
+            announce(2 + 2 * len(shapes) + done, total)
             state, _ = self.generate(weights, state, self._steps, width)
-        return programs + 1 + len(self._widths)
+        return total
 
     # The loop's calls.
 

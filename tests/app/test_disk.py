@@ -1,0 +1,85 @@
+"""A disk that is full at any moment ends the run in one sentence that names the file."""
+
+import errno
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from areal_jax.app.session import Session
+from areal_jax.control.events import EventLog
+from areal_jax.errors import describe_disk_trouble
+from areal_jax.telemetry.metrics import MetricsWriter
+from tests.app.small import small_config
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+class FullDisk:
+    """A raw file that holds no more than `room` bytes."""
+
+    def __init__(self, file, room):
+        self._file, self._room = file, room
+
+    def write(self, content):
+        taken = content[: self._room]
+        self._room -= len(taken)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(taken)
+
+    def close(self):
+        self._file.close()
+
+
+def fill(writer, room):
+    writer._file = FullDisk(writer._file, room)
+
+
+def test_a_line_that_does_not_fit_names_its_file_and_nothing_comes_after_it(tmp_path):
+    log, metrics = EventLog(tmp_path / 'events.jsonl'), MetricsWriter(tmp_path, tensorboard=False)
+    fill(log._file, 100)
+    fill(metrics._file, 10)
+    log.write('draw', draw=0)
+    for draw in (1, 2):
+        with pytest.raises(OSError, match='No space left') as caught:
+            log.write('draw', draw=draw)
+        assert caught.value.filename == str(tmp_path / 'events.jsonl')
+        log._file._file._room = 1000  # there is room again, behind a part of a line
+    with pytest.raises(OSError, match='No space left') as caught:
+        metrics.write(1, {'loss/value': 1.0})
+    assert caught.value.filename == str(tmp_path / 'metrics.jsonl')
+    log.close()
+    metrics.close()
+    assert (tmp_path / 'events.jsonl').stat().st_size == 100
+
+
+@pytest.mark.parametrize('room', [0, 300, 5000])
+def test_the_first_error_of_a_run_wins_and_everything_is_closed(tmp_path, room):
+    session = Session(small_config(), tmp_path)
+    fill(session.log._file, room)
+    with pytest.raises(OSError, match='No space left') as caught:
+        session.train()
+    sentence = describe_disk_trouble(caught.value, f'writing to {tmp_path}')
+    assert sentence == (
+        f'writing to {tmp_path}, at {tmp_path}/events.jsonl: the disk is full: make room (No space left on device)'
+    )
+    assert session.log._file is None
+    assert session.metrics._file._file.closed
+
+
+@pytest.mark.parametrize('limit', [7_000, 40_000])
+def test_a_file_that_may_not_grow_is_one_sentence(tmp_path, limit):
+    command = [sys.executable, '-m', 'areal_jax.main_train', '--config=configs/tiny_cpu.py', f'--workdir={tmp_path}']
+    command += ['--config.run.steps=30', '--config.evaluation.problems=0']
+    done = subprocess.run(
+        ['sh', '-c', f'ulimit -f {limit // 512}; exec "$@"', 'sh', *command],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env={k: v for k, v in os.environ.items() if not k.startswith('JAX_')},  # no cache of programs
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith('error: ')] == done.stderr.splitlines()
+    assert f'{tmp_path}/' in done.stderr
+    assert 'the file may not grow' in done.stderr

@@ -1,0 +1,17 @@
+"""What is said on stderr before a run starts."""
+
+from areal_jax.app.start_warnings import find_warnings, print_warnings
+from areal_jax.config import default_config
+
+
+def test_a_warm_up_that_outlasts_the_run_is_warned_of(capsys):
+    config = default_config()
+    config.optimizer.warmup_steps = config.run.steps
+    assert list(find_warnings(config)) == []
+    config.optimizer.warmup_steps += 1
+    (said,) = find_warnings(config)
+    assert said.startswith('optimizer.warmup_steps=21 is more than the 20 optimizer steps of the run')
+    print_warnings(config)
+    assert capsys.readouterr().err == f'warning: {said}\n'
+    config.learner.epochs = 2
+    assert list(find_warnings(config)) == []
