@@ -112,7 +112,7 @@ _SETTINGS: Mapping[str, str] = {
     'staleness.max_token_age=3': "staleness.max_token_age=3 and staleness.over_age='off' go together",
     'staleness.over_age=drop': "staleness.max_token_age=None and staleness.over_age='drop' go together",
     'staleness.schedule=fixed(2) staleness.eta=2': 'remove one of them',
-    'staleness.schedule=fixed(2) checkpoint.every=1': 'set checkpoint.every=0 (it is 1)',
+    'staleness.schedule=fixed(2) staleness.over_age=drop staleness.max_token_age=1': "use 'mask' or 'off'",
     'buffer.capacity=1': 'buffer.capacity=1 can never hold learner.groups_per_update=8 groups',
     'learner.row_tokens=8': 'learner.row_tokens=8 must hold one trajectory',
     'learner.row_loss_tokens=4': 'learner.row_loss_tokens=4 must hold one answer',
@@ -171,5 +171,4 @@ HOSTILE_CONFIGS: dict[str, HostileConfig] = {
     'an unknown flag': HostileConfig(('--steps=3',), '--steps is not a flag'),
     'a positional argument': HostileConfig(('more',), "unexpected argument 'more'"),
     'a flag without a value': HostileConfig(('--config.run.steps',), 'Missing value for flag --config.run.steps'),
-    'resume without a checkpoint': HostileConfig(('--resume',), 'start without --resume'),
 }  # fmt: skip

@@ -77,7 +77,9 @@ def test_the_vocabulary_is_that_of_the_other_run(tmp_path):
 def test_a_checkpoint_that_was_replaced_is_noticed_at_the_resume(origin, tmp_path):
     shutil.copytree(origin[0], tmp_path / 'origin')
     fields = {'model__source': 'run', 'model__path': str(tmp_path / 'origin'), 'run__steps': 1, **SHAPE}
-    SmallRun(tmp_path / 'run', **fields).session.close()
+    first = SmallRun(tmp_path / 'run', **fields).session
+    first.close()
+    first._lock.release()
     supervised(tmp_path / 'other', run__seed=1)
     shutil.rmtree(tmp_path / 'origin')
     shutil.copytree(tmp_path / 'other', tmp_path / 'origin')

@@ -150,7 +150,7 @@ def test_a_checkpoint_of_broken_numbers_is_refused_at_resume(tmp_path, tree):
     run.session.learner.save = broken
     run.train()
     with pytest.raises(CheckpointError, match=r'checkpoints: the checkpoint: 1 of the \d+ values of .* remove it'):
-        SmallRun(tmp_path, resume=True, checkpoint__every=2, run__steps=3)
+        SmallRun(tmp_path, resume=True, checkpoint__every=2, run__steps=4)
 
 
 def test_supervised_training_that_turns_non_finite_keeps_the_last_finite_checkpoint(tmp_path):
@@ -218,7 +218,7 @@ def test_the_kept_mass_is_reported(cut):
 )
 def test_a_choice_that_nothing_depends_on_is_refused(tmp_path, fields, field):
     with pytest.raises(ConfigError, match=f'set but never read: {field}'):
-        Session(small_config(**fields), tmp_path)
+        Session(small_config(**fields), tmp_path, overrides=[name.replace('__', '.') for name in fields])
 
 
 def test_the_choices_reach_the_learner(tmp_path):
