@@ -50,9 +50,14 @@ def to_reward(value: Any) -> float:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and text of an exception, cut to a length that a log can hold; never raises."""
+    """Type and text of an exception on one line, cut to a length that a log can hold; never raises."""
     name = type(error).__name__
     try:
-        return f'{name}: {str(error)[:_DESCRIPTION_CHARACTERS]}'
+        return f'{name}: {make_printable(str(error)[:_DESCRIPTION_CHARACTERS])}'
     except BaseException:  # its own __str__ is the scorer's code too
         return f'{name}, whose text cannot be read'
+
+
+def make_printable(text: str) -> str:
+    """One line that every log and terminal can show: line ends and halves of surrogate pairs are spelled out."""
+    return text if text.isprintable() else text.encode('unicode_escape').decode('ascii')

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
-from areal_jax.tasks.scoring import ScoringError, score_answer, to_reward
+from areal_jax.tasks.scoring import ScoringError, make_printable, score_answer, to_reward
 from areal_jax.tasks.task import Scorer, TaskError
 from areal_jax.types import Clock, Event, FinishReason, Prompt, Verdict, Work
 
@@ -173,7 +173,7 @@ class ProcessVerifier:
                 raise ScoringError(reply['error'])
             return Verdict(to_reward(reply['reward']), attempt)
         except (ScoringError, TypeError, ValueError, OverflowError) as error:
-            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
+            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, make_printable(str(error)))
             return Verdict(0.0, attempt, 'error')
 
     async def _ask(self, slot: _Slot, request: Mapping[str, Any], detail: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -89,3 +89,8 @@ def test_inline_and_in_a_worker_the_verdict_is_the_same(name):
     assert ('error' in reply) == (expected.label == 'error')
     with contextlib.suppress(ScoringError):
         assert score_answer(score, problem, '', 'stop') == expected.reward
+
+
+def test_a_description_is_one_line_that_every_log_can_show():
+    assert describe_error(ValueError('a\nb \ud800')) == 'ValueError: a\\nb \\ud800'
+    assert describe_error(ValueError('größer')) == 'ValueError: größer'
