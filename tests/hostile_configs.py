@@ -128,7 +128,7 @@ _SETTINGS: Mapping[str, str] = {
     'task.name=sudoku': "task.name='sudoku' is not known",
     'task.symbols=9': 'task.symbols=9, task.length=4: choose 2 to 8 symbols',
     'task.length=100': 'task.symbols=2, task.length=100: choose',
-    'task.held_out_fraction=1': "no problem on the side 'train'; change task.held_out_fraction",
+    'task.held_out_fraction=1': "has no problem on the side 'train': 16 are on the side 'held_out'",
     'task.length=12': 'raise rollout.context_tokens',
     'staleness.schedule=sometimes': "staleness.schedule='sometimes' is not known",
     'staleness.schedule=uniform(1,3)': "staleness.schedule='uniform(1,3)' is not known",
@@ -155,7 +155,7 @@ _SETTINGS: Mapping[str, str] = {
     'evaluation.problems=0 evaluation.samples=5': f'{_NOT_READ}evaluation.samples=5',
 }
 _SUPERVISED: Mapping[str, str] = {
-    'sft.over_length=cut': _CHOICE,
+    'task.over_length=cut': _CHOICE,
     'sft.evaluate_every=5 evaluation.problems=0': 'sft.evaluate_every=5 measures nothing with evaluation.problems=0',
     'learner.row_tokens=4': 'learner.row_tokens',
     'rollout.slots=3': f'{_NOT_READ}rollout.slots=3',

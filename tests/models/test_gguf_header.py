@@ -31,7 +31,7 @@ def test_every_cut_of_the_header_is_named(tmp_path):
     assert shapes.keys() == file_tensors()[0].keys()
     for length in (0, 3, 4, 20, 100, 400):
         path.write_bytes(content[:length])
-        with pytest.raises(GgufError, match=f'{path} is no GGUF file, or only a part of one: '):
+        with pytest.raises(GgufError, match=f'{path} is no GGUF file, or only a part of one'):
             read_gguf_shape(path)
 
 
