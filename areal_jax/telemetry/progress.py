@@ -16,7 +16,7 @@ HEADER = (
     'reward: mean of the batch | age: versions behind of the trained tokens | gen, train: tokens per second | '
     'interrupts: since the last update'
 )
-EVERY_S = 2.0  # between two lines of the start
+EVERY_S = 5.0  # between two lines of the start
 
 
 class Progress:
