@@ -100,6 +100,10 @@ class LineWriter:
             self._error = error
             raise
 
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 

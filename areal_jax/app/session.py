@@ -364,6 +364,8 @@ class Session:
         return snapshot, arrays
 
     def _save_checkpoint(self, step: int, arrays: Any, earlier: Mapping[int, Any], snapshot: Mapping[str, Any]) -> None:
+        self.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
+        self.metrics.sync()
         whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
         try:
             self._store.save(step, whole, encode_run_state(snapshot), self.learner.followers)

@@ -253,6 +253,7 @@ class SftSession:
             'held_out': len(self._held_out),
             'held_out_nll': {str(step): nll for step, nll in self._held_out_nll.items()},
         }
+        self.metrics.sync()  # a resumed run needs all lines up to here, also after a loss of power
         try:
             self._store.save(self.step, self.learner.save(), state, self.learner.followers)
         except CheckpointError as error:

@@ -42,6 +42,11 @@ class EventLog:
         for listener in self.listeners:
             listener(event)
 
+    def sync(self) -> None:
+        """All events until now are on the disk when this returns; from any thread."""
+        if self._file:
+            self._file.sync()
+
     def close(self) -> None:
         if self._file:
             self._file.close()
@@ -53,10 +58,8 @@ def truncate_events(path: pathlib.Path, next_seq: int) -> None:
 
     Raises FileError, naming the line, where one of the events before them is missing or is no event.
     """
-    if not path.exists():
-        return
     kept: list[bytes] = []
-    lines = path.read_bytes().split(b'\n')
+    lines = path.read_bytes().split(b'\n') if path.exists() else []
     for number, line in enumerate(lines, start=1):
         where = f'{path}: line {number}'
         if len(kept) == next_seq:
@@ -70,4 +73,7 @@ def truncate_events(path: pathlib.Path, next_seq: int) -> None:
         if seq != len(kept):
             raise files.FileError(f'{where} has seq={seq!r}, where event {len(kept)} is expected; {_FIX}')
         kept.append(line + b'\n')
-    files.write_bytes(path, b''.join(kept))
+    if len(kept) < next_seq:
+        raise files.FileError(f'{path} has {len(kept)} events, the checkpoint was saved after {next_seq}; {_FIX}')
+    if lines:
+        files.write_bytes(path, b''.join(kept))

@@ -54,16 +54,25 @@ class MetricsWriter:
             self._write_tensorboard(step, values)
 
     def truncate(self, step: int) -> None:
-        """Forget every update after `step`: a resumed run will make them again."""
+        """Forget every update after `step`: a resumed run will make them again.
+
+        Raises FileError where an update up to `step` is missing.
+        """
         self._file.close()
-        lines = read_metrics(self._path)
-        for number, line in enumerate(lines, start=1):
-            if not isinstance(line.get(STEP), int):
-                raise files.FileError(f'{self._path}: line {number} has no whole number {STEP!r}; restore or remove it')
-        rewrite_json_lines(self._path, [line for line in lines if line[STEP] <= step])
+        kept = [line for line in read_metrics(self._path) if line[STEP] <= step]
+        if len(kept) < step:
+            raise files.FileError(
+                f'{self._path} has {len(kept)} updates, the checkpoint was saved after {step}; restore the file as the '
+                'run wrote it, or start anew in another --workdir'
+            )
+        rewrite_json_lines(self._path, kept)
         self._file = files.LineWriter(self._path)
         self._close_tensorboard()
         self._purge_step = step + 1
+
+    def sync(self) -> None:
+        """All lines until now are on the disk when this returns; from any thread."""
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()

@@ -11,6 +11,7 @@ import argparse
 import pathlib
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal_jax import files
+from areal_jax.app.interrupt import SIGNALS
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from tests.chaos import configs, disks, entry, kills, scorers, signals
 from tests.chaos import files as damaged_files
@@ -76,6 +78,8 @@ class Schedule:
 
 def main(arguments: Sequence[str]) -> int:
     flags = _parse(arguments)
+    for number in SIGNALS:  # a shell has what it starts in the background ignore some; children would inherit that
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     schedule = Schedule(flags.kinds or list(_KINDS), flags.seed, flags.minutes, flags.only)
     began = time.monotonic()
     with_failures = pathlib.Path(tempfile.mkdtemp(prefix='chaos_'))

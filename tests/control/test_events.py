@@ -23,8 +23,17 @@ def test_what_a_resumed_run_writes_again_is_cut_off(tmp_path):
         path.write_bytes(b''.join(lines))
         truncate_events(path, kept)
         assert path.read_bytes() == b''.join(lines[:kept])
-    truncate_events(tmp_path / 'none.jsonl', 3)
+    truncate_events(tmp_path / 'none.jsonl', 0)
     assert not (tmp_path / 'none.jsonl').exists()
+
+
+@pytest.mark.parametrize('content', [None, b'', b'\x00\x01\xff'], ids=['no file', 'empty', 'binary'])
+def test_a_log_that_lacks_events_before_the_cut_is_refused(tmp_path, content):
+    path = tmp_path / 'events.jsonl'
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(FileError, match=rf'^{path} has 0 events, the checkpoint was saved after 3; restore the file'):
+        truncate_events(path, 3)
 
 
 def test_a_torn_last_line_and_damage_after_the_cut_are_cut_off(tmp_path):
@@ -32,9 +41,15 @@ def test_a_torn_last_line_and_damage_after_the_cut_are_cut_off(tmp_path):
     lines = write_log(path, 5)
     for cut in range(1, len(lines[4])):
         path.write_bytes(b''.join(lines[:4]) + lines[4][:cut])
-        truncate_events(path, 5)
-        whole = lines[4] if cut == len(lines[4]) - 1 else b''  # only the line break is missing
-        assert path.read_bytes() == b''.join(lines[:4]) + whole
+        truncate_events(path, 4)
+        assert path.read_bytes() == b''.join(lines[:4])
+        path.write_bytes(b''.join(lines[:4]) + lines[4][:cut])
+        if cut == len(lines[4]) - 1:  # only the line break is missing
+            truncate_events(path, 5)
+            assert path.read_bytes() == b''.join(lines)
+        else:
+            with pytest.raises(FileError, match='has 4 events, the checkpoint was saved after 5'):
+                truncate_events(path, 5)
     path.write_bytes(b''.join(lines[:3]) + b'\xff\n' + lines[4])
     truncate_events(path, 3)
     assert path.read_bytes() == b''.join(lines[:3])

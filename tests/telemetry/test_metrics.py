@@ -86,3 +86,11 @@ def test_a_line_without_its_step_is_named(tmp_path, line, found):
     path.write_text('{"step": 1}\n' + line + '\n')
     with pytest.raises(FileError, match=rf'^{path}: line 2 {found}: it was edited .*; remove it$'):
         MetricsWriter(tmp_path, tensorboard=False)
+
+
+def test_metrics_that_lack_updates_before_the_checkpoint_are_refused(tmp_path):
+    path = tmp_path / 'metrics.jsonl'
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    with pytest.raises(FileError, match=rf'^{path} has 2 updates, the checkpoint was saved after 3; restore the file'):
+        writer.truncate(3)
