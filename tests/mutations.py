@@ -129,8 +129,8 @@ MUTATIONS = [
     Mutation(
         'admit to a lock-step batch while a checkpoint is taken',
         'areal_jax/control/controller.py',
-        'self._gate.is_open() and not self._admission_closed',
-        'self._gate.is_open()',
+        "bound = self._closed_by() if self._gate.admitted < wanted else 'schedule'",
+        "bound = self._gate.closed_by() if self._gate.admitted < wanted else 'schedule'",
         'tests/control/test_controller.py',
     ),
     Mutation(
@@ -349,6 +349,8 @@ MUTATIONS = [
         "is_matrix = len([axis for axis in logical_axes(name, param.ndim) if axis != 'layers']) == 2",
         'is_matrix = param.ndim >= 2',
         'tests/learning/test_optimizer.py',
+    ),
+    Mutation(
         'take any reply for the answer at hand',
         'areal_jax/tasks/process.py',
         "reply.get('id') != number",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from typing import Any
 
 import absl.logging
 
@@ -13,3 +15,15 @@ def silence_libraries() -> None:
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # read once, when jaxlib is loaded
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger('matplotlib').setLevel(logging.ERROR)  # it warns while it builds its cache of fonts
+    _drop_late_futures()
+
+
+def _drop_late_futures() -> None:
+    """Drops one message: where an array of a damaged checkpoint fails, orbax closes the loop that others report to."""
+    hook = sys.unraisablehook
+
+    def print_others(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != 'Event loop is closed':
+            hook(unraisable)
+
+    sys.unraisablehook = print_others

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import math
 import pathlib
-import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -91,8 +89,7 @@ def verify_arrays(leaves: Iterable[StoredArray]) -> None:
         for piece in leaf.pieces:
             trees.setdefault(pathlib.Path(leaf.directory) / piece.tree, []).append((leaf, piece))
     for tree, members in trees.items():
-        with _quiet_futures():
-            found = _read_pieces(tree, {_key(leaf.name, piece.start): leaf.dtype for leaf, piece in members})
+        found = _read_pieces(tree, {_key(leaf.name, piece.start): leaf.dtype for leaf, piece in members})
         for leaf, piece in members:
             _require_unchanged(found[_key(leaf.name, piece.start)], leaf.name, piece)
 
@@ -188,22 +185,6 @@ def _write_trees(directory: pathlib.Path, trees: Sequence[Mapping[str, np.ndarra
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         for number, tree in enumerate(trees):
             checkpointer.save(directory / f'{number:04d}', args=ocp.args.PyTreeSave(tree))
-
-
-@contextlib.contextmanager
-def _quiet_futures() -> Iterator[None]:
-    """Drops one message: where the first array of a tree fails, orbax closes the loop that the others report to."""
-    hook = sys.unraisablehook
-
-    def print_others(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != 'Event loop is closed':
-            hook(unraisable)
-
-    sys.unraisablehook = print_others
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
 
 
 def _read_pieces(tree: pathlib.Path, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
