@@ -36,7 +36,7 @@ class ProcessEnd:
         return code
 
     def _leave(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed when the process was started
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         if self._code is not None:

@@ -99,7 +99,7 @@ def _ignore(number: int, frame: object) -> None:
 def _leave_terminal() -> None:
     """Sends the output that a closed terminal would have got to nowhere: a write to it would raise OSError."""
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed when the process was started
         with contextlib.suppress(OSError, ValueError):
             if stream.isatty():
                 os.dup2(null, stream.fileno())

@@ -11,9 +11,12 @@ import absl.logging
 
 
 def silence_libraries() -> None:
-    """Shows errors only of XLA's C++ code, orbax (by absl) and matplotlib; call it before jax is imported."""
+    """Leaves errors of XLA's C++ code and of matplotlib, and nothing of absl; call it before jax is imported.
+
+    Orbax logs by absl, with a traceback, what it also raises.
+    """
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # read once, when jaxlib is loaded
-    absl.logging.set_verbosity(absl.logging.ERROR)
+    absl.logging.set_verbosity(absl.logging.FATAL)
     logging.getLogger('matplotlib').setLevel(logging.ERROR)  # it warns while it builds its cache of fonts
     _drop_late_futures()
 

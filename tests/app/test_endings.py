@@ -80,3 +80,11 @@ def test_a_signal_while_it_builds_ends_it_with_75(tmp_path, after_s):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (75, '')
+
+
+def test_a_process_whose_output_was_closed_keeps_its_exit_code():
+    program = 'import sys; from areal_jax.app.ending import ProcessEnd; sys.exit(ProcessEnd().note(3))'
+    done = subprocess.run(
+        ['sh', '-c', 'exec "$@" >&-', 'sh', sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (3, '')

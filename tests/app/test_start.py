@@ -74,7 +74,8 @@ def test_the_libraries_are_silenced_before_jax_is_loaded():
         'import sys\nfrom areal_jax.app.noise import silence_libraries\nsilence_libraries()\n'
         'import os, logging\nprint("jax" in sys.modules, os.environ["TF_CPP_MIN_LOG_LEVEL"])\n'
         'logging.getLogger("matplotlib.font_manager").warning("building the font cache")\n'
-        'from absl import logging as absl_logging\nabsl_logging.warning("sharding info not provided")'
+        'from absl import logging as absl_logging\nabsl_logging.warning("sharding info not provided")\n'
+        'absl_logging.error("what orbax raises too")'
     )
     environment = {k: v for k, v in os.environ.items() if k != 'TF_CPP_MIN_LOG_LEVEL'}
     done = subprocess.run(
