@@ -127,7 +127,8 @@ def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     figure.colorbar(
         ScalarMappable(norm, colormap), ax=axes, ticks=list(versions), label='policy version of the tokens', pad=0.02
     )
-    figure.legend(loc='outside lower center', ncols=2, frameon=False)
+    if axes.get_legend_handles_labels()[0]:  # neither a publication nor an interruption is shown: nothing to explain
+        figure.legend(loc='outside lower center', ncols=2, frameon=False)
     _save(figure, path)
     return True
 

@@ -194,8 +194,10 @@ def test_fixed_staleness_trains_on_one_age(tmp_path):
     ('schedule', 'fields'),
     [
         ('fixed(2)', {}),
-        ('fixed(2)', {'publication__channel': 'files', 'publication__dtype': 'bfloat16'}),
-        ('trace', {}),
+        pytest.param(
+            'fixed(2)', {'publication__channel': 'files', 'publication__dtype': 'bfloat16'}, marks=pytest.mark.slow
+        ),
+        pytest.param('trace', {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_lock_step_run_equals_the_uninterrupted_one(tmp_path, schedule, fields):

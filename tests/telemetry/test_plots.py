@@ -40,3 +40,9 @@ def test_a_long_run_shows_its_middle(publications: int, start: float, end: float
     entries = [*(publish(t, t) for t in range(1, publications + 1)), *dispatch(0, 20, 0, ['a'], 1, 0)]
     events = event_log(*sorted(entries, key=lambda entry: entry[0]))
     assert shown_span(slot_spans(events), events) == (start, end)
+
+
+@pytest.mark.filterwarnings('error')
+def test_slots_without_publication_or_interruption_are_drawn_without_a_warning(tmp_path: pathlib.Path):
+    report: dict[str, Any] = {'accuracy': None, 'eta': None}
+    assert write_plots(event_log(*dispatch(0, 20, 0, ['a'], 1, 0)), [], report, tmp_path) == ['plots/slots.png']

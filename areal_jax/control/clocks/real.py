@@ -17,6 +17,7 @@ from areal_jax.control.events import EventLog
 from areal_jax.types import Event
 
 _END_OF_WORK_S = 20.0  # for the work under way when the program ends: a hung lane must not keep the process
+_END_OF_STALLED_WORK_S = 0.2
 _Posted = Interval | Deadline | tuple[signal.Signals, Event]
 
 
@@ -32,6 +33,7 @@ class RealClock(LoopClock):
         self._last_release = time.monotonic()
         self._calls: list[tuple[float, Interval]] = []  # wall deadline of calls in flight
         self._threads: list[threading.Thread] = []
+        self._end_of_work_s = _END_OF_WORK_S
         self.max_lag_s = 0.0  # longest wait of a completion for its release: the loop's lag
         self.longest_lag_work = ''
         super().__init__(lanes, log)
@@ -100,6 +102,7 @@ class RealClock(LoopClock):
             ends.append(self._deadlines[0][0])
         ready = block(max(0.0, min(ends) - now))
         if not ready and not self._fifo and time.monotonic() - self._last_release >= self._stall_timeout_s:
+            self._end_of_work_s = _END_OF_STALLED_WORK_S
             raise StallError(
                 f'no completion for {self._stall_timeout_s} s (run.stall_timeout_s): {self.describe_waits()}'
             )
@@ -152,7 +155,7 @@ class RealClock(LoopClock):
                     intervals.get_nowait()  # nobody waits for it any more
             for _ in range(self.lanes[name].width):
                 intervals.put(None)
-        end = time.monotonic() + _END_OF_WORK_S
+        end = time.monotonic() + self._end_of_work_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
