@@ -46,6 +46,7 @@ def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bo
             'num_processes': distributed.processes,
             'process_id': process_id,
         }
+    jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM away from app/interrupt.py
     try:
         jax.distributed.initialize(**named, initialization_timeout=int(distributed.command_deadline_s))
     except (RuntimeError, ValueError) as error:
