@@ -27,7 +27,6 @@ from areal_jax.app.sizes import require_room
 from areal_jax.app.start_warnings import print_warnings
 from areal_jax.app.workdir import (
     CHECKPOINTS,
-    EVENTS,
     continue_run,
     describe_unsaved,
     note_weights,
@@ -51,6 +50,7 @@ from areal_jax.publication.manifest import weights_sha256
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.telemetry.events import FILE as EVENTS
 from areal_jax.telemetry.events import lane_intervals, load_events, window
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, discard_facts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
@@ -381,7 +381,7 @@ class Session:
 
     def _report(self) -> dict[str, Any]:
         config = self.config
-        events = load_events(self.workdir / 'events.jsonl')
+        events = load_events(self.workdir / EVENTS)
         alone = alone_seconds(lane_intervals(events), window(events), config.run.steps)
         lag = self.clock.max_lag_s if isinstance(self.clock, RealClock) else 0.0
         facts = RunFacts(

@@ -16,11 +16,11 @@ from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStor
 from areal_jax.config import CONFIG, flatten
 from areal_jax.ranges import ConfigError
 from areal_jax.telemetry import metrics, report
+from areal_jax.telemetry.events import FILE as EVENTS
 from areal_jax.telemetry.facts import EVALUATIONS
 
 WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
-EVENTS = 'events.jsonl'
 PROLONGATIONS = 'prolongations.json'
 # what an attempt writes while it runs; put aside where the next one starts again at update 0
 _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
