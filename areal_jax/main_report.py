@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from areal_jax.app.ending import end_command
 from areal_jax.app.rebuild import rebuild_report
 from areal_jax.errors import ExitCode
-from areal_jax.telemetry.report import PAGE
+from areal_jax.report.report import PAGE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,8 +23,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.gguf import find_package_file, load_gguf
 from areal_jax.publication.export import export_hf
 from benchmarks.case import make_work, save_work
 from benchmarks.report import write_report

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from areal_jax.formats.hf_directory import load_hf
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import make_optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.hf_directory import load_hf
 from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.sharding.mesh import make_mesh

@@ -9,16 +9,28 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'fields', 'files', 'types', 'config', 'ranges'},
+    {'errors', 'events', 'fields', 'files', 'types', 'protocols', 'config', 'ranges'},
     {'tasks', 'control', 'sharding', 'telemetry'},
-    {'models'},
+    {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
-    {'simulation', 'evaluation'},
+    {'distributed', 'simulation', 'evaluation', 'report'},
     {'app'},
     {'main'},
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
-JAX_FREE = ['errors', 'fields', 'files', 'types', 'config', 'ranges', 'control', 'tasks', 'telemetry']
+JAX_FREE = [
+    'errors',
+    'fields',
+    'files',
+    'types',
+    'protocols',
+    'config',
+    'ranges',
+    'control',
+    'tasks',
+    'telemetry',
+    'report',
+]
 FORBIDDEN = {
     'asyncio.wait', 'asyncio.as_completed', 'asyncio.TaskGroup', 'asyncio.sleep', 'asyncio.wait_for', 'asyncio.timeout',
     'asyncio.to_thread', 'loop.call_later', 'loop.call_at', 'loop.run_in_executor', 'time', 'random', 'numpy.random',

@@ -11,7 +11,7 @@ import pytest
 from areal_jax import main_report
 from areal_jax.config import default_config
 from areal_jax.errors import ExitCode
-from areal_jax.telemetry.report import write_report
+from areal_jax.report.report import write_report
 from tests.app.small import SmallRun
 from tests.app.test_sft import sft_config
 from tests.telemetry.logs import two_facts, two_metrics, two_updates

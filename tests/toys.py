@@ -21,11 +21,12 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeOutput, SlotInit
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
-from areal_jax.types import Clock, Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
+from areal_jax.types import Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
 
 STOP = 0
 LONGEST = 7

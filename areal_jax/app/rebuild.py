@@ -11,12 +11,12 @@ from areal_jax.app.alone import alone_seconds
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.config import CONFIG
 from areal_jax.errors import UserError
+from areal_jax.report.report import write_report
 from areal_jax.telemetry import events as event_log
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EVALUATIONS, RunFacts, read_scores
-from areal_jax.telemetry.report import write_report
 
 NUMBER = (int, float)
 

@@ -47,6 +47,7 @@ from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.publication.manifest import weights_sha256
+from areal_jax.report.report import write_report
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
@@ -55,7 +56,6 @@ from areal_jax.telemetry.events import lane_intervals, load_events, window
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, discard_facts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress, StartProgress
-from areal_jax.telemetry.report import write_report
 from areal_jax.telemetry.resources import ResourceSampler
 from areal_jax.types import SamplingParams
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
+from areal_jax.report.caveats import warn_of_skipped_steps
+from areal_jax.report.page import describe_idle_fields, describe_prolongation
+from areal_jax.report.report import FILE, PAGE, count_optimizer_steps
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
-from areal_jax.telemetry.caveats import warn_of_skipped_steps
 from areal_jax.telemetry.json_lines import plain
 from areal_jax.telemetry.numerals import format_duration, format_number
-from areal_jax.telemetry.page import describe_idle_fields, describe_prolongation
-from areal_jax.telemetry.report import FILE, PAGE, count_optimizer_steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,20 +20,8 @@ from areal_jax.control.gate import Bound, HeldTimes, StalenessGate
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.types import (
-    Channel,
-    Clock,
-    Dropped,
-    Learner,
-    Prompt,
-    PromptStream,
-    PublishedWeights,
-    TrajectoryGroup,
-    Verdict,
-    Verifier,
-    Work,
-    concatenate,
-)
+from areal_jax.protocols import Channel, Clock, Learner, PromptStream, Verifier
+from areal_jax.types import Dropped, Prompt, PublishedWeights, TrajectoryGroup, Verdict, Work, concatenate
 
 
 @dataclasses.dataclass(frozen=True)

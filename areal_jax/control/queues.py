@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Generic, TypeVar
 
-from areal_jax.types import Clock
+from areal_jax.protocols import Clock
 
 Item = TypeVar('Item')
 

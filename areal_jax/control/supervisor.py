@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from areal_jax.types import Clock
+from areal_jax.protocols import Clock
 
 
 class Supervisor:

@@ -11,11 +11,12 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import FailureCount
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.protocols import Clock, Event, Verifier
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.integers import last_integer
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
-from areal_jax.types import Clock, Event, Prompt, SamplingParams, Verdict, Verifier, concatenate
+from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
 
 SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training draw
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.files import sync
-from areal_jax.models.hf import HfTensor, hf_tensors, leaf_at, require_merged
-from areal_jax.models.hf_config import CONFIG, hf_config
-from areal_jax.models.hf_directory import INDEX, WEIGHTS
-from areal_jax.models.safetensors_file import SafetensorsError, write_tensors
+from areal_jax.formats.hf import HfTensor, hf_tensors, leaf_at, require_merged
+from areal_jax.formats.hf_config import CONFIG, hf_config
+from areal_jax.formats.hf_directory import INDEX, WEIGHTS
+from areal_jax.formats.safetensors_file import SafetensorsError, write_tensors
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.errors import PublicationError
 

@@ -6,8 +6,8 @@ import os
 import pathlib
 from typing import Any
 
-from areal_jax.models.hf_config import CONFIG, read_json
-from areal_jax.models.hf_directory import WEIGHT_DTYPES
+from areal_jax.formats.hf_config import CONFIG, read_json
+from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.directory import write_hf_directory
 from areal_jax.publication.errors import PublicationError

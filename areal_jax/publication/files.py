@@ -9,7 +9,7 @@ import re
 import shutil
 from typing import Any
 
-from areal_jax.models.hf_directory import load_hf_weights
+from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.directory import remove_directory, write_hf_directory
 from areal_jax.publication.errors import PublicationError

@@ -16,8 +16,9 @@ import numpy as np
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
+from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, SlotInit
-from areal_jax.types import Clock, EngineStatus, FinishReason, GenerationRequest, PublishedWeights, Segment, Work
+from areal_jax.types import EngineStatus, FinishReason, GenerationRequest, PublishedWeights, Segment, Work
 
 KvPolicy = Literal['recompute', 'keep']
 

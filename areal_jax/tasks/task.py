@@ -10,9 +10,10 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.protocols import PromptStream
 from areal_jax.tasks.chat_template import ConversationError, Messages
 from areal_jax.tasks.tokenizer import Tokenizer
-from areal_jax.types import FinishReason, Prompt, PromptStream
+from areal_jax.types import FinishReason, Prompt
 
 Split = Literal['train', 'held_out']
 Problem = Mapping[str, Any]  # JSON-able: what a scorer needs to know

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.protocols import Clock, Event
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
 from areal_jax.tasks.scoring import ScoringError, make_printable, score_answer, to_reward
 from areal_jax.tasks.task import Scorer, TaskError
-from areal_jax.types import Clock, Event, FinishReason, Prompt, Verdict, Work
+from areal_jax.types import FinishReason, Prompt, Verdict, Work
 
 LABELS = ('ok', 'timeout', 'crash', 'error')  # of an attempt; 'error': the scorer raised, or returned no reward
 LANE = 'reward'

@@ -21,8 +21,8 @@ import numpy as np
 from areal_jax.app.build import build_learner, build_model
 from areal_jax.app.processes import join_processes
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.models.hf_directory import load_hf
-from areal_jax.models.safetensors_file import StoredTensor
+from areal_jax.formats.hf_directory import load_hf
+from areal_jax.formats.safetensors_file import StoredTensor
 
 
 def main(index: int, port: int, directory: str, report: pathlib.Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 from areal_jax.app.build import build_learner, build_model, build_ring, build_task
 from areal_jax.app.session import Session
 from areal_jax.config import TrackedConfig, default_config
+from areal_jax.formats.hf_config import HfError
 from areal_jax.learning.rows import BatchError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.hf_config import HfError
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.ranges import ConfigError

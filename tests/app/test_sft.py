@@ -129,7 +129,7 @@ def test_packing_and_form_do_not_change_what_is_learned(whole, tmp_path, fields)
 
 
 def test_the_export_holds_the_trained_weights(whole):
-    from areal_jax.models.hf_directory import load_hf
+    from areal_jax.formats.hf_directory import load_hf
 
     workdir, session, _ = whole
     config, params = load_hf(workdir / 'export')

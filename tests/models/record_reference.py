@@ -30,9 +30,9 @@ def export(directory: pathlib.Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from areal_jax.models.gguf import find_package_file, load_gguf
-    from areal_jax.models.hf import to_hf_names
-    from areal_jax.models.hf_config import hf_config
+    from areal_jax.formats.gguf import find_package_file, load_gguf
+    from areal_jax.formats.hf import to_hf_names
+    from areal_jax.formats.hf_config import hf_config
     from areal_jax.tasks.tokenizer import GgufTokenizer
 
     path = find_package_file(PACKAGE_FILE)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.hf_config import read_hf_config
-from areal_jax.models.hf_directory import load_hf
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode.backend import JaxDecodeBackend

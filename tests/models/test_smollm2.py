@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.gguf import find_package_file, load_gguf
 from areal_jax.models.logprobs import logprob_of, token_logprobs
 from areal_jax.models.shape import ModelConfig
 from tests.models import record_reference, reference

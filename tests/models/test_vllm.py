@@ -23,8 +23,8 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.gguf import find_package_file, load_gguf
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.backend import SlotInit

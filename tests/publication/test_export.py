@@ -10,9 +10,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from areal_jax.models.hf import WeightsError, from_hf_names
-from areal_jax.models.hf_config import HfError
-from areal_jax.models.hf_directory import load_hf
+from areal_jax.formats.hf import WeightsError, from_hf_names
+from areal_jax.formats.hf_config import HfError
+from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.shape import Llama3Scaling
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.export import export_hf

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from areal_jax.models.hf_directory import load_hf_weights
+from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.files import FilesChannel

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
-from areal_jax import types
+from areal_jax import protocols
 from areal_jax.control.events import EventLog
 from areal_jax.errors import UserError
 from areal_jax.types import Work
@@ -81,7 +81,7 @@ class Interval:
 class Deadline:
     """The end of a wait."""
 
-    event: types.Event
+    event: protocols.Event
     future: asyncio.Future[bool]
 
 
@@ -103,7 +103,7 @@ class LoopClock(abc.ABC):
         self._deadlines: list[tuple[float, int, Deadline]] = []
         self._waiting: dict[asyncio.Future[bool], str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._early_signals: list[tuple[signal.Signals, types.Event]] = []
+        self._early_signals: list[tuple[signal.Signals, protocols.Event]] = []
         self._signal_lock = threading.Lock()
         log.now = self.now
 
@@ -132,7 +132,7 @@ class LoopClock(abc.ABC):
             if interval.task is None and isinstance(coro, Coroutine):
                 coro.close()  # cancelled before its turn: it will not be awaited
 
-    async def wait(self, event: types.Event, timeout_s: float | None = None) -> bool:
+    async def wait(self, event: protocols.Event, timeout_s: float | None = None) -> bool:
         """True when the event is (or becomes) set, False at the deadline."""
         if event.is_set():
             return True
@@ -149,7 +149,7 @@ class LoopClock(abc.ABC):
             if future in event.waiters:
                 event.waiters.remove(future)
 
-    def post_signal(self, number: signal.Signals, event: types.Event) -> None:
+    def post_signal(self, number: signal.Signals, event: protocols.Event) -> None:
         """Sets the event, in its turn among the completions; from any thread, also before the program runs.
 
         Nothing happens after the program has ended.
@@ -184,7 +184,7 @@ class LoopClock(abc.ABC):
     def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]: ...
 
     @abc.abstractmethod
-    def _post_signal(self, number: signal.Signals, event: types.Event) -> None: ...
+    def _post_signal(self, number: signal.Signals, event: protocols.Event) -> None: ...
 
     @abc.abstractmethod
     def _close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from areal_jax.control.clocks.loop import Deadline, DeadlockError, Interval, LoopClock, StallError
 from areal_jax.control.events import EventLog
-from areal_jax.types import Event
+from areal_jax.protocols import Event
 
 _END_OF_WORK_S = 20.0  # for the work under way when the program ends: a hung lane must not keep the process
 _END_OF_STALLED_WORK_S = 0.2

@@ -10,7 +10,8 @@ from typing import Any
 
 from areal_jax.control.clocks.loop import CallDeadlineError, DeadlockError, Interval, LoopClock
 from areal_jax.control.events import EventLog
-from areal_jax.types import Event, Work
+from areal_jax.protocols import Event
+from areal_jax.types import Work
 
 NANOSECONDS = 1_000_000_000
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.telemetry.plots import MAX_VERSIONS, shown_span, write_plots
-from areal_jax.telemetry.report import build_report
-from areal_jax.telemetry.slots import slot_spans
+from areal_jax.report.plots import MAX_VERSIONS, shown_span, write_plots
+from areal_jax.report.report import build_report
+from areal_jax.report.slots import slot_spans
 from tests.telemetry.logs import dispatch, event_log, publish, two_facts, two_metrics, two_updates
 
 

@@ -14,13 +14,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from areal_jax.models import hf_directory
+from areal_jax.formats import hf_directory
+from areal_jax.formats.hf import hf_tensors, to_hf_names
+from areal_jax.formats.hf_config import HfError, hf_config
+from areal_jax.formats.hf_directory import INDEX, WEIGHTS, load_hf
+from areal_jax.formats.safetensors_file import write_tensors
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.hf import hf_tensors, to_hf_names
-from areal_jax.models.hf_config import HfError, hf_config
-from areal_jax.models.hf_directory import INDEX, WEIGHTS, load_hf
 from areal_jax.models.layers import stack_layers
-from areal_jax.models.safetensors_file import write_tensors
 from areal_jax.models.shape import ModelConfig
 from tests.publication.tiny import assert_bit_equal, host_params
 
@@ -197,7 +197,7 @@ def test_unknown_options_are_named(tmp_path):
 LOADER = """
 import pathlib, sys
 import jax
-from areal_jax.models.hf_directory import load_hf
+from areal_jax.formats.hf_directory import load_hf
 
 def kilobytes(name):
     lines = pathlib.Path('/proc/self/status').read_text().splitlines()

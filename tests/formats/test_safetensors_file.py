@@ -14,7 +14,7 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from areal_jax.models.safetensors_file import SafetensorsError, list_tensors, write_tensors
+from areal_jax.formats.safetensors_file import SafetensorsError, list_tensors, write_tensors
 
 ENTRY = dict[str, Any]
 # 'a': six float32 in bytes 0 to 24, 'b': four float16 in 24 to 32, 'empty': none, 'c': three int8 in 32 to 35

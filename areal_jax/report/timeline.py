@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from areal_jax import files
+from areal_jax.report.slots import SlotSpan, slot_spans
 from areal_jax.telemetry.events import DrawLedger, Event, LaneInterval, lane_intervals
 from areal_jax.telemetry.json_lines import plain
-from areal_jax.telemetry.slots import SlotSpan, slot_spans
 
 FILE = 'timeline.json'
 _INSTANTS = ('interrupt', 'publish', 'load', 'drop', 'save', 'restore', 'evaluate', 'signal', 'join', 'leave', 'error')

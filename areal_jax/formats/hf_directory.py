@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.formats.hf import HfTensor, WeightsError, hf_tensors, leaf_at, require_tensors, set_leaf
+from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
+from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
 from areal_jax.models.decoder import Decoder, Params
-from areal_jax.models.hf import HfTensor, WeightsError, hf_tensors, leaf_at, require_tensors, set_leaf
-from areal_jax.models.hf_config import HfError, read_hf_config, read_json
 from areal_jax.models.layers import FORMS
-from areal_jax.models.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
 from areal_jax.models.shape import ModelConfig
 
 WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'

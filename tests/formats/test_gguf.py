@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal_jax.errors import UserError
+from areal_jax.formats.gguf import GgufError, find_package_file, load_gguf, unpermute
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.gguf import GgufError, find_package_file, load_gguf, unpermute
 from areal_jax.models.shape import ModelConfig
 from areal_jax.tasks.tokenizer import GgufTokenizer
 

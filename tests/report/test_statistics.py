@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.telemetry.statistics import cluster_interval, mean_interval, paired_interval, wilson_interval
+from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval, wilson_interval
 
 
 def test_wilson_of_8_in_10():

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from areal_jax.telemetry.caveats import sits_at_bound, warn_of_equal_rewards
+from areal_jax.report.caveats import sits_at_bound, warn_of_equal_rewards
+from areal_jax.report.report import build_report
 from areal_jax.telemetry.facts import RunFacts
-from areal_jax.telemetry.report import build_report
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
 
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.formats.gguf_header import read_gguf_header
+from areal_jax.formats.hf import WeightsError, from_hf_names
 from areal_jax.models.decoder import Params
-from areal_jax.models.gguf_header import read_gguf_header
-from areal_jax.models.hf import WeightsError, from_hf_names
 from areal_jax.models.shape import ModelConfig
 from areal_jax.ranges import ConfigError
 

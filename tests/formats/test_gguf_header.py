@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from areal_jax.models.gguf import GgufError, load_gguf, read_gguf_shape
-from areal_jax.models.gguf_header import read_gguf_header
-from tests.models.test_gguf import file_tensors, write
+from areal_jax.formats.gguf import GgufError, load_gguf, read_gguf_shape
+from areal_jax.formats.gguf_header import read_gguf_header
+from tests.formats.test_gguf import file_tensors, write
 
 
 @pytest.mark.parametrize('tied', [False, True])

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from areal_jax.formats.hf_config import HfError, hf_config, read_hf_config
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.hf_config import HfError, hf_config, read_hf_config
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 
 # the files of the published models, without what says nothing of the shape

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from areal_jax.errors import UserError
+from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.formats.hf_directory import INDEX, WEIGHTS, load_hf
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.hf_config import read_hf_config
-from areal_jax.models.hf_directory import INDEX, WEIGHTS, load_hf
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.tasks.tokenizer import HfTokenizer, chat_messages

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.formats.hf import WeightsError, from_hf_names, to_hf_names
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.hf import WeightsError, from_hf_names, to_hf_names
 from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
 

@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
+from areal_jax.report.caveats import find_caveats
+from areal_jax.report.limit import as_report, busy_shares, measure_limit
+from areal_jax.report.page import render_page
+from areal_jax.report.plots import write_plots
+from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval
+from areal_jax.report.timeline import write_timeline
 from areal_jax.telemetry import events as event_log
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.caveats import find_caveats
 from areal_jax.telemetry.events import Event
 from areal_jax.telemetry.facts import EvaluationScores, RunFacts
 from areal_jax.telemetry.json_lines import plain
-from areal_jax.telemetry.limit import as_report, busy_shares, measure_limit
-from areal_jax.telemetry.page import render_page
-from areal_jax.telemetry.plots import write_plots
-from areal_jax.telemetry.statistics import cluster_interval, mean_interval, paired_interval
-from areal_jax.telemetry.timeline import write_timeline
 
 FILE = 'report.json'
 PAGE = 'report.md'

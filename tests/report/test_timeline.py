@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import pathlib
 
-from areal_jax.telemetry.timeline import build_timeline, write_timeline
+from areal_jax.report.timeline import build_timeline, write_timeline
 from tests.telemetry.logs import event_log, two_updates, work
 
 
