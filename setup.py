@@ -24,6 +24,7 @@ setup(
         'optax>=0.2.8',
         'chex>=0.1.90',
         'orbax-checkpoint>=0.12.8,<0.13',
+        'tensorstore>=0.1.80',
         'numpy>=2.0',
         'safetensors>=0.6',
         'ml-collections>=1.1',

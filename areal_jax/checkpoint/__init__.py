@@ -1,5 +1,23 @@
-"""Under the whole loop: a run that was killed goes on as if it had not been.
+"""Checkpoints: weights, optimizer and run state of a step on the disk; every process writes its own shards.
 
-state.py writes the host side down as one JSON value, store.py puts it beside weights and optimizer state in one step
-that exists whole or not at all.
+Used by app/ (save, resume, `model.source='run'`) and by whoever wants the arrays of a run: `read`.
 """
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def read(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint by name, 'params/layers/0/query', each compared with its checksum.
+
+    `directory` is one step (WORKDIR/checkpoints/step_00000012), or all of them, or a workdir: then the newest step
+    is read. Needs the memory of all arrays. Raises CheckpointError for a checkpoint that is missing or damaged.
+    """
+    from areal_jax.checkpoint.store import read_named  # imports jax; the run state beside it must not
+
+    return read_named(directory)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import math
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from areal_jax.checkpoint.trees import TreeReader, write_trees
 from areal_jax.errors import UserError
 from areal_jax.files import sync_tree
 from areal_jax.sharding.placement import HostShards, Region
 
-_TREE_BYTES = 1 << 28  # of arrays in one orbax tree: of each piece that it reads, orbax reads the metadata of the tree
-_T = TypeVar('_T')
+_TREE_BYTES = 1 << 28  # of arrays in one orbax tree
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -50,6 +49,7 @@ class StoredArray:
     dtype: np.dtype
     pieces: tuple[Piece, ...]  # together the whole array, each entry once
     if_damaged: str  # what to do then, for the message
+    reader: TreeReader = dataclasses.field(default_factory=TreeReader, repr=False, compare=False)
 
     def __getitem__(self, region: Region) -> np.ndarray:
         """The region, of which every piece that has a part of it is read whole and compared with its checksum."""
@@ -69,29 +69,28 @@ class StoredArray:
         return np.asarray(self[tuple(slice(0, size) for size in self.shape)], dtype)
 
     def _read(self, piece: Piece) -> np.ndarray:
-        key = _key(self.name, piece.start)
         try:
-            found = _read_pieces(pathlib.Path(self.directory) / piece.tree, {key: self.dtype})[key]
-            _require_unchanged(found, self.name, piece)
+            return self.read(piece)
         except Exception as error:  # whatever a damaged file makes the readers raise
             step = pathlib.Path(self.directory).parent
             raise CheckpointError(f'{step} is damaged ({brief(error)}): {self.if_damaged}') from error
+
+    def read(self, piece: Piece) -> np.ndarray:
+        """The piece; raises ValueError if it is not what was saved, or what tensorstore raises for a damaged file."""
+        found = self.reader.read(pathlib.Path(self.directory) / piece.tree, _key(self.name, piece.start))
+        if (found.shape, _checksum(found)) != (tuple(piece.shape), piece.crc32):
+            raise ValueError(f'leaf {self.name!r} is not what was saved')
         return found
 
 
 def verify_arrays(leaves: Iterable[StoredArray]) -> None:
-    """Reads every piece of the leaves of one step and compares it with its checksum; holds one orbax tree at a time.
+    """Reads every piece of the leaves and compares it with its checksum; holds one piece at a time.
 
     Raises ValueError that names a leaf, or whatever the readers raise for a damaged file.
     """
-    trees: dict[pathlib.Path, list[tuple[StoredArray, Piece]]] = {}
     for leaf in leaves:
         for piece in leaf.pieces:
-            trees.setdefault(pathlib.Path(leaf.directory) / piece.tree, []).append((leaf, piece))
-    for tree, members in trees.items():
-        found = _read_pieces(tree, {_key(leaf.name, piece.start): leaf.dtype for leaf, piece in members})
-        for leaf, piece in members:
-            _require_unchanged(found[_key(leaf.name, piece.start)], leaf.name, piece)
+            leaf.read(piece)
 
 
 def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards]:
@@ -127,7 +126,7 @@ def write_shards(directory: pathlib.Path, leaves: Mapping[str, np.ndarray | Host
         room -= part.nbytes
         tree = f'{directory.name}/{len(trees) - 1:04d}'
         index[name].append(Piece([int(s) for s in start], list(part.shape), _checksum(part), tree))
-    _away_from_loops(lambda: _write_trees(directory, trees))
+    write_trees(directory, trees)
     _require_bytes(directory, sum(part.nbytes for tree in trees for part in tree.values()))
     sync_tree(directory)
     return index
@@ -160,74 +159,6 @@ def _parts(leaf: np.ndarray | HostShards) -> Iterable[tuple[Sequence[int], np.nd
 
 def _key(name: str, start: Sequence[int]) -> str:
     return f'{name}@{"_".join(map(str, start))}'
-
-
-def _write_trees(directory: pathlib.Path, trees: Sequence[Mapping[str, np.ndarray]]) -> None:
-    """Beside the arrays this takes no memory worth mention."""
-    import orbax.checkpoint as ocp
-
-    from areal_jax.checkpoint.handler import LocalNumpyHandler
-
-    # nobody changes the arrays meanwhile, and float32 weights hardly compress: without it a save costs its bytes and no
-    # CPU that decoding needs
-    handlers = [
-        (np.ndarray, LocalNumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, but without it orbax warns at every save
-    ]
-    alone = _this_process_alone()
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=True,
-        use_compression=False,
-        multiprocessing_options=alone,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(*handlers),
-    )
-    directory.mkdir()
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-        for number, tree in enumerate(trees):
-            checkpointer.save(directory / f'{number:04d}', args=ocp.args.PyTreeSave(tree))
-
-
-def _read_pieces(tree: pathlib.Path, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
-    """The arrays of an orbax tree that have these keys."""
-    return _away_from_loops(lambda: _restore_tree(tree, dtypes))
-
-
-def _restore_tree(tree: pathlib.Path, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
-    import orbax.checkpoint as ocp
-
-    alone = _this_process_alone()
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, multiprocessing_options=alone)
-    wanted = {key: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype) for key, dtype in dtypes.items()}
-    arguments = ocp.args.PyTreeRestore(item=dict.fromkeys(dtypes, 0), restore_args=wanted, partial_restore=True)
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-        return checkpointer.restore(tree, args=arguments)
-
-
-def _require_unchanged(found: np.ndarray, name: str, piece: Piece) -> None:
-    if (found.shape, _checksum(found)) != (tuple(piece.shape), piece.crc32):
-        raise ValueError(f'leaf {name!r} is not what was saved')
-
-
-def _this_process_alone() -> Any:
-    """Each process has trees of its own: orbax must not wait for the others of a distributed run."""
-    import orbax.checkpoint as ocp
-
-    this = jax.process_index()
-    prefix = None if jax.process_count() == 1 else f'process{this}'
-    active = None if jax.process_count() == 1 else {this}
-    return ocp.options.MultiprocessingOptions(
-        primary_host=this, active_processes=active, barrier_sync_key_prefix=prefix
-    )
-
-
-def _away_from_loops(fn: Callable[[], _T]) -> _T:
-    """Runs `fn` on a thread of its own and waits for it.
-
-    orbax runs asyncio inside. Where a loop runs already (the virtual clock calls inline) it depends on version and
-    platform what it does: uvloop on a thread, or asyncio patched to nest, which lets other coroutines run in between.
-    """
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='orbax') as own:
-        return own.submit(fn).result()
 
 
 def _checksum(array: np.ndarray) -> int:

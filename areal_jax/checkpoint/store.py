@@ -27,10 +27,12 @@ from areal_jax.checkpoint.shards import (
     verify_arrays,
     write_shards,
 )
+from areal_jax.checkpoint.trees import TreeReader
 from areal_jax.files import sync
 from areal_jax.sharding.placement import HostShards
 
 CONTENTS = 'contents.json'
+DIRECTORY = 'checkpoints'  # of a workdir: holds the steps
 _ARRAYS, _RUN_STATE = 'arrays', 'run_state.json'
 _OVERHEAD_BYTES = 1 << 20  # more than orbax's own metadata of a step takes
 _ROOM = 1.2  # checkpoints that must fit on the disk beside those that are kept; with less room only the newest stays
@@ -252,6 +254,31 @@ class CheckpointStore:
         return '' if newest is None else f'The checkpoint of step {newest} is untouched. '
 
 
+def read_named(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The arrays of a step, of the newest step in a directory of steps, or of the newest of a workdir, by name.
+
+    Raises CheckpointError where there is none, or it is damaged.
+    """
+    given = pathlib.Path(directory).absolute()
+    if (given / CONTENTS).is_file():
+        path = given
+    else:
+        steps = given / DIRECTORY if (given / DIRECTORY).is_dir() else given
+        store = CheckpointStore(steps)
+        newest = store.latest()
+        if newest is None:
+            raise CheckpointError(
+                f'{steps} has no checkpoint; name a step, WORKDIR/{DIRECTORY}/step_00000012, or a --workdir'
+            )
+        path = store.path(newest)
+    if_damaged = 'name an older step'
+    try:
+        arrays, _ = _read_step(path, if_damaged)
+    except Exception as error:  # whatever a damaged file makes the readers raise
+        raise CheckpointError(f'{path} is damaged ({brief(error)}): {if_damaged}') from error
+    return {leaf.name: np.asarray(leaf) for leaf in jax.tree.leaves(arrays)}
+
+
 def _write_everywhere(
     directory: pathlib.Path, leaves: Mapping[str, np.ndarray | HostShards], followers: Sequence[Follower]
 ) -> dict[str, list[Piece]]:
@@ -278,8 +305,9 @@ def _read_step(path: pathlib.Path, if_damaged: str) -> tuple[Any, dict[str, Any]
     index = {name: tuple(Piece(*piece) for piece in leaf['pieces']) for name, leaf in described.items()}
     require_whole({name: leaf['shape'] for name, leaf in described.items()}, index)
     arrays = str(path / _ARRAYS)
+    reader = TreeReader()
     leaves = {
-        name: StoredArray(arrays, name, tuple(leaf['shape']), np.dtype(leaf['dtype']), index[name], if_damaged)
+        name: StoredArray(arrays, name, tuple(leaf['shape']), np.dtype(leaf['dtype']), index[name], if_damaged, reader)
         for name, leaf in described.items()
     }
     return jax.tree.map(lambda name: leaves[name], contents['tree']), json.loads(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import pickle
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from areal_jax.checkpoint import shards
 from areal_jax.checkpoint.shards import CheckpointError, write_shards
 from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.checkpoint.trees import TreeReader
 from areal_jax.models.layers import unstack_layers
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.placement import HostShards, copy_shards, place, place_regions
@@ -113,9 +115,14 @@ def test_any_mesh_reads_its_own_regions(tmp_path, mesh, cut):
 def test_a_region_reads_the_pieces_that_have_a_part_of_it(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     _save(store, 1)
-    read, whole = [], shards._read_pieces
-    monkeypatch.setattr(shards, '_read_pieces', lambda tree, keys: read.extend(keys) or whole(tree, keys))
-    stored = store.restore(1)[0]['layers']['0']['gate']  # [8, 4] in rows
+    read = []
+
+    class Reader(TreeReader):
+        def read(self, tree, key):
+            read.append(key)
+            return super().read(tree, key)
+
+    stored = dataclasses.replace(store.restore(1)[0]['layers']['0']['gate'], reader=Reader())  # [8, 4] in rows
     found = stored[slice(2, 5), slice(1, 3)]
     np.testing.assert_array_equal(found, _WHOLE['layers']['gate'][0, 2:5, 1:3])
     assert read == [f'layers/0/gate@{row}_0' for row in (2, 3, 4)]
@@ -132,9 +139,9 @@ def test_a_follower_that_fails_leaves_the_step_before(tmp_path):
 
 
 def test_a_writer_that_leaves_an_array_out_is_noticed(tmp_path, monkeypatch):
-    write = shards._write_trees
+    write = shards.write_trees
     big = {name: np.zeros(1 << 20, np.float32) for name in 'ab'}
-    monkeypatch.setattr(shards, '_write_trees', lambda to, trees: write(to, [{'b@0': tree['b@0']} for tree in trees]))
+    monkeypatch.setattr(shards, 'write_trees', lambda to, trees: write(to, [{'b@0': tree['b@0']} for tree in trees]))
     with pytest.raises(OSError, match=r'orbax wrote \d+ of 8388608 bytes'):
         write_shards(tmp_path / 'part', big)
 
@@ -143,7 +150,7 @@ def test_a_failure_here_waits_for_the_followers(tmp_path, monkeypatch):
     # else one would go on writing into a directory that is being removed
     follower, waited = _Follower(_held_by(1)), []
     monkeypatch.setattr(follower, 'written', lambda: waited.append(True) or {})
-    monkeypatch.setattr(shards, '_write_trees', lambda *_: 1 / 0)
+    monkeypatch.setattr(shards, 'write_trees', lambda *_: 1 / 0)
     monkeypatch.setattr(follower, 'write', lambda _: None)
     with pytest.raises(CheckpointError, match='ZeroDivisionError'):
         CheckpointStore(tmp_path).save(1, _held_by(0), {}, [follower])

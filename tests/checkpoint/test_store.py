@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import areal_jax.checkpoint
+from areal_jax.checkpoint.shards import named_leaves
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 
 KILLED_SAVER = pathlib.Path(__file__).with_name('killed_saver.py')
@@ -214,3 +216,44 @@ def _restored(store, step):
 
 def _environment(repository):
     return {'PYTHONPATH': str(repository), 'PATH': '/usr/bin:/bin', 'JAX_PLATFORMS': 'cpu'}
+
+
+def _some_arrays():
+    return {
+        'params': {
+            'layers': {'0': {'query': np.arange(6, dtype=np.float32).reshape(2, 3)}},
+            'head': np.ones(4, 'int8'),
+        },
+        'optimizer': {'count': np.array(3, np.int32), 'mu': np.zeros((2, 3), jnp.bfloat16)},
+    }
+
+
+@pytest.mark.parametrize('where', ['step', 'steps', 'workdir'])
+def test_read_gives_the_arrays_by_name(tmp_path, where):
+    store = CheckpointStore(tmp_path / 'checkpoints')
+    store.save(1, {'params': {'head': np.zeros(4, 'int8')}}, {})
+    store.save(2, _some_arrays(), {})
+    directory = {'step': store.path(2), 'steps': tmp_path / 'checkpoints', 'workdir': tmp_path}[where]
+    found = areal_jax.checkpoint.read(directory)
+    assert set(found) == {'params/layers/0/query', 'params/head', 'optimizer/count', 'optimizer/mu'}
+    for name, leaf in named_leaves(_some_arrays()).items():
+        assert found[name].dtype == leaf.dtype
+        np.testing.assert_array_equal(found[name], leaf)
+
+
+def test_read_names_what_is_missing(tmp_path):
+    with pytest.raises(CheckpointError, match='has no checkpoint; name a step'):
+        areal_jax.checkpoint.read(tmp_path)
+
+
+def test_a_tree_opens_with_three_lines_of_orbax(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(2, _some_arrays(), {})
+    # as docs/design/checkpoint.md has them
+    import orbax.checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as reader:
+        found = reader.restore(store.path(2) / 'arrays' / 'writer_0000' / '0000')
+    assert found['params/head@0'].tolist() == [1, 1, 1, 1]
+    np.testing.assert_array_equal(found['params/layers/0/query@0_0'], _some_arrays()['params']['layers']['0']['query'])
+    assert len(found) == 4
