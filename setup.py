@@ -1,6 +1,7 @@
 """areal_jax: asynchronous reinforcement learning for language models in JAX."""
 
 import pathlib
+import re
 
 from setuptools import find_packages, setup
 
@@ -8,12 +9,14 @@ TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9']
 TENSORBOARD = ['tensorboardX>=2.6']
 PLOTS = ['matplotlib>=3.9']
 GGUF = ['gguf>=0.19']
+HERE = pathlib.Path(__file__).parent
+[VERSION] = re.findall(r"^__version__ = '(.+)'$", (HERE / 'areal_jax' / '__init__.py').read_text(), re.MULTILINE)
 
 setup(
     name='areal_jax',
-    version='0.1.0',
+    version=VERSION,
     description='Asynchronous reinforcement learning for language models in JAX',
-    long_description=(pathlib.Path(__file__).parent / 'README.md').read_text(),
+    long_description=(HERE / 'README.md').read_text(),
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     python_requires='>=3.11',

@@ -1,0 +1,43 @@
+"""Asynchronous reinforcement learning for language models in JAX, after AReaL (arXiv 2505.24298).
+
+The loop, and where each step lives:
+
+  1 prompt        tasks/        a resumable, seeded stream of prompts; each draw has a number, unique for ever
+  2 admission     control/      may this group start now? Eq. 3: floor((N - 1) / B) <= version + eta
+  3 generation    rollout/      pool -> engine: segments of tokens with their log-probs and policy version
+  4 reward        tasks/        answers are scored in worker processes, with a deadline
+  5 buffer        control/      whole groups, lowest draw first, each used once; a dropped group carries a reason
+  6 packing       learning/     groups -> rows of one fixed length with segment ids, no padding to the longest
+  7 update        learning/     proximal log-probs, advantages, decoupled PPO (Eq. 5), optimizer: version v + 1
+  8 publication   publication/  version v + 1 -> every engine: interrupt, swap, rebuild the KV cache, go on; back to 2
+
+`control/controller.py` joins the steps and imports no jax. `app/` builds a run from a config; `main_train.py` runs it.
+
+Shapes. The letters are the same everywhere:
+
+  B  groups of an update              M  micro-batches of a minibatch     d  width of the model
+  G  answers of a group               R  rows of a micro-batch            H  query heads, K key-value heads
+  P  tokens of a prompt               T  tokens of a row or trajectory    D  width of a head
+  A  tokens of an answer              N  loss tokens of a row             V  vocabulary
+                                      S  segments of a row                L  layers
+
+Glossary:
+
+  answer         what the policy generated for one prompt; a group has G answers to the same prompt
+  draw           the number of a prompt in the stream; names its group for the whole run
+  segment        consecutive tokens of an answer that one policy version generated; in packing, the tokens of a row that
+                 belong to one prompt or one answer (`segment_ids`)
+  trajectory     a prompt, the segments of its answer, and the reward
+  version        number of updates published; `policy_version` of a token: the version that generated it
+  age            version when a batch is formed, minus the policy version of a token; `eta` bounds counts, not ages
+  interruption   new weights replace the old ones between two dispatches, in the middle of answers
+  dispatch       one call of a compiled program: prefill of some prompts, or `decode_steps` tokens for every slot
+  slot           a place in an engine's KV cache: one answer is decoded in it at a time
+  lane           a resource that serves in order of request: an engine, the learner, the disk
+  behavior_logprobs    recorded while sampling; `sampling_logprobs` where top-k or top-p cut the distribution
+  proximal_logprobs    under the weights before the update: the centre of the trust region
+  policy_logprobs      under the weights that are being trained: differentiated
+  reference_logprobs   under the weights at the start: for the KL penalty
+"""
+
+__version__ = '0.1.0'
