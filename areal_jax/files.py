@@ -1,4 +1,7 @@
-"""Files that are whole or absent, and JSON from files that may be damaged: whoever uses a disk uses these."""
+"""Files that are complete or absent, JSON from files that may be damaged, and the lock of a workdir.
+
+Used by every module that reads or writes a file of a run.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import IO, Any
 from areal_jax.errors import UserError
 
 LOCK = '.lock'
+JsonObject = dict[str, Any]  # a JSON object, as json.loads gives it
 _NEWLINE = b'\n'
 
 
@@ -20,7 +24,7 @@ class FileError(UserError, ValueError):
     """A file that is missing, cut short, edited or of another program; the message names file, line and fix."""
 
 
-def read_json(path: pathlib.Path, fix: str = 'restore it or remove it') -> dict[str, Any]:
+def read_json(path: pathlib.Path, fix: str = 'restore it or remove it') -> JsonObject:
     """The JSON object in a file; raises FileError, which ends with `fix`, for anything else."""
     try:
         content = path.read_bytes()
@@ -29,7 +33,7 @@ def read_json(path: pathlib.Path, fix: str = 'restore it or remove it') -> dict[
     return parse_object(content, str(path), fix)
 
 
-def parse_object(content: bytes, where: str, fix: str) -> dict[str, Any]:
+def parse_object(content: bytes, where: str, fix: str) -> JsonObject:
     """The JSON object in some bytes; raises FileError, which begins with `where` and ends with `fix`."""
     try:
         value = json.loads(content.decode())
@@ -71,7 +75,7 @@ def write_bytes(path: pathlib.Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def write_json(path: pathlib.Path, value: Any, *, indent: int | None = 1, allow_nan: bool = False) -> None:
+def write_json(path: pathlib.Path, value: object, *, indent: int | None = 1, allow_nan: bool = False) -> None:
     """The same for a JSON value; raises ValueError for NaN and infinity unless `allow_nan` (Python's spelling)."""
     write_text(path, json.dumps(value, indent=indent, allow_nan=allow_nan) + '\n')
 

@@ -1,4 +1,7 @@
-"""Under the whole loop: arrays of a step on the disk, each process's own parts, and any region of them back."""
+"""Arrays of a step on the disk: each process writes the parts that it holds, and any process reads any region.
+
+Used by checkpoint/store.py and by the other processes of a run; uses checkpoint/trees.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _TREE_BYTES = 1 << 28  # of arrays in one orbax tree
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that can not be written or read; the message names the directory, the step and the fix."""
+    """A checkpoint that cannot be written or read; the message names the directory, the step and the fix."""
 
 
 class Piece(NamedTuple):
@@ -38,7 +41,7 @@ Index = Mapping[str, Sequence[Piece]]  # by the leaf's name
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """A leaf of a checkpoint, read when it is asked for a region; small, and can be sent to another process.
+    """A leaf of a checkpoint. A region is read when it is asked for; the object is small and can be pickled.
 
     Raises CheckpointError where a piece is missing or not what was written.
     """
@@ -52,7 +55,7 @@ class StoredArray:
     reader: TreeReader = dataclasses.field(default_factory=TreeReader, repr=False, compare=False)
 
     def __getitem__(self, region: Region) -> np.ndarray:
-        """The region, of which every piece that has a part of it is read whole and compared with its checksum."""
+        """The region. Every piece that overlaps it is read as a whole and compared with its checksum."""
         values = np.empty([s.stop - s.start for s in region], self.dtype)
         for piece in self.pieces:
             common = [
@@ -65,7 +68,7 @@ class StoredArray:
                 values[tuple(to)] = self._read(piece)[tuple(of)]
         return values
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[tuple(slice(0, size) for size in self.shape)], dtype)
 
     def _read(self, piece: Piece) -> np.ndarray:
@@ -94,11 +97,14 @@ def verify_arrays(leaves: Iterable[StoredArray]) -> None:
 
 
 def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards]:
-    """Leaves of nested dicts by 'params/layers/0/query'; raises ValueError for another tree, or two of one name."""
+    """Leaves of nested dicts by name, 'params/layers/0/query'.
+
+    Raises ValueError for a tree that is not made of dicts with text keys, or for two leaves of one name.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for path, _ in leaves:
         if not all(isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str) for key in path):
-            raise ValueError(f'{jax.tree_util.keystr(path)} does not lie in dicts with text keys, which JSON can carry')
+            raise ValueError(f'{jax.tree_util.keystr(path)} does not lie in dicts with text keys, as JSON needs')
     named = {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
     if len(named) < len(leaves):
         raise ValueError('two leaves of the tree have the same path: no key may look like two joined by "/"')
@@ -106,9 +112,10 @@ def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards]:
 
 
 def write_shards(directory: pathlib.Path, leaves: Mapping[str, np.ndarray | HostShards]) -> dict[str, list[Piece]]:
-    """Writes what this process holds, fsynced, as orbax trees in a directory of its own; returns what lies where.
+    """Writes the parts that this process holds as orbax trees in a directory of its own, and syncs them to the disk.
 
-    Needs nothing of other processes. Raises FileNotFoundError where the parent directory is not there.
+    Returns the pieces of each leaf. Waits for no other process. Raises FileNotFoundError if the parent directory is
+    missing.
     """
     if not directory.parent.is_dir():
         raise FileNotFoundError(
@@ -141,7 +148,7 @@ def require_whole(shapes: Mapping[str, Sequence[int]], index: Index) -> None:
 
 
 def _require_bytes(directory: pathlib.Path, size: int) -> None:
-    """Raises OSError for less than `size` on the disk: a writer that leaves arrays out says nothing (handler.py)."""
+    """Raises OSError if less than `size` bytes are on the disk: orbax reports nothing when arrays are left out."""
     found = sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())
     if found < size:
         raise OSError(f'orbax wrote {found} of {size} bytes to {directory}')

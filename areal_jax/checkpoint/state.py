@@ -1,7 +1,7 @@
-"""Under the whole loop: the host side as one JSON value, exact to the bit, and back.
+"""The state of the host side as one JSON value, exact to the bit, and back.
 
-Every `encode_*` has a `decode_*` that gives an equal value. float32 travels as the shortest decimal of its float64,
-which is exact; NaN and the infinities are spelled as Python's json does.
+Used by app/ when a run saves and resumes. Every `encode_*` has a `decode_*` that gives an equal value. A float32 is
+written as the shortest decimal of its float64, which is exact; NaN and infinity are spelled as Python's json does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from areal_jax.control.episode import Episode, RunningGroup
 from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 FORMAT = 2
@@ -36,13 +37,13 @@ SCHEMA: Mapping[str, type | tuple[type, ...]] = {
 
 
 class RunStateError(UserError, ValueError):
-    """A run state that can not be written or read; the message names the key and the fix."""
+    """A run state that cannot be written or read; the message names the key and the fix."""
 
 
-def encode_run_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def encode_run_state(state: Mapping[str, object]) -> JsonObject:
     """`Controller.snapshot()` and any further JSON-able keys as a JSON-able dict.
 
-    Raises RunStateError that names a missing key or a value that JSON can not carry unchanged.
+    Raises RunStateError that names a missing key or a value that JSON cannot carry unchanged.
     """
     record = {
         **state,
@@ -57,7 +58,7 @@ def encode_run_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
-def decode_run_state(record: Mapping[str, Any]) -> dict[str, Any]:
+def decode_run_state(record: Mapping[str, object]) -> JsonObject:
     """What `encode_run_state` was given; raises RunStateError that names a missing or malformed key."""
     validate_run_state(record)
     state = {key: value for key, value in record.items() if key != 'format'}
@@ -67,7 +68,7 @@ def decode_run_state(record: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def validate_run_state(record: Mapping[str, Any]) -> None:
+def validate_run_state(record: Mapping[str, object]) -> None:
     """Raises RunStateError that names a key which is missing, of the wrong type, or of another format."""
     found = _take(record, 'format', int, 'run state')
     if found != FORMAT:
@@ -78,16 +79,16 @@ def validate_run_state(record: Mapping[str, Any]) -> None:
         _take(record, key, kind, 'run state')
 
 
-def encode_group(group: TrajectoryGroup) -> dict[str, Any]:
+def encode_group(group: TrajectoryGroup) -> JsonObject:
     return {'draw': int(group.draw), 'trajectories': [encode_trajectory(t) for t in group.trajectories]}
 
 
-def decode_group(record: Mapping[str, Any]) -> TrajectoryGroup:
+def decode_group(record: Mapping[str, object]) -> TrajectoryGroup:
     trajectories = _take(record, 'trajectories', list, 'group')
     return TrajectoryGroup(_take(record, 'draw', int, 'group'), tuple(decode_trajectory(t) for t in trajectories))
 
 
-def encode_running(group: RunningGroup) -> dict[str, Any]:
+def encode_running(group: RunningGroup) -> JsonObject:
     return {
         'prompt': encode_prompt(group.prompt),
         'admitted_s': float(group.admitted_s),
@@ -97,7 +98,7 @@ def encode_running(group: RunningGroup) -> dict[str, Any]:
     }
 
 
-def decode_running(record: Mapping[str, Any]) -> RunningGroup:
+def decode_running(record: Mapping[str, object]) -> RunningGroup:
     trajectories = [decode_trajectory(t) for t in _take(record, 'trajectories', list, 'running group')]
     return RunningGroup(
         prompt=decode_prompt(_take(record, 'prompt', dict, 'running group')),
@@ -108,7 +109,7 @@ def decode_running(record: Mapping[str, Any]) -> RunningGroup:
     )
 
 
-def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+def encode_trajectory(trajectory: Trajectory) -> JsonObject:
     return {
         'prompt': encode_prompt(trajectory.prompt),
         'sample': int(trajectory.sample),
@@ -122,7 +123,7 @@ def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def decode_trajectory(record: Mapping[str, Any]) -> Trajectory:
+def decode_trajectory(record: Mapping[str, object]) -> Trajectory:
     times = {
         key: float(_take(record, key, _NUMBER, 'trajectory')) for key in ('admitted_s', 'finished_s', 'consumed_s')
     }
@@ -137,7 +138,7 @@ def decode_trajectory(record: Mapping[str, Any]) -> Trajectory:
     )
 
 
-def encode_segment(segment: Segment) -> dict[str, Any]:
+def encode_segment(segment: Segment) -> JsonObject:
     return {
         'tokens': np.asarray(segment.tokens, np.int32).tolist(),
         'behavior_logprobs': np.asarray(segment.behavior_logprobs, np.float32).tolist(),
@@ -148,7 +149,7 @@ def encode_segment(segment: Segment) -> dict[str, Any]:
     }
 
 
-def decode_segment(record: Mapping[str, Any]) -> Segment:
+def decode_segment(record: Mapping[str, object]) -> Segment:
     cut = _take(record, 'sampling_logprobs', (list, type(None)), 'segment')
     return Segment(
         tokens=np.array(_take(record, 'tokens', list, 'segment'), np.int32),
@@ -158,7 +159,7 @@ def decode_segment(record: Mapping[str, Any]) -> Segment:
     )
 
 
-def encode_prompt(prompt: Prompt) -> dict[str, Any]:
+def encode_prompt(prompt: Prompt) -> JsonObject:
     """Raises RunStateError when `problem` holds what JSON can not carry unchanged."""
     problem = dict(prompt.problem)
     _require_json(problem, f'problem of draw {prompt.draw} (task {prompt.task!r})')
@@ -166,7 +167,7 @@ def encode_prompt(prompt: Prompt) -> dict[str, Any]:
     return {'draw': int(prompt.draw), 'tokens': tokens, 'task': prompt.task, 'problem': problem}
 
 
-def decode_prompt(record: Mapping[str, Any]) -> Prompt:
+def decode_prompt(record: Mapping[str, object]) -> Prompt:
     return Prompt(
         draw=_take(record, 'draw', int, 'prompt'),
         tokens=np.array(_take(record, 'tokens', list, 'prompt'), np.int32),
@@ -175,7 +176,7 @@ def decode_prompt(record: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _encode_episode(episode: Episode) -> dict[str, Any]:
+def _encode_episode(episode: Episode) -> JsonObject:
     return {
         'sample': int(episode.sample),
         'segments': [encode_segment(segment) for segment in episode.segments],
@@ -184,7 +185,7 @@ def _encode_episode(episode: Episode) -> dict[str, Any]:
     }
 
 
-def _decode_episode(record: Mapping[str, Any]) -> Episode:
+def _decode_episode(record: Mapping[str, object]) -> Episode:
     return Episode(
         sample=_take(record, 'sample', int, 'episode'),
         segments=[decode_segment(segment) for segment in _take(record, 'segments', list, 'episode')],
@@ -193,7 +194,7 @@ def _decode_episode(record: Mapping[str, Any]) -> Episode:
     )
 
 
-def _take(record: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
+def _take(record: Mapping[str, object], key: str, kind: type | tuple[type, ...], where: str) -> Any:
     """The value of a required key."""
     if key not in record:
         raise RunStateError(
@@ -205,7 +206,7 @@ def _take(record: Mapping[str, Any], key: str, kind: type | tuple[type, ...], wh
     return record[key]
 
 
-def _require_json(value: Any, where: str) -> None:
+def _require_json(value: object, where: str) -> None:
     """Refuses what `json` would refuse or silently change: tuples, keys that are not text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return
@@ -219,6 +220,6 @@ def _require_json(value: Any, where: str) -> None:
             _require_json(item, where)
     else:
         raise RunStateError(
-            f'{where} holds {value!r} of type {type(value).__name__}, which JSON can not carry unchanged: '
+            f'{where} holds {value!r} of type {type(value).__name__}, which JSON cannot carry unchanged: '
             'use dict, list, str, int, float, bool or None'
         )

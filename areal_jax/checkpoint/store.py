@@ -1,4 +1,7 @@
-"""Under the whole loop: arrays and run state of a step on the disk, both or neither, newest kept."""
+"""Checkpoints on the disk: a step has its arrays and its run state, or does not exist; the newest ones are kept.
+
+Used by app/; uses checkpoint/shards.py for the arrays.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _ROOM = 1.2  # checkpoints that must fit on the disk beside those that are kept;
 
 
 class Follower(Protocol):
-    """Another process that holds its own shards of the step that is being saved (learning/commands.py)."""
+    """Another process, which holds its own shards of the step that is being saved (distributed/)."""
 
     name: str
 
@@ -72,7 +75,7 @@ class CheckpointStore:
         self._warned = False  # that fewer than `keep` stay
 
     def save(
-        self, step: int, arrays: Mapping[str, Any], run_state: Mapping[str, Any], followers: Sequence[Follower] = ()
+        self, step: int, arrays: Mapping[str, Any], run_state: Mapping[str, object], followers: Sequence[Follower] = ()
     ) -> None:
         """Writes nested dicts of arrays and a JSON-able dict; removes old steps when the new one is complete.
 
@@ -127,11 +130,11 @@ class CheckpointStore:
         saves = self._saves()
         return saves[-1][0] if saves else None
 
-    def restore_latest(self) -> tuple[int, Any, dict[str, Any]]:
+    def restore_latest(self) -> tuple[int, Any, JsonObject]:
         """(step, arrays, run state) of the newest step that is intact; see `restore`.
 
-        Reads all arrays once, to compare their checksums before anything depends on them. A damaged step that is newer
-        is named on stderr and renamed to `damaged_step_00000012`.
+        All arrays are read once to compare their checksums before anything depends on them. A newer step that is
+        damaged is named on stderr and renamed to `damaged_step_00000012`.
 
         Raises CheckpointError where there is no step, or none that is intact.
         """
@@ -178,7 +181,7 @@ class CheckpointStore:
             raise CheckpointError(f'{self._directory} has no checkpoint of step {step}; it has: {known}')
         return paths[-1]
 
-    def restore(self, step: int) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int) -> tuple[Any, JsonObject]:
         """(arrays, run state) of a step: nested dicts of StoredArray, which are read when they are asked for.
 
         Raises CheckpointError for a step that is missing or damaged, as far as can be seen without the arrays.
@@ -223,7 +226,7 @@ class CheckpointStore:
                 self._remove(path)
 
     def _remove(self, path: pathlib.Path) -> None:
-        hidden = _hidden(path)  # out of sight first: a removal that is cut short leaves no damaged step
+        hidden = _hidden(path)  # renamed first: an interrupted removal leaves no step with missing files
         path.rename(hidden)
         shutil.rmtree(hidden)
 
@@ -282,7 +285,7 @@ def read_named(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def _write_everywhere(
     directory: pathlib.Path, leaves: Mapping[str, np.ndarray | HostShards], followers: Sequence[Follower]
 ) -> dict[str, list[Piece]]:
-    """Returns when nobody writes any more; raises what went wrong here, or the first failure of a follower."""
+    """Returns when every process has stopped writing; raises the error of this process, or the first follower's."""
     for number, follower in enumerate(followers, start=1):
         follower.write(str(directory / f'writer_{number:04d}'))
     try:
@@ -297,7 +300,7 @@ def _write_everywhere(
     return index
 
 
-def _read_step(path: pathlib.Path, if_damaged: str) -> tuple[Any, dict[str, Any]]:
+def _read_step(path: pathlib.Path, if_damaged: str) -> tuple[Any, JsonObject]:
     contents, state = json.loads((path / CONTENTS).read_text()), (path / _RUN_STATE).read_bytes()
     if zlib.crc32(state) != contents['run_state_crc32']:
         raise ValueError(f'{_RUN_STATE} is not what was saved')

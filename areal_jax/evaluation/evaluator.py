@@ -1,4 +1,7 @@
-"""Accuracy on held-out problems, sampled and greedy, under the weights that the engines hold."""
+"""Accuracy on held-out problems, sampled and greedy, under the weights that the engines hold.
+
+Used by app/session.py before the first and after the last update; uses the run's pool and verifier.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training d
 
 
 class Evaluator:
-    """One greedy and `samples` sampled answers per problem; the same noise every time, so two evaluations pair up.
+    """Generates one greedy and `samples` sampled answers per problem.
 
-    `announce` is called after each answer, with how many there are and how many there will be.
-
-    Nothing may publish weights meanwhile: the evaluation is pinned to the version that the engines hold. An answer that
-    cannot be verified scores 0; `max_failed` of them in a row raise UnverifiedError.
+    The sampling noise is the same in every evaluation, so the scores of two evaluations are paired. No weights may be
+    published while it runs: all answers are of the version that the engines hold. An answer that cannot be verified
+    scores 0; `max_failed` of them in a row raise UnverifiedError. `announce` is called after each answer with the
+    number of answers so far and in all.
     """
 
     def __init__(
