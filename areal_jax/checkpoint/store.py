@@ -31,7 +31,7 @@ from areal_jax.checkpoint.shards import (
     write_shards,
 )
 from areal_jax.checkpoint.trees import TreeReader
-from areal_jax.files import sync
+from areal_jax.files import JsonObject, sync
 from areal_jax.sharding.placement import HostShards
 
 CONTENTS = 'contents.json'
