@@ -37,26 +37,25 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         print('starting', flush=True)  # importing jax takes seconds
 
     from areal_jax.app.processes import follow_run, join_processes
-    from areal_jax.app.session import Session
-    from areal_jax.app.sft import SftSession
+    from areal_jax.app.training import build_run
 
     if join_processes(command.config, values.process_id):
         follow_run(command.config)
         return ExitCode.FINISHED
-    kind = SftSession if command.config.loss.objective == 'sft' else Session
-    session = kind(
+    workdir = pathlib.Path(values.workdir)
+    run = build_run(
         command.config,
-        pathlib.Path(values.workdir),
+        workdir,
         resume=values.resume,
         source=command.source,
         overrides=command.overrides,
         interrupts=interrupts,
     )
-    report = session.train()
+    report = run.train()
     if report is None:
-        print(f'stopped; the same command with --resume goes on from {values.workdir}/checkpoints')
+        print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
         return ExitCode.STOPPED
-    print((session.workdir / 'report.md').read_text())
+    print((workdir / 'report.md').read_text())
     if not report['optimizer_steps']['applied']:
         print(f'error: {describe_untrained(report)}', file=sys.stderr)
         return ExitCode.NOTHING_TRAINED

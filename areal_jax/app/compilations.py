@@ -1,8 +1,14 @@
-"""Counts what XLA compiles, so that a compilation inside the loop is seen."""
+"""Compiled programs: where they are kept between runs, and how many XLA compiles during this one."""
 
 from __future__ import annotations
 
+import pathlib
+
+import jax
 import jax.monitoring
+
+from areal_jax.config import TrackedConfig
+from areal_jax.ranges import ConfigError
 
 EVENT = '/jax/core/compile/backend_compile_duration'
 
@@ -28,3 +34,15 @@ class CompilationCounter:
         if event == EVENT:
             self.count += 1
             self.seconds += duration_secs
+
+
+def use_compilation_cache(config: TrackedConfig) -> None:
+    """Tells jax where compiled programs are kept; raises ConfigError for a directory that cannot be written."""
+    if not (cache := config.run.compilation_cache):
+        return
+    directory = pathlib.Path(cache).absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f'run.compilation_cache={cache!r} is no directory ({error.strerror}); use another') from error
+    jax.config.update('jax_compilation_cache_dir', str(directory))

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from ml_collections import config_dict
 
-from areal_jax.app import build
 from areal_jax.app.interrupt import ignore_signals
+from areal_jax.app.learner import build_learner
+from areal_jax.app.model import build_model
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.errors import LostPeerError
 from areal_jax.learning.commands import CommandError, CommandLeader, accept_invitation, follow, invite
@@ -90,7 +91,7 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     Raises CommandError where the others never come, ConfigError where it cannot see process 0's workdir.
     """
     tracked = TrackedConfig(config)
-    learner = build.build_learner(tracked, build.build_model(tracked))
+    learner = build_learner(tracked, build_model(tracked))
     deadline_s = config.distributed.command_deadline_s
     _await_built(0, time.monotonic() + deadline_s, deadline_s)
     _require_shared(pathlib.Path(_coordination().blocking_key_value_get(_WITNESS, 1000)))

@@ -14,6 +14,7 @@ from ml_collections import config_dict
 
 from areal_jax.app import build
 from areal_jax.app.memory import memory_limit_bytes
+from areal_jax.app.model import read_shape
 from areal_jax.config import TrackedConfig
 from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
@@ -47,7 +48,7 @@ def require_room(config: config_dict.ConfigDict) -> None:
     """
     tracked = TrackedConfig(config)  # of its own: what is read here is not used by the run
     mesh = build.build_mesh(tracked)
-    sizes = measure(tracked, build.read_shape(tracked), mesh)
+    sizes = measure(tracked, read_shape(tracked), mesh)
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     limits = [_device_memory(device) for device in local]
     decodes = jax.process_index() == 0

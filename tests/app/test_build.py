@@ -6,8 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.build import build_learner, build_model, build_ring, build_task
+from areal_jax.app.build import build_ring
+from areal_jax.app.learner import build_learner
+from areal_jax.app.model import build_model
 from areal_jax.app.session import Session
+from areal_jax.app.task import build_task
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.formats.hf_config import HfError
 from areal_jax.learning.rows import BatchError

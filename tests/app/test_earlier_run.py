@@ -5,7 +5,7 @@ import shutil
 import jax
 import pytest
 
-from areal_jax.app.build import build_model
+from areal_jax.app.model import build_model
 from areal_jax.app.sft import SftSession
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig, validate
@@ -79,7 +79,6 @@ def test_a_checkpoint_that_was_replaced_is_noticed_at_the_resume(origin, tmp_pat
     fields = {'model__source': 'run', 'model__path': str(tmp_path / 'origin'), 'run__steps': 1, **SHAPE}
     first = SmallRun(tmp_path / 'run', **fields).session
     first.close()
-    first._lock.release()
     supervised(tmp_path / 'other', run__seed=1)
     shutil.rmtree(tmp_path / 'origin')
     shutil.copytree(tmp_path / 'other', tmp_path / 'origin')

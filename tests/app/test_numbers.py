@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from areal_jax.app import build
+from areal_jax.app.learner import build_learner, require_finite_weights
+from areal_jax.app.model import build_model
 from areal_jax.app.session import Session
 from areal_jax.app.sft import SftSession
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -63,23 +65,21 @@ def test_a_directory_with_broken_weights_is_named(tmp_path):
     config = default_config()
     config.model.source, config.model.path = 'hf', str(path)
     tracked = TrackedConfig(config)
-    model = build.build_model(tracked)
-    learner = build.build_learner(tracked, model)
+    model = build_model(tracked)
+    learner = build_learner(tracked, model)
     expected = rf"^model\.path='{path}': 3 of the 384 values of 'layers/0/mlp/up/weight' are NaN or infinite; get the"
     with pytest.raises(NonFiniteError, match=expected):
-        build.require_finite_weights(tracked, learner, model)
+        require_finite_weights(tracked, learner, model)
 
 
 @pytest.mark.parametrize(('session', 'config'), [(Session, small_config), (SftSession, sft_config)])
 def test_a_run_from_broken_weights_does_not_begin(tmp_path, monkeypatch, session, config):
-    build_model = build.build_model
-
     def broken_model(tracked):
         model = build_model(tracked)
         model.params['final_norm'] = model.params['final_norm'].at[1].set(np.nan)
         return model
 
-    monkeypatch.setattr(build, 'build_model', broken_model)
+    monkeypatch.setattr('areal_jax.app.run.build_model', broken_model)
     expected = r"weights drawn with model\.init_scale=1: 1 of the \d+ values of 'final_norm' are NaN or infinite; lower"
     with pytest.raises(UserError, match=expected):
         session(config(), tmp_path)

@@ -6,7 +6,11 @@ import jax
 import pytest
 
 from areal_jax.app import build, memory, sizes
+from areal_jax.app.engines import build_backend
+from areal_jax.app.learner import build_learner
+from areal_jax.app.model import build_model, read_shape
 from areal_jax.config import TrackedConfig
+from areal_jax.models.decoder import Decoder
 from areal_jax.ranges import ConfigError
 from tests.app.small import small_config
 
@@ -18,7 +22,7 @@ def nbytes(tree):
 
 def measured(**fields):
     config = TrackedConfig(small_config(**fields))
-    return config, sizes.measure(config, build.read_shape(config), build.build_mesh(config))
+    return config, sizes.measure(config, read_shape(config), build.build_mesh(config))
 
 
 FORMS = [
@@ -37,8 +41,8 @@ def test_sizes_are_those_of_the_arrays(fields):
     if len(jax.devices()) < 4 and 'mesh__fsdp' in fields:
         pytest.skip('needs four devices')
     config, found = measured(model__n_layers=3, **fields)
-    model = build.build_model(config)
-    learner = build.build_learner(config, model)
+    model = build_model(config)
+    learner = build_learner(config, model)
     assert found.learner['weights'] == nbytes(learner._params) + nbytes(learner._frozen)
     assert found.learner['gradients'] == nbytes(learner._gradients)
     assert found.learner['publication'] == nbytes(learner.publish(0))
@@ -47,7 +51,7 @@ def test_sizes_are_those_of_the_arrays(fields):
         assert found.learner['reference model'] == nbytes(learner._reference)
     if learner._working() is not learner._params:
         assert found.learner['working copy'] == nbytes(learner._working())
-    state = build.build_backend(config, model.decoder).initial_state()
+    state = build_backend(config, model.decoder).initial_state()
     assert found.engines['KV cache'] == nbytes(state.cache) * config.rollout.engines
 
 
@@ -69,7 +73,7 @@ HUGE = {
 @pytest.mark.parametrize('case', HUGE)
 def test_what_cannot_fit_is_refused_from_its_shapes(case, monkeypatch):
     fields, message = HUGE[case]
-    monkeypatch.setattr(build, 'build_model', lambda *_: pytest.fail('weights were drawn'))
+    monkeypatch.setattr(Decoder, 'init', lambda *_: pytest.fail('weights were drawn'))
     with pytest.raises(
         ConfigError, match=rf'^this run needs at least [\d.e+]+ GB, activations not.*{message}'
     ) as refused:

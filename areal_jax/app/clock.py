@@ -1,0 +1,27 @@
+"""The clock of a run and its lanes."""
+
+from __future__ import annotations
+
+from areal_jax.app.engines import engine_name
+from areal_jax.config import TrackedConfig
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog
+
+
+def build_clock(config: TrackedConfig, log: EventLog, start_s: float) -> LoopClock:
+    engines = {engine_name(index): 1 for index in range(config.rollout.engines)}
+    lanes = engines | {'learner': 1, 'reward': config.task.verifier_workers, 'publish': 1, 'disk': 1}
+    if config.run.clock == 'real':
+        return RealClock(lanes, log, config.run.stall_timeout_s, start_s)
+    prices = config.virtual
+    per_unit = {
+        'decode': prices.decode_step_s,
+        'prefill': prices.prefill_token_s,
+        'train': prices.train_token_s,
+        **dict.fromkeys(('publish', 'load', 'snapshot'), prices.publish_s),
+        'reward': prices.reward_s,
+        'save': prices.save_s,
+    }
+    return VirtualClock(lanes, log, per_unit, start_s)

@@ -1,0 +1,83 @@
+"""The engines of a run, their backend, and the channel that brings them weights."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax.app.build import cuts_softmax
+from areal_jax.config import TrackedConfig
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.events import EventLog
+from areal_jax.control.schedule import VersionRing
+from areal_jax.models.decoder import Decoder
+from areal_jax.publication.device import DeviceChannel
+from areal_jax.publication.files import FilesChannel
+from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.engine import Engine
+from areal_jax.types import PublishedWeights
+
+
+def engine_name(index: int) -> str:
+    return f'engine/{index}'
+
+
+def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
+    verify = config.publication.verify
+    if config.publication.channel == 'device':
+        # a learner on one device makes its copy where the engines decode
+        mesh = config.mesh
+        spread = mesh.data * mesh.fsdp * mesh.context * mesh.tensor > 1
+        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if spread else None
+        return DeviceChannel(place, verify=verify)
+    directory = pathlib.Path(config.publication.directory or workdir / 'publication')
+    return FilesChannel(directory, decoder.config, verify=verify)
+
+
+def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
+    rollout = config.rollout
+    return JaxDecodeBackend(
+        decoder,
+        slots=rollout.slots,
+        context_tokens=rollout.context_tokens,
+        prefill_buckets=tuple(rollout.prefill_buckets),
+        decode_steps=rollout.decode_steps,
+        filtered=cuts_softmax(config),
+        dtype=config.publication.dtype,
+    )
+
+
+def build_engines(
+    config: TrackedConfig,
+    backend: JaxDecodeBackend,
+    channel: DeviceChannel | FilesChannel,
+    published: PublishedWeights,
+    clock: LoopClock,
+    log: EventLog,
+) -> list[Engine]:
+    """rollout.engines engines with the weights `published`."""
+    return [
+        Engine(
+            engine_name(index),
+            backend,
+            clock,
+            log,
+            receive=channel.receive,
+            version=published.version,
+            params=channel.receive(published),
+            kv_policy=config.rollout.kv_policy,
+            decode_steps=config.rollout.decode_steps,
+        )
+        for index in range(config.rollout.engines)
+    ]
+
+
+def restore_ring(ring: VersionRing, channel: DeviceChannel | FilesChannel, saved: Mapping[str, Any]) -> None:
+    """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
+    for version, weights in sorted(saved.items(), key=lambda item: int(item[0])):
+        copy = jax.device_put(jax.tree.map(np.asarray, weights), jax.local_devices()[0])
+        ring.add(channel.transfer(int(version), copy))

@@ -1,0 +1,53 @@
+"""The learner of one process, made from a config and a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_jax.app.build import build_learner_settings, build_lora, build_mesh, build_optimizer
+from areal_jax.app.model import Model
+from areal_jax.config import TrackedConfig
+from areal_jax.learning.commands import CommandLeader
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.models.decoder import Decoder
+from areal_jax.ranges import ConfigError
+
+
+def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
+    """The learner; `model.params` is copied and may be dropped."""
+    mesh = build_mesh(config)
+    decoder, params = build_training_decoder(config, model)
+    optimizer = build_optimizer(config)
+    settings = build_learner_settings(config)
+    return SpmdLearner(
+        decoder,
+        params,
+        mesh,
+        optimizer=optimizer,
+        learning_rate=config.optimizer.learning_rate,
+        settings=settings,
+    )
+
+
+def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | CommandLeader, model: Model) -> None:
+    """Raises NonFiniteError, naming where the weights come from, where some are NaN or infinite.
+
+    A command of the learner: call it when the learner of the whole run is there (processes.lead).
+    """
+    if model.source is None:
+        what, fix = f'weights drawn with model.init_scale={config.model.init_scale:g}', 'lower it'
+    else:
+        what, fix = f'model.path={str(model.source)!r}', 'get the files again or name another model'
+    learner.require_finite(what, fix)
+
+
+def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
+    """The decoder in the form in which it is trained, and its weights: those of the model and, with lora, adapters."""
+    if config.lora.rank > model.decoder.config.d_model:
+        raise ConfigError(
+            f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
+            'would be larger than what they adapt; lower it, or set lora.rank=0 to train all weights'
+        )
+    form = {'layers': config.learner.layers, 'remat': config.learner.remat}
+    decoder = Decoder(model.decoder.config, **form, lora=build_lora(config))
+    return decoder, decoder.complete(model.params, config.run.seed)

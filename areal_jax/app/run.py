@@ -1,0 +1,301 @@
+"""What every run has, whatever it trains: a locked workdir, counters, checkpoints, signals, and an end that frees all.
+
+The runs of `session.py` (by rewards) and `sft.py` (supervised) fill in the parts between.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import pathlib
+import platform
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self, TypedDict, TypeVar
+
+from ml_collections import config_dict
+
+from areal_jax.app.compilations import CompilationCounter, use_compilation_cache
+from areal_jax.app.extras import require_extras
+from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.learner import build_learner, require_finite_weights
+from areal_jax.app.model import Model, build_model, describe_loading
+from areal_jax.app.processes import lead
+from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.app.sizes import require_room
+from areal_jax.app.start_warnings import print_warnings
+from areal_jax.app.workdir import (
+    CHECKPOINTS,
+    continue_run,
+    describe_unsaved,
+    note_weights,
+    prepare_workdir,
+    read_prolongations,
+    read_report,
+    start_again,
+)
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.config import TrackedConfig, validate
+from areal_jax.files import DirectoryLock
+from areal_jax.learning.commands import CommandLeader
+from areal_jax.learning.finiteness import NonFiniteError
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.telemetry.facts import discard_facts
+from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.progress import StartProgress
+from areal_jax.telemetry.resources import ResourceSampler
+
+_OF_LEARNER = ('params', 'optimizer')  # names in the arrays of a checkpoint
+
+
+class Closable(Protocol):
+    """A part of a run that holds a file, a thread, a process or a connection."""
+
+    def close(self) -> None: ...
+
+
+Part = TypeVar('Part', bound=Closable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What a resumed run goes on from."""
+
+    step: int
+    arrays: Any
+    state: Mapping[str, Any]
+
+
+class CommonFacts(TypedDict):
+    """The fields that RunFacts and SftFacts share; see there."""
+
+    config: str
+    seed: int
+    planned_steps: int
+    wall_seconds: float
+    compilations: int
+    peak_memory_bytes: int
+    git_commit: str | None
+    versions: Mapping[str, str]
+    hardware: Mapping[str, Any]
+    prolonged: list[dict[str, int]]
+    idle_fields: list[str]
+
+
+class Run(abc.ABC):
+    """One run from a config to its report: made by building all its parts; `train` runs it and frees them.
+
+    Each part that holds a file, a thread, a process or a connection goes onto one stack when it is acquired. The stack
+    is left when building fails, when `train` ends and by `close`: parts are freed in reverse order, all of them even if
+    one fails. A run that is not trained must be closed; it is a context manager.
+
+    Args:
+      config: as an experiment file gives it, overrides applied.
+      workdir: the directory for everything that the run writes.
+      resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
+      source: where the config came from, for the report.
+      overrides: the fields that the command line sets; one that the run does not use is refused.
+      interrupts: signals; None = they do what they do without a run.
+
+    Raises UserError for what the user can mend.
+    """
+
+    learner: SpmdLearner | CommandLeader
+
+    def __init__(
+        self,
+        config: config_dict.ConfigDict,
+        workdir: pathlib.Path,
+        *,
+        resume: bool = False,
+        source: str = '',
+        overrides: Collection[str] = (),
+        interrupts: Interrupts | None = None,
+    ):
+        validate(config)
+        require_extras(config)
+        require_room(config)
+        print_warnings(config)
+        self.workdir, self.config = workdir, TrackedConfig(config, overrides)
+        self._source, self._resume, self._interrupts = source, resume, interrupts
+        self._started = time.monotonic()
+        self._unsaved: CheckpointError | None = None  # why the checkpoint after the last update is missing
+        self._finished: dict[str, Any] | None = None  # the report, where nothing is left to do
+        self._idle_fields: list[str] = []
+        self._parts = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.push(self)
+            self._open_workdir()
+            self._open_counters()
+            self._build()
+            self._start.end()
+            undo.pop_all()
+
+    # What a kind of run adds.
+
+    @abc.abstractmethod
+    def _build(self) -> None:
+        """Builds all parts, the learner among them, in the order in which they need each other."""
+
+    @abc.abstractmethod
+    def _run(self) -> bool:
+        """Makes all updates (True), or those up to a requested stop, which is saved (False)."""
+
+    @abc.abstractmethod
+    def _report(self) -> dict[str, Any]:
+        """Writes the facts and the report of a finished run; returns the report."""
+
+    # From start to end.
+
+    def train(self) -> dict[str, Any] | None:
+        """Run to the end (the report) or to a requested stop (None; the checkpoint is saved), and free all parts.
+
+        Raises CheckpointError, after the report is written, where the checkpoint after the last update failed.
+        """
+        with self:
+            if self._finished is not None:
+                return self._finished
+            discard_facts(self.workdir)
+            report = self._report() if self._run() else None
+            if self._unsaved:
+                raise self._unsaved
+            return report
+
+    def close(self) -> None:
+        """Frees processes, threads and files; all of them, even if one fails. Nothing the second time."""
+        self._parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except OSError:
+            if error is None:  # on a full disk the first error is the one to show
+                raise
+
+    def _own(self, part: Part) -> Part:
+        """Puts a part onto the stack."""
+        self._parts.callback(part.close)
+        return part
+
+    # Building.
+
+    def _open_workdir(self) -> None:
+        lock = DirectoryLock(self.workdir)
+        self._parts.callback(lock.release)
+        prepare_workdir(self.workdir, self.config.as_dict(), resume=self._resume)
+        self._store = CheckpointStore(self.workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+        self._store.remove_unfinished()
+
+    def _open_counters(self) -> None:
+        use_compilation_cache(self.config)
+        self.resources = self._parts.enter_context(ResourceSampler())
+        self.compilations = self._parts.enter_context(CompilationCounter())
+        self._start = StartProgress(self.config.telemetry.progress)
+        self._parts.callback(self._start.end)
+
+    def _load_model(self) -> Model:
+        self._start.begin(describe_loading(self.config))
+        model = build_model(self.config)
+        note_weights(self.workdir, model.source, resume=self._resume)
+        self.decoder = model.decoder
+        return model
+
+    def _build_learner(self, model: Model, checkpoint: Checkpoint | None) -> None:
+        """The learner of the whole run, with the weights of the checkpoint, or else of the model, which loses them."""
+        self._start.begin('building the learner')
+        learner = build_learner(self.config, model)
+        learner.announce = self._start.count_programs
+        self.learner = self._own(lead(self.config, learner, self.workdir))
+        model.params = None  # the learner has its copy
+        require_finite_weights(self.config, self.learner, model)
+        if checkpoint is None:
+            return
+        try:
+            self.learner.restore({name: checkpoint.arrays[name] for name in _OF_LEARNER})
+        except NonFiniteError as error:
+            raise CheckpointError(f'{self.workdir / CHECKPOINTS}: {error}') from error
+        except ValueError as error:
+            raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
+
+    def _open_metrics(self, step: int) -> MetricsWriter:
+        """The metrics of updates after `step`, behind those up to it."""
+        metrics = self._own(MetricsWriter(self.workdir, self.config.telemetry.tensorboard))
+        metrics.truncate(step)
+        return metrics
+
+    def _require_all_read(self) -> None:
+        """To be called when every field that the run uses has been read."""
+        self.config.require_all_read()
+        self._idle_fields = self.config.idle_fields()
+
+    # Running.
+
+    def _warm_up(self) -> None:
+        began = time.monotonic()
+        programs = self._compile()
+        self._start.end()
+        self.compilations.reset()
+        print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
+
+    def _compile(self) -> int:
+        """Compiles every program of the run; returns their number."""
+        self._start.begin('compiling what trains:')
+        return self.learner.warm_up()
+
+    def _deferred_signals(self, request: Callable[[signal.Signals], None]) -> contextlib.AbstractContextManager[None]:
+        """Inside, the first signal calls `request`, from another thread."""
+        if self._interrupts is None:
+            return contextlib.nullcontext()
+        return self._interrupts.deferred(request, 'finishing the update under way, then saving')
+
+    # Checkpoints.
+
+    def _read_checkpoint(self) -> Checkpoint | None:
+        """The newest one of a resumed run; None where the run starts at update 0."""
+        if not self._resume:
+            return None
+        if self._store.latest() is None:
+            start_again(self.workdir, self.config.as_dict())
+            return None
+        return Checkpoint(*self._store.restore_latest())
+
+    def _continue(self, step: int) -> None:
+        """Adapts the workdir to a run that goes on after update `step`."""
+        continue_run(self.workdir, self.config.as_dict(), step)
+        print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
+        if step == self.config.run.steps:
+            self._finished = read_report(self.workdir, step)
+
+    def _save(self, step: int, arrays: Any, state: Mapping[str, Any]) -> None:
+        """Writes a checkpoint. After the last update a failure is kept for the end: the report comes first."""
+        try:
+            self._store.save(step, arrays, state, self.learner.followers)
+        except CheckpointError as error:
+            if step < self.config.run.steps:
+                raise
+            self._unsaved = describe_unsaved(error, self.workdir)
+
+    # The report.
+
+    def _common_facts(self) -> CommonFacts:
+        return {
+            'config': self._source,
+            'seed': self.config.run.seed,
+            'planned_steps': self.config.run.steps,
+            'wall_seconds': time.monotonic() - self._started,
+            'compilations': self.compilations.count,
+            'peak_memory_bytes': self.resources.peak_bytes,
+            'git_commit': git_commit(),
+            'versions': package_versions(),
+            'hardware': hardware() | {'platform': platform.platform()},
+            'prolonged': read_prolongations(self.workdir),
+            'idle_fields': self._idle_fields,
+        }
