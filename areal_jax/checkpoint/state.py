@@ -58,7 +58,7 @@ def encode_run_state(state: Mapping[str, object]) -> JsonObject:
     return record
 
 
-def decode_run_state(record: JsonObject) -> JsonObject:
+def decode_run_state(record: Mapping[str, Any]) -> JsonObject:
     """What `encode_run_state` was given; raises RunStateError that names a missing or malformed key."""
     validate_run_state(record)
     state = {key: value for key, value in record.items() if key != 'format'}
