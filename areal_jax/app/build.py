@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax import events
 from areal_jax.app.earlier_run import EarlierRun, read_run_config
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
@@ -200,11 +201,11 @@ def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
 
 
 def build_log_and_clock(
-    config: TrackedConfig, path: pathlib.Path, next_seq: int, start_s: float
+    config: TrackedConfig, path: pathlib.Path, next_seq: int, next_run: int, start_s: float
 ) -> tuple[EventLog, LoopClock]:
-    log = EventLog(path, next_seq)
-    engines = {engine_name(index): 1 for index in range(config.rollout.engines)}
-    lanes = engines | {'learner': 1, 'reward': config.task.verifier_workers, 'publish': 1, 'disk': 1}
+    log = EventLog(path, next_seq, next_run)
+    lanes = {events.engine_lane(index): 1 for index in range(config.rollout.engines)}
+    lanes |= {events.LEARNER: 1, events.REWARD: config.task.verifier_workers, events.PUBLISH: 1, events.DISK: 1}
     if config.run.clock == 'real':
         return log, RealClock(lanes, log, config.run.stall_timeout_s, start_s)
     prices = config.virtual
@@ -217,10 +218,6 @@ def build_log_and_clock(
         'save': prices.save_s,
     }
     return log, VirtualClock(lanes, log, per_unit, start_s)
-
-
-def engine_name(index: int) -> str:
-    return f'engine/{index}'
 
 
 def build_verifier(

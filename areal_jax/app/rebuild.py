@@ -11,8 +11,11 @@ from areal_jax.app.alone import alone_seconds
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.config import CONFIG
 from areal_jax.errors import UserError
+from areal_jax.events import FILE as EVENTS
+from areal_jax.report.event_log import load_events
+from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
-from areal_jax.telemetry import events as event_log
+from areal_jax.report.window import window
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
@@ -42,9 +45,9 @@ def unfinished_facts(workdir: pathlib.Path, config: Mapping[str, Any]) -> RunFac
     """What config.json, the event log and the metrics know of a run that has not finished."""
     schedule = _field(workdir, config, 'staleness.schedule', str)
     eta = float(_field(workdir, config, 'staleness.eta', NUMBER))
-    events = event_log.load_events(workdir / event_log.FILE)
+    events = load_events(workdir / EVENTS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
-    intervals, within = event_log.lane_intervals(events), event_log.window(events)
+    intervals, within = lane_intervals(events), window(events)
     return RunFacts(
         config=CONFIG,
         seed=_field(workdir, config, 'run.seed', int),

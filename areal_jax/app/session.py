@@ -44,15 +44,18 @@ from areal_jax.control.events import truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.events import FILE as EVENTS
+from areal_jax.events import engine_lane
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.publication.manifest import weights_sha256
+from areal_jax.report.event_log import load_events
+from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
+from areal_jax.report.window import window
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
-from areal_jax.telemetry.events import FILE as EVENTS
-from areal_jax.telemetry.events import lane_intervals, load_events, window
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, discard_facts, read_scores
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress, StartProgress
@@ -132,10 +135,10 @@ class Session:
             self.compilations.__exit__()
             return
         log_path = self.workdir / EVENTS
-        next_seq = snapshot['next_seq'] if snapshot else 0
+        next_seq, next_run = (snapshot['next_seq'], snapshot['next_run']) if snapshot else (0, 0)
         truncate_events(log_path, next_seq)
         start_s = snapshot['clock_s'] if snapshot else 0.0
-        self.log, self.clock = build.build_log_and_clock(config, log_path, next_seq, start_s)
+        self.log, self.clock = build.build_log_and_clock(config, log_path, next_seq, next_run, start_s)
         self.verifier = build.build_verifier(config, self.clock, task, model.tokenizer.decode)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
@@ -191,7 +194,7 @@ class Session:
         backend = build.build_backend(config, model.decoder)
         engines = [
             Engine(
-                build.engine_name(index),
+                engine_lane(index),
                 backend,
                 self.clock,
                 self.log,

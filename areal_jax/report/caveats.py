@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_jax.events import Event
+from areal_jax.report.ledger import conservation
 from areal_jax.telemetry import names
-from areal_jax.telemetry.events import Event, conservation
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.numerals import format_number
 

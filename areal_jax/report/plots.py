@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
+from areal_jax.events import Event
+from areal_jax.report.event_log import outside_evaluation
 from areal_jax.report.slots import SlotSpan, slot_spans
 from areal_jax.telemetry import names
-from areal_jax.telemetry.events import Event, outside_evaluation
 
 DIRECTORY = 'plots'
 DPI = 100

@@ -10,16 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
+from areal_jax.events import FILE as EVENTS
+from areal_jax.events import Event
 from areal_jax.report.caveats import find_caveats
+from areal_jax.report.event_log import load_events, outside_evaluation
+from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
 from areal_jax.report.page import render_page
 from areal_jax.report.plots import write_plots
 from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval
 from areal_jax.report.timeline import write_timeline
-from areal_jax.telemetry import events as event_log
+from areal_jax.report.window import Window, window
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.events import Event
 from areal_jax.telemetry.facts import EvaluationScores, RunFacts
 from areal_jax.telemetry.json_lines import plain
 
@@ -39,7 +42,7 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
     Raises UserError for a file there that was torn or edited.
     """
     workdir = pathlib.Path(workdir)
-    events = event_log.load_events(workdir / event_log.FILE)
+    events = load_events(workdir / EVENTS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     report = build_report(events, metrics, facts)
     files.write_json(workdir / FILE, report)
@@ -51,7 +54,7 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
 
 def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> dict[str, Any]:
     """Everything that report.json holds, as JSON-able values; None where nothing was measured."""
-    training = list(event_log.outside_evaluation(events))
+    training = list(outside_evaluation(events))
     limit = measure_limit(events, len(metrics), facts)
     report = {
         'steps': len(metrics),
@@ -75,10 +78,10 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
             'max': _largest(metrics, names.VERSIONS_MAX),
         },
         **_interruptions(training),
-        'admission_held': _admission_held(metrics, event_log.window(events)),
+        'admission_held': _admission_held(metrics, window(events)),
         'publish_pause_seconds': _pauses(training),
         'mismatch': _mismatch(metrics),
-        'throughput': _throughput(training, metrics, event_log.window(events)),
+        'throughput': _throughput(training, metrics, window(events)),
         'busy': busy_shares(events),
         'time': as_report(limit),
         'compilations': facts.compilations,
@@ -96,7 +99,7 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         'idle_fields': list(facts.idle_fields),
         'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
         'hardware': dict(facts.hardware),
-        'window_seconds': event_log.window(events).seconds,
+        'window_seconds': window(events).seconds,
         'cause_of_gap': limit.cause,
     }
     return plain({**report, 'warnings': find_caveats(events, metrics, report, facts)})
@@ -114,17 +117,17 @@ def _span(events: Sequence[Event]) -> float | None:
 
 def _groups(events: Sequence[Event], metrics: Records) -> dict[str, Any]:
     """Drawn and dropped from the events; trained and filtered from the updates that were published."""
-    ledger = event_log.ledger(events)
-    reasons = collections.Counter(ledger.reasons[draw] for draw, state in ledger.states.items() if state == 'dropped')
+    draws = ledger(events)
+    reasons = collections.Counter(draws.reasons[draw] for draw, state in draws.states.items() if state == 'dropped')
     return {
-        'drawn': len(ledger.states),
+        'drawn': len(draws.states),
         'trained': int(_total(metrics, names.GROUPS_TRAINED)),
         'filtered': int(_total(metrics, names.UPDATE_FILTERED)),
         'dropped': dict(sorted(reasons.items())),
     }
 
 
-def _admission_held(metrics: Records, within: event_log.Window) -> dict[str, float]:
+def _admission_held(metrics: Records, within: Window) -> dict[str, float]:
     """Share of the window in which each bound kept admission closed, the largest first."""
     held: collections.Counter[str] = collections.Counter()
     for line in metrics:
@@ -198,7 +201,7 @@ def _mismatch(metrics: Records) -> dict[str, float | None]:
     }
 
 
-def _throughput(events: Sequence[Event], metrics: Records, within: event_log.Window) -> dict[str, float | None]:
+def _throughput(events: Sequence[Event], metrics: Records, within: Window) -> dict[str, float | None]:
     """Tokens per second of the window."""
     if not within.seconds:
         return {'generate_tokens_per_second': None, 'train_tokens_per_second': None}

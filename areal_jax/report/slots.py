@@ -6,7 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from areal_jax.telemetry.events import Event, LaneInterval, lane_intervals
+from areal_jax.events import DecodeEvent, Event
+from areal_jax.report.lanes import LaneInterval, lane_intervals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def slot_spans(events: Sequence[Event]) -> list[SlotSpan]:
     return sorted([*spans, *open_spans.values()], key=lambda span: (span.engine, span.slot, span.start))
 
 
-def decode_intervals(events: Sequence[Event]) -> list[tuple[Event, LaneInterval]]:
+def decode_intervals(events: Sequence[Event]) -> list[tuple[DecodeEvent, LaneInterval]]:
     """Each decode event with the occupation of the engine's lane that did it: the newest before it, else the next.
 
     An engine logs a dispatch next to its occupation of the lane; either may stand first.

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from areal_jax import files
+from areal_jax.events import Event, lane_group
+from areal_jax.report.lanes import LaneInterval, lane_intervals
+from areal_jax.report.ledger import DrawLedger
 from areal_jax.report.slots import SlotSpan, slot_spans
-from areal_jax.telemetry.events import DrawLedger, Event, LaneInterval, lane_intervals
 from areal_jax.telemetry.json_lines import plain
 
 FILE = 'timeline.json'
@@ -29,7 +31,7 @@ def build_timeline(events: Sequence[Event]) -> dict[str, Any]:
     ]
     for event in events:
         if event['kind'] in _INSTANTS:
-            entries.append(_instant_entry(event, tracks.thread('events', event.get('engine') or event['kind'])))
+            entries.append(_instant_entry(event, tracks.thread('events', event['lane'] or event['kind'])))
     entries += _counters(events, tracks.process('counters'))
     entries.sort(key=lambda entry: entry['ts'])
     return {'displayTimeUnit': 'ms', 'traceEvents': [*tracks.metadata, *entries]}
@@ -70,7 +72,7 @@ class _Tracks:
         while self._free_from.get((interval.lane, row), interval.start) > interval.start + 1e-6:
             row += 1
         self._free_from[interval.lane, row] = interval.end
-        kind = interval.lane.split('/')[0]
+        kind = lane_group(interval.lane)
         return self.thread(f'lanes: {kind}', interval.lane if row == 0 else f'{interval.lane} +{row}')
 
     def slot(self, span: SlotSpan) -> tuple[int, int]:
