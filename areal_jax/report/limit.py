@@ -1,12 +1,13 @@
-"""Beside the loop: where the time of an update went, what it could ideally have been, and why it was not."""
+"""The limit of a run: where the time of an update went, what it could ideally have been, and why it was not."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 from areal_jax.events import LEARNER, Event, is_engine_lane, is_publish_lane
+from areal_jax.report.contents import Busy, Time
 from areal_jax.report.lanes import LaneInterval, busy_share, lane_intervals, lane_seconds
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import RunFacts
@@ -55,7 +56,7 @@ def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Lim
     )  # fmt: skip
 
 
-def busy_shares(events: Sequence[Event]) -> dict[str, float | None]:
+def busy_shares(events: Sequence[Event]) -> Busy:
     """Occupied share of the window: 'rollout' (mean over engine lanes) and 'learner'; None without such a lane."""
     intervals, within = lane_intervals(events), window(events)
     lanes = sorted({interval.lane for interval in intervals})
@@ -121,6 +122,7 @@ def _shared_bounds(updates: int, facts: RunFacts) -> dict[str, float]:
     return bounds
 
 
-def as_report(limit: Limit) -> Mapping[str, Any]:
+def as_report(limit: Limit) -> Time:
     """The part of the report called `time`."""
-    return {name: value for name, value in dataclasses.asdict(limit).items() if name not in ('bound', 'cause')}
+    values = dataclasses.asdict(limit).items()
+    return cast(Time, {name: value for name, value in values if name not in ('bound', 'cause')})
