@@ -1,16 +1,315 @@
-"""The schema of the event log: its file and the names of its lanes."""
+"""The schema of the event log: its file, its lanes, and the kinds of events with their fields.
 
-from __future__ import annotations
+The log is one JSON object a line. control/events.py writes it, report/event_log.py reads it, and both refuse an event
+that is not declared here; docs/events.md is this table as a page. Kinds and optional fields may be added, which raises
+VERSION; what is declared is never changed, so that a program reads the logs of all earlier ones.
+"""
+
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Literal, NotRequired, TypedDict
+
+from areal_jax import files, records
 
 FILE = 'events.jsonl'  # in the workdir
-LEARNER, REWARD, DISK = 'learner', 'reward', 'disk'  # lanes
+VERSION = 2  # 1: no event `log`, and each start of the program counts its runs from 0
+
+LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
 
 
 def engine_lane(index: int) -> str:
-    """Decoding of one engine; also the engine's name."""
+    """The lane in which one engine decodes; also the engine's name."""
     return f'engine/{index}'
 
 
 def publish_lane(index: int) -> str:
-    """Fetching of weights by one engine."""
-    return f'publish/{index}'
+    """The lane in which one engine fetches weights."""
+    return f'{PUBLISH}/{index}'
+
+
+def lane_group(lane: str) -> str:
+    """'engine' for every engine lane, 'publish' for every publish lane, else the lane itself."""
+    return lane.split('/')[0]
+
+
+def is_engine_lane(lane: str) -> bool:
+    return lane_group(lane) == 'engine'
+
+
+def is_publish_lane(lane: str) -> bool:
+    """True for the lane that transfers new weights and for those in which engines fetch them."""
+    return lane_group(lane) == PUBLISH
+
+
+Draw = Annotated[int, 'number of the draw: the position of the prompt in the stream, unique in the run']
+Sample = Annotated[int, 'index of the answer in its group, from 0']
+Request = Annotated[str, 'SEED/DRAW/SAMPLE']
+Engine = Annotated[str, 'name of the engine']
+Update = Annotated[int, 'number of the update, from 1; the policy version that it makes']
+PolicyVersion = Annotated[int, 'policy version; 0 are the weights that the run starts from']
+RunNumber = Annotated[int, 'number of the run on a lane, in the order of requests, unique in the log since version 2']
+WorkKind = Annotated[str, 'kind of work: decode, prefill, train, snapshot, publish, load, reward, save']
+Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
+
+
+class Header(TypedDict):
+    """What every event has."""
+
+    seq: Annotated[int, 'number of the event, from 0, without gaps; a resumed run goes on from its checkpoint']
+    time: Annotated[float, 'clock seconds: when the clock released the last completion']
+    lane: Annotated[str | None, 'lane or engine that the event belongs to; null for the loop itself']
+
+
+class LogEvent(Header):
+    """The program started to write; the first event of each start."""
+
+    kind: Literal['log']
+    version: Annotated[int, 'version of the schema (events.VERSION)']
+
+
+class DrawEvent(Header):
+    """A prompt was taken from the stream."""
+
+    kind: Literal['draw']
+    draw: Draw
+
+
+class AdmitEvent(Header):
+    """The group of a draw was admitted: its answers are requested."""
+
+    kind: Literal['admit']
+    draw: Draw
+
+
+class RouteEvent(Header):
+    """The pool chose the engine of a request."""
+
+    kind: Literal['route']
+    request: Request
+    draw: Draw
+    sample: Sample
+    engine: Engine
+
+
+class ArriveEvent(Header):
+    """An engine queued a request."""
+
+    kind: Literal['arrive']
+    request: Request
+
+
+class PrefillEvent(Header):
+    """An engine requested the prefill of prompts or of interrupted answers."""
+
+    kind: Literal['prefill']
+    engine: Engine
+    requests: Annotated[list[str], 'requests that get a slot']
+    bucket: Annotated[int, 'padded length of a sequence in tokens']
+    tokens: Annotated[int, 'tokens computed, without padding and without prefixes that were kept']
+
+
+class DecodeEvent(Header):
+    """A dispatch of decoding was done."""
+
+    kind: Literal['decode']
+    engine: Engine
+    dispatch: Annotated[int, 'number of the dispatch, from 1 at each start of the program']
+    slots: Annotated[list[str | None], 'request in each slot; null for a free one']
+    bucket: Annotated[int, 'length of the KV cache that was attended to, in tokens']
+    steps: Annotated[int, 'tokens per slot at most']
+    tokens: Annotated[int, 'tokens generated over all slots']
+    version: PolicyVersion
+
+
+class InterruptEvent(Header):
+    """New weights met unfinished answers on an engine."""
+
+    kind: Literal['interrupt']
+    engine: Engine
+    requests: Annotated[list[str], 'requests whose answers are unfinished']
+    from_version: PolicyVersion
+    to_version: PolicyVersion
+
+
+class LoadEvent(Header):
+    """An engine decodes with new weights."""
+
+    kind: Literal['load']
+    engine: Engine
+    version: PolicyVersion
+    pause_seconds: Annotated[float, 'clock seconds without decoding, the rebuild of KV caches included']
+
+
+class FinishEvent(Header):
+    """An answer was generated to its end."""
+
+    kind: Literal['finish']
+    draw: Draw
+    sample: Sample
+    tokens: Annotated[int, 'tokens of the answer']
+    reason: Annotated[str, 'why it ended: stop, length, cancelled']
+    versions: Annotated[list[int], 'policy version of each segment']
+
+
+class RewardEvent(Header):
+    """The verifier judged an answer."""
+
+    kind: Literal['reward']
+    draw: Draw
+    sample: Sample
+    value: Annotated[float, 'the reward; 0 where no attempt gave one']
+    label: Annotated[str, 'ok, or why the last attempt gave no reward: timeout, crash, error']
+    attempts: Annotated[int, 'attempts at verification, from 1']
+
+
+class BufferEvent(Header):
+    """A finished group entered the buffer."""
+
+    kind: Literal['buffer']
+    draw: Draw
+    partial: Annotated[bool, 'whether an answer was left out because it could not be verified']
+
+
+class ConsumeEvent(Header):
+    """The batch of an update was formed."""
+
+    kind: Literal['consume']
+    update: Update
+    draws: Annotated[list[int], 'draws of the groups, ascending']
+
+
+class DropEvent(Header):
+    """A group will not be trained."""
+
+    kind: Literal['drop']
+    draw: Draw
+    reason: Annotated[str, 'over_age, verifier_failed']
+    detail: Annotated[str, 'further words on the reason, or empty']
+
+
+class PublishEvent(Header):
+    """The weights of an update were transferred; engines fetch them from now on."""
+
+    kind: Literal['publish']
+    version: PolicyVersion
+    manifest: Annotated[str, 'hash of the manifest']
+
+
+class RunStartEvent(Header):
+    """A lane took up work."""
+
+    kind: Literal['run_start']
+    run: RunNumber
+    work: WorkKind
+    amount: Amount
+    update: NotRequired[Annotated[int, 'update that the work belongs to (train, snapshot, save)']]
+    version: NotRequired[Annotated[int, 'policy version of the weights (decode, prefill, publish, load)']]
+    draw: NotRequired[Annotated[int, 'draw of the answer (reward)']]
+    attempt: NotRequired[Annotated[int, 'number of the attempt, from 1 (reward)']]
+    worker: NotRequired[Annotated[Literal['start'], 'the work is the start of a worker process (reward)']]
+
+
+class RunDoneEvent(Header):
+    """A lane ended work, and the program has its result."""
+
+    kind: Literal['run_done']
+    run: RunNumber
+    work: WorkKind
+    amount: Amount
+    started: Annotated[float, 'clock seconds at which the work began']
+    seconds: Annotated[float, 'how long it took, on the clock']
+
+
+class DeadlineEvent(Header):
+    """A wait ended at its deadline."""
+
+    kind: Literal['deadline']
+    wait: Annotated[str, 'name of the wait']
+
+
+class SignalEvent(Header):
+    """The program got a signal."""
+
+    kind: Literal['signal']
+    name: Annotated[str, 'SIGTERM, SIGINT']
+
+
+class SaveEvent(Header):
+    """The state of the run was copied for a checkpoint, which the lane `disk` writes."""
+
+    kind: Literal['save']
+    update: Annotated[int, 'updates trained']
+
+
+class RestoreEvent(Header):
+    """The run goes on from a checkpoint."""
+
+    kind: Literal['restore']
+    update: Annotated[int, 'updates trained']
+
+
+class EvaluateEvent(Header):
+    """An evaluation began or ended."""
+
+    kind: Literal['evaluate']
+    phase: Annotated[str, 'before or after training']
+    mode: Annotated[Literal['start', 'done'], 'which end of it']
+    unverified: NotRequired[Annotated[list[str], 'of `done`: label of each answer that was counted as 0 unverified']]
+
+
+class JoinEvent(Header):
+    """An engine joined the pool."""
+
+    kind: Literal['join']
+    engine: Engine
+
+
+class LeaveEvent(Header):
+    """An engine left the pool."""
+
+    kind: Literal['leave']
+    engine: Engine
+
+
+class ErrorEvent(Header):
+    """The run ends with an error."""
+
+    kind: Literal['error']
+    message: Annotated[str, 'type and message of the exception']
+
+
+Event = (
+    LogEvent | DrawEvent | AdmitEvent | RouteEvent | ArriveEvent | PrefillEvent | DecodeEvent | InterruptEvent
+    | LoadEvent | FinishEvent | RewardEvent | BufferEvent | ConsumeEvent | DropEvent | PublishEvent | RunStartEvent
+    | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent | EvaluateEvent | JoinEvent | LeaveEvent
+    | ErrorEvent
+)  # fmt: skip
+
+HEADER = records.describe_record(Header)
+KINDS: Mapping[str, records.Record] = types.MappingProxyType(
+    {
+        typing.get_args(typing.get_type_hints(declaration)['kind'])[0]: records.describe_record(declaration)
+        for declaration in typing.get_args(Event)
+    }
+)
+
+
+def find_fault(event: Mapping[str, object]) -> str:
+    """What keeps `event` from being one of the schema, as the end of a sentence ("has no 'draw'"); '' for nothing."""
+    kind = event.get('kind')
+    if isinstance(kind, str) and kind in KINDS:
+        return KINDS[kind].find_fault(event)
+    return HEADER.find_fault({name: event[name] for name in HEADER.allowed & event.keys()}) or (
+        f'has the unknown kind {kind!r}' if 'kind' in event else "has no 'kind'"
+    )
+
+
+def require_known_version(event: Mapping[str, object], where: str) -> None:
+    """Raises FileError, which begins with `where`, for the event `log` of a log that a later program wrote."""
+    version = event.get('version')
+    if event.get('kind') == 'log' and isinstance(version, int) and version > VERSION:
+        raise files.FileError(
+            f'{where} says that the event log has version {version}; this program reads versions 1 to {VERSION}: use '
+            'the one that wrote the log'
+        )

@@ -128,7 +128,7 @@ def replace_line(path: pathlib.Path, number: int, text: str) -> None:
         ('7', 'line 2 of {count} holds a int, not an object'),
         ('{}', 'line 2 has no '),
         ('{"seq": 1, "time": "soon", "kind": "draw", "step": "two"}', "line 2 has (time='soon'|step='two')"),
-        ('{"seq": 1, "time": 0, "kind": "decode", "step": 1}', "line 2 (has no 'engine'|has kind='decode')"),
+        ('{"seq": 1, "time": 0, "kind": "decode", "step": 1}', "line 2 (has no 'lane'|has kind='decode')"),
     ],
 )
 def test_a_torn_or_edited_line_is_named(tmp_path: pathlib.Path, capsys, name: str, text: str, message: str):

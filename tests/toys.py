@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
-from areal_jax.control.events import EventLog
+from areal_jax.control.events import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
@@ -217,7 +217,8 @@ class ToyRun:
         log: EventLog | None = None,
     ):
         state = resume['run_state'] if resume else None
-        self.log = log or EventLog(next_seq=state['next_seq'] if state else 0)
+        self.log = log or (EventLog(next_seq=state['next_seq'], next_run=state['next_run']) if state else EventLog())
+        self.log.listeners.append(check_types)
         self.steps: list[StepRecord] = []
         self.checkpoints: list[dict[str, Any]] = []
         lanes = {'learner': 1, 'reward': 2, 'publish': 1, 'disk': 1} | {f'engine/{i}': 1 for i in range(engines)}

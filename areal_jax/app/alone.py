@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areal_jax.telemetry.events import LaneInterval, Window
+from areal_jax.events import LEARNER, is_engine_lane
+from areal_jax.report.lanes import LaneInterval
+from areal_jax.report.window import Window
 
 
 def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: int) -> dict[str, float | None]:
     """Seconds an update of 'generate' and 'train', at the prices of the intervals in which the other lane was idle.
 
-    Price of a unit of work = median over the intervals of one kind that overlap no interval of the other side; the sum
-    of the work in the window at that price, divided by `updates`. None where a kind never ran alone.
+    The cost per unit (token, step) of each kind of work is its median over intervals during which the other side was
+    idle. The result is that cost times the work done in the window, per update; None where a kind never ran alone.
     """
-    engines = [i for i in intervals if i.lane.startswith('engine/')]
-    learner = [i for i in intervals if i.lane == 'learner']
+    engines = [i for i in intervals if is_engine_lane(i.lane)]
+    learner = [i for i in intervals if i.lane == LEARNER]
     return {
         'generate': _at_own_price(engines, learner, within, updates),
         'train': _at_own_price(learner, engines, within, updates),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_jax.app.engines import engine_name
+from areal_jax import events
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
@@ -11,8 +11,8 @@ from areal_jax.control.events import EventLog
 
 
 def build_clock(config: TrackedConfig, log: EventLog, start_s: float) -> LoopClock:
-    engines = {engine_name(index): 1 for index in range(config.rollout.engines)}
-    lanes = engines | {'learner': 1, 'reward': config.task.verifier_workers, 'publish': 1, 'disk': 1}
+    lanes = {events.engine_lane(index): 1 for index in range(config.rollout.engines)}
+    lanes |= {events.LEARNER: 1, events.REWARD: config.task.verifier_workers, events.PUBLISH: 1, events.DISK: 1}
     if config.run.clock == 'real':
         return RealClock(lanes, log, config.run.stall_timeout_s, start_s)
     prices = config.virtual

@@ -14,16 +14,13 @@ from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.schedule import VersionRing
+from areal_jax.events import engine_lane
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.engine import Engine
 from areal_jax.types import PublishedWeights
-
-
-def engine_name(index: int) -> str:
-    return f'engine/{index}'
 
 
 def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
@@ -62,7 +59,7 @@ def build_engines(
     """rollout.engines engines with the weights `published`."""
     return [
         Engine(
-            engine_name(index),
+            engine_lane(index),
             backend,
             clock,
             log,

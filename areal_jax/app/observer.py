@@ -1,18 +1,29 @@
-"""Turns steps and events into metrics: what an update leaves on disk and on the terminal.
+"""The metrics of every update, from its step record and the events since the last one.
 
-What concerns the trained tokens is measured by the learner and only passed on; the counters here are of the loop.
+Used by app/session.py: the controller calls `on_step`, the event log `on_event`. Metrics of the trained tokens come
+from the learner and are passed on; the counters here are those of the loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TypedDict
 
 from areal_jax.app.compilations import CompilationCounter
 from areal_jax.control.controller import StepRecord
+from areal_jax.events import Event
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import MetricsWriter, merge
 from areal_jax.telemetry.progress import Progress
+from areal_jax.telemetry.values import Value, number
+
+
+class ObserverState(TypedDict):
+    """What a checkpoint keeps of a StepObserver."""
+
+    last_time_s: float
+    generated: int  # tokens since the last update
+    interruptions: int  # since the last update
 
 
 class StepObserver:
@@ -36,20 +47,19 @@ class StepObserver:
         self._cpu_at_first_admission: float | None = None
         self.cpu_seconds_in_window = 0.0
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
-        kind = event['kind']
-        if kind == 'evaluate':
+    def on_event(self, event: Event) -> None:
+        if event['kind'] == 'evaluate':
             self._evaluating = event['mode'] == 'start'
             self._last_time_s = event['time']
             if self._progress:
                 self._progress.restart(event['time'])
         elif self._evaluating:
             return
-        elif kind == 'decode':
+        elif event['kind'] == 'decode':
             self._generated += event['tokens']
-        elif kind == 'interrupt':
+        elif event['kind'] == 'interrupt':
             self._interruptions += 1
-        elif kind == 'admit' and self._cpu_at_first_admission is None:
+        elif event['kind'] == 'admit' and self._cpu_at_first_admission is None:
             self._cpu_at_first_admission = self._cpu_seconds()
 
     def on_step(self, record: StepRecord) -> None:
@@ -76,22 +86,23 @@ class StepObserver:
             self._progress.update(record.step, values)
         self._last_time_s, self._generated, self._interruptions, self._compiled = record.time_s, 0, 0, compiled
 
-    def state(self) -> dict[str, Any]:
-        """What the next update's metrics need from before this instant, JSON-able."""
+    def state(self) -> ObserverState:
+        """What the metrics of the next update need from before this instant, as JSON can hold it."""
         return {
             'last_time_s': self._last_time_s,
             'generated': self._generated,
             'interruptions': self._interruptions,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state` of the run that is resumed."""
+    def restore(self, state: ObserverState) -> None:
+        """Continue from the state in a checkpoint."""
         self._last_time_s = state['last_time_s']
         self._generated, self._interruptions = state['generated'], state['interruptions']
 
-    def _counted(self, record: StepRecord) -> dict[str, Any]:
+    def _counted(self, record: StepRecord) -> dict[str, Value]:
         seconds = max(record.time_s - self._last_time_s, 1e-9)
-        trained = record.metrics.get(names.UPDATE_TOKENS, 0.0)
+        known = number(record.metrics, names.UPDATE_TOKENS)
+        trained = 0.0 if known is None else known
         return {
             names.GENERATE_RATE: self._generated / seconds,
             names.TRAIN_RATE: trained / seconds,

@@ -1,24 +1,29 @@
-"""The report of a work directory once more: of a run that finished, was stopped or killed, supervised or not."""
+"""The report of a workdir, made again: of a run that finished, was stopped or was killed. Used by main_report.py."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
 
 from areal_jax import files
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.config import CONFIG
 from areal_jax.errors import UserError
+from areal_jax.events import FILE as EVENTS
+from areal_jax.report.event_log import load_events
+from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
-from areal_jax.telemetry import events as event_log
+from areal_jax.report.window import window
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EVALUATIONS, RunFacts, read_scores
+from areal_jax.telemetry.values import Line, number
 
-NUMBER = (int, float)
+Config = Mapping[str, object]  # as config.json has it: sections of fields
+Value = TypeVar('Value', str, int, float)
 
 
 class ReportError(UserError):
@@ -38,13 +43,13 @@ def rebuild_report(workdir: pathlib.Path, plots: bool) -> None:
         write_report(workdir, RunFacts.load(workdir) if finished else unfinished_facts(workdir, config), plots=plots)
 
 
-def unfinished_facts(workdir: pathlib.Path, config: Mapping[str, Any]) -> RunFacts:
+def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
     """What config.json, the event log and the metrics know of a run that has not finished."""
     schedule = _field(workdir, config, 'staleness.schedule', str)
-    eta = float(_field(workdir, config, 'staleness.eta', NUMBER))
-    events = event_log.load_events(workdir / event_log.FILE)
+    eta = float(_field(workdir, config, 'staleness.eta', float))
+    events = load_events(workdir / EVENTS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
-    intervals, within = event_log.lane_intervals(events), event_log.window(events)
+    intervals, within = lane_intervals(events), window(events)
     return RunFacts(
         config=CONFIG,
         seed=_field(workdir, config, 'run.seed', int),
@@ -54,45 +59,50 @@ def unfinished_facts(workdir: pathlib.Path, config: Mapping[str, Any]) -> RunFac
         planned_steps=_field(workdir, config, 'run.steps', int),
         finished=False,
         evaluation_before=read_scores(workdir / EVALUATIONS).get('before'),
-        compilations=int(sum(line.get(names.COMPILATIONS) or 0 for line in metrics)),
+        compilations=_total(metrics, names.COMPILATIONS),
         compilation_budget=_field(workdir, config, 'run.compilation_budget', int),
         alone_seconds=alone_seconds(intervals, within, len(metrics)) if metrics else {},
     )
 
 
-def unfinished_sft_facts(workdir: pathlib.Path, config: Mapping[str, Any]) -> SftFacts:
+def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
     """What config.json and the metrics know of supervised training that has not finished."""
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     last = metrics[-1] if metrics else {}
+    measured = [line for line in metrics if names.HELD_OUT_NLL in line]
     return SftFacts(
         config=CONFIG,
         seed=_field(workdir, config, 'run.seed', int),
-        steps=last.get(names.STEP, 0),
-        epochs=last.get(names.EPOCH, 0.0),
-        held_out_nll={line[names.STEP]: line[names.HELD_OUT_NLL] for line in metrics if names.HELD_OUT_NLL in line},
-        trained_tokens=int(sum(line.get(names.TOKENS_TRAINED) or 0 for line in metrics)),
-        training_seconds=last.get(names.TIME, 0.0),
-        compilations=int(sum(line.get(names.COMPILATIONS) or 0 for line in metrics)),
+        steps=int(number(last, names.STEP) or 0),
+        epochs=number(last, names.EPOCH) or 0.0,
+        held_out_nll={int(number(line, names.STEP) or 0): number(line, names.HELD_OUT_NLL) for line in measured},
+        trained_tokens=_total(metrics, names.TOKENS_TRAINED),
+        training_seconds=number(last, names.TIME) or 0.0,
+        compilations=_total(metrics, names.COMPILATIONS),
         planned_steps=_field(workdir, config, 'run.steps', int),
         finished=False,
     )
 
 
-def _read_config(workdir: pathlib.Path) -> Mapping[str, Any]:
+def _total(metrics: Sequence[Line], name: str) -> int:
+    return int(sum(number(line, name) or 0 for line in metrics))
+
+
+def _read_config(workdir: pathlib.Path) -> Config:
     path = workdir / CONFIG
     if not path.exists():
         raise ReportError(f'{workdir} holds no run: there is no {CONFIG}; give the --workdir of a run')
     return files.read_json(path, 'restore the file as the run wrote it')
 
 
-def _field(workdir: pathlib.Path, config: Mapping[str, Any], path: str, kind: type | tuple[type, ...]) -> Any:
-    """The value of 'section.field'."""
+def _field(workdir: pathlib.Path, config: Config, path: str, kind: type[Value]) -> Value:
+    """The value of 'section.field'; a float may be written as an integer."""
     section, name = path.split('.')
     fields = config.get(section)
     value = fields.get(name) if isinstance(fields, dict) else None
-    if not isinstance(value, kind):
+    if not isinstance(value, (int, float) if kind is float else kind):
         raise ReportError(
             f'{workdir / CONFIG} holds {path}={value!r}: it was edited or is of another program; give the --workdir of '
             'a run'
         )
-    return value
+    return cast(Value, value)

@@ -27,14 +27,16 @@ from areal_jax.control.events import EventLog, truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.events import FILE as EVENTS
 from areal_jax.publication.manifest import weights_sha256
+from areal_jax.report.event_log import load_events
+from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
+from areal_jax.report.window import window
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.task import Task
-from areal_jax.telemetry.events import FILE as EVENTS
-from areal_jax.telemetry.events import lane_intervals, load_events, window
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
 from areal_jax.types import SamplingParams
@@ -62,7 +64,7 @@ class Session(Run):
             self._build_learner(model, None)  # other processes wait for it, to be let go
             return
         start_s = snapshot['clock_s'] if snapshot else 0.0
-        self.log = self._open_log(snapshot['next_seq'] if snapshot else 0)
+        self.log = self._open_log(*((snapshot['next_seq'], snapshot['next_run']) if snapshot else (0, 0)))
         self.clock = build_clock(config, self.log, start_s)
         self.verifier = self._own(build_verifier(config, self.clock, task, model.tokenizer.decode))
         self.verifier.start()
@@ -94,10 +96,10 @@ class Session(Run):
         self._continue(checkpoint.step)
         return snapshot
 
-    def _open_log(self, next_seq: int) -> EventLog:
+    def _open_log(self, next_seq: int, next_run: int) -> EventLog:
         path = self.workdir / EVENTS
         truncate_events(path, next_seq)
-        return self._own(EventLog(path, next_seq))
+        return self._own(EventLog(path, next_seq, next_run))
 
     def _build_engines(
         self, checkpoint: Checkpoint | None, snapshot: Mapping[str, Any] | None

@@ -25,7 +25,7 @@ class SftFacts:
     seed: int
     steps: int
     epochs: float
-    held_out_nll: Mapping[int, float]  # nats per answer token, by update; 0 = before the first
+    held_out_nll: Mapping[int, float | None]  # nats per answer token, by update from 0; None: not finite
     trained_tokens: int
     training_seconds: float  # of updates and measurements, all attempts together
     compilations: int  # after warm-up

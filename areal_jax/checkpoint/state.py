@@ -16,7 +16,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
-FORMAT = 2
+FORMAT = 3
 _NUMBER = (int, float)
 
 # what a run state must have beside 'format'; further keys are carried as they are
@@ -24,6 +24,7 @@ SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'version': int,  # updates trained
     'clock_s': _NUMBER,
     'next_seq': int,  # of the event log
+    'next_run': int,  # number of the next run on a lane
     'stream': dict,  # position in the stream of prompts
     'gate': dict,  # counters of admission
     'buffer': list,  # finished groups

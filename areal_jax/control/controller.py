@@ -20,6 +20,7 @@ from areal_jax.control.gate import Bound, HeldTimes, StalenessGate
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.events import DISK, LEARNER, PUBLISH
 from areal_jax.protocols import Channel, Clock, Learner, PromptStream, Verifier
 from areal_jax.types import Dropped, Prompt, PublishedWeights, TrajectoryGroup, Verdict, Work, concatenate
 
@@ -289,8 +290,8 @@ class Controller:
         version = self._trained_version
         detail = {'update': version + 1}
         work = Work('train', self._update_tokens(groups), detail)
-        metrics = await self._clock.run('learner', lambda: self._learner.update(groups, version), work)
-        copy = await self._clock.run('learner', lambda: self._learner.publish(version + 1), Work('snapshot', 1, detail))
+        metrics = await self._clock.run(LEARNER, lambda: self._learner.update(groups, version), work)
+        copy = await self._clock.run(LEARNER, lambda: self._learner.publish(version + 1), Work('snapshot', 1, detail))
         self._trained_version = version + 1
         await self._updates.put(_Update(version + 1, groups, metrics, copy))
 
@@ -303,7 +304,7 @@ class Controller:
             version, copy = update.version, update.copy
             update.copy = None
             published = await self._clock.run(
-                'publish', lambda: self._channel.transfer(version, copy), Work('publish', 1, {'version': version})
+                PUBLISH, lambda: self._channel.transfer(version, copy), Work('publish', 1, {'version': version})
             )
             del copy
             self._log.write('publish', version=version, manifest=published.manifest_hash)
@@ -365,7 +366,7 @@ class Controller:
         while self._verifying:
             self._settled.clear()
             await self._clock.wait(self._settled)
-        arrays = await self._clock.run('learner', self._learner.save, Work('snapshot'))
+        arrays = await self._clock.run(LEARNER, self._learner.save, Work('snapshot'))
         earlier = await self._copy_earlier_versions()
         self._saving = True
         self._log.write('save', update=self._trained_version)
@@ -384,10 +385,10 @@ class Controller:
         if not held:
             return {}
         copy = lambda: {published.version: self._copy_version(published) for published in held}
-        return await self._clock.run('publish', copy, Work('snapshot', len(held)))
+        return await self._clock.run(PUBLISH, copy, Work('snapshot', len(held)))
 
     async def _write_checkpoint(self, step: int, write: Callable[[], None]) -> None:
-        await self._clock.run('disk', write, Work('save', 1, {'update': step}))
+        await self._clock.run(DISK, write, Work('save', 1, {'update': step}))
         self._saving = False
         self._saved.set()
 
@@ -402,6 +403,7 @@ class Controller:
             'version': self._trained_version,
             'clock_s': self._clock.now(),
             'next_seq': self._log.next_seq,
+            'next_run': self._log.next_run,
             'stream': self._stream.state(),
             'gate': self._gate.state(),
             'buffer': self._buffer.groups(),

@@ -1,46 +1,67 @@
-"""The event log: one JSON line per event, flushed at once, so that the file tells the run after any death."""
+"""The writer of the event log: one JSON line per event, handed to the system at once, so that it survives any death.
+
+Used by everything that runs on the host's loop: controller, clocks, pool, engines, evaluator. The schema is
+areal_jax/events.py.
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
+from areal_jax import events as schema
 from areal_jax import files
 
-KINDS = frozenset(
-    (
-        *('draw', 'admit', 'route', 'arrive', 'prefill', 'decode', 'interrupt', 'finish', 'reward', 'buffer'),
-        *('consume', 'drop', 'publish', 'load', 'run_start', 'run_done', 'deadline', 'signal', 'save', 'restore'),
-        *('evaluate', 'join', 'leave', 'error', 'state'),
-    )
-)
 _FIX = 'restore the file as the run wrote it, or start anew in another --workdir'
+_WRITTEN_HERE = schema.HEADER.allowed | {'kind'}
+_REQUIRED = {kind: record.required - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
+_ALLOWED = {kind: record.allowed - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
 
 
 class EventLog:
-    """Appends events with a sequence number and the clock's time; keeps them in memory when it has no file."""
+    """Appends events with a sequence number and the clock's time; keeps them in memory when it has no file.
 
-    def __init__(self, path: pathlib.Path | None = None, next_seq: int = 0):
-        self.events: list[dict[str, Any]] = []  # only without a file
-        self.next_seq = next_seq
-        self.now: Callable[[], float] = lambda: 0.0  # the clock sets this
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+    Args:
+      path: of the file; None = in memory.
+      next_seq, next_run: the numbers of the next event and of the next run on a lane, as the checkpoint of a resumed
+        run has them.
+    """
+
+    def __init__(self, path: pathlib.Path | None = None, next_seq: int = 0, next_run: int = 0):
+        self.events: list[schema.Event] = []  # only without a file
+        self.next_seq, self.next_run = next_seq, next_run
+        self.listeners: list[Callable[[schema.Event], None]] = []
+        self._now: Callable[[], float] = lambda: 0.0
         self._file: files.LineWriter | None = files.LineWriter(path) if path else None
 
-    def write(self, kind: str, lane: str | None = None, **fields: Any) -> None:
-        """One event; `kind` is one of KINDS."""
-        if kind not in KINDS:
-            raise ValueError(f'event kind {kind!r} is not in the schema; known: {sorted(KINDS)}')
-        event = {'seq': self.next_seq, 'time': self.now(), 'lane': lane, 'kind': kind, **fields}
+    def start(self, now: Callable[[], float]) -> None:
+        """Take the time of the events from `now`, and log that the program started; called by the clock."""
+        self._now = now
+        self.write('log', version=schema.VERSION)
+
+    def take_run_number(self) -> int:
+        """The number of a run on a lane that is requested now."""
+        number, self.next_run = self.next_run, self.next_run + 1
+        return number
+
+    def write(self, kind: str, lane: str | None = None, **fields: object) -> None:
+        """Append one event; raises ValueError for a kind or a field that the schema lacks, or a field left out.
+
+        Types are not checked here, because this runs several times per request; tests check them with `check_types`.
+        """
+        names = fields.keys()
+        if names != _REQUIRED.get(kind) and not (kind in _REQUIRED and _REQUIRED[kind] <= names <= _ALLOWED[kind]):
+            raise ValueError(_describe_misuse(kind, names))
+        event = {'seq': self.next_seq, 'time': self._now(), 'lane': lane, 'kind': kind, **fields}
         self.next_seq += 1
         if self._file:
             self._file.write(json.dumps(event, separators=(',', ':')))
         else:
-            self.events.append(event)
+            self.events.append(cast(schema.Event, event))
         for listener in self.listeners:
-            listener(event)
+            listener(cast(schema.Event, event))
 
     def sync(self) -> None:
         """All events until now are on the disk when this returns; from any thread."""
@@ -53,10 +74,24 @@ class EventLog:
             self._file = None
 
 
+def check_types(event: Mapping[str, object]) -> None:
+    """A listener for tests: raises TypeError for an event whose fields are not of the types of the schema."""
+    if fault := schema.find_fault(event):
+        raise TypeError(f'event {event.get("kind")!r} {fault}')
+
+
+def _describe_misuse(kind: str, names: Iterable[str]) -> str:
+    if kind not in _REQUIRED:
+        return f'event kind {kind!r} is not in the schema (areal_jax/events.py); known: {sorted(_REQUIRED)}'
+    missing, unknown = sorted(_REQUIRED[kind] - set(names)), sorted(set(names) - _ALLOWED[kind])
+    return f'event {kind!r}: fields left out: {missing}, not in the schema (areal_jax/events.py): {unknown}'
+
+
 def truncate_events(path: pathlib.Path, next_seq: int) -> None:
     """Cut off the events that a resumed run will write again: those with `seq` >= next_seq, and a torn last line.
 
-    Raises FileError, naming the line, where one of the events before them is missing or is no event.
+    Raises FileError, naming the line, where one of the events before them is missing or is no event, or where a later
+    program wrote the log.
     """
     kept: list[bytes] = []
     lines = path.read_bytes().split(b'\n') if path.exists() else []
@@ -65,13 +100,14 @@ def truncate_events(path: pathlib.Path, next_seq: int) -> None:
         if len(kept) == next_seq:
             break
         try:
-            seq = files.parse_object(line, where, _FIX).get('seq')
+            event = files.parse_object(line, where, _FIX)
         except files.FileError:
-            if number == len(lines):  # torn, or what follows the last line break: nothing
+            if number == len(lines):  # torn, or the empty rest after the last line break
                 break
             raise
-        if seq != len(kept):
-            raise files.FileError(f'{where} has seq={seq!r}, where event {len(kept)} is expected; {_FIX}')
+        if event.get('seq') != len(kept):
+            raise files.FileError(f'{where} has seq={event.get("seq")!r}, where event {len(kept)} is expected; {_FIX}')
+        schema.require_known_version(event, where)
         kept.append(line + b'\n')
     if len(kept) < next_seq:
         raise files.FileError(f'{path} has {len(kept)} events, the checkpoint was saved after {next_seq}; {_FIX}')

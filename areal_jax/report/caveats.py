@@ -1,24 +1,24 @@
-"""Beside the loop: what in a run's numbers a reader should be warned of."""
+"""Warnings of a report: what in the numbers of a run a reader should know before trusting them. Used by report.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from areal_jax.events import Event
+from areal_jax.report.contents import OptimizerSteps, Report
+from areal_jax.report.ledger import conservation
 from areal_jax.telemetry import names
-from areal_jax.telemetry.events import Event, conservation
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.numerals import format_number
+from areal_jax.telemetry.values import Line, counts, number
 
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
 AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
 COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
 
-Records = Sequence[Mapping[str, Any]]
 
-
-def find_caveats(events: Sequence[Event], metrics: Records, report: Mapping[str, Any], facts: RunFacts) -> list[str]:
+def find_caveats(events: Sequence[Event], metrics: Sequence[Line], report: Report, facts: RunFacts) -> list[str]:
     """One sentence per caveat, the gravest first."""
     checks = (
         _unfinished(events, report),
@@ -40,7 +40,7 @@ def find_caveats(events: Sequence[Event], metrics: Records, report: Mapping[str,
     return [caveat for caveat in checks if caveat]
 
 
-def sits_at_bound(metrics: Records, eta: float | None) -> bool:
+def sits_at_bound(metrics: Sequence[Line], eta: float | None) -> bool:
     """Whether every update in the second half of the run holds (nearly) nothing but tokens of age eta.
 
     Update u trains at version u - 1, so tokens of age eta exist from update eta + 1 on: earlier ones do not count.
@@ -49,14 +49,12 @@ def sits_at_bound(metrics: Records, eta: float | None) -> bool:
         return False
     age = int(eta)
     late = metrics[len(metrics) // 2 :]
-    histograms = [m.get(names.TOKEN_AGE_HISTOGRAM) for m in late if m[names.STEP] > age]
-    trained = [counts for counts in histograms if counts and sum(counts)]
-    return bool(trained) and all(
-        len(counts) > age and counts[age] >= AT_BOUND_SHARE * sum(counts) for counts in trained
-    )
+    histograms = [counts(line, names.TOKEN_AGE_HISTOGRAM) for line in late if (number(line, names.STEP) or 0) > age]
+    trained = [histogram for histogram in histograms if sum(histogram)]
+    return bool(trained) and all(len(ages) > age and ages[age] >= AT_BOUND_SHARE * sum(ages) for ages in trained)
 
 
-def warn_of_skipped_steps(optimizer_steps: Mapping[str, int]) -> str:
+def warn_of_skipped_steps(optimizer_steps: OptimizerSteps) -> str:
     """The sentence on steps whose gradient was not finite, '' without any; `optimizer_steps`: applied, skipped."""
     applied, skipped = optimizer_steps['applied'], optimizer_steps['skipped']
     if not skipped:
@@ -68,12 +66,12 @@ def warn_of_skipped_steps(optimizer_steps: Mapping[str, int]) -> str:
     )
 
 
-def warn_of_equal_rewards(metrics: Records) -> str:
+def warn_of_equal_rewards(metrics: Sequence[Line]) -> str:
     """The sentence on a run whose rewards were all the same, '' where two differed or none is known."""
-    known = [line for line in metrics if None not in (line.get(names.REWARD_MEAN), line.get(names.REWARD_STD))]
-    if not known or len(known) < len(metrics):
+    means = [mean for line in metrics if (mean := number(line, names.REWARD_MEAN)) is not None]
+    spreads = [spread for line in metrics if (spread := number(line, names.REWARD_STD)) is not None]
+    if not metrics or len(means) < len(metrics) or len(spreads) < len(metrics):
         return ''
-    means, spreads = [line[names.REWARD_MEAN] for line in known], [line[names.REWARD_STD] for line in known]
     rounding = 1e-9 * max(1.0, abs(means[0]))
     if max(spreads) > rounding or max(means) - min(means) > rounding:
         return ''
@@ -83,7 +81,7 @@ def warn_of_equal_rewards(metrics: Records) -> str:
     )
 
 
-def _unfinished(events: Sequence[Event], report: Mapping[str, Any]) -> str:
+def _unfinished(events: Sequence[Event], report: Report) -> str:
     if report['finished']:
         return ''
     last = [event for event in events if event['kind'] in ('signal', 'error', 'restore')][-1:]
@@ -95,9 +93,9 @@ def _unfinished(events: Sequence[Event], report: Mapping[str, Any]) -> str:
     )
 
 
-def _kept_mass(metrics: Records) -> str:
-    pairs = [(line[names.KEPT_MASS_MEAN], line.get(names.UPDATE_TOKENS) or 0) for line in metrics
-             if line.get(names.KEPT_MASS_MEAN) is not None]  # fmt: skip
+def _kept_mass(metrics: Sequence[Line]) -> str:
+    means = [(number(line, names.KEPT_MASS_MEAN), number(line, names.UPDATE_TOKENS) or 0) for line in metrics]
+    pairs = [(mean, tokens) for mean, tokens in means if mean is not None]
     total = sum(tokens for _, tokens in pairs)
     kept = sum(share * tokens for share, tokens in pairs) / total if total else 1.0
     if kept >= 1:
@@ -108,8 +106,8 @@ def _kept_mass(metrics: Records) -> str:
     )
 
 
-def _idle_bound(report: Mapping[str, Any]) -> str:
-    """A bound that never held admission back: the same run with a larger eta would have been this one."""
+def _idle_bound(report: Report) -> str:
+    """A staleness bound that never held admission back, so that a larger eta would give the same run."""
     eta, held = report['eta'], report['admission_held']
     if (
         report['schedule'] != 'natural'
@@ -135,7 +133,7 @@ def _broken_conservation(events: Sequence[Event]) -> str:
 
 
 def _errors(events: Sequence[Event]) -> str:
-    errors = [event.get('message', '') for event in events if event['kind'] == 'error']
+    errors = [event['message'] for event in events if event['kind'] == 'error']
     return f'The run logged {len(errors)} errors, last: {errors[-1]}' if errors else ''
 
 
@@ -148,7 +146,7 @@ def _compilations(facts: RunFacts) -> str:
     )
 
 
-def _at_bound(metrics: Records, eta: float | None) -> str:
+def _at_bound(metrics: Sequence[Line], eta: float | None) -> str:
     if eta is None or not sits_at_bound(metrics, eta):
         return ''
     return (
@@ -158,8 +156,8 @@ def _at_bound(metrics: Records, eta: float | None) -> str:
     )
 
 
-def _never_interrupted(report: Mapping[str, Any], eta: float | None) -> str:
-    """Neither a lock-step schedule (eta is None) nor eta = 0 lets new weights meet an unfinished answer."""
+def _never_interrupted(report: Report, eta: float | None) -> str:
+    """No warning under a lock-step schedule (eta is None) or eta = 0, where new weights meet no unfinished answer."""
     if report['interruptions'] or eta is None or eta < 1 or not report['steps']:
         return ''
     return (
@@ -167,7 +165,7 @@ def _never_interrupted(report: Mapping[str, Any], eta: float | None) -> str:
     )
 
 
-def _unmeasured_mismatch(report: Mapping[str, Any]) -> str:
+def _unmeasured_mismatch(report: Report) -> str:
     if report['mismatch']['n'] or not report['steps']:
         return ''
     return (
@@ -182,14 +180,14 @@ def _lag(facts: RunFacts) -> str:
     return f'The event loop lagged by up to {facts.event_loop_lag_max:.2g} s (budget {LAG_BUDGET_S} s).'
 
 
-def _gain(report: Mapping[str, Any]) -> str:
+def _gain(report: Report) -> str:
     gain = report['accuracy'] and report['accuracy']['sampled']['gain']
-    if not gain or gain['low'] is None or not gain['low'] <= 0 <= gain['high']:
+    if not gain or gain['low'] is None or gain['high'] is None or not gain['low'] <= 0 <= gain['high']:
         return ''
     return 'The held-out gain is not distinguishable from zero: its 95% interval contains 0.'
 
 
-def _collapse(report: Mapping[str, Any]) -> str:
+def _collapse(report: Report) -> str:
     shares = report['most_frequent_answer_share']
     if shares['before'] is None or shares['after'] is None or shares['after'] - shares['before'] < COLLAPSE_RISE:
         return ''
@@ -199,7 +197,7 @@ def _collapse(report: Mapping[str, Any]) -> str:
     )
 
 
-def _drops(report: Mapping[str, Any]) -> str:
+def _drops(report: Report) -> str:
     dropped, drawn = sum(report['groups']['dropped'].values()), report['groups']['drawn']
     if not drawn or dropped <= 0.1 * drawn:
         return ''

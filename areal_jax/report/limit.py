@@ -1,12 +1,15 @@
-"""Beside the loop: where the time of an update went, what it could ideally have been, and why it was not."""
+"""The limit of a run: where the time of an update went, what it could ideally have been, and why it was not."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
-from areal_jax.telemetry.events import Event, LaneInterval, Window, busy_share, lane_intervals, lane_seconds, window
+from areal_jax.events import LEARNER, Event, is_engine_lane, is_publish_lane
+from areal_jax.report.contents import Busy, Time
+from areal_jax.report.lanes import LaneInterval, busy_share, lane_intervals, lane_seconds
+from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.numerals import format_number, format_percent
 
@@ -21,7 +24,7 @@ class Limit:
 
     generate: float | None  # lane seconds, mean over the engine lanes
     train: float | None  # lane seconds of the learner
-    publish: float | None  # lane seconds of publication
+    publish: float | None  # lane seconds of publication, of the busiest of its lanes
     ideal: float | None
     achieved: float | None  # window seconds / updates
     ideal_rule: str
@@ -41,32 +44,33 @@ def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Lim
             None, None, None, None, None, _rule(facts), '', 'No update was published, so no time was measured.'
         )
     per_update = {lane: seconds / updates for lane, seconds in lane_seconds(intervals, within).items()}
-    engines = [seconds for lane, seconds in per_update.items() if lane.startswith('engine/')]
+    engines = [seconds for lane, seconds in per_update.items() if is_engine_lane(lane)]
+    publishing = [seconds for lane, seconds in per_update.items() if is_publish_lane(lane)]
     bounds = per_update if _rule(facts) != SHARED else _shared_bounds(updates, facts)
     bound = max(bounds, key=lambda name: bounds[name], default='')
     ideal, achieved = bounds.get(bound), within.seconds / updates
     fill = fill_seconds(intervals, within) / updates
     return Limit(
-        sum(engines) / len(engines) if engines else None, per_update.get('learner'), per_update.get('publish'),
+        sum(engines) / len(engines) if engines else None, per_update.get(LEARNER), max(publishing, default=None),
         ideal, achieved, _rule(facts), bound, explain_gap(ideal, achieved, bound, fill),
     )  # fmt: skip
 
 
-def busy_shares(events: Sequence[Event]) -> dict[str, float | None]:
+def busy_shares(events: Sequence[Event]) -> Busy:
     """Occupied share of the window: 'rollout' (mean over engine lanes) and 'learner'; None without such a lane."""
     intervals, within = lane_intervals(events), window(events)
     lanes = sorted({interval.lane for interval in intervals})
-    engines = [busy_share(intervals, lane, within) for lane in lanes if lane.startswith('engine/')]
+    engines = [busy_share(intervals, lane, within) for lane in lanes if is_engine_lane(lane)]
     shares = [share for share in engines if share is not None]
     return {
         'rollout': sum(shares) / len(shares) if shares else None,
-        'learner': busy_share(intervals, 'learner', within) if 'learner' in lanes else None,
+        'learner': busy_share(intervals, LEARNER, within) if LEARNER in lanes else None,
     }
 
 
 def fill_seconds(intervals: Sequence[LaneInterval], within: Window) -> float:
     """Seconds of the window before the learner first trains: the pipeline fills."""
-    starts = [interval.start for interval in intervals if interval.lane == 'learner' and interval.work == 'train']
+    starts = [interval.start for interval in intervals if interval.lane == LEARNER and interval.work == 'train']
     if not starts or not within.spans:
         return 0.0
     return within.overlap(within.spans[0][0], min(starts))
@@ -83,7 +87,7 @@ def explain_gap(ideal: float | None, achieved: float, bound: str, fill: float) -
     gap = achieved - ideal
     if gap <= 0.02 * achieved:
         return f'{start}: no gap to speak of.'
-    filling = min(fill, gap) if bound == 'learner' else 0.0
+    filling = min(fill, gap) if bound == LEARNER else 0.0
     rest = gap - filling
     parts = (
         [f'{format_number(filling)} s is the pipeline filling before the first update'] if filling > 0.1 * gap else []
@@ -94,9 +98,9 @@ def explain_gap(ideal: float | None, achieved: float, bound: str, fill: float) -
 
 
 def _waiting(bound: str) -> str:
-    if bound.startswith('engine/'):
+    if is_engine_lane(bound):
         return 'engines without an admitted request (staleness bound, buffer or running groups)'
-    if bound == 'learner':
+    if bound == LEARNER:
         return 'the learner waiting for finished groups'
     if '/ cores' in bound:
         return 'cores standing idle while a lane waits for another or runs on fewer cores than there are'
@@ -118,6 +122,7 @@ def _shared_bounds(updates: int, facts: RunFacts) -> dict[str, float]:
     return bounds
 
 
-def as_report(limit: Limit) -> Mapping[str, Any]:
+def as_report(limit: Limit) -> Time:
     """The part of the report called `time`."""
-    return {name: value for name, value in dataclasses.asdict(limit).items() if name not in ('bound', 'cause')}
+    values = dataclasses.asdict(limit).items()
+    return cast(Time, {name: value for name, value in values if name not in ('bound', 'cause')})

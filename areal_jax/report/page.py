@@ -1,13 +1,11 @@
-"""Beside the loop: the report of a run as a page to read (report.md)."""
+"""The report of a run as a page to read (report.md). Used by report.py; app/sft_report.py uses two of its sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from areal_jax.report.contents import Groups, Interval, Report, Time
 from areal_jax.telemetry.numerals import format_number, format_percent
-
-Report = Mapping[str, Any]
 
 
 def render_page(report: Report, pictures: Sequence[str]) -> str:
@@ -153,10 +151,11 @@ def describe_held(shares: Mapping[str, float]) -> str:
     )
 
 
-def _time_rows(time: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _time_rows(time: Time) -> list[tuple[str, ...]]:
     ideal, achieved = time['ideal'], time['achieved']
     share = f' ({ideal / achieved:.0%} of what was possible)' if ideal and achieved else ''
-    rows = [(name, format_number(time[name])) for name in ('generate', 'train', 'publish', 'ideal')]
+    seconds = {'generate': time['generate'], 'train': time['train'], 'publish': time['publish'], 'ideal': ideal}
+    rows = [(name, format_number(value)) for name, value in seconds.items()]
     return [*rows, ('achieved', f'{format_number(achieved)}{share}')]
 
 
@@ -174,7 +173,7 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def _group_rows(groups: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _group_rows(groups: Groups) -> list[tuple[str, ...]]:
     dropped = [(f'dropped: {reason}', str(count)) for reason, count in groups['dropped'].items()]
     filtered = [('left out of their batch for equal rewards', str(groups['filtered']))] if groups['filtered'] else []
     return [('drawn', str(groups['drawn'])), ('trained', str(groups['trained'])), *filtered, *dropped]
@@ -196,7 +195,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
-def _interval(interval: Mapping[str, Any] | None, sign: str = '') -> str:
+def _interval(interval: Interval | None, sign: str = '') -> str:
     if not interval:
         return '-'
     mean = format(interval['mean'], f'{sign}.3f')

@@ -1,4 +1,4 @@
-"""Beside the loop: pictures of a run: reward, age of the trained tokens, requests in their slots."""
+"""Plots of a run: reward, age of the trained tokens, requests in the slots of the engines. Used by report.py."""
 
 from __future__ import annotations
 
@@ -6,40 +6,48 @@ import io
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from areal_jax import files
+from areal_jax.events import Event
+from areal_jax.report.contents import Accuracy, GreedyAccuracy, Report
+from areal_jax.report.event_log import outside_evaluation
 from areal_jax.report.slots import SlotSpan, slot_spans
 from areal_jax.telemetry import names
-from areal_jax.telemetry.events import Event, outside_evaluation
+from areal_jax.telemetry.values import Line, counts, number
+
+if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.colors import BoundaryNorm, Colormap
+    from matplotlib.figure import Figure
 
 DIRECTORY = 'plots'
 DPI = 100
-# Okabe and Ito's palette: tells apart for every kind of colour vision.
+# Okabe and Ito's palette, which people with any kind of colour vision can tell apart
 BLUE, ORANGE, GREEN, RED, GREY = '#0072B2', '#E69F00', '#009E73', '#D55E00', '#777777'
 MAX_VERSIONS = 8  # shown in slots.png: more colours are hard to tell apart
 MAX_SLOTS = 32  # rows in slots.png
 
-Records = Sequence[Mapping[str, Any]]
+Metrics = Sequence[Line]  # of the updates, in order
 
 
-def write_plots(
-    events: Sequence[Event], metrics: Records, report: Mapping[str, Any], workdir: pathlib.Path
-) -> list[str]:
+def write_plots(events: Sequence[Event], metrics: Metrics, report: Report, workdir: pathlib.Path) -> list[str]:
     """Write WORKDIR/plots/*.png; returns the paths relative to the work directory of those that have data."""
     directory = workdir / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     drawn = {
-        'reward.png': plot_reward(metrics, report.get('accuracy'), directory / 'reward.png'),
-        'token_age.png': plot_token_age(metrics, report.get('eta'), directory / 'token_age.png'),
+        'reward.png': plot_reward(metrics, report['accuracy'], directory / 'reward.png'),
+        'token_age.png': plot_token_age(metrics, report['eta'], directory / 'token_age.png'),
         'slots.png': plot_slots(events, directory / 'slots.png'),
     }
     return [f'{DIRECTORY}/{name}' for name, has_data in drawn.items() if has_data]
 
 
-def plot_reward(metrics: Records, accuracy: Mapping[str, Any] | None, path: pathlib.Path) -> bool:
+def plot_reward(metrics: Metrics, accuracy: Accuracy | None, path: pathlib.Path) -> bool:
     """Mean reward of each batch; beside it held-out accuracy before and after. False: no data, no file."""
-    points = [(m[names.STEP], m[names.REWARD_MEAN]) for m in metrics if m.get(names.REWARD_MEAN) is not None]
+    rewarded = [(number(line, names.STEP), number(line, names.REWARD_MEAN)) for line in metrics]
+    points = [(step, reward) for step, reward in rewarded if step is not None and reward is not None]
     if not points:
         return False
     figure = _figure(4.8)
@@ -61,19 +69,19 @@ def plot_reward(metrics: Records, accuracy: Mapping[str, Any] | None, path: path
 SMOOTHING = 5  # updates in the moving mean of the reward
 
 
-def plot_token_age(metrics: Records, eta: float | None, path: pathlib.Path) -> bool:
+def plot_token_age(metrics: Metrics, eta: float | None, path: pathlib.Path) -> bool:
     """Share of the trained tokens by age, a column per update, with the mean. False: no data, no file."""
-    rows = [m for m in metrics if m.get(names.TOKEN_AGE_HISTOGRAM) and sum(m[names.TOKEN_AGE_HISTOGRAM])]
+    rows = [line for line in metrics if sum(counts(line, names.TOKEN_AGE_HISTOGRAM))]
     if not rows:
         return False
     import numpy as np
 
-    ages = max(len(row[names.TOKEN_AGE_HISTOGRAM]) for row in rows)
+    ages = max(len(counts(row, names.TOKEN_AGE_HISTOGRAM)) for row in rows)
     share = np.zeros((ages, len(rows)))
     for column, row in enumerate(rows):
-        counts = np.asarray(row[names.TOKEN_AGE_HISTOGRAM], float)
-        share[: len(counts), column] = counts / counts.sum()
-    steps = np.array([row[names.STEP] for row in rows])
+        tokens = np.asarray(counts(row, names.TOKEN_AGE_HISTOGRAM), float)
+        share[: len(tokens), column] = tokens / tokens.sum()
+    steps = np.array([number(row, names.STEP) for row in rows])
     figure = _figure(4.8)
     axes = figure.add_subplot()
     mesh = axes.pcolormesh(
@@ -144,7 +152,7 @@ def shown_span(spans: Sequence[SlotSpan], events: Sequence[Event]) -> tuple[floa
 
 
 def _draw_spans(
-    axes: Any, spans: list[SlotSpan], rows: Mapping[tuple[str, int], int], colormap: Any, norm: Any
+    axes: Axes, spans: list[SlotSpan], rows: Mapping[tuple[str, int], int], colormap: Colormap, norm: BoundaryNorm
 ) -> None:
     axes.barh(
         [rows[span.engine, span.slot] for span in spans],
@@ -163,7 +171,7 @@ def _draw_spans(
     )  # fmt: skip
 
 
-def _draw_publications(axes: Any, events: Sequence[Event], start: float, end: float) -> None:
+def _draw_publications(axes: Axes, events: Sequence[Event], start: float, end: float) -> None:
     published = [e for e in events if e['kind'] == 'publish' and start <= e['time'] <= end]
     for index, event in enumerate(published):
         label = 'weights published' if index == 0 else None
@@ -174,7 +182,7 @@ def _draw_publications(axes: Any, events: Sequence[Event], start: float, end: fl
         )  # fmt: skip
 
 
-def _draw_interruptions(axes: Any, spans: list[SlotSpan], rows: Mapping[tuple[str, int], int]) -> None:
+def _draw_interruptions(axes: Axes, spans: list[SlotSpan], rows: Mapping[tuple[str, int], int]) -> None:
     """Where a request went on under another version than it had before."""
     marks = []
     last: dict[str, SlotSpan] = {}
@@ -191,15 +199,18 @@ def _draw_interruptions(axes: Any, spans: list[SlotSpan], rows: Mapping[tuple[st
         )  # fmt: skip
 
 
-def _draw_accuracy(axes: Any, accuracy: Mapping[str, Any]) -> None:
-    for column, kind in enumerate(('greedy', 'sampled')):
-        for shift, when, color in ((-0.17, 'before', GREY), (0.17, 'after', GREEN)):
-            interval = accuracy[kind].get(when)
+def _draw_accuracy(axes: Axes, accuracy: Accuracy) -> None:
+    kinds: tuple[GreedyAccuracy, ...] = (accuracy['greedy'], accuracy['sampled'])
+    for column, scores in enumerate(kinds):
+        for shift, when, color, interval in (
+            (-0.17, 'before', GREY, scores['before']),
+            (0.17, 'after', GREEN, scores['after']),
+        ):
             if not interval:
                 continue
             mean, low, high = interval['mean'], interval['low'], interval['high']
             axes.bar(column + shift, mean, 0.3, color=color, label=when if column == 0 else None)
-            if low is not None:
+            if low is not None and high is not None:
                 error = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
                 axes.errorbar(column + shift, mean, error, color='black', capsize=4, linewidth=1.2)
     axes.set_xticks([0, 1], ['greedy', 'sampled'])
@@ -216,8 +227,8 @@ def _moving_mean(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _figure(height: float) -> Any:
-    """1200 px wide. Without pyplot: no global state and no display."""
+def _figure(height: float) -> Figure:
+    """A figure 1200 px wide; made without pyplot, which keeps global state and may need a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -226,20 +237,20 @@ def _figure(height: float) -> Any:
     return figure
 
 
-def _label(axes: Any, title: str, x: str, y: str, pad: float = 8, side: str = 'center') -> None:
+def _label(axes: Axes, title: str, x: str, y: str, pad: float = 8, side: Literal['left', 'center'] = 'center') -> None:
     axes.set_title(title, fontsize=13, loc=side, pad=pad)
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
     axes.spines[['top', 'right']].set_visible(False)
 
 
-def _whole_ticks(axis: Any) -> None:
+def _whole_ticks(axis: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _save(figure: Any, path: pathlib.Path) -> None:
+def _save(figure: Figure, path: pathlib.Path) -> None:
     png = io.BytesIO()
     figure.savefig(png, dpi=DPI, format='png')
     files.write_bytes(path, png.getvalue())

@@ -1,34 +1,55 @@
-"""Beside the loop: the run's report: report.json, and with it report.md, the timeline and the plots."""
+"""The report of a run: report.json, and with it report.md, timeline.json and the plots.
+
+Used by app/session.py when a run has finished and by app/rebuild.py for any workdir. Made from events.jsonl,
+metrics.jsonl and the facts of the run.
+"""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import pathlib
 import statistics as python_statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 from areal_jax import files
+from areal_jax.events import FILE as EVENTS
+from areal_jax.events import Event, InterruptEvent
+from areal_jax.report import statistics
 from areal_jax.report.caveats import find_caveats
+from areal_jax.report.contents import (
+    Accuracy,
+    BeforeAfter,
+    Ends,
+    Groups,
+    Interval,
+    MeanMax,
+    MedianMax,
+    Mismatch,
+    OptimizerSteps,
+    Report,
+    Throughput,
+)  # fmt: skip
+from areal_jax.report.event_log import load_events, outside_evaluation
+from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
 from areal_jax.report.page import render_page
 from areal_jax.report.plots import write_plots
 from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval
 from areal_jax.report.timeline import write_timeline
-from areal_jax.telemetry import events as event_log
+from areal_jax.report.window import Window, window
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.events import Event
 from areal_jax.telemetry.facts import EvaluationScores, RunFacts
 from areal_jax.telemetry.json_lines import plain
+from areal_jax.telemetry.values import Line, counts, number
 
 FILE = 'report.json'
 PAGE = 'report.md'
-Records = Sequence[Mapping[str, Any]]
+Metrics = Sequence[Line]  # of the updates, in order
 
 
-def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True) -> dict[str, Any]:
+def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True) -> dict[str, object]:
     """Write report.json, report.md, timeline.json and plots/ from what the work directory holds; returns the report.
 
     Args:
@@ -39,21 +60,22 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
     Raises UserError for a file there that was torn or edited.
     """
     workdir = pathlib.Path(workdir)
-    events = event_log.load_events(workdir / event_log.FILE)
+    events = load_events(workdir / EVENTS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     report = build_report(events, metrics, facts)
     files.write_json(workdir / FILE, report)
     write_timeline(events, workdir)
     pictures = write_plots(events, metrics, report, workdir) if plots else []
     files.write_text(workdir / PAGE, render_page(report, pictures))
-    return report
+    return dict(report)
 
 
-def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> dict[str, Any]:
+def build_report(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> Report:
     """Everything that report.json holds, as JSON-able values; None where nothing was measured."""
-    training = list(event_log.outside_evaluation(events))
+    training, within = list(outside_evaluation(events)), window(events)
+    interruptions = _interruptions(training)
     limit = measure_limit(events, len(metrics), facts)
-    report = {
+    report: Report = {
         'steps': len(metrics),
         'planned_steps': facts.planned_steps,
         'finished': facts.finished,
@@ -65,20 +87,18 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         'optimizer_steps': count_optimizer_steps(metrics),
         'reward': _ends(metrics, names.REWARD_MEAN),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
-        'most_frequent_answer_share': {
-            'before': facts.evaluation_before and facts.evaluation_before.most_frequent_answer_share,
-            'after': facts.evaluation_after and facts.evaluation_after.most_frequent_answer_share,
-        },
+        'most_frequent_answer_share': _most_frequent(facts),
         'token_age': _token_age(metrics),
         'versions_per_trajectory': {
             'mean': _weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES),
             'max': _largest(metrics, names.VERSIONS_MAX),
         },
-        **_interruptions(training),
-        'admission_held': _admission_held(metrics, event_log.window(events)),
+        'interruptions': len(interruptions),
+        'steps_with_interruption': len({event['to_version'] for event in interruptions}),
+        'admission_held': _admission_held(metrics, within),
         'publish_pause_seconds': _pauses(training),
         'mismatch': _mismatch(metrics),
-        'throughput': _throughput(training, metrics, event_log.window(events)),
+        'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
         'time': as_report(limit),
         'compilations': facts.compilations,
@@ -96,13 +116,15 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         'idle_fields': list(facts.idle_fields),
         'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
         'hardware': dict(facts.hardware),
-        'window_seconds': event_log.window(events).seconds,
+        'window_seconds': within.seconds,
         'cause_of_gap': limit.cause,
+        'warnings': [],
     }
-    return plain({**report, 'warnings': find_caveats(events, metrics, report, facts)})
+    report['warnings'] = find_caveats(events, metrics, report, facts)
+    return cast(Report, plain(report))
 
 
-def count_optimizer_steps(metrics: Records) -> dict[str, int]:
+def count_optimizer_steps(metrics: Metrics) -> OptimizerSteps:
     """Over all updates: {'applied', 'skipped' because the gradient was not finite}."""
     applied, skipped = _total(metrics, names.OPTIMIZER_STEPS), _total(metrics, names.SKIPPED_STEPS)
     return {'applied': int(applied), 'skipped': int(skipped)}
@@ -112,84 +134,84 @@ def _span(events: Sequence[Event]) -> float | None:
     return events[-1]['time'] - events[0]['time'] if events else None
 
 
-def _groups(events: Sequence[Event], metrics: Records) -> dict[str, Any]:
+def _groups(events: Sequence[Event], metrics: Metrics) -> Groups:
     """Drawn and dropped from the events; trained and filtered from the updates that were published."""
-    ledger = event_log.ledger(events)
-    reasons = collections.Counter(ledger.reasons[draw] for draw, state in ledger.states.items() if state == 'dropped')
+    draws = ledger(events)
+    reasons = collections.Counter(draws.reasons[draw] for draw, state in draws.states.items() if state == 'dropped')
     return {
-        'drawn': len(ledger.states),
+        'drawn': len(draws.states),
         'trained': int(_total(metrics, names.GROUPS_TRAINED)),
         'filtered': int(_total(metrics, names.UPDATE_FILTERED)),
         'dropped': dict(sorted(reasons.items())),
     }
 
 
-def _admission_held(metrics: Records, within: event_log.Window) -> dict[str, float]:
+def _admission_held(metrics: Metrics, within: Window) -> dict[str, float]:
     """Share of the window in which each bound kept admission closed, the largest first."""
-    held: collections.Counter[str] = collections.Counter()
+    held: dict[str, float] = collections.defaultdict(float)
     for line in metrics:
-        for name, seconds in line.items():
+        for name in line:
             if name.startswith(names.ADMISSION_HELD):
-                held[name.removeprefix(names.ADMISSION_HELD)] += seconds
-    span = max(within.seconds, held.total())  # in lock-step admission is held before the first group too
-    return {bound: seconds / span for bound, seconds in held.most_common()}
+                held[name.removeprefix(names.ADMISSION_HELD)] += number(line, name) or 0.0
+    span = max(within.seconds, sum(held.values()))  # in lock-step admission is held before the first group too
+    return {bound: held[bound] / span for bound in sorted(held, key=lambda bound: -held[bound])}
 
 
 def _generated(events: Sequence[Event]) -> int:
     return sum(event['tokens'] for event in events if event['kind'] == 'decode')
 
 
-def _values(metrics: Records, name: str) -> list[float]:
-    return [line[name] for line in metrics if line.get(name) is not None]
+def _values(metrics: Metrics, name: str) -> list[float]:
+    return [value for line in metrics if (value := number(line, name)) is not None]
 
 
-def _total(metrics: Records, name: str) -> float:
+def _total(metrics: Metrics, name: str) -> float:
     return sum(_values(metrics, name))
 
 
-def _largest(metrics: Records, name: str) -> float | None:
+def _largest(metrics: Metrics, name: str) -> float | None:
     return max(_values(metrics, name), default=None)
 
 
-def _ends(metrics: Records, name: str) -> dict[str, float | None]:
+def _ends(metrics: Metrics, name: str) -> Ends:
     values = _values(metrics, name)
     return {'first': values[0] if values else None, 'last': values[-1] if values else None}
 
 
-def _weighted_mean(metrics: Records, name: str, weight: str) -> float | None:
+def _weighted_mean(metrics: Metrics, name: str, weight: str) -> float | None:
     """Mean over the updates, each with its count; updates without a value or a count are left out."""
-    pairs = [(line[name], line[weight]) for line in metrics if line.get(name) is not None and line.get(weight)]
-    total = sum(count for _, count in pairs)
-    return sum(value * count for value, count in pairs) / total if total else None
+    pairs = [(number(line, name), number(line, weight)) for line in metrics]
+    counted = [(value, count) for value, count in pairs if value is not None and count]
+    total = sum(count for _, count in counted)
+    return sum(value * count for value, count in counted) / total if total else None
 
 
-def _token_age(metrics: Records) -> dict[str, float | None]:
-    counts: collections.Counter[int] = collections.Counter()
+def _token_age(metrics: Metrics) -> MeanMax:
+    tokens: dict[int, float] = collections.defaultdict(float)  # by age
     for line in metrics:
-        counts.update(dict(enumerate(line.get(names.TOKEN_AGE_HISTOGRAM) or [])))
-    if not (total := counts.total()):
+        for age, count in enumerate(counts(line, names.TOKEN_AGE_HISTOGRAM)):
+            tokens[age] += count
+    if not (total := sum(tokens.values())):
         mean = _weighted_mean(metrics, names.TOKEN_AGE_MEAN, names.TOKENS_TRAINED)
         return {'mean': mean, 'max': _largest(metrics, names.TOKEN_AGE_MAX)}
-    mean = sum(age * count for age, count in counts.items()) / total
-    return {'mean': mean, 'max': max(age for age, count in counts.items() if count)}
+    mean = sum(age * count for age, count in tokens.items()) / total
+    return {'mean': mean, 'max': max(age for age, count in tokens.items() if count)}
 
 
-def _interruptions(events: Sequence[Event]) -> dict[str, int]:
-    """Times that new weights met unfinished requests on an engine, and the number of updates that did so."""
-    met = [event for event in events if event['kind'] == 'interrupt' and event['requests']]
-    versions = {event['to_version'] for event in met}
-    return {'interruptions': len(met), 'steps_with_interruption': len(versions)}
+def _interruptions(events: Sequence[Event]) -> list[InterruptEvent]:
+    """Each time that new weights met unfinished requests on an engine."""
+    return [event for event in events if event['kind'] == 'interrupt' and event['requests']]
 
 
-def _pauses(events: Sequence[Event]) -> dict[str, float | None]:
+def _pauses(events: Sequence[Event]) -> MedianMax:
     """Stops of the engines to load trained weights (version 0 is loaded before anything runs)."""
     pauses = [event['pause_seconds'] for event in events if event['kind'] == 'load' and event['version'] > 0]
     return {'median': python_statistics.median(pauses) if pauses else None, 'max': max(pauses, default=None)}
 
 
-def _mismatch(metrics: Records) -> dict[str, float | None]:
+def _mismatch(metrics: Metrics) -> Mismatch:
     count = int(_total(metrics, names.MISMATCH_COUNT))
-    measured = [line for line in metrics if line.get(names.MISMATCH_COUNT)]
+    measured = [line for line in metrics if number(line, names.MISMATCH_COUNT)]
     return {
         'mean': _weighted_mean(measured, names.MISMATCH_MEAN, names.MISMATCH_COUNT),
         'max': _largest(measured, names.MISMATCH_MAX),
@@ -198,7 +220,7 @@ def _mismatch(metrics: Records) -> dict[str, float | None]:
     }
 
 
-def _throughput(events: Sequence[Event], metrics: Records, within: event_log.Window) -> dict[str, float | None]:
+def _throughput(events: Sequence[Event], metrics: Metrics, within: Window) -> Throughput:
     """Tokens per second of the window."""
     if not within.seconds:
         return {'generate_tokens_per_second': None, 'train_tokens_per_second': None}
@@ -209,7 +231,7 @@ def _throughput(events: Sequence[Event], metrics: Records, within: event_log.Win
     }
 
 
-def _accuracy(before: EvaluationScores | None, after: EvaluationScores | None) -> dict[str, Any] | None:
+def _accuracy(before: EvaluationScores | None, after: EvaluationScores | None) -> Accuracy | None:
     if before is None and after is None:
         return None
     both = before is not None and after is not None and _has_samples(before) and _has_samples(after)
@@ -219,7 +241,7 @@ def _accuracy(before: EvaluationScores | None, after: EvaluationScores | None) -
         'sampled': {
             'before': _sampled(before),
             'after': _sampled(after),
-            'gain': dataclasses.asdict(gain) if gain else None,
+            'gain': _as_report(gain),
         },
     }
 
@@ -228,9 +250,23 @@ def _has_samples(scores: EvaluationScores) -> bool:
     return any(scores.sampled)
 
 
-def _greedy(scores: EvaluationScores | None) -> dict[str, Any] | None:
-    return dataclasses.asdict(mean_interval(scores.greedy)) if scores and scores.greedy else None
+def _greedy(scores: EvaluationScores | None) -> Interval | None:
+    return _as_report(mean_interval(scores.greedy)) if scores and scores.greedy else None
 
 
-def _sampled(scores: EvaluationScores | None) -> dict[str, Any] | None:
-    return dataclasses.asdict(cluster_interval(scores.sampled)) if scores and _has_samples(scores) else None
+def _sampled(scores: EvaluationScores | None) -> Interval | None:
+    return _as_report(cluster_interval(scores.sampled)) if scores and _has_samples(scores) else None
+
+
+def _as_report(interval: statistics.Interval | None) -> Interval | None:
+    if interval is None:
+        return None
+    return {'mean': interval.mean, 'low': interval.low, 'high': interval.high, 'n': interval.n}
+
+
+def _most_frequent(facts: RunFacts) -> BeforeAfter:
+    before, after = facts.evaluation_before, facts.evaluation_after
+    return {
+        'before': before.most_frequent_answer_share if before else None,
+        'after': after.most_frequent_answer_share if after else None,
+    }

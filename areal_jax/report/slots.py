@@ -1,4 +1,7 @@
-"""Beside the loop: which request an engine's slot decoded when, and with which policy version."""
+"""Spans of the slots: which request a slot of an engine decoded when, and with which policy version.
+
+Used by plots.py (slots.png) and timeline.py. Made from the events `decode` and the intervals of the engines' lanes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from areal_jax.telemetry.events import Event, LaneInterval, lane_intervals
+from areal_jax.events import DecodeEvent, Event
+from areal_jax.report.lanes import LaneInterval, lane_intervals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +29,7 @@ class SlotSpan:
 def slot_spans(events: Sequence[Event]) -> list[SlotSpan]:
     """Spans of all slots by engine, slot and time; a request without a slot in between makes a new span."""
     open_spans: dict[tuple[str, int], SlotSpan] = {}
-    spans = []
+    spans: list[SlotSpan] = []
     for event, interval in decode_intervals(events):
         for slot, request in enumerate(event['slots']):
             key = (event['engine'], slot)
@@ -40,10 +44,10 @@ def slot_spans(events: Sequence[Event]) -> list[SlotSpan]:
     return sorted([*spans, *open_spans.values()], key=lambda span: (span.engine, span.slot, span.start))
 
 
-def decode_intervals(events: Sequence[Event]) -> list[tuple[Event, LaneInterval]]:
+def decode_intervals(events: Sequence[Event]) -> list[tuple[DecodeEvent, LaneInterval]]:
     """Each decode event with the occupation of the engine's lane that did it: the newest before it, else the next.
 
-    An engine logs a dispatch next to its occupation of the lane; either may stand first.
+    An engine logs a dispatch just before or just after its occupation of the lane.
     """
     lanes: dict[str, collections.deque[LaneInterval]] = collections.defaultdict(collections.deque)
     for interval in lane_intervals(events):

@@ -1,4 +1,4 @@
-"""Beside the loop: intervals for shares, means of clustered scores and paired gains."""
+"""Confidence intervals: of shares, of means of clustered scores, of paired gains. Used by report.py."""
 
 from __future__ import annotations
 

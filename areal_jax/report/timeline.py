@@ -1,25 +1,46 @@
-"""Beside the loop: the event log as a Chrome trace, which Perfetto (ui.perfetto.dev) opens."""
+"""The event log as a Chrome trace (timeline.json), which Perfetto (ui.perfetto.dev) opens. Used by report.py."""
 
 from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NotRequired, TypedDict
 
 from areal_jax import files
+from areal_jax.events import Event, lane_group
+from areal_jax.report.lanes import LaneInterval, lane_intervals
+from areal_jax.report.ledger import DrawLedger
 from areal_jax.report.slots import SlotSpan, slot_spans
-from areal_jax.telemetry.events import DrawLedger, Event, LaneInterval, lane_intervals
 from areal_jax.telemetry.json_lines import plain
 
 FILE = 'timeline.json'
 _INSTANTS = ('interrupt', 'publish', 'load', 'drop', 'save', 'restore', 'evaluate', 'signal', 'join', 'leave', 'error')
 
 
-def build_timeline(events: Sequence[Event]) -> dict[str, Any]:
+class TraceEntry(TypedDict):
+    """An event of the trace format; which fields it has depends on `ph`."""
+
+    name: str
+    ph: str  # 'M' metadata, 'X' an interval, 'i' an instant, 'C' a counter
+    pid: int
+    tid: int
+    ts: NotRequired[float]  # microseconds
+    dur: NotRequired[float]  # microseconds
+    cat: NotRequired[str]
+    s: NotRequired[str]  # how far an instant is drawn: 'g' over the whole trace, 't' over its thread
+    args: Mapping[str, object]
+
+
+class Trace(TypedDict):
+    displayTimeUnit: str
+    traceEvents: list[TraceEntry]
+
+
+def build_timeline(events: Sequence[Event]) -> Trace:
     """The trace: a process per kind of lane with a thread per lane, a process per engine with a thread per slot.
 
-    Times are microseconds. Work of a lane of width n that overlaps lies on n threads. Interruptions, publications,
+    Times are microseconds. Work that overlaps on one lane is drawn on several threads. Interruptions, publications,
     loads and the like are instants on a process of their own; buffer size and version are counters.
     """
     tracks = _Tracks()
@@ -29,9 +50,9 @@ def build_timeline(events: Sequence[Event]) -> dict[str, Any]:
     ]
     for event in events:
         if event['kind'] in _INSTANTS:
-            entries.append(_instant_entry(event, tracks.thread('events', event.get('engine') or event['kind'])))
+            entries.append(_instant_entry(event, tracks.thread('events', event['lane'] or event['kind'])))
     entries += _counters(events, tracks.process('counters'))
-    entries.sort(key=lambda entry: entry['ts'])
+    entries.sort(key=lambda entry: entry.get('ts', 0.0))
     return {'displayTimeUnit': 'ms', 'traceEvents': [*tracks.metadata, *entries]}
 
 
@@ -46,7 +67,7 @@ class _Tracks:
     """Numbers for processes and threads in the order in which they are first needed, with the metadata naming them."""
 
     def __init__(self) -> None:
-        self.metadata: list[dict[str, Any]] = []
+        self.metadata: list[TraceEntry] = []
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[int, str], int] = {}
         self._free_from: dict[tuple[str, int], float] = {}  # end of the last work on a row of a lane
@@ -65,12 +86,12 @@ class _Tracks:
         return key[0], self._threads[key]
 
     def lane(self, interval: LaneInterval) -> tuple[int, int]:
-        """The thread of a lane's work: the first row that is free; asked for in order of start."""
+        """The thread for one interval of a lane: its first free row. Call it in the order in which intervals start."""
         row = 0
         while self._free_from.get((interval.lane, row), interval.start) > interval.start + 1e-6:
             row += 1
         self._free_from[interval.lane, row] = interval.end
-        kind = interval.lane.split('/')[0]
+        kind = lane_group(interval.lane)
         return self.thread(f'lanes: {kind}', interval.lane if row == 0 else f'{interval.lane} +{row}')
 
     def slot(self, span: SlotSpan) -> tuple[int, int]:
@@ -88,7 +109,7 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _work_entry(interval: LaneInterval, track: tuple[int, int]) -> dict[str, Any]:
+def _work_entry(interval: LaneInterval, track: tuple[int, int]) -> TraceEntry:
     return {
         'name': interval.work, 'cat': 'lane', 'ph': 'X', 'pid': track[0], 'tid': track[1],
         'ts': _microseconds(interval.start), 'dur': _microseconds(interval.end - interval.start),
@@ -96,7 +117,7 @@ def _work_entry(interval: LaneInterval, track: tuple[int, int]) -> dict[str, Any
     }  # fmt: skip
 
 
-def _span_entry(span: SlotSpan, track: tuple[int, int]) -> dict[str, Any]:
+def _span_entry(span: SlotSpan, track: tuple[int, int]) -> TraceEntry:
     return {
         'name': f'{span.request} v{span.version}', 'cat': 'slot', 'ph': 'X', 'pid': track[0], 'tid': track[1],
         'ts': _microseconds(span.start), 'dur': _microseconds(span.end - span.start),
@@ -104,7 +125,7 @@ def _span_entry(span: SlotSpan, track: tuple[int, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _instant_entry(event: Event, track: tuple[int, int]) -> dict[str, Any]:
+def _instant_entry(event: Event, track: tuple[int, int]) -> TraceEntry:
     arguments = {name: value for name, value in event.items() if name not in ('time', 'lane', 'kind')}
     return {
         'name': event['kind'], 'cat': 'event', 'ph': 'i', 's': 'g' if event['kind'] == 'publish' else 't',
@@ -112,16 +133,17 @@ def _instant_entry(event: Event, track: tuple[int, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _counters(events: Iterable[Event], process: int) -> list[dict[str, Any]]:
+def _counters(events: Iterable[Event], process: int) -> list[TraceEntry]:
     """A sample of buffer size or version after every event that changed it."""
-    ledger, entries, last = DrawLedger(), [], {'buffered groups': 0, 'version': 0}
+    ledger, last = DrawLedger(), {'buffered groups': 0, 'version': 0}
+    entries: list[TraceEntry] = []
     for event in events:
         ledger.apply(event)
         values = {'buffered groups': ledger.count('buffered')}
         values['version'] = event['version'] if event['kind'] == 'publish' else last['version']
         for name, value in values.items():
             if value != last[name]:
-                entry = {'name': name, 'ph': 'C', 'pid': process, 'tid': 0, 'ts': _microseconds(event['time'])}
-                entries.append({**entry, 'args': {name: value}})
+                ts = _microseconds(event['time'])
+                entries.append({'name': name, 'ph': 'C', 'pid': process, 'tid': 0, 'ts': ts, 'args': {name: value}})
         last = values
     return entries

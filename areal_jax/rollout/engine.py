@@ -16,6 +16,7 @@ import numpy as np
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
+from areal_jax.events import PUBLISH
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, SlotInit
 from areal_jax.types import EngineStatus, FinishReason, GenerationRequest, PublishedWeights, Segment, Work
@@ -195,7 +196,7 @@ class Engine:
     async def receive_weights(self, published: PublishedWeights) -> None:
         """Fetch the weights while decoding goes on; they are swapped in between two dispatches."""
         work = Work('load', 1, {'version': published.version})
-        params = await self._clock.run('publish', lambda: self._receive(published), work)
+        params = await self._clock.run(PUBLISH, lambda: self._receive(published), work)
         self._next_weights = _Weights(published.version, params)
         self._wake.set()
 

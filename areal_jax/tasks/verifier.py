@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax import events
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock, Event
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
@@ -20,7 +21,7 @@ from areal_jax.tasks.task import Scorer, TaskError
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 
 LABELS = ('ok', 'timeout', 'crash', 'error')  # of an attempt; 'error': the scorer raised, or returned no reward
-LANE = 'reward'
+LANE = events.REWARD
 
 _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
 

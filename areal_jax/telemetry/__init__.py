@@ -1,1 +1,1 @@
-"""Beside the loop: what it did, as metrics, a progress line, a timeline, plots and a report. Imports no jax."""
+"""What a run says of itself while it runs: metrics of each update, progress lines, memory. Imports no jax."""

@@ -1,4 +1,7 @@
-"""Beside the loop: what only the running program knows, kept for the report in WORKDIR/facts.json."""
+"""What only the running program knows, kept for the report in WORKDIR/facts.json.
+
+Written by app/ when a run finishes, read by report/ and app/rebuild.py.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from areal_jax import files
 
 FILE = 'facts.json'
 EVALUATIONS = 'evaluations.json'
+_Json = dict[str, Any]  # an object as a file has it, not checked yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ class RunFacts:
     weights_sha256: str | None = None  # of the last version
     git_commit: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages
-    hardware: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # cores, platform, ...
+    hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)  # cores, platform, ...
     alone_seconds: Mapping[str, float | None] = dataclasses.field(
         default_factory=dict
     )  # 'generate', 'train': an update
@@ -74,7 +78,7 @@ class RunFacts:
         return cls(**values | {'eta': None if values['eta'] is None else float(values['eta'])})
 
 
-def read_facts(workdir: pathlib.Path | str, kind: type) -> dict[str, Any]:
+def read_facts(workdir: pathlib.Path | str, kind: type) -> _Json:
     """The fields of the dataclass `kind` in WORKDIR/facts.json, as JSON has them; raises FileError."""
     path = pathlib.Path(workdir) / FILE
     fix = 'remove it: a report can be made without it'
@@ -87,7 +91,7 @@ def read_facts(workdir: pathlib.Path | str, kind: type) -> dict[str, Any]:
 
 
 def discard_facts(workdir: pathlib.Path | str) -> None:
-    """Remove what an earlier end of the run left: from now on it has not finished."""
+    """Remove facts.json, as the run is about to go on: a workdir with it has finished."""
     (pathlib.Path(workdir) / FILE).unlink(missing_ok=True)
 
 
@@ -119,7 +123,7 @@ def read_scores(path: pathlib.Path) -> dict[str, EvaluationScores]:
     return found
 
 
-def _scores(values: Mapping[str, Any] | None) -> EvaluationScores | None:
+def _scores(values: _Json | None) -> EvaluationScores | None:
     if values is None:
         return None
     sampled = tuple(tuple(scores) for scores in values['sampled'])

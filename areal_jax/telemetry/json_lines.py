@@ -1,4 +1,7 @@
-"""Beside the loop: files of one JSON object a line, which survive the death of their writer."""
+"""Files of one JSON object a line, which survive the death of their writer.
+
+Used by metrics.py (metrics.jsonl) and by report/event_log.py (events.jsonl).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from typing import Any
 from areal_jax import files
 
 
-def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """One dict a line. A last line torn by the death of its writer is left out; any other bad line is an error.
+def read_json_lines(path: pathlib.Path) -> list[dict[str, object]]:
+    """One dict per line; a last line that was cut off by the death of its writer is left out.
 
     Raises:
         FileError: a line before the last is not a JSON object, or the last is complete and not an object; the message
@@ -23,7 +26,7 @@ def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b'\n')
     ended = not lines[-1]
     lines = lines[:-1] if ended else lines
-    records = []
+    records: list[dict[str, object]] = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(files.parse_object(line, f'{path}: line {number} of {len(lines)}', 'restore or remove it'))
@@ -35,7 +38,7 @@ def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def require_fields(
-    path: pathlib.Path, number: int, record: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
+    path: pathlib.Path, number: int, record: Mapping[str, object], fields: Mapping[str, type | tuple[type, ...]]
 ) -> None:
     """Raises FileError where line `number` of the file lacks one of `fields` or has it with another type."""
     for name, kind in fields.items():
@@ -44,7 +47,7 @@ def require_fields(
             raise files.FileError(f'{path}: line {number} {found}: it was edited or is of another program; remove it')
 
 
-def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, Any]]) -> None:
+def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, object]]) -> None:
     """Replace the file by these records, all or nothing; no file stays no file."""
     if not path.exists():
         return
@@ -52,11 +55,11 @@ def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, Any]])
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether it can be the beginning of an object: what a writer leaves that dies in the middle of a line."""
-    return line.lstrip()[:1] in (b'{', b'', b'\0')  # zeros: a block that was allocated and not written
+    """Whether the line can be the beginning of an object, as a writer leaves it that dies while it writes."""
+    return line.lstrip()[:1] in (b'{', b'', b'\0')  # zeros: the file system had allocated the block, but not written it
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """What JSON can hold: numpy scalars and arrays become numbers and lists, NaN and infinity become None."""
     if hasattr(value, 'tolist'):
         value = value.tolist()

@@ -1,16 +1,19 @@
-"""Beside the loop: metrics of each update, appended to WORKDIR/metrics.jsonl and to TensorBoard."""
+"""Metrics of each update, appended to WORKDIR/metrics.jsonl and to TensorBoard, and read again for a report.
+
+Written by app/observer.py and app/sft.py, read by report/ and app/rebuild.py.
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 from areal_jax import files
 from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
 from areal_jax.telemetry.names import METRICS, STEP, TOKEN_AGE_HISTOGRAM
 from areal_jax.telemetry.tensorboard import TensorBoardWriter
+from areal_jax.telemetry.values import Line, Value
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
@@ -18,12 +21,12 @@ _NUMBER = (int, float, type(None))  # null where it was not finite
 
 
 class MetricsError(ValueError):
-    """Two producers measure one metric; a bug of this program."""
+    """Two producers measure the same metric, which is a bug of this program."""
 
 
-def merge(**producers: Mapping[str, Any]) -> dict[str, Any]:
+def merge(**producers: Line) -> dict[str, Value]:
     """The metrics of all producers, by the producers' names; raises MetricsError where two produce one metric."""
-    values: dict[str, Any] = {}
+    values: dict[str, Value] = {}
     source: dict[str, str] = {}
     for producer, metrics in producers.items():
         for name, value in metrics.items():
@@ -43,10 +46,10 @@ class MetricsWriter:
         self._use_tensorboard = tensorboard
         self._tensorboard: TensorBoardWriter | None = None
         self._purge_step: int | None = None
-        rewrite_json_lines(self._path, read_metrics(self._path))  # a torn last line would swallow the next one
+        rewrite_json_lines(self._path, read_metrics(self._path))  # the next line must not be appended to a torn one
         self._file = files.LineWriter(self._path)
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Line) -> None:
         """Append the metrics of one update; numbers that are not finite become null."""
         values = {str(name): plain(value) for name, value in metrics.items() if name != STEP}
         self._file.write(json.dumps({STEP: int(step), **values}))
@@ -54,12 +57,12 @@ class MetricsWriter:
             self._write_tensorboard(step, values)
 
     def truncate(self, step: int) -> None:
-        """Forget every update after `step`: a resumed run will make them again.
+        """Remove every update after `step`; a resumed run makes them again.
 
         Raises FileError where an update up to `step` is missing.
         """
         self._file.close()
-        kept = [line for line in read_metrics(self._path) if line[STEP] <= step]
+        kept = [line for line in read_metrics(self._path) if _step(line) <= step]
         if len(kept) < step:
             raise files.FileError(
                 f'{self._path} has {len(kept)} updates, the checkpoint was saved after {step}; restore the file as the '
@@ -78,7 +81,7 @@ class MetricsWriter:
         self._file.close()
         self._close_tensorboard()
 
-    def _write_tensorboard(self, step: int, values: dict[str, Any]) -> None:
+    def _write_tensorboard(self, step: int, values: Line) -> None:
         if self._tensorboard is None:
             self._tensorboard = TensorBoardWriter(self._workdir / DIRECTORY, self._purge_step)
         self._tensorboard.write(step, values)
@@ -89,22 +92,26 @@ class MetricsWriter:
             tensorboard.close()
 
 
-def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
+def read_metrics(path: pathlib.Path | str) -> list[Line]:
     """The lines of a metrics.jsonl as dicts; a torn last line is left out, no file is an empty list.
 
     Raises FileError for a line that is no JSON object, holds what is no metric, or is not of the update after that of
     the line before.
     """
     path = pathlib.Path(path)
-    lines = read_json_lines(path)
+    lines = cast(list[Line], read_json_lines(path))
     for number, line in enumerate(lines, start=1):
         require_fields(path, number, line, {STEP: int} | {name: _kind(name) for name in line.keys() - {STEP}})
-        if number > 1 and line[STEP] != lines[number - 2][STEP] + 1:
+        if number > 1 and line[STEP] != _step(lines[number - 2]) + 1:
             raise files.FileError(
                 f'{path}: line {number} is of update {line[STEP]}, after one of update {lines[number - 2][STEP]}: '
                 'lines were removed, added or moved; restore the file as the run wrote it'
             )
     return lines
+
+
+def _step(line: Line) -> int:
+    return cast(int, line[STEP])
 
 
 def _kind(name: str) -> type | tuple[type, ...]:

@@ -1,4 +1,4 @@
-"""Beside the loop: the names of the metrics of an update, each with its unit and meaning.
+"""The names of the metrics of an update, each with its unit and meaning.
 
 A name is `stage/quantity_unit`. A metric is a string, so it serves as a key as it is. Counts are those since the last
 update, unless the description says otherwise. A metric has one producer: `metrics.merge` refuses a second one. Trained

@@ -1,4 +1,4 @@
-"""Beside the loop: numbers as people read them."""
+"""Numbers as text for people: used by progress.py, report/ and app/sft_report.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beside the loop: one line per update on the terminal, and what is done before the first."""
+"""Progress on the terminal: one line per update, and what the program does before the first one. Used by app/."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from areal_jax.telemetry import names
 from areal_jax.telemetry.numerals import format_duration
+from areal_jax.telemetry.values import Line, number
 
 HEADER = (
     'reward: mean of the batch | age: versions behind of the trained tokens | gen, train: tokens per second | '
@@ -23,21 +23,21 @@ class Progress:
     """Prints a header and then a line per update; plain lines, so a file or a pipe reads as well as a terminal."""
 
     def __init__(self, steps: int, stream: TextIO | None = None, first_step: int = 0, first_time: float = 0.0):
-        """`first_step` and `first_time`: what a resumed run had behind it when it went on."""
+        """`first_step` and `first_time`: update and clock seconds at which a resumed run goes on."""
         self._steps, self._stream = steps, stream
         self._first_step, self._first_time = first_step, first_time
         self._has_header = False
 
     def restart(self, time: float) -> None:
-        """Updates begin at this clock time: what was before (an evaluation) does not count for the time left."""
+        """Estimate the time left from this clock time on, so that an evaluation before it does not count."""
         self._first_time = time
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def update(self, step: int, metrics: Line) -> None:
         """Print the line of one update."""
         if not self._has_header:
             self._print(HEADER)
             self._has_header = True
-        done, seconds = step - self._first_step, metrics.get(names.TIME)
+        done, seconds = step - self._first_step, number(metrics, names.TIME)
         left = None if seconds is None or done < 1 else (seconds - self._first_time) / done * (self._steps - step)
         self._print(format_line(step, self._steps, metrics, left))
 
@@ -46,9 +46,9 @@ class Progress:
 
 
 class StartProgress:
-    """Says what a run does beside its updates: a line as each part begins, and one every few seconds while it lasts.
+    """Prints what a run does before and after its updates: a line as each part begins, then one every few seconds.
 
-    A thread prints, so that a single long step is not silent either. `end` stops it, `begin` starts it again.
+    A thread prints, because a single step may take minutes. `end` stops the thread, `begin` starts it again.
     """
 
     def __init__(self, shown: bool, stream: TextIO | None = None, every_s: float = EVERY_S):
@@ -59,7 +59,7 @@ class StartProgress:
         self._thread: threading.Thread | None = None
 
     def begin(self, doing: str) -> None:
-        """Something else is done from now on: 'loading model.gguf'."""
+        """The part that begins now, for example 'loading model.gguf'."""
         self._doing, self._detail, self._began = doing, '', time.monotonic()
         if not self._shown:
             return
@@ -94,7 +94,7 @@ class StartProgress:
         print(line, file=self._stream or sys.stdout, flush=True)
 
 
-def format_line(step: int, steps: int, metrics: Mapping[str, Any], left_seconds: float | None) -> str:
+def format_line(step: int, steps: int, metrics: Line, left_seconds: float | None) -> str:
     """One update in one line; `-` for a value that is missing or not finite."""
     width = len(str(steps))
     skipped = describe_skipped_steps(metrics)
@@ -111,14 +111,14 @@ def format_line(step: int, steps: int, metrics: Mapping[str, Any], left_seconds:
     return '  '.join(parts)
 
 
-def describe_skipped_steps(metrics: Mapping[str, Any]) -> str:
-    """'' where none was: whoever watches should see a run that does not learn, and nothing else."""
-    skipped, applied = metrics.get(names.SKIPPED_STEPS) or 0, metrics.get(names.OPTIMIZER_STEPS) or 0
+def describe_skipped_steps(metrics: Line) -> str:
+    """The part of a line on skipped optimizer steps; '' without any, so that it is seen where there are some."""
+    skipped, applied = number(metrics, names.SKIPPED_STEPS) or 0, number(metrics, names.OPTIMIZER_STEPS) or 0
     return f'skipped {skipped:.0f} of {skipped + applied:.0f} steps (gradient not finite)' if skipped else ''
 
 
-def _number(metrics: Mapping[str, Any], name: str, form: str) -> str:
-    value = metrics.get(name)
+def _number(metrics: Line, name: str, form: str) -> str:
+    value = number(metrics, name)
     if value is None or not math.isfinite(value):
         return '-'.rjust(int(form.split('.')[0] or 0))
     return format(value, form)

@@ -1,10 +1,13 @@
-"""Beside the loop: memory and processor time of the process and its workers."""
+"""Memory and processor time of the process and its workers, measured while the run runs. Used by app/."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import psutil
 
 INTERVAL_S = 0.5
 
@@ -62,7 +65,7 @@ def resident_bytes() -> int:
 def cpu_seconds() -> float:
     """Processor seconds over this process, its living descendants and (not on macOS) those that have ended."""
 
-    def spent(process: Any) -> float:
+    def spent(process: psutil.Process) -> float:
         times = process.cpu_times()
         ended = getattr(times, 'children_user', 0.0) + getattr(times, 'children_system', 0.0)
         return float(times.user + times.system + ended)
@@ -70,7 +73,7 @@ def cpu_seconds() -> float:
     return sum(_each(spent))
 
 
-def _each(measure: Callable[[Any], Quantity]) -> Iterator[Quantity]:
+def _each(measure: Callable[[psutil.Process], Quantity]) -> Iterator[Quantity]:
     """The measure of every process of the tree that is still there."""
     import psutil
 
@@ -79,5 +82,5 @@ def _each(measure: Callable[[Any], Quantity]) -> Iterator[Quantity]:
     for process in this.children(recursive=True):
         try:
             yield measure(process)
-        except psutil.Error:  # it has ended, or is not ours to look at
+        except psutil.Error:  # it has ended, or belongs to another user
             continue

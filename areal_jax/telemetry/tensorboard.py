@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import pathlib
 import time
-from typing import Any
+from typing import TYPE_CHECKING
+
+from areal_jax.telemetry.values import Line, Value
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
 
 
 class TensorBoardWriter:
@@ -24,7 +29,7 @@ class TensorBoardWriter:
         directory.mkdir(parents=True, exist_ok=True)
         suffix = f'.from_{purge_step or 0}'  # two files of one second must not share a name
         self._path = directory
-        self._writer: Any = None
+        self._writer: EventsWriter
         try:
             self._writer = EventsWriter(str(directory / 'events'), suffix)
             self._path = pathlib.Path(self._writer._file_name)
@@ -34,7 +39,7 @@ class TensorBoardWriter:
         except OSError as error:
             raise self._named(error) from None
 
-    def write(self, step: int, values: dict[str, Any]) -> None:
+    def write(self, step: int, values: Line) -> None:
         """Numbers of one update; lists of counts by age 0, 1, ... as histograms. Raises OSError that names the file."""
         try:
             for name, value in values.items():
@@ -51,7 +56,7 @@ class TensorBoardWriter:
         except OSError as error:
             raise self._named(error) from None
 
-    def _summarize(self, name: str, value: Any) -> Any:
+    def _summarize(self, name: str, value: Value) -> object:
         if isinstance(value, (int, float)):
             return self._summary.scalar(name, value)
         if not isinstance(value, list) or not sum(value):

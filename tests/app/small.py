@@ -9,6 +9,7 @@ import numpy as np
 
 from areal_jax import config as schema
 from areal_jax.app.session import Session
+from areal_jax.control.events import check_types
 
 
 def small_config(**fields):
@@ -44,6 +45,8 @@ class SmallRun:
     def __init__(self, workdir: pathlib.Path, resume: bool = False, **fields):
         self.workdir = workdir
         self.session = Session(small_config(**fields), workdir, resume=resume)
+        if self.session._finished is None:
+            self.session.log.listeners.append(check_types)
         self.batches, self.weights = [], {}
         learner = self.session.learner
         update, publish = learner.update, learner.publish

@@ -1,5 +1,6 @@
 from areal_jax.app.alone import alone_seconds
-from areal_jax.telemetry.events import LaneInterval, Window
+from areal_jax.report.lanes import LaneInterval
+from areal_jax.report.window import Window
 
 
 def interval(lane, work, start, end, amount):

@@ -175,11 +175,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, steps_
     assert consumed == [e['draws'] for e in whole.events if e['kind'] == 'consume']
     assert resumed.report['steps'] == 6
     assert lines_of(resumed) == lines_of(whole)
+    assert events_of(resumed) == events_of(whole)
+    numbers = [e['run'] for e in resumed.events if e['kind'] == 'run_start']
+    assert sorted(numbers) == [*range(len(numbers))]
 
 
 def lines_of(run):
     """The metrics of every update; programs are compiled once a process, not once a run."""
     return [line | {'compilations': None} for line in read_metrics(run.workdir / 'metrics.jsonl')]
+
+
+def events_of(run):
+    """Without those of a restart: the program starts, engines join and get their open requests again."""
+    restart, moved = ('log', 'join', 'restore', 'route', 'arrive'), ('seq', 'dispatch')
+    kept = [event for event in run.events if event['kind'] not in restart]
+    return [{name: value for name, value in event.items() if name not in moved} for event in kept]
 
 
 def test_fixed_staleness_trains_on_one_age(tmp_path):

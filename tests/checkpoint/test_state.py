@@ -115,8 +115,8 @@ def test_a_missing_key_of_a_part_is_named():
 
 def test_another_format_and_a_wrong_type_are_refused():
     record = encode_run_state(_state())
-    with pytest.raises(RunStateError, match='format 1, this version reads 2'):
-        decode_run_state({**record, 'format': 1})
+    with pytest.raises(RunStateError, match='format 2, this version reads 3: resume with the one that saved'):
+        decode_run_state({**record, 'format': 2})
     with pytest.raises(RunStateError, match="'gate' is 3, not of type dict"):
         decode_run_state({**record, 'gate': 3})
 
@@ -140,6 +140,7 @@ def _state():
         'version': 3,
         'clock_s': 0.1 + 0.2,
         'next_seq': 99,
+        'next_run': 21,
         'stream': {'draw': 8, 'seed': 0},
         'gate': {'version': 3, 'admitted': 8, 'running': 1, 'buffered': 1},
         'buffer': [TrajectoryGroup(6, (trajectory,))],

@@ -316,8 +316,9 @@ def test_a_scorer_that_always_fails_ends_the_run():
 
 
 def what_happened(events, after_s):
-    """Without numbers of runs and dispatches, and without the restart's own events."""
-    kinds, fields = ('admit', 'decode', 'finish', 'consume', 'publish', 'buffer'), ('run', 'seq', 'dispatch')
+    """Without the restart's own events and the numbers that these and the restart move: of events and dispatches."""
+    kinds = ('admit', 'decode', 'finish', 'consume', 'publish', 'buffer', 'run_start', 'run_done')
+    fields = ('seq', 'dispatch')
     events = [e for e in events if e['time'] > after_s and e['kind'] in kinds]
     return [{key: value for key, value in e.items() if key not in fields} for e in events]
 

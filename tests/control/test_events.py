@@ -1,10 +1,12 @@
-"""The event log of a run that goes on: what it keeps, and what it refuses to go on from."""
+"""What the writer of the event log takes; what a run that goes on keeps of its log, and what it refuses."""
 
 import json
 
 import pytest
 
-from areal_jax.control.events import EventLog, truncate_events
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog, check_types, truncate_events
+from areal_jax.events import KINDS, VERSION
 from areal_jax.files import FileError
 
 
@@ -79,3 +81,58 @@ def test_damage_in_the_part_to_keep_is_refused_and_nothing_is_cut(tmp_path, dama
 def test_an_event_is_one_line_with_its_number(tmp_path):
     lines = write_log(tmp_path / 'events.jsonl', 2)
     assert [json.loads(line)['seq'] for line in lines] == [0, 1]
+
+
+def test_the_first_event_of_each_start_is_the_version_at_the_time_of_the_clock():
+    log = EventLog(next_seq=7)
+    VirtualClock({}, log, {}, start_s=2.5)
+    assert log.events == [{'seq': 7, 'time': 2.5, 'lane': None, 'kind': 'log', 'version': VERSION}]
+
+
+@pytest.mark.parametrize(
+    ('kind', 'fields', 'message'),
+    [
+        (
+            'drawn',
+            {'draw': 1},
+            r"^event kind 'drawn' is not in the schema \(areal_jax/events\.py\); known: ",
+        ),
+        ('draw', {}, r"^event 'draw': fields left out: \['draw'\], not in the schema .*: \[\]$"),
+        ('draw', {'draw': 1, 'sample': 2}, r"fields left out: \[\], not in the schema .*: \['sample'\]$"),
+        ('evaluate', {'phase': 'after'}, r"fields left out: \['mode'\]"),
+        ('run_start', {'run': 0, 'work': 'x', 'amount': 1, 'tokens': 3}, r"not in the schema .*: \['tokens'\]$"),
+    ],
+)
+def test_an_event_that_the_schema_lacks_is_refused_and_leaves_no_line(kind, fields, message):
+    log = EventLog()
+    with pytest.raises(ValueError, match=message):
+        log.write(kind, **fields)
+    assert (log.events, log.next_seq) == ([], 0)
+
+
+def test_optional_fields_may_be_left_out_one_by_one():
+    log = EventLog()
+    log.listeners.append(check_types)
+    log.write('evaluate', phase='after', mode='start')
+    log.write('evaluate', phase='after', mode='done', unverified=['timeout'])
+    detail = {'update': 1, 'version': 2, 'draw': 3, 'attempt': 1, 'worker': 'start'}
+    assert detail.keys() == {field.name for field in KINDS['run_start'].fields if field.optional}
+    for name in detail:
+        log.write('run_start', 'learner', run=0, work='train', amount=5, **{name: detail[name]})
+    assert [set(event) & detail.keys() for event in log.events[2:]] == [{name} for name in detail]
+
+
+def test_the_listener_for_tests_refuses_a_wrong_type():
+    log = EventLog()
+    log.listeners.append(check_types)
+    with pytest.raises(TypeError, match=r"^event 'draw' has draw='1', which is not of type int$"):
+        log.write('draw', draw='1')
+
+
+def test_a_log_of_a_later_version_is_not_continued(tmp_path):
+    path = tmp_path / 'events.jsonl'
+    event = {'seq': 0, 'time': 0.0, 'lane': None, 'kind': 'log', 'version': VERSION + 1}
+    path.write_text(json.dumps(event) + '\n')
+    with pytest.raises(FileError, match=rf'^{path}: line 1 says that the event log has version {VERSION + 1}; this'):
+        truncate_events(path, 1)
+    assert json.loads(path.read_text()) == event

@@ -10,7 +10,8 @@ from areal_jax.telemetry.facts import EvaluationScores, RunFacts
 def event_log(*entries: tuple[float, str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Events from (time, kind, fields), numbered in order."""
     return [
-        {'seq': seq, 'time': t, 'lane': None, 'kind': kind, **fields} for seq, (t, kind, fields) in enumerate(entries)
+        {'seq': seq, 'time': t, 'lane': fields.get('engine'), 'kind': kind, **fields}
+        for seq, (t, kind, fields) in enumerate(entries)
     ]
 
 
@@ -60,8 +61,8 @@ def two_updates() -> list[dict[str, Any]]:
         (10, 'admit', {'draw': 1}),
         *dispatch(10, 14, 1, ['0/0/0', '0/1/0'], 8, 0),
         *dispatch(14, 18, 2, ['0/0/0', '0/1/0'], 8, 0),
-        (18, 'buffer', {'draw': 0}),
-        (18, 'buffer', {'draw': 1}),
+        (18, 'buffer', {'draw': 0, 'partial': False}),
+        (18, 'buffer', {'draw': 1, 'partial': False}),
         (18, 'consume', {'update': 1, 'draws': [0]}),
         (18, 'draw', {'draw': 2}),
         (18, 'admit', {'draw': 2}),
@@ -76,7 +77,7 @@ def two_updates() -> list[dict[str, Any]]:
         load(24.5, 1, 0.5),
         (24, 'consume', {'update': 2, 'draws': [1]}),
         *dispatch(24.5, 28, 9, ['0/2/0', None], 3, 1),
-        (28, 'buffer', {'draw': 2}),
+        (28, 'buffer', {'draw': 2, 'partial': False}),
         *work('learner', 'train', 24, 29, 10),
         (29, 'drop', {'draw': 2, 'reason': 'over_age', 'detail': ''}),
         (29, 'draw', {'draw': 3}),

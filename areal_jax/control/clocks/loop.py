@@ -98,14 +98,13 @@ class LoopClock(abc.ABC):
     def __init__(self, lanes: Mapping[str, int], log: EventLog):
         self.lanes = {name: _Lane(width) for name, width in lanes.items()}
         self.log = log
-        self._numbers = itertools.count()
         self._order = itertools.count()
         self._deadlines: list[tuple[float, int, Deadline]] = []
         self._waiting: dict[asyncio.Future[bool], str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early_signals: list[tuple[signal.Signals, protocols.Event]] = []
         self._signal_lock = threading.Lock()
-        log.now = self.now
+        log.start(self.now)
 
     # What the program calls.
 
@@ -118,13 +117,14 @@ class LoopClock(abc.ABC):
 
     async def run(self, lane: str, fn: Callable[[], Any], work: Work) -> Any:
         """Blocking work on the lane; returns what `fn` returns, raises what it raises."""
-        interval = Interval(lane, work, next(self._numbers), self._new_future(), fn=fn)
+        interval = Interval(lane, work, self.log.take_run_number(), self._new_future(), fn=fn)
         self._request(interval)
         return await interval.future
 
     async def call(self, lane: str, coro: Awaitable[Any], work: Work, deadline_s: float) -> Any:
         """I/O on the loop in the lane's turn; raises TimeoutError that names the call at its wall-time deadline."""
-        interval = Interval(lane, work, next(self._numbers), self._new_future(), coro=coro, deadline_s=deadline_s)
+        number = self.log.take_run_number()
+        interval = Interval(lane, work, number, self._new_future(), coro=coro, deadline_s=deadline_s)
         self._request(interval)
         try:
             return await interval.future

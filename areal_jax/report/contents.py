@@ -1,0 +1,147 @@
+"""What report.json holds: its keys, with types and units. None where nothing was measured.
+
+Made by report.py and limit.py, read by caveats.py, page.py and plots.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+
+class Interval(TypedDict):
+    """A mean score with its 95% interval; `low` and `high` are None where n is too small for one."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+class GreedyAccuracy(TypedDict):
+    before: Interval | None
+    after: Interval | None
+
+
+class SampledAccuracy(GreedyAccuracy):
+    gain: Interval | None  # on the same problems
+
+
+class Accuracy(TypedDict):
+    """On held-out problems."""
+
+    greedy: GreedyAccuracy
+    sampled: SampledAccuracy
+
+
+class Ends(TypedDict):
+    first: float | None  # of the first update
+    last: float | None
+
+
+class MeanMax(TypedDict):
+    mean: float | None
+    max: float | None
+
+
+class Mismatch(MeanMax):
+    """Engine against learner, in nats, over tokens of the current version."""
+
+    exact_share: float | None  # tokens whose two log-probs are the same float
+    n: int  # tokens
+
+
+class Groups(TypedDict):
+    drawn: int
+    trained: int
+    filtered: int  # left out of their batch for equal rewards
+    dropped: Mapping[str, int]  # by reason
+
+
+class Tokens(TypedDict):
+    generated: int
+    trained: float
+
+
+class OptimizerSteps(TypedDict):
+    applied: int
+    skipped: int  # their gradient was not finite
+
+
+class BeforeAfter(TypedDict):
+    before: float | None
+    after: float | None
+
+
+class MedianMax(TypedDict):
+    median: float | None
+    max: float | None
+
+
+class Throughput(TypedDict):
+    generate_tokens_per_second: float | None
+    train_tokens_per_second: float | None
+
+
+class Busy(TypedDict):
+    """Share of the window in which the lanes are occupied."""
+
+    rollout: float | None  # mean over the engines
+    learner: float | None
+
+
+class Time(TypedDict):
+    """Seconds of an update; limit.Limit has the meaning of each."""
+
+    generate: float | None
+    train: float | None
+    publish: float | None
+    ideal: float | None
+    achieved: float | None
+    ideal_rule: str
+
+
+class Lag(TypedDict):
+    max: float | None  # seconds, after warm-up
+
+
+class Report(TypedDict):
+    steps: int  # updates published
+    planned_steps: int | None
+    finished: bool
+    attempts: int  # starts of the program that the log tells of
+    wall_seconds: float | None
+    groups: Groups
+    problems: Mapping[str, int]  # 'train', 'held_out', 'dropped'
+    tokens: Tokens
+    optimizer_steps: OptimizerSteps
+    reward: Ends
+    accuracy: Accuracy | None
+    most_frequent_answer_share: BeforeAfter
+    token_age: MeanMax  # of the trained tokens, in versions
+    versions_per_trajectory: MeanMax
+    interruptions: int  # times that new weights met unfinished requests on an engine
+    steps_with_interruption: int
+    admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
+    publish_pause_seconds: MedianMax
+    mismatch: Mismatch
+    throughput: Throughput
+    busy: Busy
+    time: Time
+    compilations: int  # after warm-up
+    peak_memory_bytes: int | None  # of the process tree
+    event_loop_lag_seconds: Lag
+    weights_sha256: str | None  # of the last version
+    git_commit: str | None
+    versions: Mapping[str, str]  # of packages
+    config: str  # path of the experiment file
+    seed: int
+    eta: float | None  # None: unbounded, or not used by the schedule
+    schedule: str
+    clock: str
+    idle_fields: list[str]
+    prolonged: list[dict[str, int]]
+    hardware: Mapping[str, object]
+    window_seconds: float
+    cause_of_gap: str
+    warnings: list[str]

@@ -1,0 +1,39 @@
+"""The reader of the event log: every line is checked against the schema of areal_jax/events.py.
+
+Used by report.py, app/session.py and app/rebuild.py once a run has ended.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+from areal_jax import files
+from areal_jax.events import Event, find_fault, require_known_version
+from areal_jax.telemetry.json_lines import read_json_lines
+
+
+def load_events(path: pathlib.Path | str) -> list[Event]:
+    """The events of an events.jsonl; a torn last line is left out, no file is an empty list.
+
+    A log without the event `log` has version 1. Raises FileError, naming file and line, for a line that is no event of
+    the schema, and for a log that a later program wrote.
+    """
+    path = pathlib.Path(path)
+    events = read_json_lines(path)
+    for number, event in enumerate(events, start=1):
+        require_known_version(event, f'{path}: line {number}')
+        if fault := find_fault(event):
+            raise files.FileError(f'{path}: line {number} {fault}: it was edited or is of another program; remove it')
+    return cast(list[Event], events)
+
+
+def outside_evaluation(events: Iterable[Event]) -> Iterator[Event]:
+    """The events of training: those not between `evaluate` start and done, in the order of the log."""
+    evaluating = False
+    for event in events:
+        if event['kind'] == 'evaluate':
+            evaluating = event['mode'] == 'start'
+        elif not evaluating:
+            yield event
