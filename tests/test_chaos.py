@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from tests.chaos import __main__ as chaos
 from tests.chaos import full_disk, logs, outcomes
 from tests.chaos.processes import MARK, Ending, RunningCommand, marked, python
+from tests.chaos.runs import Ground
 
 STEPS, GROUPS = 4, 2
 
@@ -294,22 +296,56 @@ def test_the_minimum_of_a_kind_is_the_number_of_its_outcomes():
         assert minimum[kind] == len(chaos._KINDS[kind][1]())
 
 
+def run_schedule(schedule, seconds_a_case, now=0.0):
+    """Seconds and outcomes by kind; every case takes as long and has one outcome."""
+    spent: dict[str, float] = {}
+    while drawn := schedule.next(now):
+        now += seconds_a_case
+        spent[drawn[0]] = spent.get(drawn[0], 0.0) + seconds_a_case
+        schedule.note(drawn[0], seconds_a_case, 1)
+    return spent
+
+
 def test_time_is_divided_over_the_kinds_and_each_runs_once():
-    now = 0.0
-
-    def elapsed():
-        return now
-
-    spent = dict.fromkeys(chaos._KINDS, 0.0)
     kinds = ['kill', 'signal', 'disk']
-    for kind, _, _ in chaos.Schedule(kinds, seed=0, minutes=10).cases(elapsed):
-        now += 10.0
-        spent[kind] += 10.0
-    assert now <= 600 + 10
+    spent = run_schedule(chaos.Schedule(kinds, seed=0, minutes=10), 10.0)
+    assert sum(spent.values()) <= 600 + 10
     shares = {kind: chaos._KINDS[kind][0] / sum(chaos._KINDS[k][0] for k in kinds) for kind in kinds}
     for kind in kinds:
         assert abs(spent[kind] - shares[kind] * 600) <= 20
-    now, ran = 1e9, []
-    for kind, _, _ in chaos.Schedule(kinds, seed=0, minutes=1).cases(elapsed):
-        ran.append(kind)
-    assert sorted(ran) == sorted(kinds)
+    assert set(run_schedule(chaos.Schedule(kinds, seed=0, minutes=1), 1.0, now=1e9)) == set(kinds)
+
+
+def test_what_a_complete_run_still_misses_comes_first():
+    kinds = ['kill', 'signal', 'disk']
+    schedule = chaos.Schedule(kinds, seed=0, minutes=10)
+    missing = sum(schedule.minimum[kind] for kind in kinds)
+    spent = run_schedule(schedule, 600 / missing)  # just enough for all of them
+    assert {kind: round(seconds * missing / 600) for kind, seconds in spent.items()} == {
+        kind: schedule.minimum[kind] for kind in kinds
+    }
+
+
+def test_several_threads_share_one_schedule(tmp_path, monkeypatch):
+    running, most, lock = 0, 0, threading.Lock()
+
+    class Slow:
+        def __init__(self, number):
+            self.name = f'case {number}'
+
+        def run(self, ground):
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.05)
+            with lock:
+                running -= 1
+            yield outcomes.Outcome('slow', self.name, 0.05, 0)
+
+    monkeypatch.setattr(chaos, '_KINDS', {'slow': (1.0, lambda: [Slow(i) for i in range(12)])})
+    monkeypatch.setattr(chaos, '_measure_lifetime', lambda ground: None)
+    schedule = chaos.Schedule(['slow'], seed=0, minutes=1, jobs=3)
+    found = chaos._run(schedule, Ground(tmp_path, 0), lambda: 0.0, 3)
+    assert sorted(outcome.case for outcome in found) == sorted(f'case {i}' for i in range(12))
+    assert 2 <= most <= 3

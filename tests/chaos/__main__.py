@@ -1,19 +1,24 @@
-"""Chaos: python -m tests.chaos --minutes=60 --seed=0 --json=FILE [--kinds=kill,signal] [--only=TEXT].
+"""Chaos: python -m tests.chaos --minutes=60 --seed=0 --json=FILE [--jobs=N] [--kinds=kill,signal] [--only=TEXT].
 
-Real processes of main_train are killed, stopped, starved of disk and fed damaged files, hostile scorers and hostile
-configs. A complete run takes about an hour on two cores; fewer minutes take a sample of every kind, drawn by the seed.
-Exit code 0 only if every check held and at least one case of each kind ran.
+Real processes of main_train, one for each core at a time, are killed, stopped, starved of disk and fed damaged files,
+hostile scorers and hostile configs. A complete run takes about half an hour on two cores with nothing else to do; fewer
+minutes take a sample of every kind, drawn by the seed. Exit code 0 only if every check held and at least one case of
+each kind ran.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import copy
+import os
 import pathlib
 import random
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,10 +44,13 @@ _KINDS: dict[str, tuple[float, Callable[[], Sequence[Case]]]] = {
 
 
 class Schedule:
-    """Which case is next: one of the kind that has had the least of its share of the time."""
+    """Which case is next: of the kinds that have not reached their minimum, the one with least of its share of time.
 
-    def __init__(self, kinds: Sequence[str], seed: int, minutes: float, only: str = ''):
-        self._seconds = minutes * 60
+    Several threads may draw cases at once.
+    """
+
+    def __init__(self, kinds: Sequence[str], seed: int, minutes: float, only: str = '', jobs: int = 1):
+        self._seconds, self._jobs = minutes * 60, jobs
         self._shares = {kind: _KINDS[kind][0] for kind in kinds}
         self._left: dict[str, Iterator[Case]] = {}
         self.minimum: dict[str, int] = {}
@@ -55,41 +63,52 @@ class Schedule:
             if kind in kinds:
                 self._left[kind] = iter([case for case in cases if only in case.name])
         self._used = dict.fromkeys(kinds, 0.0)
-        self._ran: set[str] = set()
+        self._ran = dict.fromkeys(kinds, 0)  # outcomes
+        self._begun: set[str] = set()
+        self._lock = threading.Lock()
 
-    def cases(self, elapsed: Callable[[], float]) -> Iterator[tuple[str, Case, float]]:
+    def next(self, elapsed_s: float) -> tuple[str, Case, float] | None:
         """(kind, case, seconds left of the kind's share); after the minutes only kinds of which nothing ran."""
-        while self._left:
-            kind = min(self._left, key=lambda name: (name in self._ran, self._used[name] / self._shares[name]))
-            if elapsed() > self._seconds and kind in self._ran:
-                return
-            case = next(self._left[kind], None)
-            if case is None:
+        with self._lock:
+            while self._left:
+                kind = min(self._left, key=self._urgency)
+                if elapsed_s > self._seconds and kind in self._begun:
+                    return None
+                case = next(self._left[kind], None)
+                if case is not None:
+                    self._begun.add(kind)
+                    return kind, case, self._share_s(kind) - self._used[kind]
                 del self._left[kind]
-                continue
-            began = elapsed()
-            yield kind, case, self._share_s(kind) - self._used[kind]
-            self._used[kind] += elapsed() - began
-            self._ran.add(kind)
+            return None
+
+    def note(self, kind: str, seconds: float, outcomes: int) -> None:
+        """A case has taken `seconds` and had so many outcomes."""
+        with self._lock:
+            self._used[kind] += seconds
+            self._ran[kind] += outcomes
+
+    def _urgency(self, kind: str) -> tuple[bool, bool, float]:
+        return kind in self._begun, self._ran[kind] >= self.minimum[kind], self._used[kind] / self._shares[kind]
 
     def _share_s(self, kind: str) -> float:
-        return self._seconds * self._shares[kind] / sum(self._shares.values())
+        return self._jobs * self._seconds * self._shares[kind] / sum(self._shares.values())
 
 
 def main(arguments: Sequence[str]) -> int:
     flags = _parse(arguments)
     for number in SIGNALS:  # a shell has what it starts in the background ignore some; children would inherit that
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    schedule = Schedule(flags.kinds or list(_KINDS), flags.seed, flags.minutes, flags.only)
+    schedule = Schedule(flags.kinds or list(_KINDS), flags.seed, flags.minutes, flags.only, flags.jobs)
     began = time.monotonic()
     with_failures = pathlib.Path(tempfile.mkdtemp(prefix='chaos_'))
     ground = Ground(with_failures, flags.seed)
-    outcomes = _run(schedule, ground, lambda: time.monotonic() - began)
+    outcomes = _run(schedule, ground, lambda: time.monotonic() - began, flags.jobs)
     coverage = _coverage(schedule, outcomes)
     facts = {
         'command': f'python -m tests.chaos {" ".join(arguments)}',
         'seed': flags.seed,
         'minutes_asked': flags.minutes,
+        'jobs': flags.jobs,
         'minutes_taken': round((time.monotonic() - began) / 60, 2),
         'commit': git_commit(),
         'versions': package_versions(),
@@ -102,19 +121,33 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if all_held(outcomes, coverage) else 1
 
 
-def _run(schedule: Schedule, ground: Ground, elapsed: Callable[[], float]) -> list[Outcome]:
+def _run(schedule: Schedule, ground: Ground, elapsed: Callable[[], float], jobs: int) -> list[Outcome]:
+    """Runs cases on `jobs` threads until the schedule has no more; an interruption ends them after their case."""
     outcomes: list[Outcome] = []
-    try:
-        _measure_lifetime(ground)
-        for kind, case, left_s in schedule.cases(elapsed):
-            ground.until = time.monotonic() + left_s
-            found = list(_outcomes(kind, case, ground))
-            outcomes += found
+    stop = threading.Event()
+
+    def work() -> None:
+        own = copy.copy(ground)  # `until` and `lifetime_s` are those of the case under way
+        while not stop.is_set() and (drawn := schedule.next(elapsed())):
+            kind, case, left_s = drawn
+            began = time.monotonic()
+            own.until = began + left_s
+            found = list(_outcomes(kind, case, own))
+            schedule.note(kind, time.monotonic() - began, len(found))
+            outcomes.extend(found)
             if all(outcome.verdict == 'held' for outcome in found):
                 for directory in {outcome.directory for outcome in found if outcome.directory}:
                     shutil.rmtree(directory, ignore_errors=True)
-    except KeyboardInterrupt:
-        print('interrupted: what follows is what ran until now', flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        try:
+            _measure_lifetime(ground)
+            working = [pool.submit(work) for _ in range(jobs)]
+            for future in working:
+                future.result()
+        except KeyboardInterrupt:
+            stop.set()
+            print('interrupted: what follows is what ran until now', flush=True)
     return outcomes
 
 
@@ -176,6 +209,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='python -m tests.chaos', description=__doc__)
     parser.add_argument('--minutes', type=float, default=60.0, help='wall time, divided over the kinds')
     parser.add_argument('--seed', type=int, default=0, help='of the order of the cases and of every moment')
+    parser.add_argument('--jobs', type=int, default=max(1, (os.cpu_count() or 1)), help='cases at once')
     parser.add_argument('--json', type=pathlib.Path, help='file for the outcomes')
     parser.add_argument('--kinds', type=_kinds, help=f'only these, for a look: {",".join(_KINDS)}')
     parser.add_argument('--only', default='', help='only the cases whose name contains this text, for a look')

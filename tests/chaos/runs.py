@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import random
 import time
@@ -61,12 +62,13 @@ class Ground:
         self.lifetime_s = 9.0  # of one whole run on this machine; measured by the first
         self.until = float('inf')  # time.monotonic() at which the share of the kind that runs is used up
         self._references: dict[str, str | None] = {}
-        self._numbers = 0
+        self._numbers = itertools.count(1)
 
     def fresh(self, name: str) -> pathlib.Path:
         """A new directory for a case; its run's workdir is `/run` below it."""
-        self._numbers += 1
-        directory = self.directory / f'{self._numbers:04d}_{"".join(c if c.isalnum() else "_" for c in name)[:60]}'
+        directory = (
+            self.directory / f'{next(self._numbers):04d}_{"".join(c if c.isalnum() else "_" for c in name)[:60]}'
+        )
         directory.mkdir(parents=True)
         return directory
 
