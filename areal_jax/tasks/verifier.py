@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -182,8 +183,9 @@ class ProcessVerifier:
             slot.worker = self._spawn()
         if not slot.worker.is_ready:
             start = Work('reward', 0.0, {**detail, 'worker': 'start'})
-            await self._clock.call(LANE, slot.worker.become_ready(), start, self._start_deadline_s)
-        return await self._clock.call(LANE, slot.worker.ask(request), Work('reward', 1.0, detail), self._deadline_s)
+            await self._clock.call(LANE, slot.worker.become_ready, start, self._start_deadline_s)
+        ask = functools.partial(slot.worker.ask, request)
+        return await self._clock.call(LANE, ask, Work('reward', 1.0, detail), self._deadline_s)
 
     def _spawn(self) -> WorkerProcess:
         self._workers = [worker for worker in self._workers if not worker.is_gone()]

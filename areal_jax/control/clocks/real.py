@@ -9,10 +9,10 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from areal_jax.control.clocks.loop import Deadline, DeadlockError, Interval, LoopClock, StallError
+from areal_jax.control.clocks.lanes import Interval
+from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
 from areal_jax.control.events import EventLog
 from areal_jax.protocols import Event
 
@@ -31,7 +31,6 @@ class RealClock(LoopClock):
         self._fifo: collections.deque[tuple[float, _Posted]] = collections.deque()
         self._queues: dict[str, queue.SimpleQueue[Interval | None]] = {}
         self._last_release = time.monotonic()
-        self._calls: list[tuple[float, Interval]] = []  # wall deadline of calls in flight
         self._threads: list[threading.Thread] = []
         self._end_of_work_s = _END_OF_WORK_S
         self.max_lag_s = 0.0  # longest wait of a completion for its release: the loop's lag
@@ -49,9 +48,8 @@ class RealClock(LoopClock):
 
     def _begin(self, interval: Interval) -> None:
         interval.started_s = time.monotonic() - self._origin
-        if interval.task is not None:
-            self._calls.append((time.monotonic() + (interval.deadline_s or 0.0), interval))
-            interval.task.add_done_callback(lambda _: self._post(interval))
+        if interval.is_call:
+            self._start_call(interval)
             return
         if interval.lane not in self._queues:
             self._queues[interval.lane] = queue.SimpleQueue()
@@ -67,15 +65,16 @@ class RealClock(LoopClock):
     def _work(self, intervals: queue.SimpleQueue[Interval | None]) -> None:
         while (interval := intervals.get()) is not None:
             interval.started_s = time.monotonic() - self._origin
-            assert interval.fn is not None
             try:
                 interval.result = interval.fn()
             except BaseException as error:  # carried to the coroutine that asked for the work
                 interval.error = error
             self._post(interval)
-            assert self._loop is not None
-            with contextlib.suppress(RuntimeError):  # the loop has closed
-                self._loop.call_soon_threadsafe(_wake)
+            self._wake()
+
+    def _note_end_of_call(self, interval: Interval) -> None:
+        self._post(interval)
+        self._wake()
 
     def _post(self, item: _Posted) -> None:
         if isinstance(item, Interval):
@@ -88,19 +87,18 @@ class RealClock(LoopClock):
     def _post_signal(self, number: signal.Signals, event: Event) -> None:
         self._post((number, event))
 
-    def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
+    def _release_next(self, block: Block) -> Ready:
         self._post_expired()
-        if self._cancel_late_calls():
-            return []
         if self._fifo:
             self._release(*self._fifo.popleft())
             return []
-        self._require_something_to_come()
-        now = time.monotonic()
-        ends = [self._last_release + self._stall_timeout_s, *(deadline for deadline, _ in self._calls)]
-        if self._deadlines:
-            ends.append(self._deadlines[0][0])
-        ready = block(max(0.0, min(ends) - now))
+        deadline = self._next_deadline()
+        if deadline is None and not self._busy:
+            raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
+        end = self._last_release + self._stall_timeout_s
+        if deadline is not None:
+            end = min(end, deadline[0])
+        ready = block(max(0.0, end - time.monotonic()))
         if not ready and not self._fifo and time.monotonic() - self._last_release >= self._stall_timeout_s:
             self._end_of_work_s = _END_OF_STALLED_WORK_S
             raise StallError(
@@ -108,27 +106,10 @@ class RealClock(LoopClock):
             )
         return ready
 
-    def _require_something_to_come(self) -> None:
-        if not self._calls and not self._deadlines and not any(lane.busy for lane in self.lanes.values()):
-            raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
-
     def _post_expired(self) -> None:
         now = time.monotonic()
-        self._drop_dead_deadlines()
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while (first := self._next_deadline()) is not None and first[0] <= now:
             self._post(heapq.heappop(self._deadlines)[2])
-            self._drop_dead_deadlines()
-
-    def _cancel_late_calls(self) -> bool:
-        """True if a call was cancelled: its task has callbacks to run now, the last of which posts the interval."""
-        now = time.monotonic()
-        late = [(end, call) for end, call in self._calls if end <= now and call.task and not call.task.done()]
-        for deadline, interval in late:
-            self._calls.remove((deadline, interval))
-            interval.error = self._timeout_error(interval)
-            assert interval.task is not None
-            interval.task.cancel()
-        return bool(late)
 
     def _release(self, posted: float, item: _Posted) -> None:
         now = time.monotonic()
@@ -137,10 +118,6 @@ class RealClock(LoopClock):
             self.max_lag_s = now - posted
             self.longest_lag_work = item.work.kind if isinstance(item, Interval) else 'deadline or signal'
         if isinstance(item, Interval):
-            if item.task is not None:
-                self._calls = [call for call in self._calls if call[1] is not item]
-                if item.error is None:
-                    self._take_task_result(item)
             self._finish(item)
         elif isinstance(item, Deadline):
             self._expire(item)
@@ -158,7 +135,3 @@ class RealClock(LoopClock):
         end = time.monotonic() + self._end_of_work_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-
-
-def _wake() -> None:
-    """Makes the loop look up from its selector."""
