@@ -477,3 +477,43 @@ def test_nothing_is_left_of_a_call_when_the_run_ends(make, end, recwarn, caplog)
         assert set(os.listdir('/proc/self/fd')) == files
     assert [str(warning.message) for warning in recwarn] == []
     assert caplog.text == ''
+
+
+def test_what_a_call_wrote_before_the_run_ended_is_sent():
+    here, there = socket.socketpair()
+    there.settimeout(5.0)
+    received = []
+    sent = b'x' * 2**22  # far more than a socket buffers
+
+    async def write():
+        _, writer = await asyncio.open_connection(sock=here)
+        writer.write(sent)
+        writer.close()  # goes on in the background
+
+    def read():
+        with contextlib.suppress(TimeoutError):
+            while chunk := there.recv(2**16):
+                received.append(len(chunk))
+
+    with there:
+        reader = threading.Timer(0.1, read)
+        reader.start()
+        execute(make_real(), lambda clock, supervisor: clock.call('a', write, X, 10.0))
+        reader.join()
+    assert sum(received) == len(sent)
+
+
+def test_a_connection_that_its_owner_did_not_close_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr(io, '_TRANSPORTS_S', 0.05)
+    here, there = socket.socketpair()
+    pool = []
+
+    async def connect():
+        pool.append(await asyncio.open_connection(sock=here))
+
+    with there:
+        execute(make_real(), lambda clock, supervisor: clock.call('a', connect, X, 10.0))
+    assert '1 connections or pipes were left open on the I/O loop' in caplog.text
+    with pytest.warns(ResourceWarning):
+        pool.clear()
+        gc.collect()

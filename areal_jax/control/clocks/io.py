@@ -18,7 +18,7 @@ _CANCELLATION_S = 0.2  # for a call to end once its deadline has cancelled it; t
 _HOLD_UP_S = 0.05  # a deadline that fires later than this was held up, and so was a reply that has come
 _END_S = 2.0  # for all tasks of the loop to end when it closes; they are cancelled every _RETRY_S
 _RETRY_S = 0.1
-_TRANSPORTS_S = 0.2  # for connections that the tasks closed at their end
+_TRANSPORTS_S = 1.0  # for connections that the tasks closed at their end: unsent data goes out first
 _JOIN_S = 5.0  # for the whole thread
 
 _log = logging.getLogger(__name__)
