@@ -15,17 +15,15 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 
 from areal_jax.tasks.descendants import MARK, Process, end_processes, list_descendants, list_marked
+from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.pipes import WorkerDiedError, WorkerPipes
 from areal_jax.tasks.worker import ENDED, SCORER_DIED, USAGE
 
-_KILL_S = 2.0  # a process that outlives SIGKILL by so long is stuck in the kernel
+_KILL_S = 2.0  # a process that survives SIGKILL for so long is stuck in the kernel
 
 _log = logging.getLogger(__name__)
-
-JsonObject = Mapping[str, object]
 
 
 class WorkerProcess:
@@ -93,12 +91,13 @@ class WorkerProcess:
         """
         if self.is_killed:
             return
-        # No SIGKILL: it would keep the worker from killing the scorer's processes, which only it can find for sure.
+        # Closed pipes end the worker. SIGKILL would keep it from killing the scorer's processes, and only the worker is
+        # sure to find all of them.
         self._pipes.close()
         self._process.send_signal(signal.SIGCONT)  # its scorer may have stopped it
 
     def is_gone(self) -> bool:
-        """Whether a killed worker and what it started have left the process table; waits only if it failed to end."""
+        """Whether a killed worker and all it started have ended; blocks only if its scorer killed the worker."""
         if not self.is_killed or self._process.poll() is None:
             return False
         if self._process.returncode not in (ENDED, SCORER_DIED, USAGE):  # its scorer killed it
@@ -150,7 +149,7 @@ def _parse(line: bytes, keys: tuple[str, ...]) -> JsonObject:
 
 
 def _worker_environment() -> dict[str, str]:
-    # The worker imports this very package, wherever the parent found it, and n workers are to use n cores.
+    # The worker must import the same copy of this package. One thread each, so that n workers use n cores.
     root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.pathsep.join(entry for entry in (root, os.environ.get('PYTHONPATH', '')) if entry)
     return {**os.environ, 'PYTHONPATH': path, 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}

@@ -1,4 +1,7 @@
-"""The real clock: a thread per lane; completions, deadlines and signals enter the program through one FIFO."""
+"""The real clock: a thread per lane; completions, deadlines and signals enter the program through one FIFO.
+
+Used by runs with run.clock=real. What it shares with the other clocks is in loop.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopCl
 from areal_jax.control.events import EventLog
 from areal_jax.protocols import Event
 
-_END_OF_WORK_S = 20.0  # for the work under way when the program ends: a hung lane must not keep the process
+_END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
 _END_OF_STALLED_WORK_S = 0.2
 _Posted = Interval | Deadline | tuple[signal.Signals, Event]
 
@@ -41,7 +44,7 @@ class RealClock(LoopClock):
         return self._now
 
     def restart(self) -> None:
-        """Time goes on from here: what was spent since the clock was made (building, compiling) does not count."""
+        """Continue from the current time: the seconds since the clock was made (building, compiling) do not count."""
         self._origin = time.monotonic() - self._now
         self._last_release = time.monotonic()
         self.max_lag_s, self.longest_lag_work = 0.0, ''
@@ -67,7 +70,7 @@ class RealClock(LoopClock):
             interval.started_s = time.monotonic() - self._origin
             try:
                 interval.result = interval.fn()
-            except BaseException as error:  # carried to the coroutine that asked for the work
+            except BaseException as error:  # raised in the coroutine that asked for the work
                 interval.error = error
             self._post(interval)
             self._wake()
@@ -129,7 +132,7 @@ class RealClock(LoopClock):
         for name, intervals in self._queues.items():
             with contextlib.suppress(queue.Empty):
                 while True:
-                    intervals.get_nowait()  # nobody waits for it any more
+                    intervals.get_nowait()  # its coroutine was cancelled
             for _ in range(self.lanes[name].width):
                 intervals.put(None)
         end = time.monotonic() + self._end_of_work_s

@@ -1,4 +1,7 @@
-"""The virtual clock: work runs inline, time is an integer of nanoseconds that only completions advance."""
+"""The virtual clock: work runs inline, and time, an integer in nanoseconds, advances only at completions.
+
+Used by runs with run.clock=virtual and by most tests. What it shares with the other clocks is in loop.py.
+"""
 
 from __future__ import annotations
 
