@@ -5,6 +5,7 @@ Nothing here imports jax. The implementations are in control/clocks/, rollout/, 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ class Event(Protocol):
     """A named flag that coroutines wait for through the clock."""
 
     name: str
-    waiters: list[Any]  # futures of the clock, in the order in which they came
+    waiters: dict[asyncio.Future[bool], None]  # in the order in which they came
 
     def set(self) -> None: ...
 
@@ -53,8 +54,11 @@ class Clock(Protocol):
         """True when the event is set, False at the deadline."""
         ...
 
-    async def call(self, lane: str, coro: Awaitable[Any], work: Work, deadline_s: float) -> Any:
-        """I/O on the loop; raises TimeoutError that names the call at its wall-time deadline."""
+    async def call(self, lane: str, fn: Callable[[], Awaitable[Any]], work: Work, deadline_s: float) -> Any:
+        """I/O: `fn` is called and awaited on the I/O loop; TimeoutError that names the call at its wall-time deadline.
+
+        `fn` touches nothing that the host's loop or a lane reads.
+        """
         ...
 
 

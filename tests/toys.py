@@ -182,7 +182,7 @@ class ToyVerifier:
         amount = self._delays[(prompt.draw * 7 + len(answer_tokens)) % len(self._delays)]
         work = Work('reward', amount)
         verdict = Verdict(0.0, 2, 'crash') if prompt.draw in self._fail else Verdict(float(answer_tokens.sum() % 2))
-        return await self._clock.call('reward', _ready(verdict), work, 10.0)
+        return await self._clock.call('reward', lambda: _ready(verdict), work, 10.0)
 
 
 async def _ready(value: Any) -> Any:

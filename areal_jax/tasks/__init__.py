@@ -1,1 +1,1 @@
-"""Both ends of the loop that know what an answer means: prompts going in, rewards coming out."""
+"""Tasks: streams of prompts, and the verification of answers. Used by app/, which hands both to the controller."""

@@ -8,17 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from areal_jax.errors import UserError
+from areal_jax.tasks.json_types import JsonObject
 
 Messages = Sequence[Mapping[str, str]]  # {'role': 'system' | 'user' | 'assistant', 'content': text}
 
 _RENDERER = pathlib.Path(__file__).with_name('template_renderer.py')
 _LARGEST_SOURCE = 2**18  # characters; the templates of known models have less than 2**15
-# What a template may write: so much for a call, for each conversation, and for each character of their messages.
+# Limits of the output in characters: per call, per conversation, and per character of the messages.
 _CHARACTERS, _CHARACTERS_EACH, _CHARACTERS_PER_CHARACTER = 2**20, 2**14, 16
-_MEMORY_BYTES = 2**30  # without what is written and read, which is bounded as above
+_MEMORY_BYTES = 2**30  # beside input and output, whose bounds are above
 _CPU_SECONDS, _CONVERSATIONS_PER_CPU_SECOND = 10, 500  # one takes about 50 microseconds
 _WALL_SECONDS_PER_CPU_SECOND = 30  # the process may have to wait for the CPU
 
@@ -55,7 +55,7 @@ class ChatTemplate:
     Raises TokenizerError for a source that cannot be parsed.
     """
 
-    def __init__(self, source: Any, values: Mapping[str, Any], place: str, cpu_seconds: int = _CPU_SECONDS):
+    def __init__(self, source: object, values: JsonObject, place: str, cpu_seconds: int = _CPU_SECONDS):
         self._source, self._values, self._place, self._cpu_seconds = source, dict(values), place, cpu_seconds
         if not isinstance(source, str):
             raise TokenizerError(f'{place}: the chat template is a {type(source).__name__}, not a text')
@@ -106,7 +106,7 @@ def _parse(source: str, place: str) -> None:
         raise TokenizerError(f'{place}: the chat template cannot be read: it is nested too deep') from error
 
 
-def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, str]], str]:
+def _run(request: JsonObject) -> tuple[list[dict[str, str]], str]:
     """(the lines that the process wrote, how it ended)."""
     cpu_seconds = request['cpu_seconds']
     wall_seconds = cpu_seconds * _WALL_SECONDS_PER_CPU_SECOND
@@ -122,7 +122,7 @@ def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, str]], str]:
 
 
 def _describe_end(status: int, said: bytes, cpu_seconds: int) -> str:
-    if status in (-signal.SIGXCPU, -signal.SIGKILL):  # at the limit the one, a moment later the other
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):  # SIGXCPU at the limit, SIGKILL a moment later
         return f'it takes more than {cpu_seconds} s of CPU time'
     last_line = said.decode(errors='replace').strip().rpartition('\n')[2]
     return f'the process that renders it ended with status {status}: {last_line[:300]}'

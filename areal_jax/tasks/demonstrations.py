@@ -1,16 +1,16 @@
-"""Where supervised training begins instead of arrow 1: prompts with the answers to imitate, in a resumable stream."""
+"""Prompts with the answers to imitate, in a resumable stream: the data of supervised training (app/sft.py)."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from areal_jax.tasks.chat_template import ConversationError, Messages, TokenizerError
 from areal_jax.tasks.json_lines import read_objects, require_text
+from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
@@ -101,11 +101,11 @@ class DemonstrationStream:
         answer = Segment(tokens, np.zeros(len(tokens), np.float32), _TRAINED_VERSION)
         return TrajectoryGroup(prompt.draw, (Trajectory(prompt, 0, (answer,), 0.0, 'stop', '', 0.0, 0.0),))
 
-    def state(self) -> Mapping[str, Any]:
-        """The number of the next draw, and what makes it mean the same demonstration again."""
+    def state(self) -> JsonObject:
+        """The number of the next draw, with the digest that determines which demonstration it is."""
         return {**self._prompts.state(), 'sha256': _digest(self._demonstrations)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Go on from `state`; raises TaskError when it comes from a stream of others."""
         if state['sha256'] != (here := _digest(self._demonstrations)):
             raise TaskError(
@@ -114,7 +114,7 @@ class DemonstrationStream:
             )
         self._prompts.restore(state)
 
-    def _make_prompt(self, draw: int, problem: Mapping[str, Any]) -> Prompt:
+    def _make_prompt(self, draw: int, problem: JsonObject) -> Prompt:
         return Prompt(draw, self._demonstrations[problem['index']].prompt_tokens, _NAME, problem)
 
 
@@ -161,7 +161,7 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
     return tuple(demonstrations)
 
 
-def _read_conversation(row: Mapping[str, Any], source: str, system_prompt: str) -> tuple[Messages, str]:
+def _read_conversation(row: JsonObject, source: str, system_prompt: str) -> tuple[Messages, str]:
     """The conversation up to the answer, and the answer."""
     if not ('messages' in row or {'question', 'answer'} <= row.keys()):
         raise TaskError(f'{source}: expected an object with question and answer, or messages; it has {sorted(row)[:8]}')
@@ -175,7 +175,7 @@ def _read_conversation(row: Mapping[str, Any], source: str, system_prompt: str) 
     return messages[:-1], messages[-1]['content']
 
 
-def _require_conversation(messages: Any, source: str) -> list[dict[str, str]]:
+def _require_conversation(messages: object, source: str) -> list[dict[str, str]]:
     """Role and content of every turn; raises TaskError for what is no list of turns that ends in an answer."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise TaskError(f'{source}: messages must be a list of objects with role and content')
@@ -232,7 +232,7 @@ def _describe_too_long(demonstrations: Sequence[Demonstration], capacity: Mappin
 
 
 def _digest(demonstrations: Sequence[Demonstration]) -> str:
-    """sha256, in hex, of all tokens and where they part."""
+    """sha256, in hex, of all tokens and of the lengths of prompts and answers."""
     digest = hashlib.sha256()
     for d in demonstrations:
         digest.update(np.array([len(d.prompt_tokens), len(d.answer_tokens)], '<i4').tobytes())

@@ -1,8 +1,8 @@
-"""Processes that a scorer started, wherever they have gone: found through Linux's /proc, and ended.
+"""Finds the processes that a scorer started, through Linux's /proc, and ends them. Used by worker.py and process.py.
 
 A process that left its session (setsid) or whose parent has ended (a daemon) is still found: the worker is the
-subreaper of its descendants, and each carries the worker's mark in its environment. On systems without /proc nothing
-is found here; callers kill the scorer's process group first, which reaches whatever did not leave it.
+subreaper of its descendants, and each carries the worker's mark in its environment. Without /proc nothing
+is found here. Callers therefore kill the scorer's process group first, which reaches every process that stayed in it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def die_with_parent() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A line of the process table."""
+    """An entry of the process table."""
 
     pid: int
     parent: int
@@ -63,9 +63,9 @@ def list_marked(mark: str) -> list[Process]:
 def end_descendants(reap: Callable[[], bool], within_s: float) -> bool:
     """SIGKILL to every descendant of this process until it has no child; False if time runs out.
 
-    Orphans become children of this process (`adopt_orphans`), so without a child there is no descendant either. The
-    group of a zombie is killed too: in a chain of processes, each of which forks and exits, nobody lives long enough to
-    be found. A chain that also leaves its group at every step may get away.
+    Orphans become children of this process (`adopt_orphans`), so once there is no child there is no descendant. The
+    group of a zombie is killed too, because of chains of processes that fork and exit at once: the one that lives is
+    not found in time. A chain that also leaves its process group at every step may escape.
 
     Args:
       reap: waits for the children that have ended; False when there are no others.
@@ -92,7 +92,7 @@ def kill_processes(processes: Iterable[Process]) -> None:
 
 
 def end_processes(find: Callable[[], list[Process]], within_s: float) -> bool:
-    """`kill_processes` of whatever `find` returns until it returns nothing alive; False if time runs out."""
+    """Kill what `find` returns, again and again until none of it is alive; False if time runs out."""
     end_s = time.monotonic() + within_s
     while alive := [process for process in find() if process.is_alive]:
         kill_processes(alive)

@@ -1,4 +1,4 @@
-"""From the text of an answer to the integer it gives, on the way to the reward."""
+"""Reads the final integer out of an answer's text. Used by the scorers of jsonl.py and reasoning_gym.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NUMBER = re.compile(r'((?<![\w.)])-)?([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)
 def last_integer(text: str) -> str | None:
     """The last number of the text in its shortest form, '-?[0-9]+'; None if there is none or it has a fraction.
 
-    '1,234' is 1234, '6.00' is 6, '-0' is 0. A number with a fraction does not fall back on an earlier integer: what
-    stands last is the answer. A string, since an answer may have more digits than int() accepts.
+    '1,234' is 1234, '6.00' is 6, '-0' is 0. If the last number has a fraction, an earlier integer is
+    not used instead: the last number is the answer. The result is a string, because int() limits the number of digits.
     """
     numbers = _NUMBER.findall(text)
     if not numbers:

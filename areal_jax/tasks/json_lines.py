@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
+from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.task import TaskError
 
 _LONGEST_LINE = 16 * 2**20  # bytes: bounds memory; a prompt of that length fits no model
 _BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 
 
-def read_objects(path: str | pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_objects(path: str | pathlib.Path) -> Iterator[tuple[str, JsonObject]]:
     """('FILE:LINE', object) of each line that is not blank.
 
     Raises TaskError for a file that cannot be read or has no such line, and, naming the line, for one that is not
@@ -31,7 +31,7 @@ def read_objects(path: str | pathlib.Path) -> Iterator[tuple[str, dict[str, Any]
         raise TaskError(f'task.path={str(path)!r} has no line: give one JSON object a line')
 
 
-def require_text(value: Any, name: str, place: str, *, may_be_blank: bool = False) -> str:
+def require_text(value: object, name: str, place: str, *, may_be_blank: bool = False) -> str:
     """The value, if it is a text with something in it; raises TaskError that names it."""
     if not isinstance(value, str) or not (value.strip() or may_be_blank):
         raise TaskError(f'{place}: {name}={_shorten(value)} must be a text that is not empty')
@@ -67,7 +67,7 @@ def _decode(line: bytes, place: str) -> str:
         ) from error
 
 
-def _parse(text: str, place: str) -> dict[str, Any]:
+def _parse(text: str, place: str) -> JsonObject:
     try:
         row = json.loads(text)
     except ValueError as error:
@@ -79,6 +79,6 @@ def _parse(text: str, place: str) -> dict[str, Any]:
     return row
 
 
-def _shorten(value: Any) -> str:
+def _shorten(value: object) -> str:
     text = f'a {type(value).__name__}' if isinstance(value, list | dict) else repr(value)
     return f'{text[:80]}...' if len(text) > 80 else text

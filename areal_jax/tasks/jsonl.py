@@ -1,27 +1,27 @@
-"""Questions with integer answers from a file of JSON lines: prompts for the loop, and the reward of an answer."""
+"""The task `jsonl`: questions with integer answers from a file of JSON lines, and the scorer of its answers."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
 from areal_jax.tasks.integers import last_integer
 from areal_jax.tasks.json_lines import read_objects, require_text
-from areal_jax.tasks.task import ListedTask, Problem, TaskError, hash_fraction
+from areal_jax.tasks.json_types import JsonObject
+from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
-_FINAL_ANSWER = '####'  # what stands before the final answer of a worked solution
+_FINAL_ANSWER = '####'  # the mark before the final answer of a worked solution, as in GSM8K
 
 
 def build(tokenizer: Tokenizer, path: str, system_prompt: str = '', held_out_fraction: float = 0.25) -> ListedTask:
     """The distinct questions of the file, split by a hash of the question. Raises TaskError for a bad line."""
     if not path:
         raise TaskError("task.name='jsonl' needs task.path: a file of JSON lines with question and answer")
-    sides: dict[Any, list[Problem]] = {'train': [], 'held_out': []}
+    sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
     for problem in read_problems(pathlib.Path(path)):
-        sides['held_out' if hash_fraction(problem['question']) < held_out_fraction else 'train'].append(problem)
+        side: Split = 'held_out' if hash_fraction(problem['question']) < held_out_fraction else 'train'
+        sides[side].append(problem)
     return ListedTask(
         'jsonl', score, sides, lambda problem: chat_messages(problem['question'], system_prompt), tokenizer
     )
@@ -41,7 +41,7 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> fl
     return float(finish_reason == 'stop' and last_integer(answer_text) == problem['answer'])
 
 
-def _read_problem(row: Mapping[str, Any], place: str) -> dict[str, str]:
+def _read_problem(row: JsonObject, place: str) -> dict[str, str]:
     if missing := [name for name in ('question', 'answer') if name not in row]:
         raise TaskError(f'{place}: expected an object with question and answer, {" and ".join(missing)} is missing')
     question, answer = require_text(row['question'], 'question', place), row['answer']

@@ -1,34 +1,29 @@
-"""One worker as the event loop sees it: a request out, its reply back, and a kill that always works."""
+"""One worker process: a request out, its reply back, and a kill that always works.
+
+Used by tasks/verifier.py. The coroutines run on the I/O loop of the clock, everything else on the host's thread. The
+pipes are in tasks/pipes.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
 import os
 import pathlib
 import secrets
-import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from areal_jax.tasks.descendants import MARK, Process, end_processes, list_descendants, list_marked
+from areal_jax.tasks.json_types import JsonObject
+from areal_jax.tasks.pipes import WorkerDiedError, WorkerPipes
 from areal_jax.tasks.worker import ENDED, SCORER_DIED, USAGE
 
-_CHUNK_BYTES = 2**16  # read at once
-_LONGEST_REPLY_BYTES = 2**16
-_KILL_S = 2.0  # a process that outlives SIGKILL by so long is stuck in the kernel
+_KILL_S = 2.0  # a process that survives SIGKILL for so long is stuck in the kernel
 
 _log = logging.getLogger(__name__)
-
-
-class WorkerDiedError(RuntimeError):
-    """The worker ended, was killed, or said something that is not the reply to the request."""
 
 
 class WorkerProcess:
@@ -43,9 +38,6 @@ class WorkerProcess:
         self.scorer = scorer
         self._mark = secrets.token_hex(8)
         self.is_ready = False
-        self.is_killed = False
-        self._received = b''
-        self._readiness: asyncio.Future[None] | None = None  # of a pipe that a coroutine waits for
         self._process = subprocess.Popen(
             [sys.executable, '-m', 'areal_jax.tasks.worker', scorer, str(memory_mb)],
             stdin=subprocess.PIPE,
@@ -56,64 +48,56 @@ class WorkerProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
+        self._pipes = WorkerPipes(scorer, self._process.stdin, self._process.stdout)
+
+    @property
+    def is_killed(self) -> bool:
+        return self._pipes.is_closed
 
     def wait_until_ready(self, end_s: float) -> None:
-        """Block until the ready line is there, to be used before the event loop runs.
+        """Block until the ready line is there; for use outside event loops.
 
         `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
         """
-        poll = select.poll()
-        poll.register(self._out, select.POLLIN)
-        while b'\n' not in self._received:
-            if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
-                raise TimeoutError(f'the worker for {self.scorer!r} was not ready in time')
-            self._read()
-        self._accept_ready(self._take_line())
+        self._accept_ready(self._pipes.wait_for_line(end_s))
 
     async def become_ready(self) -> None:
         """Wait for the ready line. Raises WorkerDiedError."""
-        self._accept_ready(await self._receive_line())
+        with self._pipes.in_use():
+            self._accept_ready(await self._pipes.receive_line())
 
-    async def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def ask(self, request: JsonObject) -> JsonObject:
         """Send a JSON-able request and wait for its reply, {'reward'} or {'error'}.
 
-        Raises WorkerDiedError, also for a reply to another request, for more than one and for one that nobody asked
-        for: after these no later reply can be trusted. The id cannot be guessed by a process that an earlier answer
-        left behind.
+        Raises WorkerDiedError, also for a reply to another request, for a second reply, and for a reply without a
+        request: after these no later reply can be trusted. The id cannot be guessed by a process that an earlier
+        answer left behind.
         """
-        self._require_silence()
-        number = secrets.token_hex(8)
-        await self._send(json.dumps({**request, 'id': number}).encode() + b'\n')
-        reply = _parse(await self._receive_line(), ('reward', 'error'))
-        if reply.get('id') != number:
-            raise WorkerDiedError(f'the worker for {self.scorer!r} replied to another request')
-        if self._received:
-            raise WorkerDiedError(f'the worker for {self.scorer!r} replied more than once')
-        return reply
+        with self._pipes.in_use():
+            self._require_silence()
+            number = secrets.token_hex(8)
+            await self._pipes.send(json.dumps({**request, 'id': number}).encode() + b'\n')
+            reply = _parse(await self._pipes.receive_line(), ('reward', 'error'))
+            if reply.get('id') != number:
+                raise WorkerDiedError(f'the worker for {self.scorer!r} replied to another request')
+            if self._pipes.received:
+                raise WorkerDiedError(f'the worker for {self.scorer!r} replied more than once')
+            return reply
 
     def kill(self) -> None:
-        """Have the worker end at once, with every process of its scorer; returns without waiting.
+        """Have the worker end at once, with every process of its scorer; from any thread, returns without waiting.
 
-        Whoever waits for a reply gets WorkerDiedError.
+        A coroutine that waits for a reply gets WorkerDiedError.
         """
         if self.is_killed:
             return
-        self.is_killed = True
-        if self._readiness is not None:
-            readiness = self._unwatch()
-            if not readiness.done():
-                readiness.set_exception(WorkerDiedError(f'the worker for {self.scorer!r} was killed'))
-        # No SIGKILL: it would keep the worker from killing the scorer's processes, which only it can find for sure.
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        # Closed pipes end the worker. SIGKILL would keep it from killing the scorer's processes, and only the worker is
+        # sure to find all of them.
+        self._pipes.close()
         self._process.send_signal(signal.SIGCONT)  # its scorer may have stopped it
 
     def is_gone(self) -> bool:
-        """Whether a killed worker and what it started have left the process table; waits only if it failed to end."""
+        """Whether a killed worker and all it started have ended; blocks only if its scorer killed the worker."""
         if not self.is_killed or self._process.poll() is None:
             return False
         if self._process.returncode not in (ENDED, SCORER_DIED, USAGE):  # its scorer killed it
@@ -144,77 +128,17 @@ class WorkerProcess:
         if self._process.poll() is None:
             self._process.kill()
 
-    async def _send(self, data: bytes) -> None:
-        while data:
-            self._require_alive()
-            try:
-                data = data[os.write(self._in, data) :]
-            except BlockingIOError:
-                await self._until(asyncio.get_running_loop().add_writer, self._in)
-            except BrokenPipeError as error:
-                raise WorkerDiedError(f'the worker for {self.scorer!r} has ended') from error
-
-    async def _receive_line(self) -> bytes:
-        while b'\n' not in self._received:
-            if len(self._received) > _LONGEST_REPLY_BYTES:
-                raise WorkerDiedError(f'the worker for {self.scorer!r} sends a reply without end')
-            self._require_alive()
-            await self._until(asyncio.get_running_loop().add_reader, self._out)
-            self._require_alive()
-            self._read()
-        return self._take_line()
-
-    async def _until(self, watch: Callable[..., Any], descriptor: int) -> None:
-        self._readiness = asyncio.get_running_loop().create_future()
-        watch(descriptor, _settle, self._readiness)
-        try:
-            await self._readiness
-        finally:
-            if self._readiness is not None:
-                self._unwatch()
-
-    def _unwatch(self) -> asyncio.Future[None]:
-        # Before the descriptors are closed, or their numbers would be watched in the name of the next process.
-        assert self._readiness is not None
-        readiness, self._readiness = self._readiness, None
-        readiness.get_loop().remove_reader(self._out)
-        readiness.get_loop().remove_writer(self._in)
-        return readiness
-
-    def _require_alive(self) -> None:
-        if self.is_killed:
-            raise WorkerDiedError(f'the worker for {self.scorer!r} was killed')
-
     def _require_silence(self) -> None:
-        self._require_alive()
-        self._read()
-        if self._received:
-            _parse(self._take_line(), ())
-
-    def _read(self) -> None:
-        try:
-            chunk = os.read(self._out, _CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        if not chunk:
-            raise WorkerDiedError(f'the worker for {self.scorer!r} has ended')
-        self._received += chunk
-
-    def _take_line(self) -> bytes:
-        line, _, self._received = self._received.partition(b'\n')
-        return line
+        self._pipes.read()
+        if self._pipes.received:
+            _parse(self._pipes.take_line(), ())
 
     def _accept_ready(self, line: bytes) -> None:
         _parse(line, ('ready',))
         self.is_ready = True
 
 
-def _settle(readiness: asyncio.Future[None]) -> None:
-    if not readiness.done():
-        readiness.set_result(None)
-
-
-def _parse(line: bytes, keys: tuple[str, ...]) -> Mapping[str, Any]:
+def _parse(line: bytes, keys: tuple[str, ...]) -> JsonObject:
     with contextlib.suppress(ValueError):
         reply = json.loads(line)
         if isinstance(reply, dict) and 'crash' in reply:
@@ -225,7 +149,7 @@ def _parse(line: bytes, keys: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def _worker_environment() -> dict[str, str]:
-    # The worker imports this very package, wherever the parent found it, and n workers are to use n cores.
+    # The worker must import the same copy of this package. One thread each, so that n workers use n cores.
     root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.pathsep.join(entry for entry in (root, os.environ.get('PYTHONPATH', '')) if entry)
     return {**os.environ, 'PYTHONPATH': path, 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}

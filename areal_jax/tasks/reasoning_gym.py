@@ -1,24 +1,30 @@
-"""One-digit arithmetic from reasoning-gym: prompts for the loop, and the reward of an answer."""
+"""The task `reasoning_gym`: one-digit arithmetic from the package reasoning-gym, and the scorer of its answers."""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from areal_jax.tasks.integers import last_integer
-from areal_jax.tasks.task import ListedTask, Problem, TaskError, hash_fraction
+from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
-_ONE_DIGIT = {'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1, 'allow_negation': False}
-DATASETS: dict[str, dict[str, Any]] = {
+_ONE_DIGIT: dict[str, object] = {
+    'min_terms': 2,
+    'max_terms': 2,
+    'min_digits': 1,
+    'max_digits': 1,
+    'allow_negation': False,
+}
+DATASETS: dict[str, dict[str, object]] = {
     'basic_arithmetic': {**_ONE_DIGIT, 'operators': ['+', '-'], 'allow_parentheses': False},
     'chain_sum': _ONE_DIGIT,
     'products': _ONE_DIGIT,
 }
-# Items without a new question, per question found, after which a data set counts as exhausted. Questions are equally
-# likely, so one is overlooked with a probability of about (number of questions) * exp(-20) < 1e-6.
+# A data set of n questions counts as exhausted after 20 n items in a row without a new question. Questions are equally
+# likely, so the probability to miss one is about n * exp(-20) < 1e-6.
 _PATIENCE = 20
 
 
@@ -30,16 +36,17 @@ def build(
     if unknown or not datasets:
         raise TaskError(f'task.datasets={tuple(datasets)!r}: choose one or more of {sorted(DATASETS)}')
     problems = [problem for name in sorted(set(datasets)) for problem in list_problems(name)]
-    sides: dict[Any, list[Problem]] = {'train': [], 'held_out': []}
+    sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
     for problem in problems:
-        sides['held_out' if is_held_out(problem['expression'], held_out_fraction) else 'train'].append(problem)
+        side: Split = 'held_out' if is_held_out(problem['expression'], held_out_fraction) else 'train'
+        sides[side].append(problem)
     return ListedTask(
         'reasoning_gym', score, sides, lambda problem: chat_messages(problem['question'], system_prompt), tokenizer
     )
 
 
 def is_held_out(expression: str, held_out_fraction: float) -> bool:
-    """Side of an expression, whatever sentence it stands in and whatever else is in the mix."""
+    """Whether an expression is held out; this depends neither on its sentence nor on the other data sets."""
     return hash_fraction(expression) < held_out_fraction
 
 
@@ -94,7 +101,7 @@ def _load_scorer(dataset: str) -> Callable[[str, Problem], float]:
     return _import_reasoning_gym().get_score_answer_fn(dataset)
 
 
-def _import_reasoning_gym() -> Any:
+def _import_reasoning_gym() -> types.ModuleType:
     try:
         import reasoning_gym
     except ImportError as error:

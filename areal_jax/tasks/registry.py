@@ -1,10 +1,10 @@
-"""The tasks by name: how the loop's prompts and rewards are chosen by a config."""
+"""The tasks by name. app/ builds the one that `task.name` selects."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+import types
 
 from areal_jax.tasks.task import Task, TaskError
 from areal_jax.tasks.tokenizer import Tokenizer
@@ -17,8 +17,8 @@ TASKS = {
 }
 
 
-def make_task(name: str, tokenizer: Tokenizer, **values: Any) -> Task:
-    """The task `name`; `values` are those of `value_names(name)`. Raises TaskError for an unknown name or value."""
+def make_task(name: str, tokenizer: Tokenizer, **values: object) -> Task:
+    """The task `name`, built from `values` (see `value_names`). Raises TaskError for an unknown name or value."""
     known = value_names(name)
     if unknown := sorted(set(values) - set(known)):
         raise TaskError(f'task {name!r} does not use {unknown}; it takes {list(known)}')
@@ -30,7 +30,7 @@ def value_names(name: str) -> tuple[str, ...]:
     return tuple(inspect.signature(_import_task(name).build).parameters)[1:]
 
 
-def _import_task(name: str) -> Any:
+def _import_task(name: str) -> types.ModuleType:
     if name not in TASKS:
         raise TaskError(f'task.name={name!r} is not known; tasks: {sorted(TASKS)}')
     return importlib.import_module(TASKS[name])

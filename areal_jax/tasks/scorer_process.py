@@ -13,7 +13,7 @@ import json
 import os
 import resource
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from areal_jax.tasks.scoring import ScoringError, describe_error, score_answer
 
@@ -33,7 +33,7 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int) -> None:
     own_pid = os.getpid()
     # A forked child that returns from the scorer must not answer a second time, nor take the next request.
     os.register_at_fork(after_in_child=lambda: _close_quietly(requests, replies))
-    # By lines, so that the output of a scorer that hangs is seen; and printing lone surrogates is no error.
+    # Line buffering shows the output of a scorer that hangs. backslashreplace lets it print lone surrogates.
     sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace', line_buffering=True)
     score = load_scorer(scorer)
     _end_fork(own_pid)
@@ -55,9 +55,9 @@ def load_scorer(spec: str) -> Scorer:
     return score
 
 
-def reply_to(score: Scorer, line: bytes) -> dict[str, Any]:
-    """The reply to one request; whatever the scorer raises is a reply too."""
-    reply: dict[str, Any] = {}
+def reply_to(score: Scorer, line: bytes) -> dict[str, object]:
+    """The reply to one request. An exception of the scorer becomes a reply with `error`."""
+    reply: dict[str, object] = {}
     try:
         request = json.loads(line)
         reply['id'] = request.get('id')
@@ -75,7 +75,7 @@ def limit_memory(memory_mb: int) -> None:
     The address space (RLIMIT_AS) is not bounded: allocators and BLAS libraries reserve far more of it than they use.
     Memory shared between processes is not counted; the stack of a thread is, with its full 8 MiB.
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of a crashed scorer helps nobody and takes seconds
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump of a crashed scorer: it takes seconds to write
     if memory_mb:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         bound = memory_mb * 2**20 if hard == resource.RLIM_INFINITY else min(memory_mb * 2**20, hard)

@@ -1,12 +1,15 @@
-"""One call of a scorer: a reward, or why there is none. The same rule inline and in worker processes."""
+"""One call of a scorer: its reward, or the reason why there is none.
+
+Used by verifier.py (inline scoring) and scorer_process.py (worker processes), so both follow the same rules.
+"""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import SupportsFloat, cast
 
-REWARD_LIMIT = 1e6  # largest size of a reward: far beyond any scale in use, far below what squares overflow at
+REWARD_LIMIT = 1e6  # largest absolute reward: far above any scale in use, and its square does not overflow
 _DESCRIPTION_CHARACTERS = 2000  # of an exception's text
 _NO_NUMBERS = 'cmMSUO'  # kinds of numpy dtypes: complex, times, bytes, text, objects
 
@@ -15,11 +18,11 @@ class ScoringError(Exception):
     """The scorer raised, or returned something that is not a reward; the message says what."""
 
 
-def score_answer(score: Callable[..., Any], problem: Any, text: str, finish_reason: Any) -> float:
+def score_answer(score: Callable[..., object], problem: object, text: str, finish_reason: object) -> float:
     """The reward of one answer.
 
-    Raises ScoringError for whatever the scorer raises, SystemExit included, and for what `to_reward` refuses.
-    KeyboardInterrupt passes: inline it is the user's Ctrl-C.
+    Raises ScoringError if the scorer raises anything, SystemExit included, or if `to_reward` refuses its value.
+    KeyboardInterrupt is raised again: with inline scoring it is the user's Ctrl-C.
     """
     try:
         return to_reward(score(problem, text, finish_reason))
@@ -29,7 +32,7 @@ def score_answer(score: Callable[..., Any], problem: Any, text: str, finish_reas
         raise ScoringError(describe_error(error)) from error
 
 
-def to_reward(value: Any) -> float:
+def to_reward(value: object) -> float:
     """`value` as a float: bools, ints, floats and scalars of numpy, jax or torch.
 
     Raises TypeError for what is not one number (text like '1.0' is not), ValueError for NaN, infinities and sizes
@@ -43,7 +46,7 @@ def to_reward(value: Any) -> float:
         is_number = False
     if not is_number:
         raise TypeError(f'the scorer returned a {kind.__name__}, which is not a number')
-    reward = float(value)
+    reward = float(cast(SupportsFloat, value))
     if not abs(reward) <= REWARD_LIMIT:
         raise ValueError(f'the scorer returned {reward}: a reward must be finite and at most {REWARD_LIMIT:g} in size')
     return reward

@@ -1,24 +1,28 @@
-"""What a task is, and the seeded, resumable stream of its prompts: the loop begins here."""
+"""The protocol of tasks, tasks whose problems are listed, and the seeded, resumable stream of their prompts.
+
+The modules of the tasks build a ListedTask; the controller draws prompts from its stream.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.chat_template import ConversationError, Messages
+from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import FinishReason, Prompt
 
 Split = Literal['train', 'held_out']
-Problem = Mapping[str, Any]  # JSON-able: what a scorer needs to know
+Problem = JsonObject  # JSON-able: what a scorer needs to know
 Scorer = Callable[[Problem, str, FinishReason], float]  # (problem, text of the answer, how it ended) -> reward
-OverLength = Literal['refuse', 'drop']  # what is done about a problem that does not fit: task.over_length
+OverLength = Literal['refuse', 'drop']  # what to do with a problem that is too long: task.over_length
 _Item = TypeVar('_Item')
 
 
@@ -152,7 +156,7 @@ class ListedTask:
 
 
 class ShuffledStream(Generic[_Item]):
-    """Every problem once per epoch, in an order that is a function of (seed, epoch): the position is a number."""
+    """Every problem once per epoch, in an order that depends on (seed, epoch) alone, so the position is one number."""
 
     def __init__(self, problems: Sequence[_Item], make_prompt: Callable[[int, _Item], Prompt], seed: int):
         self.size = len(problems)
@@ -172,11 +176,11 @@ class ShuffledStream(Generic[_Item]):
         self._next += 1
         return self._make_prompt(draw, self._problems[int(self._order[place])])
 
-    def state(self) -> Mapping[str, Any]:
-        """The number of the next draw, and what makes it mean the same prompt again."""
+    def state(self) -> JsonObject:
+        """The number of the next draw, with the seed and size that determine which prompt it is."""
         return {'draw': self._next, 'seed': self._seed, 'size': self.size}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Go on from `state`; raises TaskError when it comes from a stream of other prompts."""
         for field, here in (('seed', self._seed), ('size', self.size)):
             if state[field] != here:

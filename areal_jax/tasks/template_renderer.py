@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own, which chat_template.py starts and limits; it imports jinja2 alone.
+"""Renders chat templates in a separate process, which chat_template.py starts and limits. Imports jinja2 alone.
 
 stdin: one JSON object {source, values, conversations, characters, memory_bytes, cpu_seconds}. stdout: a JSON line for
 each conversation in their order, {"text": ...}, or {"error": ...} for the first one that fails, which ends the process.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -22,7 +22,7 @@ class _RefusedMessagesError(Exception):
 
 
 def main() -> None:
-    """Renders what stdin asks for."""
+    """Render the conversations of the request on stdin."""
     request = json.load(sys.stdin)
     limit_process(request['memory_bytes'], request['cpu_seconds'])
     left = request['characters']
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def limit_process(memory_bytes: int, cpu_seconds: int) -> None:
-    """Allocations beyond the first limit raise MemoryError; the second one kills the process."""
+    """Beyond `memory_bytes` allocations raise MemoryError; beyond `cpu_seconds` the kernel kills the process."""
     import resource
 
     for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_seconds)):
@@ -59,7 +59,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def render(template: jinja2.Template, values: dict[str, Any], messages: list[Any], characters: int) -> str:
+def render(template: jinja2.Template, values: dict[str, object], messages: list[object], characters: int) -> str:
     """The text of one conversation; raises ValueError once it has more than so many characters."""
     parts, length = [], 0
     for part in template.generate(values, messages=messages, add_generation_prompt=True):
@@ -70,7 +70,7 @@ def render(template: jinja2.Template, values: dict[str, Any], messages: list[Any
     return ''.join(parts)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(value: object, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

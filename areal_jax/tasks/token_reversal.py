@@ -1,4 +1,4 @@
-"""Repeat the symbols backwards: the task that a tiny model learns from nothing, in seconds."""
+"""The task `token_reversal`: repeat the symbols backwards. A tiny model learns it from random weights in seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import FinishReason
 
 ALPHABET = 'abcdefgh'
-MARK = '='  # stands between the symbols and the answer: tells the model where it is
+MARK = '='  # ends the prompt: the answer begins after it
 MAX_STRINGS = 2**16  # all strings are listed: bounds start-up time and memory
 
 
@@ -46,9 +46,10 @@ def build(tokenizer: Tokenizer, symbols: int = 2, length: int = 4, held_out_frac
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
-    """Share of places, the end among them, where answer and truth agree; the longer of the two counts.
+    """Fraction of positions where the answer is right; the end counts as a position.
 
-    Dense, so that a policy that guesses finds its way; 1 only for the whole truth, ended in its place.
+    The denominator is the length of the longer of answer and truth. The reward is dense, so that a random policy gets
+    a signal; it is 1 only for the exact answer that ends by itself.
     """
     truth = [*problem['answer'], 'end']
     answer = [*answer_text, 'end'] if finish_reason == 'stop' else list(answer_text)

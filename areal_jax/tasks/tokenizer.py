@@ -1,4 +1,4 @@
-"""Text to tokens on the way into the loop, tokens to text on the way to the verifier."""
+"""Tokenizers: text to tokens for the prompts of the tasks, tokens to text for the verifier."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from areal_jax.tasks.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError
+from areal_jax.tasks.json_types import JsonObject
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # GGUF token types
 _CONTROL = 3
@@ -84,7 +88,7 @@ class _SizedTokenizer:
 class _BpeTokenizer(_SizedTokenizer):
     """Text through a tokenizer of the library tokenizers, chats through a template."""
 
-    _bpe: Any
+    _bpe: tokenizers.Tokenizer
     _template: ChatTemplate | None
 
     def encode(self, text: str) -> np.ndarray:
@@ -130,7 +134,7 @@ class GgufTokenizer(_BpeTokenizer):
     missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
     """
 
-    def __init__(self, fields: Mapping[str, Any], source: str = 'the GGUF file'):
+    def __init__(self, fields: JsonObject, source: str = 'the GGUF file'):
         required = ('tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template')
         if missing := [name for name in required if fields.get(name) in (None, '', [])]:
             raise TokenizerError(f'{source}: its metadata lacks {missing}; a chat model with byte-level BPE has them')
@@ -223,7 +227,7 @@ class CharacterTokenizer(_SizedTokenizer):
 
 @contextlib.contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Turns whatever the library tokenizers raises into a TokenizerError."""
+    """Turn every exception of the library tokenizers into a TokenizerError."""
     try:
         yield
     except Exception as error:  # the library raises nothing narrower
@@ -239,7 +243,7 @@ def _one_line(error: BaseException) -> str:
     return f'{text[:200]}...' if len(text) > 200 else text
 
 
-def _require_tokens(fields: Mapping[str, Any], source: str) -> list[str]:
+def _require_tokens(fields: JsonObject, source: str) -> list[str]:
     """The tokens, each once, with a type each; and merges and pre are of the right kind."""
     tokens, types, merges, pre = (fields[name] for name in ('tokens', 'token_types', 'merges', 'pre'))
     for name, values in (('tokens', tokens), ('merges', merges)):
@@ -263,13 +267,15 @@ def _require_tokens(fields: Mapping[str, Any], source: str) -> list[str]:
     return tokens
 
 
-def _require_id(name: str, value: Any, tokens: Sequence[str], source: str) -> int:
+def _require_id(name: str, value: object, tokens: Sequence[str], source: str) -> int:
     if not isinstance(value, int) or not 0 <= value < len(tokens):
         raise TokenizerError(f'{source}: {name}={value!r} is not an id of the {len(tokens)} tokens')
     return value
 
 
-def _build_bpe(tokens: list[str], merges: list[str], token_types: list[int], pre: str, source: str) -> Any:
+def _build_bpe(
+    tokens: list[str], merges: list[str], token_types: list[int], pre: str, source: str
+) -> tokenizers.Tokenizer:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Bpe
 
@@ -294,7 +300,7 @@ def _build_bpe(tokens: list[str], merges: list[str], token_types: list[int], pre
     return bpe
 
 
-def _read_hf_tokenizer(path: pathlib.Path) -> Any:
+def _read_hf_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Reader
 
     text = _read_text(path)
@@ -314,7 +320,7 @@ def _read_text(path: pathlib.Path) -> str:
         raise TokenizerError(f'{path} cannot be read ({error}); a directory with a tokenizer has it') from error
 
 
-def _read_object(path: pathlib.Path) -> dict[str, Any]:
+def _read_object(path: pathlib.Path) -> JsonObject:
     try:
         fields = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
@@ -326,7 +332,7 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
     return fields
 
 
-def _token_text(value: Any, path: pathlib.Path, name: str) -> str:
+def _token_text(value: object, path: pathlib.Path, name: str) -> str:
     """A token is its text, or an object with its text and how it is matched."""
     text = value.get('content') if isinstance(value, dict) else value
     if not isinstance(text, str) or any('\ud800' <= character <= '\udfff' for character in text):
@@ -334,7 +340,7 @@ def _token_text(value: Any, path: pathlib.Path, name: str) -> str:
     return text
 
 
-def _add_tokens(tokenizer: Any, added: Any, path: pathlib.Path) -> None:
+def _add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Path) -> None:
     """Tokens that tokenizer_config.json adds to tokenizer.json, by id."""
     from tokenizers import AddedToken
 
@@ -355,7 +361,7 @@ def _add_tokens(tokenizer: Any, added: Any, path: pathlib.Path) -> None:
             )
 
 
-def _hf_template(directory: pathlib.Path, fields: Mapping[str, Any], values: Mapping[str, Any]) -> ChatTemplate | None:
+def _hf_template(directory: pathlib.Path, fields: JsonObject, values: JsonObject) -> ChatTemplate | None:
     """The chat template, or None; of several that have names the one called default."""
     path, source = directory / _HF_CONFIG, fields.get('chat_template')
     if (directory / _HF_TEMPLATE).is_file():

@@ -1,20 +1,25 @@
-"""From an answer's tokens to its reward: the arrow between generation and the buffer."""
+"""Verification: from an answer's tokens to its reward, inline or in worker processes.
+
+Used by the controller between generation and the buffer, and by the evaluator. Worker processes (process.py) are asked
+through `clock.call`.
+"""
 
 from __future__ import annotations
 
 import collections
 import copy
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from areal_jax import events
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock, Event
+from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
 from areal_jax.tasks.scoring import ScoringError, make_printable, score_answer, to_reward
 from areal_jax.tasks.task import Scorer, TaskError
@@ -78,9 +83,9 @@ class _Ticket:
 class ProcessVerifier:
     """Scores in worker processes, first come, first served, each attempt with a deadline.
 
-    An attempt that hangs ('timeout'), or whose worker ends or sends anything but the one reply ('crash'), costs the
-    worker: it is killed with every process of its scorer, a new one started, and the attempt repeated until there were
-    `attempts`. A scorer that raises or returns no reward ('error') would do so again and is not asked twice.
+    If an attempt hangs ('timeout'), or its worker ends or sends anything but one reply ('crash'), the worker is killed
+    with every process of its scorer and replaced, and the answer is scored again, `attempts` times at most. If the
+    scorer raises or returns no reward ('error'), it would do so again, so there is no further attempt.
     `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory.
     """
 
@@ -140,7 +145,7 @@ class ProcessVerifier:
         self._workers.clear()
 
     async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
-        """The verdict on one answer. A failed one (see `Verdict.failed`) has reward 0, which is no judgement."""
+        """The verdict on one answer. The reward 0 of a failed one (see `Verdict.failed`) is not a score."""
         request = {
             'draw': prompt.draw,
             'problem': dict(prompt.problem),
@@ -158,17 +163,17 @@ class ProcessVerifier:
         finally:
             self._release_slot(slot)
 
-    async def _attempt(self, slot: _Slot, request: Mapping[str, Any], prompt: Prompt, attempt: int) -> Verdict:
+    async def _attempt(self, slot: _Slot, request: JsonObject, prompt: Prompt, attempt: int) -> Verdict:
         try:
             reply = await self._ask(slot, request, {'draw': prompt.draw, 'attempt': attempt})
         except (TimeoutError, WorkerDiedError) as error:
             label = 'timeout' if isinstance(error, TimeoutError) else 'crash'
             _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, error)
             slot.worker.kill()
-            slot.worker = self._spawn()  # gets ready while nobody waits
+            slot.worker = self._spawn()  # loads its scorer before the next request needs it
             return Verdict(0.0, attempt, label)
         except BaseException:
-            slot.worker.kill()  # cancelled: a reply may be on its way, so the slot's next user starts a new worker
+            slot.worker.kill()  # cancelled: a late reply may still arrive, so the slot's next user starts a new worker
             raise
         try:
             if 'error' in reply:
@@ -178,13 +183,14 @@ class ProcessVerifier:
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, make_printable(str(error)))
             return Verdict(0.0, attempt, 'error')
 
-    async def _ask(self, slot: _Slot, request: Mapping[str, Any], detail: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _ask(self, slot: _Slot, request: JsonObject, detail: JsonObject) -> JsonObject:
         if slot.worker.is_killed:
             slot.worker = self._spawn()
         if not slot.worker.is_ready:
             start = Work('reward', 0.0, {**detail, 'worker': 'start'})
-            await self._clock.call(LANE, slot.worker.become_ready(), start, self._start_deadline_s)
-        return await self._clock.call(LANE, slot.worker.ask(request), Work('reward', 1.0, detail), self._deadline_s)
+            await self._clock.call(LANE, slot.worker.become_ready, start, self._start_deadline_s)
+        ask = functools.partial(slot.worker.ask, request)
+        return await self._clock.call(LANE, ask, Work('reward', 1.0, detail), self._deadline_s)
 
     def _spawn(self) -> WorkerProcess:
         self._workers = [worker for worker in self._workers if not worker.is_gone()]

@@ -1,11 +1,12 @@
-"""Where answers are scored: `python -m areal_jax.tasks.worker MODULE:FUNCTION [MEMORY_MB]`, JSON over stdin and stdout.
+"""A worker process that scores answers: `python -m areal_jax.tasks.worker MODULE:FUNCTION [MEMORY_MB]`.
 
-Two processes. The one started here runs no code of the scorer: it passes lines on, bounds what the scorer prints, and
-at the end kills every process that the scorer started. Its child (tasks/scorer_process.py) runs the scorer, in a
-session of its own. The lines are described there; one more comes when the child has ended: {"crash": "why"}.
+Started by tasks/process.py, with which it exchanges lines of JSON over stdin and stdout. A worker is two processes.
+This one runs no code of the scorer: it relays the lines, limits what the scorer prints, and at its end kills every
+process that the scorer started. Its child (tasks/scorer_process.py) runs the scorer in a session of its own. The format
+of the lines is described there; this process adds {"crash": "reason"} when the child has ended.
 
-Closing stdin ends the worker when the answers at hand are done; closing stdout as well, or killing the parent, ends it
-at once.
+When stdin closes, the worker finishes the requests that it has received. When stdout closes too, or the parent dies, it
+ends at once.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from areal_jax.tasks.scorer_process import serve
 
 ENDED, SCORER_DIED, USAGE, LEFT_BEHIND = range(4)  # exit codes; LEFT_BEHIND: some process could not be killed
 
-_GRACE_S = 30.0  # for the answers at hand once stdin has closed, while somebody still reads the replies
+_GRACE_S = 30.0  # for the requests already received once stdin has closed, while stdout is open
 _EXIT_S = 0.2  # between the closing of a process's pipes and its end
 _KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
 _CHUNK_BYTES = 2**16  # read at once
 _SHOWN_BYTES = 2000  # of what a scorer prints during one answer
 _SHOWN_WHILE_LOADING_BYTES = 20_000  # room for the traceback of an import
-_DRAIN_READS = 64  # of output per reply: somebody may print without end
+_DRAIN_READS = 64  # per reply: a process of the scorer may print without end
 
 
 def main(arguments: list[str]) -> int:
-    """Pass requests and replies on until stdin closes or the scorer's process ends."""
+    """Relay requests and replies until stdin closes or the scorer's process ends."""
     if len(arguments) not in (1, 2):
         print('usage: python -m areal_jax.tasks.worker MODULE:FUNCTION [MEMORY_MB]', file=sys.stderr)
         return USAGE
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Output:
-    """What the scorer prints: the beginning is shown on stderr with a heading, the rest is counted."""
+    """The output of the scorer: its beginning is shown on stderr under a heading, the rest is only counted."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -115,7 +116,7 @@ class _Worker:
         poll = select.poll()
         if self._grace_end_s is None and not self._to_scorer:
             poll.register(0, select.POLLIN)
-        poll.register(1, select.POLLOUT if self._to_parent else 0)  # errors, a lost reader, are always reported
+        poll.register(1, select.POLLOUT if self._to_parent else 0)  # POLLERR, POLLHUP are always reported
         if self._to_scorer:
             poll.register(self._requests, select.POLLOUT)
         if not self._to_parent:
@@ -236,7 +237,7 @@ def _start_scorer(scorer: str, memory_mb: int, noticed: int) -> tuple[int, int, 
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
-        os._exit(status)  # no clean-up of the interpreter: a thread of the scorer may hang
+        os._exit(status)  # skip the clean-up of the interpreter: it would wait for threads of the scorer
 
 
 def _notice_ended_children() -> int:

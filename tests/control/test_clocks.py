@@ -1,12 +1,11 @@
 import asyncio
-import gc
 import signal
 import threading
 import time
 
 import pytest
 
-from areal_jax.control.clocks.loop import CallDeadlineError, DeadlockError, StallError
+from areal_jax.control.clocks.loop import DeadlockError, StallError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
@@ -139,71 +138,6 @@ def test_an_iterator_that_ends_in_work_is_told_from_the_end_of_a_coroutine(make)
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-def test_a_call_holds_virtual_time_at_its_modelled_end():
-    # the call takes 50 ms of wall time and 1 s of virtual time; work of 2 s on another lane must end after it
-    async def program(clock, supervisor):
-        read, write = asyncio.get_running_loop().create_future(), threading.Timer
-        loop = asyncio.get_running_loop()
-        write(0.05, lambda: loop.call_soon_threadsafe(read.set_result, 'reply')).start()
-
-        async def call():
-            return await clock.call('a', read, Work('x', 1), 10.0), clock.now()
-
-        async def work():
-            await clock.run('b', lambda: None, Work('x', 2))
-            return 'work', clock.now()
-
-        return await _gather(clock, supervisor, [work(), call()])
-
-    assert execute(virtual(), program) == [('reply', 1.0), ('work', 2.0)]
-
-
-def test_a_call_past_its_wall_deadline_ends_a_virtual_run_by_name():
-    async def program(clock, supervisor):
-        await clock.call('a', asyncio.get_running_loop().create_future(), Work('x', 1), 0.05)
-
-    with pytest.raises(CallDeadlineError, match="call 'x' on lane 'a'"):
-        execute(virtual(), program)
-
-
-def test_a_call_past_its_deadline_raises_timeout_on_the_real_clock_and_frees_the_lane():
-    async def program(clock, supervisor):
-        with pytest.raises(TimeoutError, match=r"call 'x' on lane 'a' exceeded its deadline of 0\.05 s"):
-            await clock.call('a', asyncio.get_running_loop().create_future(), Work('x', 1), 0.05)
-        return await clock.run('a', lambda: 'next', Work('x'))
-
-    assert execute(real(), program) == 'next'
-
-
-def test_a_reply_that_is_there_is_no_timeout_though_the_loop_was_blocked_past_the_deadline():
-    async def program(clock, supervisor):
-        async def reply():
-            return 'reply'
-
-        async def block_the_loop():
-            time.sleep(0.03)
-
-        supervisor.start('blocker', block_the_loop())
-        return await clock.call('a', reply(), Work('x'), 0.01)
-
-    assert execute(real(), program) == 'reply'
-
-
-def test_a_call_cancelled_before_its_turn_leaves_no_coroutine_behind(recwarn):
-    async def program(clock, supervisor):
-        async def reply():
-            return 'reply'
-
-        first, second = (supervisor.start(f'call {i}', clock.call('a', reply(), Work('x'), 1.0)) for i in range(2))
-        await clock.run('b', lambda: None, Work('x', 0))
-        second.cancel()
-        return await first
-
-    assert execute(virtual(), program) == 'reply'
-    gc.collect()
-    assert [str(warning.message) for warning in recwarn] == []
-
-
 def test_real_lanes_have_their_own_thread():
     async def program(clock, supervisor):
         async def name(lane):
@@ -314,6 +248,33 @@ def test_a_signal_from_another_thread_wakes_the_program():
     clock = real()
     stop = clock.event('stop')
     assert execute(clock, program) is True
+
+
+def test_the_loop_of_the_host_has_no_timers():
+    with pytest.raises(RuntimeError, match=r"the host's loop has no timers: wait with clock\.wait"):
+        execute(virtual(), lambda clock, supervisor: asyncio.sleep(0.1))
+
+
+def test_an_event_costs_the_same_whatever_the_number_of_waiters():
+    async def program(clock, supervisor):
+        event, others = clock.event('reply'), []
+
+        async def measure(n_waiting):
+            """Wall seconds for 200 waits that end at a deadline of their own, while others wait for the same event."""
+            others.extend(asyncio.create_task(clock.wait(event, 1000.0)) for _ in range(n_waiting - len(others)))
+            seconds = []
+            for _ in range(4):
+                await clock.wait(clock.event('the others have started'), 0.01)
+                began = time.perf_counter()
+                for _ in range(200):
+                    assert not await clock.wait(event, 0.01)
+                seconds.append(time.perf_counter() - began)
+            return min(seconds)
+
+        return await measure(16), await measure(20_000)
+
+    few, many = execute(virtual(), program)
+    assert many < 4 * few  # 200 times as long where a waiter is searched in a list
 
 
 def test_the_threads_of_the_lanes_end_with_the_program():

@@ -34,6 +34,6 @@ class FakeClock:
         await event.wait()
         return True
 
-    async def call(self, lane: str, coro: Awaitable[Any], work: Work, deadline_s: float) -> Any:
+    async def call(self, lane: str, fn: Callable[[], Awaitable[Any]], work: Work, deadline_s: float) -> Any:
         self.calls.append((lane, work))
-        return await asyncio.wait_for(coro, deadline_s)
+        return await asyncio.wait_for(fn(), deadline_s)

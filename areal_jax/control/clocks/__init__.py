@@ -1,1 +1,1 @@
-"""Time: every wait of the host side goes through a clock (run, wait, call, now)."""
+"""Clocks: every wait of the host side goes through one (run, wait, call, now), which orders all completions."""

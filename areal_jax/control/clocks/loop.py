@@ -1,15 +1,16 @@
-"""What all clocks share: lanes, named waits, and completions that enter one at a time when the loop is idle.
+"""What all clocks share: lanes, named waits, calls, and completions that enter one at a time when the loop is idle.
 
-asyncio asks its selector to block only when no callback is ready. That call is the clock's: it releases one completion
-and returns, so the program sees one completion, runs until nothing is ready, and only then sees the next. No asyncio
-timer exists (equal timers are not first-in-first-out), so the order of completions is all that decides the program.
+asyncio asks its selector to block only when no callback is ready. At that moment the clock releases one completion and
+returns, so the program handles one completion, runs until nothing is ready, and only then gets the next. This loop, the
+host's, has no asyncio timers (equal timers are not first in, first out), so the order of completions alone decides what
+the program does. I/O runs on a loop of its own (io.py), and its outcome enters as a completion like any other.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-import collections
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -17,12 +18,18 @@ import selectors
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from areal_jax import protocols
+from areal_jax.control.clocks.io import IoLoop
+from areal_jax.control.clocks.lanes import Interval, Lane
 from areal_jax.control.events import EventLog
 from areal_jax.errors import UserError
 from areal_jax.types import Work
+
+_Result = TypeVar('_Result')
+Ready = list[tuple[selectors.SelectorKey, int]]  # what a selector returns
+Block = Callable[[float | None], Ready]  # waits for the loop's wake-up, for so many wall seconds at most
 
 
 class DeadlockError(RuntimeError):
@@ -42,12 +49,12 @@ class Event:
 
     def __init__(self, name: str):
         self.name = name
-        self.waiters: list[asyncio.Future[bool]] = []
+        self.waiters: dict[asyncio.Future[bool], None] = {}  # in order: a waiter leaves in O(1)
         self._set = False
 
     def set(self) -> None:
         self._set = True
-        waiters, self.waiters = self.waiters, []
+        waiters, self.waiters = self.waiters, {}
         for future in waiters:
             if not future.done():
                 future.set_result(True)
@@ -60,24 +67,6 @@ class Event:
 
 
 @dataclasses.dataclass(eq=False)
-class Interval:
-    """One occupation of a lane: a run (`fn`) or a call (`coro`)."""
-
-    lane: str
-    work: Work
-    number: int
-    future: asyncio.Future[Any]
-    fn: Callable[[], Any] | None = None
-    coro: Awaitable[Any] | None = None
-    deadline_s: float | None = None  # calls: wall seconds
-    task: asyncio.Task[Any] | None = None
-    started_s: float = 0.0
-    seconds: float = 0.0
-    result: Any = None
-    error: BaseException | None = None
-
-
-@dataclasses.dataclass(eq=False)
 class Deadline:
     """The end of a wait."""
 
@@ -85,22 +74,20 @@ class Deadline:
     future: asyncio.Future[bool]
 
 
-class _Lane:
-    def __init__(self, width: int):
-        self.width = width
-        self.busy: list[Interval] = []
-        self.queue: collections.deque[Interval] = collections.deque()
-
-
 class LoopClock(abc.ABC):
-    """Base of the clocks: subclasses say how an interval begins and what the next completion is."""
+    """Base of the clocks: subclasses say how an interval begins and what the next completion is.
+
+    Beginning and releasing take time that does not depend on how many coroutines wait.
+    """
 
     def __init__(self, lanes: Mapping[str, int], log: EventLog):
-        self.lanes = {name: _Lane(width) for name, width in lanes.items()}
+        self.lanes = {name: Lane(width) for name, width in lanes.items()}
         self.log = log
+        self._io = IoLoop()
         self._order = itertools.count()
+        self._busy: dict[Interval, None] = {}  # intervals under way, on all lanes
         self._deadlines: list[tuple[float, int, Deadline]] = []
-        self._waiting: dict[asyncio.Future[bool], str] = {}
+        self._waiting: dict[asyncio.Future[bool], tuple[str, asyncio.Task[Any] | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early_signals: list[tuple[signal.Signals, protocols.Event]] = []
         self._signal_lock = threading.Lock()
@@ -115,30 +102,33 @@ class LoopClock(abc.ABC):
     def event(self, name: str) -> Event:
         return Event(name)
 
-    async def run(self, lane: str, fn: Callable[[], Any], work: Work) -> Any:
+    async def run(self, lane: str, fn: Callable[[], _Result], work: Work) -> _Result:
         """Blocking work on the lane; returns what `fn` returns, raises what it raises."""
-        interval = Interval(lane, work, self.log.take_run_number(), self._new_future(), fn=fn)
+        interval = Interval(lane, work, self.log.take_run_number(), fn, self._new_future())
         self._request(interval)
         return await interval.future
 
-    async def call(self, lane: str, coro: Awaitable[Any], work: Work, deadline_s: float) -> Any:
-        """I/O on the loop in the lane's turn; raises TimeoutError that names the call at its wall-time deadline."""
-        number = self.log.take_run_number()
-        interval = Interval(lane, work, number, self._new_future(), coro=coro, deadline_s=deadline_s)
+    async def call(self, lane: str, fn: Callable[[], Awaitable[_Result]], work: Work, deadline_s: float) -> _Result:
+        """I/O in the lane's turn: `fn` is called on the I/O loop and what it returns is awaited there.
+
+        Cancelling the caller cancels the I/O. A stream is one call for each item: `functools.partial(anext, items)`.
+        Raises what the I/O raises, and TimeoutError that names the call `deadline_s` wall seconds after its start.
+        """
+        interval = Interval(lane, work, self.log.take_run_number(), fn, self._new_future(), deadline_s)
         self._request(interval)
         try:
             return await interval.future
         finally:
-            if interval.task is None and isinstance(coro, Coroutine):
-                coro.close()  # cancelled before its turn: it will not be awaited
+            if interval.call is not None:
+                interval.call.cancel()
 
     async def wait(self, event: protocols.Event, timeout_s: float | None = None) -> bool:
         """True when the event is (or becomes) set, False at the deadline."""
         if event.is_set():
             return True
         future: asyncio.Future[bool] = self._new_future()
-        event.waiters.append(future)
-        self._waiting[future] = f'{event.name!r} awaited by {_task_name()}'
+        event.waiters[future] = None
+        self._waiting[future] = event.name, asyncio.current_task()
         if timeout_s is not None:
             entry = Deadline(event, future)
             heapq.heappush(self._deadlines, (self._deadline_key(timeout_s), next(self._order), entry))
@@ -146,11 +136,10 @@ class LoopClock(abc.ABC):
             return await future
         finally:
             del self._waiting[future]
-            if future in event.waiters:
-                event.waiters.remove(future)
+            event.waiters.pop(future, None)
 
     def post_signal(self, number: signal.Signals, event: protocols.Event) -> None:
-        """Sets the event, in its turn among the completions; from any thread, also before the program runs.
+        """Set the event, in its turn among the completions; from any thread, also before the program runs.
 
         Nothing happens after the program has ended.
         """
@@ -160,9 +149,9 @@ class LoopClock(abc.ABC):
             elif not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._post_signal, number, event)
 
-    def execute(self, program: Coroutine[Any, Any, Any]) -> Any:
+    def execute(self, program: Coroutine[Any, Any, _Result]) -> _Result:
         """Run the program on an event loop of this clock; returns its result."""
-        loop = asyncio.SelectorEventLoop(_IdleSelector(self._release_next))
+        loop = _HostLoop(_IdleSelector(self._release_next))
         with self._signal_lock:
             self._loop = loop
             for number, event in self._early_signals:
@@ -178,10 +167,14 @@ class LoopClock(abc.ABC):
     def _begin(self, interval: Interval) -> None: ...
 
     @abc.abstractmethod
+    def _note_end_of_call(self, interval: Interval) -> None:
+        """On the I/O thread: a call has ended."""
+
+    @abc.abstractmethod
     def _deadline_key(self, timeout_s: float) -> float: ...
 
     @abc.abstractmethod
-    def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]: ...
+    def _release_next(self, block: Block) -> Ready: ...
 
     @abc.abstractmethod
     def _post_signal(self, number: signal.Signals, event: protocols.Event) -> None: ...
@@ -198,67 +191,58 @@ class LoopClock(abc.ABC):
         self.lanes[interval.lane].queue.append(interval)
         self._start(self.lanes[interval.lane])
 
-    def _start(self, lane: _Lane) -> None:
-        while lane.queue and len(lane.busy) < lane.width:
-            interval = lane.queue.popleft()
-            if interval.future.cancelled():
-                continue
-            lane.busy.append(interval)
+    def _start(self, lane: Lane) -> None:
+        while (interval := lane.next_interval()) is not None:
+            self._busy[interval] = None
             interval.started_s = self.now()
             work = interval.work
             self.log.write(
                 'run_start', interval.lane, run=interval.number, work=work.kind, amount=work.amount, **work.detail
             )
-            if interval.coro is not None:
-                interval.task = asyncio.ensure_future(interval.coro)
             self._begin(interval)
+
+    def _start_call(self, interval: Interval) -> None:
+        assert interval.deadline_s is not None
+        interval.call = self._io.start(
+            interval.describe(), interval.fn, interval.deadline_s, lambda: self._note_end_of_call(interval)
+        )
 
     def _finish(self, interval: Interval) -> None:
         """Release a completed interval to the program and let the lane go on."""
         lane = self.lanes[interval.lane]
-        lane.busy.remove(interval)
+        lane.n_busy -= 1
+        del self._busy[interval]
+        if interval.is_call:
+            interval.take_outcome()
         self.log.write(
             'run_done', interval.lane, run=interval.number, work=interval.work.kind, amount=interval.work.amount,
             started=interval.started_s, seconds=interval.seconds,
         )  # fmt: skip
-        if not interval.future.done():
-            if isinstance(interval.error, StopIteration):  # a future cannot carry it (PEP 479)
-                error = RuntimeError(f'work {interval.work.kind!r} on lane {interval.lane!r} raised StopIteration')
-                error.__cause__ = interval.error
-                interval.future.set_exception(error)
-            elif interval.error is not None:
-                interval.future.set_exception(interval.error)
-            else:
-                interval.future.set_result(interval.result)
+        interval.deliver()
         self._start(lane)
-
-    def _take_task_result(self, interval: Interval) -> None:
-        assert interval.task is not None
-        if interval.task.cancelled():
-            interval.error = asyncio.CancelledError()
-        elif (error := interval.task.exception()) is not None:
-            interval.error = error
-        else:
-            interval.result = interval.task.result()
 
     def _expire(self, deadline: Deadline) -> None:
         if not deadline.future.done():
             self.log.write('deadline', wait=deadline.event.name)
             deadline.future.set_result(False)
 
-    def _drop_dead_deadlines(self) -> None:
+    def _next_deadline(self) -> tuple[float, int, Deadline] | None:
+        """The first deadline whose wait is not over, as (time, order, deadline); it stays in the heap."""
         while self._deadlines and self._deadlines[0][2].future.done():
-            heapq.heappop(self._deadlines)
+            heapq.heappop(self._deadlines)  # once for each wait, so O(log n) a wait
+        return self._deadlines[0] if self._deadlines else None
 
-    def _timeout_error(self, interval: Interval) -> TimeoutError:
-        return TimeoutError(
-            f'call {interval.work.kind!r} on lane {interval.lane!r} exceeded its deadline of {interval.deadline_s} s'
-        )
+    def _wake(self) -> None:
+        """Make the host's loop return from its selector; from any thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            self._loop.call_soon_threadsafe(_do_nothing)
 
     def describe_waits(self) -> str:
         """Every wait and every busy lane, by name."""
-        busy = [f'lane {i.lane!r} busy with {i.work.kind!r}' for lane in self.lanes.values() for i in lane.busy]
-        return '; '.join([*self._waiting.values(), *busy]) or 'nothing is waiting'
+        waits = [f'{event!r} awaited by {_task_name(task)}' for event, task in self._waiting.values()]
+        busy = [f'lane {interval.lane!r} busy with {interval.work.kind!r}' for interval in self._busy]
+        return '; '.join([*waits, *busy]) or 'nothing is waiting'
 
     def _new_future(self) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().create_future()
@@ -270,28 +254,38 @@ class LoopClock(abc.ABC):
         try:
             if tasks:
                 loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        except (DeadlockError, StallError):
+        except (DeadlockError, StallError, CallDeadlineError):
             pass  # a coroutine waits in its clean-up: nothing will come
         finally:
+            self._io.close()
             self._close()
             with self._signal_lock:
                 loop.close()
 
 
-class _IdleSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Hands the moment in which the loop has nothing ready to the clock."""
+class _HostLoop(asyncio.SelectorEventLoop):
+    def call_at(self, *args: object, **keywords: object) -> NoReturn:
+        """Refused: a timer would never fire, since only completions of the clock wake this loop."""
+        raise RuntimeError("the host's loop has no timers: wait with clock.wait, and do I/O inside clock.call")
 
-    def __init__(self, release_next: Callable[[Callable[[float | None], list[Any]]], list[Any]]):
+
+class _IdleSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Calls the clock whenever the loop has nothing ready."""
+
+    def __init__(self, release_next: Callable[[Block], Ready]):
         super().__init__()
         self._release_next = release_next
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> Ready:
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready
         return self._release_next(super().select)
 
 
-def _task_name() -> str:
-    task = asyncio.current_task()
+def _task_name(task: asyncio.Task[Any] | None) -> str:
     return task.get_name() if task else 'no task'
+
+
+def _do_nothing() -> None:
+    """What a wake-up runs."""

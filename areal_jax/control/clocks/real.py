@@ -1,4 +1,7 @@
-"""The real clock: a thread per lane; completions, deadlines and signals enter the program through one FIFO."""
+"""The real clock: a thread per lane; completions, deadlines and signals enter the program through one FIFO.
+
+Used by runs with run.clock=real. What it shares with the other clocks is in loop.py.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from areal_jax.control.clocks.loop import Deadline, DeadlockError, Interval, LoopClock, StallError
+from areal_jax.control.clocks.lanes import Interval
+from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
 from areal_jax.control.events import EventLog
 from areal_jax.protocols import Event
 
-_END_OF_WORK_S = 20.0  # for the work under way when the program ends: a hung lane must not keep the process
+_END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
 _END_OF_STALLED_WORK_S = 0.2
 _Posted = Interval | Deadline | tuple[signal.Signals, Event]
 
@@ -31,7 +34,6 @@ class RealClock(LoopClock):
         self._fifo: collections.deque[tuple[float, _Posted]] = collections.deque()
         self._queues: dict[str, queue.SimpleQueue[Interval | None]] = {}
         self._last_release = time.monotonic()
-        self._calls: list[tuple[float, Interval]] = []  # wall deadline of calls in flight
         self._threads: list[threading.Thread] = []
         self._end_of_work_s = _END_OF_WORK_S
         self.max_lag_s = 0.0  # longest wait of a completion for its release: the loop's lag
@@ -42,16 +44,15 @@ class RealClock(LoopClock):
         return self._now
 
     def restart(self) -> None:
-        """Time goes on from here: what was spent since the clock was made (building, compiling) does not count."""
+        """Continue from the current time: the seconds since the clock was made (building, compiling) do not count."""
         self._origin = time.monotonic() - self._now
         self._last_release = time.monotonic()
         self.max_lag_s, self.longest_lag_work = 0.0, ''
 
     def _begin(self, interval: Interval) -> None:
         interval.started_s = time.monotonic() - self._origin
-        if interval.task is not None:
-            self._calls.append((time.monotonic() + (interval.deadline_s or 0.0), interval))
-            interval.task.add_done_callback(lambda _: self._post(interval))
+        if interval.is_call:
+            self._start_call(interval)
             return
         if interval.lane not in self._queues:
             self._queues[interval.lane] = queue.SimpleQueue()
@@ -67,15 +68,16 @@ class RealClock(LoopClock):
     def _work(self, intervals: queue.SimpleQueue[Interval | None]) -> None:
         while (interval := intervals.get()) is not None:
             interval.started_s = time.monotonic() - self._origin
-            assert interval.fn is not None
             try:
                 interval.result = interval.fn()
-            except BaseException as error:  # carried to the coroutine that asked for the work
+            except BaseException as error:  # raised in the coroutine that asked for the work
                 interval.error = error
             self._post(interval)
-            assert self._loop is not None
-            with contextlib.suppress(RuntimeError):  # the loop has closed
-                self._loop.call_soon_threadsafe(_wake)
+            self._wake()
+
+    def _note_end_of_call(self, interval: Interval) -> None:
+        self._post(interval)
+        self._wake()
 
     def _post(self, item: _Posted) -> None:
         if isinstance(item, Interval):
@@ -88,19 +90,18 @@ class RealClock(LoopClock):
     def _post_signal(self, number: signal.Signals, event: Event) -> None:
         self._post((number, event))
 
-    def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
+    def _release_next(self, block: Block) -> Ready:
         self._post_expired()
-        if self._cancel_late_calls():
-            return []
         if self._fifo:
             self._release(*self._fifo.popleft())
             return []
-        self._require_something_to_come()
-        now = time.monotonic()
-        ends = [self._last_release + self._stall_timeout_s, *(deadline for deadline, _ in self._calls)]
-        if self._deadlines:
-            ends.append(self._deadlines[0][0])
-        ready = block(max(0.0, min(ends) - now))
+        deadline = self._next_deadline()
+        if deadline is None and not self._busy:
+            raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
+        end = self._last_release + self._stall_timeout_s
+        if deadline is not None:
+            end = min(end, deadline[0])
+        ready = block(max(0.0, end - time.monotonic()))
         if not ready and not self._fifo and time.monotonic() - self._last_release >= self._stall_timeout_s:
             self._end_of_work_s = _END_OF_STALLED_WORK_S
             raise StallError(
@@ -108,27 +109,10 @@ class RealClock(LoopClock):
             )
         return ready
 
-    def _require_something_to_come(self) -> None:
-        if not self._calls and not self._deadlines and not any(lane.busy for lane in self.lanes.values()):
-            raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
-
     def _post_expired(self) -> None:
         now = time.monotonic()
-        self._drop_dead_deadlines()
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while (first := self._next_deadline()) is not None and first[0] <= now:
             self._post(heapq.heappop(self._deadlines)[2])
-            self._drop_dead_deadlines()
-
-    def _cancel_late_calls(self) -> bool:
-        """True if a call was cancelled: its task has callbacks to run now, the last of which posts the interval."""
-        now = time.monotonic()
-        late = [(end, call) for end, call in self._calls if end <= now and call.task and not call.task.done()]
-        for deadline, interval in late:
-            self._calls.remove((deadline, interval))
-            interval.error = self._timeout_error(interval)
-            assert interval.task is not None
-            interval.task.cancel()
-        return bool(late)
 
     def _release(self, posted: float, item: _Posted) -> None:
         now = time.monotonic()
@@ -137,10 +121,6 @@ class RealClock(LoopClock):
             self.max_lag_s = now - posted
             self.longest_lag_work = item.work.kind if isinstance(item, Interval) else 'deadline or signal'
         if isinstance(item, Interval):
-            if item.task is not None:
-                self._calls = [call for call in self._calls if call[1] is not item]
-                if item.error is None:
-                    self._take_task_result(item)
             self._finish(item)
         elif isinstance(item, Deadline):
             self._expire(item)
@@ -152,13 +132,9 @@ class RealClock(LoopClock):
         for name, intervals in self._queues.items():
             with contextlib.suppress(queue.Empty):
                 while True:
-                    intervals.get_nowait()  # nobody waits for it any more
+                    intervals.get_nowait()  # its coroutine was cancelled
             for _ in range(self.lanes[name].width):
                 intervals.put(None)
         end = time.monotonic() + self._end_of_work_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-
-
-def _wake() -> None:
-    """Makes the loop look up from its selector."""

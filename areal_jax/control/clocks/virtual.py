@@ -1,19 +1,23 @@
-"""The virtual clock: work runs inline, time is an integer of nanoseconds that only completions advance."""
+"""The virtual clock: work runs inline, and time, an integer in nanoseconds, advances only at completions.
+
+Used by runs with run.clock=virtual and by most tests. What it shares with the other clocks is in loop.py.
+"""
 
 from __future__ import annotations
 
 import heapq
 import signal
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from areal_jax.control.clocks.loop import CallDeadlineError, DeadlockError, Interval, LoopClock
+from areal_jax.control.clocks.lanes import Interval
+from areal_jax.control.clocks.loop import Block, CallDeadlineError, DeadlockError, LoopClock, Ready
 from areal_jax.control.events import EventLog
 from areal_jax.protocols import Event
 from areal_jax.types import Work
 
 NANOSECONDS = 1_000_000_000
+_BLOCKED_S = 5.0  # beyond its deadline a call is given up from here: something blocks the I/O loop's own timer
 
 
 class VirtualClock(LoopClock):
@@ -27,7 +31,8 @@ class VirtualClock(LoopClock):
         self._now_ns = round(start_s * NANOSECONDS)
         self._prices = dict(prices)
         self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event]]] = []
-        self._held: tuple[Interval, float] | None = None  # a call past its modelled end, and its wall deadline
+        self._held: Interval | None = None  # a call past its modelled end
+        self._held_until_s = 0.0  # wall time
         super().__init__(lanes, log)
 
     def now(self) -> float:
@@ -41,15 +46,18 @@ class VirtualClock(LoopClock):
 
     def _begin(self, interval: Interval) -> None:
         interval.seconds = self.price_s(interval.work)
-        if interval.fn is not None:
+        if interval.is_call:
+            self._start_call(interval)
+        else:
             try:
                 interval.result = interval.fn()
             except Exception as error:
                 interval.error = error
-        else:
-            interval.deadline_s = time.monotonic() + (interval.deadline_s or 0.0)
         end = self._now_ns + round(interval.seconds * NANOSECONDS)
         heapq.heappush(self._heap, (end, next(self._order), interval))
+
+    def _note_end_of_call(self, interval: Interval) -> None:
+        self._wake()
 
     def _deadline_key(self, timeout_s: float) -> float:
         return self._now_ns + round(timeout_s * NANOSECONDS)
@@ -57,11 +65,11 @@ class VirtualClock(LoopClock):
     def _post_signal(self, number: signal.Signals, event: Event) -> None:
         heapq.heappush(self._heap, (self._now_ns, next(self._order), (number, event)))
 
-    def _release_next(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
+    def _release_next(self, block: Block) -> Ready:
         if self._held is not None:
-            return self._release_held(block)
-        self._drop_dead_deadlines()
-        if self._deadlines and (not self._heap or self._deadlines[0][:2] < self._heap[0][:2]):
+            return self._release_held(self._held, block)
+        first = self._next_deadline()
+        if first is not None and (not self._heap or first[:2] < self._heap[0][:2]):
             when, _, deadline = heapq.heappop(self._deadlines)
             self._now_ns = int(when)
             self._expire(deadline)
@@ -73,30 +81,27 @@ class VirtualClock(LoopClock):
         if isinstance(entry, tuple):
             self.log.write('signal', name=entry[0].name)
             entry[1].set()
-        elif entry.task is not None:
+        elif entry.is_call:
             assert entry.deadline_s is not None
-            self._held = entry, entry.deadline_s
-            return self._release_held(block)
+            self._held, self._held_until_s = entry, time.monotonic() + entry.deadline_s + _BLOCKED_S
+            return self._release_held(entry, block)
         else:
             self._finish(entry)
         return []
 
-    def _release_held(self, block: Callable[[float | None], list[Any]]) -> list[Any]:
-        assert self._held is not None
-        interval, wall_deadline = self._held
-        assert interval.task is not None
-        if interval.task.done():
-            self._held = None
-            self._take_task_result(interval)
-            self._finish(interval)
-            return []
-        left = wall_deadline - time.monotonic()
-        if left <= 0:
+    def _release_held(self, interval: Interval, block: Block) -> Ready:
+        assert interval.call is not None
+        left_s = self._held_until_s - time.monotonic()
+        if not interval.call.has_ended and left_s > 0:
+            return block(left_s)
+        self._held = None
+        if not interval.future.done() and (interval.call.is_late or not interval.call.has_ended):
             raise CallDeadlineError(
-                f'call {interval.work.kind!r} on lane {interval.lane!r} hit its wall-time deadline under the virtual '
-                'clock; what comes after would depend on the machine. Raise the deadline or use run.clock=real'
+                f'{interval.describe()} hit its wall-time deadline under the virtual clock; what comes after would '
+                'depend on the machine. Raise the deadline or use run.clock=real'
             )
-        return block(left)
+        self._finish(interval)
+        return []
 
     def _close(self) -> None:
         """Nothing to free: work runs inline."""
