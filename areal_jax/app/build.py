@@ -30,6 +30,7 @@ from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import logical_axes
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.ranges import ConfigError
@@ -151,8 +152,7 @@ def _describe_model(config: TrackedConfig) -> Model:
 
 def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Any], Any]:
     """Where the learner has the leaves of a tree in list form."""
-    units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
-    return lambda tree: param_shardings(tree, build_mesh(config), config.mesh.strategy, units)
+    return lambda tree: param_shardings(tree, logical_axes(shape), build_mesh(config), config.mesh.strategy)
 
 
 def _random_decoder(config: TrackedConfig) -> tuple[Decoder, Tokenizer]:
