@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import importlib.util
 import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +19,9 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.ranges import ConfigError
 
+if TYPE_CHECKING:
+    import gguf  # an optional package
+
 _MAGIC = b'GGUF'  # the first bytes of a file
 _SIZE_END = 2**31  # sizes are int32
 _BOS_ID = 'tokenizer.ggml.bos_token_id'
@@ -29,28 +31,6 @@ _Entry = TypeVar('_Entry', str, int)
 
 class _Field(Protocol):
     def contents(self) -> object: ...
-
-
-class _StoredTensor(Protocol):
-    """What is read here of the package's ReaderTensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> np.ndarray: ...
-    @property
-    def data(self) -> np.ndarray: ...
-    @property
-    def tensor_type(self) -> enum.IntEnum: ...
-
-
-class _Reader(Protocol):
-    """What is read here of the package's GGUFReader."""
-
-    @property
-    def fields(self) -> Mapping[str, _Field]: ...
-    @property
-    def tensors(self) -> Sequence[_StoredTensor]: ...
 
 
 class GgufError(UserError, ValueError):
@@ -79,7 +59,9 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[s
     return config, params, tokenizer_fields
 
 
-def _read_tensors(path: pathlib.Path, stored: Sequence[_StoredTensor], config: ModelConfig) -> dict[str, np.ndarray]:
+def _read_tensors(
+    path: pathlib.Path, stored: Sequence[gguf.ReaderTensor], config: ModelConfig
+) -> dict[str, np.ndarray]:
     """The tensors under the names of Hugging Face, as they are stored there; raises GgufError for unknown ones."""
     heads = {'blk.*.attn_q.weight': config.n_heads, 'blk.*.attn_k.weight': config.n_kv_heads}
     hf_names = {row.gguf_name: row.hf_name for row in FAMILIES['llama'].weights if row.gguf_name and row.hf_name}
@@ -153,7 +135,7 @@ class _Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if type(value) not in (int, float):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise GgufError(f'{self.path}: {key}={value!r} must be a number')
         return float(value)
 
@@ -218,7 +200,7 @@ def _no_gguf(path: pathlib.Path, error: Exception) -> GgufError:
     )
 
 
-def _open(path: pathlib.Path) -> _Reader:
+def _open(path: pathlib.Path) -> gguf.GGUFReader:
     _require_gguf(path)
     try:
         import gguf
@@ -289,7 +271,7 @@ def _parse_name(name: str) -> tuple[str, str]:
     return (f'blk.*.{match[2]}', match[1]) if match else (name, '')
 
 
-def _dequantize(path: pathlib.Path, tensor: _StoredTensor) -> np.ndarray:
+def _dequantize(path: pathlib.Path, tensor: gguf.ReaderTensor) -> np.ndarray:
     import gguf
 
     try:

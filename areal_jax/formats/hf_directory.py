@@ -188,7 +188,7 @@ def _place(
 
 
 def _fill(parts: Sequence[tuple[_Bounds, np.ndarray]], tensor: StoredTensor) -> None:
-    """Copies a tensor of a file into buffers with the file's axes, each with its bounds; reads no row in vain."""
+    """Copies a tensor of a file into (bounds, buffer), in the axes of the file; reads only the rows that are needed."""
     if not parts:
         return
     first, end = min(b[0][0] for b, _ in parts), max(b[0][1] for b, _ in parts)

@@ -26,6 +26,9 @@ AttendLayer = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Tree]
 class Layer(nnx.Module):
     """Attention and MLP, each with a norm before it and added to the residual stream."""
 
+    attention_norm: nnx.Param
+    mlp_norm: nnx.Param
+
     def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None):
         _declare(self, weights)
         self.eps = c.rms_eps
@@ -40,6 +43,9 @@ class Layer(nnx.Module):
 
 
 class _Attention(nnx.Module):
+    query_norm: nnx.Param
+    key_norm: nnx.Param
+
     def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None):
         _declare(self, weights)
         self.query, self.key, self.value, self.output = (
@@ -65,6 +71,11 @@ class _Mlp(nnx.Module):
 
 
 class _Linear(nnx.Module):
+    weight: nnx.Param
+    bias: nnx.Param
+    lora_a: nnx.Param
+    lora_b: nnx.Param
+
     def __init__(self, weights: Nested, lora: Lora | None):
         _declare(self, weights)
         self.has_bias = 'bias' in weights

@@ -31,7 +31,7 @@ _Block = Callable[[Params, jax.Array, Tree], tuple[jax.Array, Tree]]  # (weights
 
 _SAVED_ATTENTION = ('attention_output', 'attention_lse')  # as the attention backends tag them
 # which intermediates of a layer are saved for the backward pass; the others are computed again from the layer's input
-REMAT: dict[str, Callable[..., bool | object] | None] = {
+REMAT: dict[str, Callable[..., bool] | None] = {
     'none': None,  # all are saved
     'dots': jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
