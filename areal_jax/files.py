@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import socket
 import sys
 from typing import IO, Any
@@ -125,6 +126,25 @@ def sync_tree(directory: pathlib.Path) -> None:
     """All files and names below are on the disk when this returns."""
     for path in (*directory.rglob('*'), directory):
         sync(path)
+
+
+def partial_name(path: pathlib.Path) -> pathlib.Path:
+    """Where a directory is written before it is renamed to `path`: a hidden name beside it."""
+    return path.with_name(f'.{path.name}.partial')
+
+
+def remove_directory(path: pathlib.Path) -> None:
+    """Removes a directory; if the process dies on the way, what is left has a hidden name that ends in '.partial'."""
+    hidden = partial_name(path.with_name(f'{path.name}.removed'))
+    shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def free_bytes(directory: pathlib.Path) -> int:
+    """Of the disk that holds the directory, which need not exist yet."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 class DirectoryLock:

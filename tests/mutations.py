@@ -346,7 +346,7 @@ MUTATIONS = [
     Mutation(
         'decay stacked norms as matrices',
         'areal_jax/learning/optimizer.py',
-        "is_matrix = len([axis for axis in logical_axes(name, param.ndim) if axis != 'layers']) == 2",
+        'is_matrix = param.ndim - is_stacked(name) == 2',
         'is_matrix = param.ndim >= 2',
         'tests/learning/test_optimizer.py',
     ),

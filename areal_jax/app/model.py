@@ -15,6 +15,7 @@ from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import logical_axes
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.rules import param_shardings
 from areal_jax.tasks.token_reversal import characters
@@ -116,8 +117,7 @@ def _describe_model(config: TrackedConfig) -> Model:
 
 def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Any], Any]:
     """Where the learner has the leaves of a tree in list form."""
-    units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
-    return lambda tree: param_shardings(tree, build_mesh(config), config.mesh.strategy, units)
+    return lambda tree: param_shardings(tree, logical_axes(shape), build_mesh(config), config.mesh.strategy)
 
 
 def _random_decoder(config: TrackedConfig) -> tuple[Decoder, Tokenizer]:

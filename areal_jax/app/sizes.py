@@ -20,6 +20,7 @@ from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import logical_axes
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
 
@@ -77,9 +78,8 @@ def measure(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> Sizes:
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
     # one layer stands for all: they are equal, and a tree of all could itself be too large
     decoder = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0), lora=build.build_lora(config))
-    units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
     trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
-    cut = lambda tree: param_shardings(tree, mesh, config.mesh.strategy, units)
+    cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.mesh.strategy)
     count = lambda tree, shardings, dtype: _bytes(tree, shardings, shape.n_layers, dtype)
     optimizer = build.build_optimizer(config)
     state = jax.eval_shape(optimizer.init, trained)

@@ -31,7 +31,7 @@ from areal_jax.checkpoint.shards import (
     write_shards,
 )
 from areal_jax.checkpoint.trees import TreeReader
-from areal_jax.files import JsonObject, sync
+from areal_jax.files import JsonObject, free_bytes, partial_name, remove_directory, sync
 from areal_jax.sharding.placement import HostShards
 
 CONTENTS = 'contents.json'
@@ -87,7 +87,7 @@ class CheckpointStore:
         state = json.dumps(run_state)
         described = {name: {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)} for name, leaf in leaves.items()}
         target = self._directory / self._new_name(step)
-        partial = _hidden(target)
+        partial = partial_name(target)
         needed = len(state) + sum(_whole_bytes(leaf) for leaf in leaves.values()) + _OVERHEAD_BYTES
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -115,8 +115,8 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             reason = str(error) if isinstance(error, _FollowerError) else brief(error)
             raise CheckpointError(
-                f'saving step {step} to {self._directory} failed ({reason}); the disk has {self._free_bytes()} '
-                f'bytes free. {self._newest_stands()}Make room or use another workdir'
+                f'saving step {step} to {self._directory} failed ({reason}); the disk has '
+                f'{free_bytes(self._directory)} bytes free. {self._newest_stands()}Make room or use another workdir'
             ) from error
         self._remove_old(needed)
 
@@ -208,49 +208,40 @@ class CheckpointStore:
     def _make_room(self, needed: int) -> None:
         """Removes the oldest steps, but never the newest, where that lets the next one fit with room to spare."""
         old = [path for _, _, path in self._saves()[:-1]]
-        if self._free_bytes() + sum(map(_stored_bytes, old)) < needed:
+        if free_bytes(self._directory) + sum(map(_stored_bytes, old)) < needed:
             return  # they would be lost for nothing
         for path in old:
-            if self._free_bytes() >= _ROOM * needed:
+            if free_bytes(self._directory) >= _ROOM * needed:
                 return
             self._warn_of_room(needed)
-            self._remove(path)
+            remove_directory(path)
 
     def _remove_old(self, needed: int) -> None:
         """Leaves the newest steps; `needed` is the size in bytes of the one just written."""
         for _, _, path in self._saves()[: -self._keep]:
-            self._remove(path)
-        if (older := self._saves()[:-1]) and self._free_bytes() < _ROOM * needed:
+            remove_directory(path)
+        if (older := self._saves()[:-1]) and free_bytes(self._directory) < _ROOM * needed:
             self._warn_of_room(needed)
             for _, _, path in older:
-                self._remove(path)
-
-    def _remove(self, path: pathlib.Path) -> None:
-        hidden = _hidden(path)  # renamed first: an interrupted removal leaves no step with missing files
-        path.rename(hidden)
-        shutil.rmtree(hidden)
+                remove_directory(path)
 
     def _warn_of_room(self, needed: int) -> None:
         if not self._warned:
             print(
-                f'warning: checkpoint.keep={self._keep}, but {self._directory} has {self._free_bytes()} bytes free, '
-                f'less than {_ROOM:g} checkpoints of {needed}: only the newest checkpoint is kept',
+                f'warning: checkpoint.keep={self._keep}, but {self._directory} has {free_bytes(self._directory)} bytes '
+                f'free, less than {_ROOM:g} checkpoints of {needed}: only the newest checkpoint is kept',
                 file=sys.stderr,
                 flush=True,
             )
         self._warned = True
 
     def _require_free_space(self, step: int, needed: int) -> None:
-        free = self._free_bytes()
+        free = free_bytes(self._directory)
         if free < needed:
             raise CheckpointError(
                 f'{self._directory} has {free} bytes free, step {step} needs {needed}. {self._newest_stands()}'
                 'Make room or use another workdir'
             )
-
-    def _free_bytes(self) -> int:
-        existing = next(path for path in (self._directory, *self._directory.parents) if path.exists())
-        return shutil.disk_usage(existing).free
 
     def _newest_stands(self) -> str:
         newest = self.latest()
@@ -322,7 +313,3 @@ def _whole_bytes(leaf: np.ndarray | HostShards) -> int:
 
 def _stored_bytes(directory: pathlib.Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())
-
-
-def _hidden(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f'.{path.name}.partial')

@@ -1,1 +1,1 @@
-"""Files of others: GGUF, safetensors and Hugging Face directories, reader and writer of one format side by side."""
+"""File formats defined elsewhere: GGUF, safetensors and Hugging Face directories, each reader beside its writer."""

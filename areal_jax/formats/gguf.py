@@ -1,4 +1,4 @@
-"""Before the loop: a Llama-type decoder and its tokenizer out of a GGUF file, dequantised to float32."""
+"""GGUF files: a Llama-type decoder, dequantised to float32, and its tokenizer. Read while a run is built (app/)."""
 
 from __future__ import annotations
 
@@ -7,55 +7,47 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf_header import read_gguf_header
 from areal_jax.formats.hf import WeightsError, from_hf_names
-from areal_jax.models.decoder import Params
+from areal_jax.models.families import FAMILIES
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params
 from areal_jax.ranges import ConfigError
+
+if TYPE_CHECKING:
+    import gguf  # an optional package
 
 _MAGIC = b'GGUF'  # the first bytes of a file
 _SIZE_END = 2**31  # sizes are int32
 _BOS_ID = 'tokenizer.ggml.bos_token_id'
 _PACKAGE = 'package:'
-_HF_NAMES = {
-    'token_embd': 'model.embed_tokens',
-    'output_norm': 'model.norm',
-    'output': 'lm_head',
-    'attn_norm': 'input_layernorm',
-    'attn_q': 'self_attn.q_proj',
-    'attn_k': 'self_attn.k_proj',
-    'attn_v': 'self_attn.v_proj',
-    'attn_output': 'self_attn.o_proj',
-    'ffn_norm': 'post_attention_layernorm',
-    'ffn_gate': 'mlp.gate_proj',
-    'ffn_up': 'mlp.up_proj',
-    'ffn_down': 'mlp.down_proj',
-}
-
-
 _Entry = TypeVar('_Entry', str, int)
+
+
+class _Field(Protocol):
+    def contents(self) -> object: ...
 
 
 class GgufError(UserError, ValueError):
     """A model file that is absent, unreadable or not of the supported kind; the message names it and the fix."""
 
 
-def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[str, Any]]:
+def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[str, object]]:
     """(shape, weights as nested dict of float32 numpy arrays, tokenizer fields) of a Llama-type GGUF file.
 
-    The dequantised float32 tensors are the model. Tokenizer fields: tokens (list of str), merges (list of
+    Tokenizer fields: tokens (list of str), merges (list of
     'left right'), token_types (list of int, 3 = special), pre (name of the pre-tokenizer), eos_id, bos_id (None where
     the file has none), chat_template ('' where it has none). Raises GgufError.
     """
     path = pathlib.Path(path)
     reader = _open(path)
     fields = _Fields(path, reader.fields)
-    # a file lists the axes of a shape from the last to the first
+    # GGUF lists the last axis first
     shapes = {tensor.name: tuple(int(n) for n in tensor.shape[::-1]) for tensor in reader.tensors}
     config = _model_config(fields, shapes)
     tokenizer_fields = _tokenizer_fields(fields)
@@ -67,20 +59,25 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[s
     return config, params, tokenizer_fields
 
 
-def _read_tensors(path: pathlib.Path, stored: Sequence[Any], config: ModelConfig) -> dict[str, np.ndarray]:
+def _read_tensors(
+    path: pathlib.Path, stored: Sequence[gguf.ReaderTensor], config: ModelConfig
+) -> dict[str, np.ndarray]:
     """The tensors under the names of Hugging Face, as they are stored there; raises GgufError for unknown ones."""
-    heads = {'attn_q': config.n_heads, 'attn_k': config.n_kv_heads}
+    heads = {'blk.*.attn_q.weight': config.n_heads, 'blk.*.attn_k.weight': config.n_kv_heads}
+    hf_names = {row.gguf_name: row.hf_name for row in FAMILIES['llama'].weights if row.gguf_name and row.hf_name}
     tensors = {}
     for tensor in stored:
-        layer, kind = _parse_name(path, tensor.name)
+        name, layer = _parse_name(tensor.name)
+        if name not in hf_names:
+            raise GgufError(f'{path} has a tensor {tensor.name} that a llama decoder without biases does not know')
         values = _dequantize(path, tensor)
-        if kind in heads:
-            rows = heads[kind] * config.head_dim
+        if name in heads:
+            rows = heads[name] * config.head_dim
             if values.ndim != 2 or len(values) != rows:
                 shape = list(values.shape)
                 raise GgufError(f'{path}: {tensor.name} has shape {shape} instead of [{rows}, {config.d_model}]')
-            values = unpermute(values, heads[kind])
-        tensors[f'{layer}{_HF_NAMES[kind]}.weight'] = values
+            values = unpermute(values, heads[name])
+        tensors[hf_names[name].replace('*', layer)] = values
     return tensors
 
 
@@ -127,7 +124,7 @@ def unpermute(matrix: np.ndarray, heads: int) -> np.ndarray:
 class _Fields:
     """Key-value fields of the file; one that is missing (and has no default) or of another type is an error."""
 
-    def __init__(self, path: pathlib.Path, fields: Mapping[str, Any]):
+    def __init__(self, path: pathlib.Path, fields: Mapping[str, _Field]):
         self.path, self._fields = path, fields
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -138,7 +135,7 @@ class _Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if type(value) not in (int, float):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise GgufError(f'{self.path}: {key}={value!r} must be a number')
         return float(value)
 
@@ -163,7 +160,7 @@ class _Fields:
     def __contains__(self, key: str) -> bool:
         return key in self._fields
 
-    def _get(self, key: str, default: Any) -> Any:
+    def _get(self, key: str, default: object) -> object:
         if key not in self._fields:
             if default is None:
                 raise GgufError(f'{self.path} has no field {key}')
@@ -177,10 +174,10 @@ class _Fields:
 class _Scalar:
     """A field as gguf.GGUFReader gives it."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self._value = value
 
-    def contents(self) -> Any:
+    def contents(self) -> object:
         return self._value
 
 
@@ -203,7 +200,7 @@ def _no_gguf(path: pathlib.Path, error: Exception) -> GgufError:
     )
 
 
-def _open(path: pathlib.Path) -> Any:
+def _open(path: pathlib.Path) -> gguf.GGUFReader:
     _require_gguf(path)
     try:
         import gguf
@@ -211,7 +208,7 @@ def _open(path: pathlib.Path) -> Any:
         raise GgufError(f'reading {path} needs the package gguf: pip install gguf') from error
     try:
         return gguf.GGUFReader(path)
-    except Exception as error:  # whatever the reader makes of bytes that are none of the format
+    except Exception as error:  # the reader does not document what damaged files make it raise
         raise _no_gguf(path, error) from error
 
 
@@ -230,7 +227,7 @@ def _read_model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -
         raise GgufError(f'{fields.path} has no tensor token_embd.weight of two axes')
     vocab_size, d_model = shapes['token_embd.weight']
     n_layers = fields.integer('llama.block_count')
-    if n_layers > len(shapes):  # a bound: an absurd number would take for ever
+    if n_layers > len(shapes):  # an absurd number would run for hours
         raise GgufError(f'{fields.path}: llama.block_count={n_layers}, but the file has {len(shapes)} tensors in all')
     heads = fields.integer('llama.attention.head_count')
     head_dim = fields.integer('llama.attention.key_length', d_model // heads)
@@ -256,7 +253,7 @@ def _read_model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -
     )
 
 
-def _tokenizer_fields(fields: _Fields) -> dict[str, Any]:
+def _tokenizer_fields(fields: _Fields) -> dict[str, object]:
     return {
         'tokens': fields.listed('tokenizer.ggml.tokens', str),
         'merges': fields.listed('tokenizer.ggml.merges', str),
@@ -268,19 +265,17 @@ def _tokenizer_fields(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _parse_name(path: pathlib.Path, name: str) -> tuple[str, str]:
-    """('model.layers.3.', 'attn_q') of 'blk.3.attn_q.weight'; ('', 'output') of 'output.weight'."""
-    match = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.weight', name)
-    if match is None or match[2] not in _HF_NAMES:
-        raise GgufError(f'{path} has a tensor {name} that a llama decoder without biases does not know')
-    return (f'model.layers.{match[1]}.' if match[1] else ''), match[2]
+def _parse_name(name: str) -> tuple[str, str]:
+    """('blk.*.attn_q.weight', '3') of 'blk.3.attn_q.weight'; ('output.weight', '') of 'output.weight'."""
+    match = re.fullmatch(r'blk\.(\d+)\.(.+)', name)
+    return (f'blk.*.{match[2]}', match[1]) if match else (name, '')
 
 
-def _dequantize(path: pathlib.Path, tensor: Any) -> np.ndarray:
+def _dequantize(path: pathlib.Path, tensor: gguf.ReaderTensor) -> np.ndarray:
     import gguf
 
     try:
-        # a copy: float32 tensors come as views of the mapped file
+        # np.array copies: a float32 tensor is a view of the memory-mapped file
         return np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
     except NotImplementedError as error:
         raise GgufError(f'{path}: {tensor.name} is of type {tensor.tensor_type.name}, not readable here') from error

@@ -1,10 +1,10 @@
-"""The header of a GGUF file without its arrays: the shape of a model in milliseconds, whatever its vocabulary."""
+"""The header of a GGUF file without its arrays: `gguf` reads a model's shape from it in milliseconds."""
 
 from __future__ import annotations
 
 import pathlib
 import struct
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 # type numbers of the format's key-value section
 _SCALARS = {0: 'B', 1: 'b', 2: 'H', 3: 'h', 4: 'I', 5: 'i', 6: 'f', 7: '?', 10: 'Q', 11: 'q', 12: 'd'}
@@ -12,10 +12,10 @@ _TEXT, _ARRAY = 8, 9
 _LONGEST = 1 << 32  # of a text or an array: more is a damaged file
 
 
-def read_gguf_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def read_gguf_header(path: pathlib.Path) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:
     """(scalar fields, shapes of the tensors, first axis first) of a GGUF file; arrays are skipped.
 
-    Raises ValueError or EOFError for what is no GGUF file of version 2 or 3, or only a part of one; OSError.
+    Raises ValueError or EOFError for a file that is not GGUF of version 2 or 3 or is cut short; OSError.
     """
     with path.open('rb') as file:
         if file.read(4) != b'GGUF':
@@ -38,7 +38,7 @@ def read_gguf_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, tupl
         return fields, shapes
 
 
-def _read_value(file: BinaryIO, kind: int) -> Any:
+def _read_value(file: BinaryIO, kind: int) -> object:
     """A scalar or a text; None for an array, which is skipped."""
     if kind in _SCALARS:
         return _unpack(file, f'<{_SCALARS[kind]}')[0]
@@ -66,7 +66,7 @@ def _skip_text(file: BinaryIO) -> None:
     _read(file, _unpack(file, '<Q')[0])
 
 
-def _unpack(file: BinaryIO, form: str) -> tuple[Any, ...]:
+def _unpack(file: BinaryIO, form: str) -> tuple[int, ...]:
     return struct.unpack(form, _read(file, struct.calcsize(form)))
 
 

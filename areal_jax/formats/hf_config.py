@@ -1,12 +1,12 @@
-"""Before the loop and under arrow 8: Hugging Face's config.json, read into the shape of a decoder and written from it.
+"""Hugging Face's config.json, read into a ModelConfig and written from one.
 
-Both ways of writing it are read: that of transformers 4 (rope_theta, rope_scaling, torch_dtype) and that of 5
-(rope_parameters, dtype, layer_types). Fields that are absent have the defaults of transformers 5.23 for the family.
+Reads both spellings: that of transformers 4 (rope_theta, rope_scaling, torch_dtype) and that of transformers 5
+(rope_parameters, dtype, layer_types). A field that is absent has the default of transformers 5.23 for the family, see
+models/families.py. `hf_directory` and `hf_export` use it, and app/ to know a model before its weights are read.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -15,7 +15,8 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.errors import UserError
-from areal_jax.models.shape import FAMILIES, Llama3Scaling, ModelConfig
+from areal_jax.models.families import FAMILIES
+from areal_jax.models.shape import Llama3Scaling, ModelConfig
 
 CONFIG = 'config.json'
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
@@ -27,24 +28,8 @@ class HfError(UserError, ValueError):
     """A checkpoint directory that cannot be used: the message names the file, the field or tensor, and the fix."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """What transformers takes where config.json is silent."""
-
-    architecture: str
-    context_tokens: int
-    n_kv_heads: int | None  # None = as many as query heads
-    head_dim: int | None  # None = d_model / query heads
-
-
-_DEFAULTS = {
-    'llama': _Family('LlamaForCausalLM', 2048, None, None),
-    'qwen2': _Family('Qwen2ForCausalLM', 32768, 32, None),
-    'qwen3': _Family('Qwen3ForCausalLM', 32768, 32, 128),
-    'mistral': _Family('MistralForCausalLM', 131072, 8, None),
-}
-# options that would change what is computed, and the only value that is computed here; absent and null are that value
-_ONLY: dict[str, Any] = {
+# options of the computation with the only value that is supported; absent and null count as that value
+_ONLY: dict[str, object] = {
     'hidden_act': 'silu',
     'mlp_bias': False,
     'partial_rotary_factor': 1.0,
@@ -52,7 +37,7 @@ _ONLY: dict[str, Any] = {
     'use_mrope': False,
     'pretraining_tp': 1,
     'quantization_config': None,
-    # of other families; whoever derived a model from one may have kept them
+    # of other families: a model derived from one of them may have kept the field
     'rotary_pct': 1.0,
     'logit_scale': 1.0,
     'logits_scaling': 1.0,
@@ -71,12 +56,12 @@ _ONLY: dict[str, Any] = {
     'num_local_experts': 0,
     'n_routed_experts': 0,
 }
-_SIZE_END = 2**31  # sizes and what is counted with them are int32
-_LAYERS_END = 2**10  # no model has as many: an absurd number would take for ever
+_SIZE_END = 2**31  # sizes are int32
+_LAYERS_END = 2**10  # more than any model has; an absurd number would run for hours
 
 
 def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
-    """The shape that the config.json of a checkpoint directory describes.
+    """The config of the model in a checkpoint directory.
 
     Raises HfError for a file that is absent or no JSON object, an unknown architecture, a missing or ill-typed field,
     and an option that is not supported.
@@ -84,11 +69,11 @@ def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
     path = pathlib.Path(directory) / CONFIG
     fields = _Fields(path, read_json(path))
     family = fields.get('model_type')
-    if not isinstance(family, str) or family not in _DEFAULTS:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise fields.unsupported('model_type', family, ', '.join(FAMILIES))
-    architectures = fields.get('architectures') or [_DEFAULTS[family].architecture]
-    if architectures != [_DEFAULTS[family].architecture]:
-        raise fields.unsupported('architectures', architectures, f'[{_DEFAULTS[family].architecture!r}]')
+    architectures = fields.get('architectures') or [FAMILIES[family].architecture]
+    if architectures != [FAMILIES[family].architecture]:
+        raise fields.unsupported('architectures', architectures, f'[{FAMILIES[family].architecture!r}]')
     for name, only in _ONLY.items():
         if fields.get(name, only) != only:
             raise fields.unsupported(name, fields.get(name), repr(only))
@@ -100,13 +85,13 @@ def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
         raise HfError(f'{path}: {error}') from error
 
 
-def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, Any]:
-    """What config.json says of these weights, for transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5.
+def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, object]:
+    """config.json of the model, for transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5.
 
-    A value head is not part of it. Raises HfError where the family cannot have what the shape has.
+    A value head is left out. Raises HfError for a config that the family cannot have.
     """
     _require_expressible(config)
-    rope: dict[str, Any] = {'rope_type': 'default'}
+    rope: dict[str, object] = {'rope_type': 'default'}
     if (scaling := config.rope_scaling) is not None:
         rope = {
             'rope_type': 'llama3',
@@ -116,7 +101,7 @@ def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, Any]:
             'original_max_position_embeddings': scaling.original_context_tokens,
         }
     fields = {
-        'architectures': [_DEFAULTS[config.family].architecture],
+        'architectures': [FAMILIES[config.family].architecture],
         'model_type': config.family,
         'vocab_size': config.vocab_size,
         'hidden_size': config.d_model,
@@ -132,7 +117,7 @@ def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, Any]:
         'rope_parameters': {**rope, 'rope_theta': config.rope_theta},
         'max_position_embeddings': config.context_tokens,
         'tie_word_embeddings': config.tie_embeddings,
-        'bos_token_id': None,  # the tokenizer's business; absent they would default to 1 and 2
+        'bos_token_id': None,  # the tokenizer decides; if they were absent, transformers would take 1 and 2
         'eos_token_id': None,
         'torch_dtype': dtype,
         'dtype': dtype,
@@ -149,12 +134,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 class _Fields:
-    """Fields of config.json by name; null is as good as absent."""
+    """Fields of config.json by name; null counts as absent."""
 
-    def __init__(self, path: pathlib.Path, fields: Mapping[str, Any]):
+    def __init__(self, path: pathlib.Path, fields: Mapping[str, object]):
         self.path, self._fields = path, fields
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:  # any JSON value
         value = self._fields.get(name)
         return default if value is None else value
 
@@ -179,12 +164,12 @@ class _Fields:
             raise HfError(f'{self.path}: {name}={value!r} must be true or false')
         return value
 
-    def unsupported(self, name: str, value: Any, supported: str) -> HfError:
+    def unsupported(self, name: str, value: object, supported: str) -> HfError:
         return HfError(f'{self.path}: {name}={value!r} is not supported; supported: {supported}')
 
 
 def _model_config(fields: _Fields, family: str) -> ModelConfig:
-    defaults = _DEFAULTS[family]
+    defaults = FAMILIES[family]
     n_layers = fields.integer('num_hidden_layers', end=_LAYERS_END)
     n_heads = fields.integer('num_attention_heads')
     d_model = fields.integer('hidden_size')
@@ -196,7 +181,7 @@ def _model_config(fields: _Fields, family: str) -> ModelConfig:
     n_kv_heads = n_heads if fields.is_null('num_key_value_heads') else defaults.n_kv_heads or n_heads
     rope_theta, rope_scaling = _rotary(fields)
     window, first_window_layer = _window(fields, family, n_layers)
-    attention_bias = family in ('llama', 'qwen3') and fields.flag('attention_bias')
+    attention_bias = defaults.attention_bias == 'field' and fields.flag('attention_bias')
     return ModelConfig(
         vocab_size=fields.integer('vocab_size'),
         d_model=d_model,
@@ -210,9 +195,9 @@ def _model_config(fields: _Fields, family: str) -> ModelConfig:
         tie_embeddings=fields.flag('tie_word_embeddings'),
         context_tokens=fields.integer('max_position_embeddings', defaults.context_tokens),
         family=family,
-        qkv_bias=family == 'qwen2' or attention_bias,
+        qkv_bias=defaults.attention_bias == 'qkv' or attention_bias,
         output_bias=attention_bias,
-        qk_norm=family == 'qwen3',
+        qk_norm=defaults.qk_norm,
         rope_scaling=rope_scaling,
         sliding_window=window,
         first_window_layer=first_window_layer,
@@ -245,26 +230,28 @@ def _rotary(fields: _Fields) -> tuple[float, Llama3Scaling | None]:
 
 
 def _window(fields: _Fields, family: str, n_layers: int) -> tuple[int | None, int]:
-    """(positions a token sees or None, first layer where that holds)."""
-    size, first = None, 0
-    if family == 'llama':
+    """(the window in tokens or None, the first layer that has it)."""
+    size, first, windows = None, 0, FAMILIES[family].windows
+    if windows == 'none':
         if (value := fields.get('sliding_window')) is not None:
-            raise fields.unsupported('sliding_window', value, 'null, since transformers ignores it in a llama model')
-    elif family == 'mistral':
+            raise fields.unsupported(
+                'sliding_window', value, f'null, since transformers ignores it in a {family} model'
+            )
+    elif windows == 'all':
         size = None if fields.is_null('sliding_window') else fields.integer('sliding_window', _WINDOW)
     elif fields.flag('use_sliding_window') and not fields.is_null('sliding_window'):
         size = fields.integer('sliding_window', _WINDOW)
         first = fields.integer('max_window_layers', _NO_WINDOW_LAYERS, least=0)
     if (types := fields.get('layer_types')) is not None:
         listed = _first_window_layer(fields, types, n_layers)
-        if size is not None and family != 'mistral':  # only the Qwen families obey the list in transformers
+        if size is not None and windows == 'some':  # for other families transformers ignores the list
             first = listed
         elif listed != (n_layers if size is None else 0):
             raise fields.unsupported('layer_types', types, f'what a {family} model with sliding_window={size} computes')
     return (None, 0) if size is None or first >= n_layers else (size, first)
 
 
-def _first_window_layer(fields: _Fields, types: Any, n_layers: int) -> int:
+def _first_window_layer(fields: _Fields, types: object, n_layers: int) -> int:
     first = types.count(_FULL) if isinstance(types, list) else 0
     if types != [_FULL] * first + [_SLIDING] * (n_layers - first):
         raise fields.unsupported(
@@ -273,37 +260,35 @@ def _first_window_layer(fields: _Fields, types: Any, n_layers: int) -> int:
     return first
 
 
-def _family_fields(config: ModelConfig) -> dict[str, Any]:
-    windowed = config.sliding_window is not None
-    window = {
-        'use_sliding_window': windowed,
-        'sliding_window': config.sliding_window,
-        'max_window_layers': config.first_window_layer if windowed else config.n_layers,
-    }
-    fields: dict[str, dict[str, Any]] = {
-        'llama': {'attention_bias': config.qkv_bias, 'mlp_bias': False},
-        'qwen2': window,
-        'qwen3': {'attention_bias': config.qkv_bias, **window},
-        'mistral': {'sliding_window': config.sliding_window},
-    }
-    return fields[config.family]
+def _family_fields(config: ModelConfig) -> dict[str, object]:
+    family = FAMILIES[config.family]
+    fields: dict[str, object] = {'mlp_bias': False} if config.family == 'llama' else {}
+    if family.attention_bias == 'field':
+        fields['attention_bias'] = config.qkv_bias
+    if family.windows != 'none':
+        fields['sliding_window'] = config.sliding_window
+    if family.windows == 'some':
+        windowed = config.sliding_window is not None
+        fields['use_sliding_window'] = windowed
+        fields['max_window_layers'] = config.first_window_layer if windowed else config.n_layers
+    return fields
 
 
 def _require_expressible(config: ModelConfig) -> None:
-    """config.json of a family has no field for what its models never have."""
-    has = dataclasses.asdict(config)
-    families: dict[str, dict[str, Any]] = {
-        'llama': {'qk_norm': False, 'output_bias': config.qkv_bias, 'sliding_window': None},
-        'qwen2': {'qk_norm': False, 'qkv_bias': True, 'output_bias': False},
-        'qwen3': {'qk_norm': True, 'output_bias': config.qkv_bias},
-        'mistral': {'qk_norm': False, 'qkv_bias': False, 'output_bias': False},
-    }
-    expected = families[config.family]
-    if config.family == 'mistral' and config.sliding_window is not None:
+    """Raises HfError for a config that the family's config.json has no field for."""
+    family = FAMILIES[config.family]
+    expected: dict[str, object] = {'qk_norm': family.qk_norm}
+    if family.attention_bias == 'field':
+        expected['output_bias'] = config.qkv_bias
+    else:
+        expected |= {'qkv_bias': family.attention_bias == 'qkv', 'output_bias': False}
+    if family.windows == 'none':
+        expected['sliding_window'] = None
+    if family.windows == 'all' and config.sliding_window is not None:
         expected['first_window_layer'] = 0
     for name, value in expected.items():
-        if has[name] != value:
+        if getattr(config, name) != value:
             raise HfError(
-                f'{name}={has[name]!r} cannot be written for family={config.family!r}, which has {name}={value!r}: '
-                'choose the family that has it'
+                f'{name}={getattr(config, name)!r} cannot be written for family={config.family!r}, which has '
+                f'{name}={value!r}: choose the family that has it'
             )

@@ -1,4 +1,7 @@
-"""Before the loop: a checkpoint directory of Hugging Face, streamed tensor by tensor into sharded arrays."""
+"""Reads a checkpoint directory of Hugging Face, tensor by tensor, into sharded arrays; `hf_export` writes one.
+
+A run loads its model with it, and the files channel the weights of a version.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,19 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.formats.hf import HfTensor, WeightsError, hf_tensors, leaf_at, require_tensors, set_leaf
+from areal_jax.formats.hf import HfTensor, WeightsError, hf_tensors, require_tensors
 from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
 from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
-from areal_jax.models.decoder import Decoder, Params
 from areal_jax.models.layers import FORMS
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params, leaf_at, nest
+from areal_jax.types import Tree
 
 WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 WEIGHT_DTYPES = ('float32', 'bfloat16', 'float16')
@@ -29,18 +33,18 @@ _Bounds = tuple[tuple[int, int], ...]  # (first, end) along every axis
 
 
 def load_hf(
-    directory: str | os.PathLike[str], *, shardings: Any = None, dtype: str = 'float32', layers: str = 'list'
+    directory: str | os.PathLike[str], *, shardings: Tree = None, dtype: str = 'float32', layers: str = 'list'
 ) -> tuple[ModelConfig, Params]:
-    """Shape and weights of a local directory: config.json and model.safetensors, or several files with their index.
+    """Config and weights of a local directory: config.json and model.safetensors, or several files with their index.
 
-    Beside the arrays the host holds the shards of one leaf that belong to this process and a block of 16 MiB: a leaf
-    is one tensor in list form and all layers of one in stacked form. Every process of a run calls it and reads the rows
-    that its devices hold; columns are cut after reading.
+    Host memory beside the arrays: this process's shards of one leaf, and a block of 16 MiB. (A leaf is one tensor in
+    list form and that tensor of all layers in stacked form.) Every process of a run calls this function and reads the
+    rows that its devices hold; it drops the columns that they do not hold after reading.
 
     Ignored: the rotary buffers of old Llama files, and lm_head.weight beside a tied embedding of the same values.
 
     Args:
-      shardings: where the weights go, one for all or a tree like the weights in their form; None = the default device.
+      shardings: one sharding for all leaves, or a tree of shardings in the form `layers`; None = the default device.
       dtype: of the arrays, one of WEIGHT_DTYPES; files hold float32, bfloat16 or float16.
       layers: 'list' or 'stacked', as Decoder has them.
 
@@ -60,11 +64,11 @@ def load_hf_weights(
     directory: str | os.PathLike[str],
     config: ModelConfig,
     *,
-    shardings: Any = None,
+    shardings: Tree = None,
     dtype: str | None = None,
     layers: str = 'list',
 ) -> Params:
-    """What `load_hf` gives for a directory whose shape is known; dtype None = as the files have it."""
+    """The weights of `load_hf`, for a directory whose config is known; dtype None = that of the files."""
     directory = pathlib.Path(directory)
     try:
         stored = _require_model(directory, _stored_tensors(directory), config)
@@ -74,7 +78,7 @@ def load_hf_weights(
 
 
 def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """Every tensor of the directory; one file goes before an index, as in transformers."""
+    """Every tensor of the directory; model.safetensors takes precedence over an index, as in transformers."""
     if (directory / WEIGHTS).is_file():
         return list_tensors(directory / WEIGHTS)
     if not (directory / INDEX).is_file():
@@ -98,14 +102,14 @@ def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def _is_file_name(name: Any) -> bool:
+def _is_file_name(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and pathlib.PurePath(name).name == name
 
 
 def _require_model(
     directory: pathlib.Path, stored: Mapping[str, StoredTensor], config: ModelConfig
 ) -> dict[str, StoredTensor]:
-    """The tensors of the model, without those that may be ignored."""
+    """The tensors of the model, after checking that they are complete; tensors that may be ignored are left out."""
     kept = {name: tensor for name, tensor in stored.items() if not name.endswith(_ROTARY_BUFFER)}
     head = kept.pop(_HEAD, None) if config.tie_embeddings else None
     try:
@@ -128,44 +132,43 @@ def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _place_all(
-    stored: Mapping[str, StoredTensor], config: ModelConfig, shardings: Any, dtype: str | None, layers: str
+    stored: Mapping[str, StoredTensor], config: ModelConfig, shardings: Tree, dtype: str | None, layers: str
 ) -> Params:
-    abstract = Decoder(config, layers=layers).abstract()
-    abstract.pop('value_head', None)
-    params: Params = {}
+    leaves = []
     for path, tensors in _leaves(config, layers).items():
         sources = [stored[tensor.name] for tensor in tensors]
-        is_tree = isinstance(shardings, Mapping)
+        first = tensors[0]
+        shape = first.shape[::-1] if first.transposed else first.shape
+        stacked = layers == 'stacked' and first.path != first.stacked_path
         leaf = _place(
-            leaf_at(abstract, path).shape,
-            leaf_at(shardings, path) if is_tree else shardings,
+            (len(tensors), *shape) if stacked else shape,
+            leaf_at(shardings, path) if isinstance(shardings, Mapping) else shardings,
             np.dtype(jnp.dtype(dtype)) if dtype else DTYPES.get(sources[0].stored_as, np.dtype(np.float32)),
             sources,
-            tensors[0].turned,
-            stacked=layers == 'stacked' and path[0] == 'layers',
+            first.transposed,
+            stacked,
         )
-        set_leaf(params, path, leaf)
-    return params
+        leaves.append((path, leaf))
+    return nest(leaves)
 
 
-def _leaves(config: ModelConfig, layers: str) -> dict[tuple[str, ...], list[HfTensor]]:
-    """The tensors of every leaf, by its path: one, or in stacked form one a layer."""
-    leaves: dict[tuple[str, ...], list[HfTensor]] = {}
+def _leaves(config: ModelConfig, layers: str) -> dict[str, list[HfTensor]]:
+    """The tensors of every leaf by the leaf's path: one tensor, or in stacked form one per layer."""
+    leaves: dict[str, list[HfTensor]] = {}
     for tensor in hf_tensors(config):
-        inside = layers == 'stacked' and tensor.path[0] == 'layers'
-        leaves.setdefault((tensor.path[0], *tensor.path[2:]) if inside else tensor.path, []).append(tensor)
+        leaves.setdefault(tensor.stacked_path if layers == 'stacked' else tensor.path, []).append(tensor)
     return leaves
 
 
 def _place(
     shape: tuple[int, ...],
     sharding: jax.sharding.Sharding | None,
-    dtype: np.dtype[Any],
+    dtype: np.dtype,
     sources: Sequence[StoredTensor],
-    turned: bool,
+    transposed: bool,
     stacked: bool,
 ) -> jax.Array:
-    """The leaf as an array: this process's shards are filled in the host's memory, moved, and freed."""
+    """The leaf as an array: fills this process's shards in host memory, moves them to the devices and frees them."""
     whole = tuple((0, size) for size in shape)
     indices = [] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
     wanted = {_bounds(index, shape) for index in indices} or {whole}
@@ -175,17 +178,17 @@ def _place(
         if stacked:
             inside = ((b, host) for b, host in parts if b[0][0] <= number < b[0][1])
             parts = {b[1:]: host[number - b[0][0]] for b, host in inside}.items()
-        _fill([(b[::-1], host.T) if turned else (b, host) for b, host in parts], tensor)
+        _fill([(b[::-1], host.T) if transposed else (b, host) for b, host in parts], tensor)
     if sharding is None:
         return jax.block_until_ready(jax.device_put(shards[whole]))
-    # a shard that several devices hold is one buffer; without the wait the buffers of many leaves would pile up
+    # devices with the same shard share one host buffer; waiting frees the buffers of a leaf before the next is read
     return jax.block_until_ready(
         jax.make_array_from_callback(shape, sharding, lambda index: shards[_bounds(index, shape)])
     )
 
 
 def _fill(parts: Sequence[tuple[_Bounds, np.ndarray]], tensor: StoredTensor) -> None:
-    """Copies a tensor of a file into (bounds, buffer) that lie as the file does; rows nobody wants are not read."""
+    """Copies a tensor of a file into (bounds, buffer), in the axes of the file; reads only the rows that are needed."""
     if not parts:
         return
     first, end = min(b[0][0] for b, _ in parts), max(b[0][1] for b, _ in parts)
@@ -217,5 +220,5 @@ def _row_blocks(tensor: StoredTensor, first: int, end: int) -> Iterator[tuple[in
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
-    assert index is not None  # it is for a device of another process
+    assert index is not None  # only devices of other processes have None
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

@@ -1,7 +1,8 @@
-"""Before the loop and under arrow 8: files of named tensors (the safetensors format), read and written in parts.
+"""The safetensors format: files of named tensors, read by rows and written tensor by tensor.
 
-A file is 8 bytes, the little-endian length of a JSON header {name: {dtype, shape, data_offsets}}, the header, and the
-tensors one after the other. The library of that name gives numpy whole tensors only, and none of bfloat16.
+`hf_directory` reads and `hf_export` writes them. A file is the length of the header (8 bytes, little endian), a JSON
+header {name: {dtype, shape, data_offsets}}, and the tensors one after the other. The safetensors package is not used,
+because its numpy interface loads whole tensors only and has no bfloat16.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from areal_jax.errors import UserError
 
 DTYPES = {'F32': np.dtype(np.float32), 'BF16': np.dtype(jnp.bfloat16), 'F16': np.dtype(np.float16)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BITS = {  # of one element, every dtype of the format: others are not read, but must lie where the header says
+_BITS = {  # of one element, for every dtype of the format: offsets are checked also where a dtype cannot be read
     'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6, 'F8_E4M3': 8, 'F8_E5M2': 8, 'F8_E8M0': 8, 'F8_E4M3FNUZ': 8, 'F8_E5M2FNUZ': 8,
     'BOOL': 8, 'U8': 8, 'I8': 8, 'U16': 16, 'I16': 16, 'F16': 16, 'BF16': 16, 'U32': 32, 'I32': 32, 'F32': 32,
     'U64': 64, 'I64': 64, 'F64': 64, 'C64': 64,
@@ -37,7 +38,7 @@ class SafetensorsError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies; nothing of it is in memory."""
+    """Where a tensor is in a file; its values are not in memory."""
 
     path: pathlib.Path
     name: str
@@ -62,8 +63,8 @@ class StoredTensor:
 def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Every tensor of the file by name.
 
-    Raises SafetensorsError for a file that is cut short, and for a header that cannot be read or that does not place
-    the tensors one after the other over all of the rest of the file, each as long as its dtype and shape say.
+    Raises SafetensorsError for a file that is cut short and for a header that cannot be read. Also where the header's
+    offsets leave a gap or an overlap, end before or after the file does, or contradict a dtype and shape.
     """
     size = path.stat().st_size
     with path.open('rb') as file:
@@ -75,26 +76,27 @@ def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
             )
         content = file.read(length)
     try:
-        header: dict[str, Any] = json.loads(content)
+        header: dict[str, dict[str, object]] = json.loads(content)
         header.pop('__metadata__', None)
         entries = {name: (entry['dtype'], entry['shape'], entry['data_offsets']) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SafetensorsError(f'{path} is no safetensors file: its header cannot be read ({error!r})') from error
-    for name, entry in entries.items():
-        _require_extent(path, name, *entry)
-    end = start + _require_tiling(path, {name: offsets for name, (_, _, offsets) in entries.items()})
+    found = {name: _checked(path, name, *entry) for name, entry in entries.items()}
+    end = start + _require_tiling(path, {name: offsets for name, (_, _, offsets) in found.items()})
     if end > size:
         raise SafetensorsError(f'{path} is cut short: it has {size} bytes, its tensors end at {end}')
     if end < size:
         raise SafetensorsError(f'{path} is damaged: it has {size} bytes, but its tensors end at {end}')
     return {
         name: StoredTensor(path, name, dtype, tuple(shape), start + offsets[0])
-        for name, (dtype, shape, offsets) in entries.items()
+        for name, (dtype, shape, offsets) in found.items()
     }
 
 
-def _require_extent(path: pathlib.Path, name: str, dtype: Any, shape: Any, offsets: Any) -> None:
-    """The offsets are as far apart as the dtype and the shape say."""
+def _checked(
+    path: pathlib.Path, name: str, dtype: object, shape: object, offsets: object
+) -> tuple[str, list[int], list[int]]:
+    """A header's entry, once its offsets are as far apart as its dtype and shape say."""
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise SafetensorsError(f'{path}: {name} has dtype {dtype!r}, which is none of the format')
     if not _are_sizes(shape):
@@ -110,14 +112,15 @@ def _require_extent(path: pathlib.Path, name: str, dtype: Any, shape: Any, offse
             f'{path} is damaged: {name} lies in {extent} bytes (data_offsets {offsets}), but {dtype} of shape {shape} '
             f'takes {bits / 8 if bits % 8 else bits // 8}'
         )
+    return dtype, shape, offsets
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _require_tiling(path: pathlib.Path, offsets: Mapping[str, Sequence[int]]) -> int:
-    """The tensors follow each other from byte 0 without gap or overlap; returns the end of the last."""
+    """Checks that the tensors follow each other from byte 0 without gap or overlap; returns the end of the last."""
     end, place = 0, 'where the data begins'
     for name, (first, own_end) in sorted(offsets.items(), key=lambda item: tuple(item[1])):
         if first != end:
@@ -131,11 +134,11 @@ def _require_tiling(path: pathlib.Path, offsets: Mapping[str, Sequence[int]]) ->
 def write_tensors(
     path: pathlib.Path, tensors: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray]
 ) -> None:
-    """Writes the tensors in their order, `read(name)` when its turn comes: one at a time is in memory.
+    """Writes the tensors in their order; `read(name)` is called just before each, so one at a time is in memory.
 
     Raises OSError, and SafetensorsError for a dtype that is not one of DTYPES.
     """
-    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # transformers refuses files without
+    header: dict[str, dict[str, object]] = {'__metadata__': {'format': 'pt'}}  # transformers requires it
     offset = 0
     for name, tensor in tensors.items():
         dtype = np.dtype(tensor.dtype)

@@ -27,6 +27,7 @@ from areal_jax.models.attention import choose_checked, shares_prompts
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import is_adapter
+from areal_jax.models.weights import logical_axes
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.placement import gather, place
 from areal_jax.sharding.rules import data_shards, param_shardings, replicated, row_sharding
@@ -68,9 +69,8 @@ class SpmdLearner:
         if decoder.layers == 'stacked':
             params = stack_layers(params)
         trained, frozen = trees.split(params, is_adapter if decoder.lora else lambda _: True)
-        config = decoder.config
-        units = {'heads': config.n_heads, 'kv_heads': config.n_kv_heads}
-        cut = lambda tree: param_shardings(tree, mesh, settings.strategy, units)
+        axes = logical_axes(decoder.config)
+        cut = lambda tree: param_shardings(tree, axes, mesh, settings.strategy)
         export = functools.partial(export_weights, decoder, settings.publish_dtype)
         self._programs = Programs(
             decoder,

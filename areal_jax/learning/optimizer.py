@@ -14,8 +14,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.learning.quantized import scale_by_adam
+from areal_jax.models.layers import is_stacked
 from areal_jax.ranges import ConfigError, require_in_range
-from areal_jax.sharding.rules import logical_axes, path_name
+from areal_jax.sharding.rules import path_name
 
 NAMES = ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd')
 SCHEDULES = ('constant', 'cosine', 'linear')
@@ -190,13 +191,13 @@ def make_optimizer(
 def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
     """Decoupled weight decay of the projections, adapters and an untied head only.
 
-    Norms, biases, a value head and the embedding (also where it is the head) keep their size. By logical axes and not
-    by their number: a leaf that stacks layers has one axis more.
+    Norms, biases, a value head and the embedding (also where it is the head) keep their size. A leaf that stacks
+    layers has one axis more.
     """
 
     def decay(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
         name = path_name(path)
-        is_matrix = len([axis for axis in logical_axes(name, param.ndim) if axis != 'layers']) == 2
+        is_matrix = param.ndim - is_stacked(name) == 2
         return update + weight_decay * param if is_matrix and name != 'embedding' else update
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(decay, updates, params))

@@ -1,1 +1,5 @@
-"""Under arrows 3 and 7: the decoder that both sides run, its log-probs, and weights from files."""
+"""The decoder that generates and is trained, its table of weights, its attention backends and its log-probs.
+
+Names of arrays and comments use one legend for shapes: M micro-batches, R rows, T tokens, N loss tokens, S segments,
+A answer tokens, B groups; H heads, K kv heads, D head_dim, d model width, V vocabulary.
+"""

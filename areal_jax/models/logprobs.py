@@ -1,25 +1,31 @@
-"""Under arrows 3 and 7: the one definition of a token's log-prob, whole for decoding and in tiles for training."""
+"""The one definition of a token's log-prob: on whole logits for decoding, tile by tile for training.
+
+Shapes: N tokens whose log-probs are taken, d model width, V vocabulary, t devices of the axis that cuts V.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
 
-_TILE_BYTES = 2**25  # of float32 logits that exist at a time
-_LEAST_CHUNK = 2048  # columns of a tile: with fewer the sum of d_hidden is read and written too often
-_LOWEST = -1e30  # below every logit, and finite: 0 * -inf is NaN
+_TILE_BYTES = 2**25  # size of one tile of float32 logits
+_LEAST_CHUNK = 2048  # vocabulary entries per tile: smaller tiles read and write the sum of d_hidden too often
+_LOWEST = -1e30  # below every logit, and finite because 0 * -inf is NaN
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_Saved = tuple[jax.Array, ...]  # hidden, head, targets, temperature, log-sum-exp, entropy
+_Index = jax.Array | int
 _State = TypeVar('_State', bound=tuple[jax.Array, ...])
 
 
-def logprob_of(logits: jax.Array, target: jax.Array, temperature: Any) -> jax.Array:
+def logprob_of(logits: jax.Array, target: jax.Array, temperature: ArrayLike) -> jax.Array:
     """log softmax(logits / temperature)[target], float32 [...], for logits [..., V] and target int [...].
 
     `temperature` is a scalar or [...]; it is part of the policy. 0 means greedy, whose log-probs are taken at 1.
@@ -29,12 +35,12 @@ def logprob_of(logits: jax.Array, target: jax.Array, temperature: Any) -> jax.Ar
     return chosen - jax.nn.logsumexp(z, axis=-1)
 
 
-def scale_logits(logits: jax.Array, temperature: Any) -> jax.Array:
+def scale_logits(logits: jax.Array, temperature: ArrayLike) -> jax.Array:
     """logits / temperature in float32: the logits of the policy, whose softmax it is."""
     return logits.astype(jnp.float32) / effective_temperature(temperature)[..., None]
 
 
-def effective_temperature(temperature: Any) -> jax.Array:
+def effective_temperature(temperature: ArrayLike) -> jax.Array:
     """float32; 0 (greedy) counts as 1."""
     temperature = jnp.asarray(temperature, jnp.float32)
     return jnp.where(temperature > 0, temperature, 1.0)
@@ -44,7 +50,7 @@ def token_logprobs(
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
-    temperature: Any,
+    temperature: ArrayLike,
     *,
     chunk: int | None = None,
     axis_name: str | None = None,
@@ -52,16 +58,16 @@ def token_logprobs(
     """Log-prob of each target and entropy of its whole distribution, float32 [N] each, without logits [N, V].
 
     `logprob_of(hidden @ head.T, targets, temperature)` for hidden [N, d], head [V, d] and targets int [N] in [0, V),
-    differentiable in `hidden` and `head`. `chunk` columns of the vocabulary exist at a time; None takes as many as
-    32 MB of float32 hold, and 2048 at least. Saves only the log-sum-exp and the entropy and works the tiles out again
-    for the gradient. A token with a NaN among its logits has NaN for both; others keep their values.
+    differentiable in `hidden` and `head`. A tile has `chunk` entries of the vocabulary; None chooses the number that
+    fills 32 MB of float32, at least 2048. Only the log-sum-exp and the entropy are saved; the backward pass recomputes
+    the tiles. If a logit of a token is NaN, both its results are NaN and other tokens are unaffected.
 
-    With `axis_name`, for use inside `jax.shard_map`, `head` is the slice [V/t, d] that this one of the axis's t devices
-    holds, in the order of the axis; hidden, targets (of the whole vocabulary) and temperature must be the same on all
-    of them, and so are the results. The gradients are those of each device's own arguments: `d_hidden` is the part that
-    comes through this slice, and the whole is its sum over the axis. A shard_map with check_vma=False takes that sum by
-    itself, once, where it is differentiated from outside and the specs of `hidden` and of the results leave the axis
-    out; nobody else may take it. check_vma=True refuses to differentiate. `sharded_token_logprobs` does all this.
+    `axis_name` is for use inside `jax.shard_map`; `sharded_token_logprobs` does everything that follows. `head` is then
+    this device's slice [V/t, d], in the order of the axis. hidden, targets (in the whole vocabulary) and temperature
+    must be equal on all t devices; the results are. The gradients are per device: `d_hidden` is the part that comes
+    through this slice of `head`. Do not sum d_hidden over the axis yourself: `shard_map(check_vma=False)` inserts the
+    psum when it is differentiated from outside and neither `hidden` nor the outputs are sharded over the axis.
+    check_vma=True refuses to differentiate.
     """
     if chunk is None:
         chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
@@ -73,19 +79,19 @@ def sharded_token_logprobs(
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
-    temperature: Any,
+    temperature: ArrayLike,
     *,
     mesh: Mesh,
     token_axes: Sequence[str],
     vocab_axis: str,
     chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_logprobs` of whole arrays: tokens cut over `token_axes` of the mesh, the vocabulary over `vocab_axis`.
+    """`token_logprobs` of whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
 
-    Results are cut as the tokens are. No device holds more of `head` than its V/t rows, or of its gradient. `chunk` is
-    per device. Differentiate outside; gradients are whole. The axes of `mesh` are of type Auto.
+    The results are sharded like the tokens. A device holds V/t rows of `head` and of its gradient, no more. `chunk` is
+    per device. Differentiate this function from outside; gradients are whole. The axes of `mesh` are of type Auto.
 
-    Raises ValueError where N or V is not a multiple of the devices that it lies over.
+    Raises ValueError if N or V is not a multiple of the number of devices over which it is sharded.
     """
     token_shards = math.prod(mesh.shape[axis] for axis in token_axes)
     for name, size, axes, shards in (
@@ -115,10 +121,10 @@ def _token_logprobs(
 
 def _forward(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array, chunk: int, axis_name: str | None
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
+) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
     local_targets = targets - _first_row(head, axis_name)
 
-    def fold(state: _Sums, columns: jax.Array, first: Any) -> _Sums:
+    def fold(state: _Sums, columns: jax.Array, first: _Index) -> _Sums:
         top, total, moment, chosen = state  # largest z; sums of e^(z - top) and (z - top) e^(z - top); z of the target
         z = _logits(hidden, columns, temperature)
         new_top = jnp.maximum(top, z.max(axis=-1))
@@ -134,23 +140,25 @@ def _forward(
     zeros = jnp.zeros(targets.shape, jnp.float32)
     top, total, moment, chosen = _fold_tiles(fold, (zeros + _LOWEST, zeros, zeros, zeros), head, chunk)
     if axis_name is not None:
-        # NaN reaches every device through the sums, whatever the maximum makes of it
+        # pmax may drop a NaN; the sums carry it to every device
         highest = jax.lax.pmax(top, axis_name)
         total, moment, chosen = jax.lax.psum((*_shift(total, moment, top - highest), chosen), axis_name)
         top = highest
     lse = top + jnp.log(total)
-    entropy = jnp.log(total) - moment / total  # lse - mean of z, without the cancellation of two large numbers
+    entropy = jnp.log(total) - moment / total  # lse - mean of z, but without subtracting two large numbers
     return (chosen - lse, entropy), (hidden, head, targets, temperature, lse, entropy)
 
 
-def _backward(chunk: int, axis_name: str | None, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+def _backward(
+    chunk: int, axis_name: str | None, saved: _Saved, gradients: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, ...]:
     hidden, head, targets, temperature, lse, entropy = saved
-    if axis_name is not None:  # every device's copy of the results depends on this slice
+    if axis_name is not None:  # the results on every device depend on this slice
         gradients = jax.lax.psum(gradients, axis_name)
     d_logprob, d_entropy = (g[:, None] for g in gradients)
     local_targets = targets - _first_row(head, axis_name)
 
-    def fold(state: tuple[jax.Array, jax.Array], columns: jax.Array, first: Any) -> tuple[jax.Array, jax.Array]:
+    def fold(state: tuple[jax.Array, jax.Array], columns: jax.Array, first: _Index) -> tuple[jax.Array, jax.Array]:
         # d log p_t / dz_j = [j = t] - p_j      dH / dz_j = -p_j (log p_j + H)
         d_hidden, d_head = state
         log_p = _logits(hidden, columns, temperature) - lse[:, None]
@@ -169,21 +177,23 @@ def _backward(chunk: int, axis_name: str | None, saved: Any, gradients: tuple[ja
 _token_logprobs.defvjp(_forward, _backward)
 
 
-def _first_row(head: jax.Array, axis_name: str | None) -> Any:
-    """Of the vocabulary, in this device's slice of it."""
+def _first_row(head: jax.Array, axis_name: str | None) -> _Index:
+    """Index in the whole vocabulary of the first row of this device's slice."""
     return 0 if axis_name is None else jax.lax.axis_index(axis_name) * len(head)
 
 
 def _shift(total: jax.Array, moment: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums of e^x and x e^x after every x has grown by `by`."""
+    """The sums of e^x and x e^x after adding `by` to every x."""
     return jnp.exp(by) * total, jnp.exp(by) * (moment + total * by)
 
 
-def _fold_tiles(fold: Callable[[_State, jax.Array, Any], _State], state: _State, head: jax.Array, chunk: int) -> _State:
+def _fold_tiles(
+    fold: Callable[[_State, jax.Array, _Index], _State], state: _State, head: jax.Array, chunk: int
+) -> _State:
     """Folds `chunk` rows of `head` at a time into the state, in a loop, then the rest.
 
-    The rest is a smaller tile of its own, so nothing is padded: padded columns of -inf would give NaN, of zeros a
-    wrong sum. A loop, because XLA would keep all tiles of a straight program alive at once.
+    The rest is a smaller tile of its own instead of a padded one: padding with -inf gives NaN, with zeros a wrong sum.
+    A loop instead of an unrolled program, in which XLA would keep all tiles in memory at once.
     """
     if chunk == len(head):
         return fold(state, head, 0)

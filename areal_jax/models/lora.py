@@ -1,20 +1,22 @@
-"""Under arrow 7: low-rank adapters beside frozen projections, and their merging for publication.
+"""Low-rank adapters of frozen projections: which projections have them, and merging them into the weights.
 
 A projection W [in, out] with adapters computes x W + (x A) B alpha / r, A [in, r], B [r, out] (arXiv 2106.09685,
-Eq. 3). B starts at 0, so that attaching changes nothing.
+Eq. 3). B starts at 0: new adapters change nothing. `weights` adds the adapters to the table of weights; the learner
+trains them and merges them for publication.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
+from areal_jax.models.families import COMMON
 from areal_jax.ranges import COUNT, ConfigError, require_in_range
+from areal_jax.types import Tree
 
-TARGETS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
-_LEAVES = ('lora_a', 'lora_b')
+TARGETS = tuple(row.path.split('/')[-2] for row in COMMON if row.path.endswith('/weight'))  # 'query', 'key', ...
+ADAPTERS = ('lora_a', 'lora_b')  # leaves A and B
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,25 +40,25 @@ class Lora:
 
 def is_adapter(path: str) -> bool:
     """Whether a leaf 'layers/0/attention/query/lora_a' belongs to an adapter."""
-    return path.rsplit('/', 1)[-1] in _LEAVES
+    return path.rsplit('/', 1)[-1] in ADAPTERS
 
 
-def attach_adapters(params: Any, adapters: Any) -> Any:
+def attach_adapters(params: Tree, adapters: Tree) -> Tree:
     """`params` with the adapter leaves of `adapters` (a tree that has them, other leaves ignored)."""
     if not isinstance(adapters, dict):
         return params
-    own = {name: leaf for name, leaf in adapters.items() if name in _LEAVES}
+    own = {name: leaf for name, leaf in adapters.items() if name in ADAPTERS}
     return {name: attach_adapters(value, adapters.get(name)) for name, value in params.items()} | own
 
 
-def merge_adapters(params: Any, lora: Lora) -> Any:
+def merge_adapters(params: Tree, lora: Lora) -> Tree:
     """The weights W + alpha / r A B without adapters, computed in float32, in either form of layers."""
     if not isinstance(params, dict):
         return params
-    if _LEAVES[0] not in params:
+    if ADAPTERS[0] not in params:
         return {name: merge_adapters(value, lora) for name, value in params.items()}
-    a, b = (params[name].astype(jnp.float32) for name in _LEAVES)
+    a, b = (params[name].astype(jnp.float32) for name in ADAPTERS)
     weight = params['weight']
     merged = weight.astype(jnp.float32) + lora.scale * jnp.matmul(a, b, precision='highest')
-    kept = {name: leaf for name, leaf in params.items() if name not in _LEAVES}
+    kept = {name: leaf for name, leaf in params.items() if name not in ADAPTERS}
     return kept | {'weight': merged.astype(weight.dtype)}

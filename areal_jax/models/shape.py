@@ -1,17 +1,16 @@
-"""Under arrows 3 and 7: the numbers that say which decoder a model is."""
+"""The config of a model: sizes and switches from which weights and computation follow. Everybody reads it."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from areal_jax.models.families import FAMILIES
 from areal_jax.ranges import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, ConfigError
-
-FAMILIES = ('llama', 'qwen2', 'qwen3', 'mistral')
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Rotary positions stretched as Llama 3.1 does: long wavelengths by `factor`, short ones not at all."""
+    """Llama 3.1's rotary scaling: long wavelengths are multiplied by `factor`, short ones are kept."""
 
     factor: float
     low_frequency_factor: float
@@ -33,9 +32,9 @@ class Llama3Scaling:
 class ModelConfig:
     """Shape of a decoder with RMS norm, rotary positions, grouped queries and SwiGLU.
 
-    It covers Llama 2 and 3, SmolLM2, Qwen 2, 2.5 and 3 (dense), Mistral and what is distilled into them.
+    It covers Llama 2 and 3, SmolLM2, Qwen 2, 2.5 and 3 (dense), Mistral and models distilled into them.
 
-    `family` names the architecture for Hugging Face's tools; what is computed follows from the other fields alone.
+    `family` decides names in files, see `families`; the computation follows from the other fields alone.
     """
 
     vocab_size: int
@@ -54,8 +53,8 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False  # RMS norm over every query and key head before its rotation
     rope_scaling: Llama3Scaling | None = None
-    sliding_window: int | None = None  # a token sees so many positions, itself included
-    first_window_layer: int = 0  # layers before it see everything
+    sliding_window: int | None = None  # tokens that a token attends to, itself included; None = all before it
+    first_window_layer: int = 0  # layers before this one have no window
     value_head: bool = False  # a scalar per token, for a critic
 
     def __post_init__(self) -> None:
@@ -74,5 +73,5 @@ class ModelConfig:
             raise ConfigError(f'sliding_window={self.sliding_window} must be at least 1, or None for no window')
 
     def window(self, layer: int) -> int | None:
-        """How many positions a token of this layer sees; None = all before it."""
+        """How many tokens a token attends to in this layer, itself included; None = all before it."""
         return self.sliding_window if layer >= self.first_window_layer else None

@@ -1,4 +1,4 @@
-"""Under arrow 8: what the user is told when weights do not arrive."""
+"""The error of publication."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from areal_jax.errors import UserError
 
 
 class PublicationError(UserError, RuntimeError):
-    """Weights that can not be sent, or are not what was sent; names version, leaf or directory, and the fix."""
+    """Weights cannot be sent, or differ from what was sent; the message names version, leaf or directory, and fix."""

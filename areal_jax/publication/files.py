@@ -1,4 +1,4 @@
-"""Arrow 8 through the file system: one directory of Hugging Face safetensors per version, whole or absent."""
+"""Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import pathlib
 import re
 import shutil
-from typing import Any
 
+from areal_jax import files
 from areal_jax.formats.hf_directory import load_hf_weights
+from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.shape import ModelConfig
-from areal_jax.publication.directory import remove_directory, write_hf_directory
+from areal_jax.models.weights import Params
+from areal_jax.publication.directory import write_hf_directory
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import (
     decode_manifest,
@@ -21,19 +23,19 @@ from areal_jax.publication.manifest import (
     manifest_hash,
     require_equal,
 )
-from areal_jax.types import PublishedWeights
+from areal_jax.types import PublishedWeights, Tree
 
 MANIFEST = 'manifest.json'
-_VALUE_HEAD = 'value_head'  # engines have no use for it, nor have the models of Hugging Face
+_VALUE_HEAD = 'value_head'  # neither engines nor the models of Hugging Face use it
 
 
 class FilesChannel:
     """types.Channel over directories `v000007/` of `model.safetensors`, `config.json` and `manifest.json`.
 
-    A version appears under its name only when all of it is on the disk. The directory belongs to one channel at a time.
+    A version gets its name after all of it is on the disk. Only one channel at a time may use the directory.
 
     Args:
-      keep: newest versions that stay on the disk even when released, >= 1: for servers that load by path.
+      keep: number of newest versions that stay on the disk after their release, >= 1: servers load them by path.
       verify: `receive` recomputes the digest of every leaf.
       shardings: where the engines want the weights; None = the default device.
     """
@@ -45,17 +47,18 @@ class FilesChannel:
         *,
         keep: int = 2,
         verify: bool = False,
-        shardings: Any = None,
+        shardings: Tree = None,
     ):
         if keep < 1:
             raise ValueError(f'keep={keep}: the newest version must stay; use keep >= 1')
         self._directory, self._config = pathlib.Path(directory), config
         self._keep, self._verify, self._shardings = keep, verify, shardings
 
-    def transfer(self, version: int, copy: Any) -> PublishedWeights:
+    def transfer(self, version: int, copy: Params) -> PublishedWeights:
         """Writes `copy` as a directory; handle = its path.
 
-        Directories of this and later versions are of an earlier run that was resumed from before them: they go.
+        Removes directories of this and later versions: the run wrote them before it was resumed from an older
+        checkpoint.
         Raises PublicationError for weights with NaN or infinity, lack of space, a failed write, or a foreign directory
         in the way.
         """
@@ -65,13 +68,13 @@ class FilesChannel:
         for abandoned in self._directory.glob('.v*.partial'):
             shutil.rmtree(abandoned)
         for path in [path for v, path in self._versions().items() if v >= version]:
-            remove_directory(path)
+            files.remove_directory(path)
         target = self._directory / f'v{version:06d}'
         record = {'format': 1, 'version': version, 'manifest_hash': digest, 'leaves': encode_manifest(manifest)}
-        write_hf_directory(target, copy, self._config, {MANIFEST: record})
+        write_hf_directory(target, plan_hf_files(copy, self._config), {MANIFEST: record})
         return PublishedWeights(version, digest, handle=str(target))
 
-    def receive(self, published: PublishedWeights) -> Any:
+    def receive(self, published: PublishedWeights) -> Params:
         """The weights as a nested dict of jax arrays.
 
         Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
@@ -81,7 +84,7 @@ class FilesChannel:
             record = json.loads((directory / MANIFEST).read_text())
             manifest = decode_manifest(record['leaves'])
             params = load_hf_weights(directory, self._config, shardings=self._shardings)
-        except Exception as error:  # whatever a torn file makes the readers raise
+        except Exception as error:  # the readers raise many types for damaged files
             raise PublicationError(
                 f'{directory} does not hold version {published.version} as it was published '
                 f'({type(error).__name__}: {error}): receive a version before it is released, and let nothing else '
@@ -100,7 +103,7 @@ class FilesChannel:
         """Removes versions below `version` from the disk, except the newest `keep` of all."""
         for v, path in list(self._versions().items())[: -self._keep]:
             if v < version:
-                remove_directory(path)
+                files.remove_directory(path)
 
     def _versions(self) -> dict[int, pathlib.Path]:
         """Complete versions by number, lowest first."""

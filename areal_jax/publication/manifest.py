@@ -1,4 +1,4 @@
-"""Arrow 8, what the weights of a version are: a digest of every leaf that both ends of a channel can compute."""
+"""The manifest of a version of the weights: a digest of every leaf, which both ends of a channel compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, SupportsInt, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,17 @@ from jax import lax
 
 from areal_jax.publication.errors import PublicationError
 from areal_jax.sharding.rules import path_name
+from areal_jax.types import Tree
 
-_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads the positions over all words
+_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads positions over the 32-bit words
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> the unsigned view of an element
-_BLOCK = 1 << 20  # elements that the numpy digest holds at once, bounds its memory
+_Words = TypeVar('_Words', np.ndarray, jax.Array)  # uint32
+_BLOCK = 1 << 20  # elements per step of the numpy digest; bounds its memory
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafDigest:
-    """What a leaf must look like at the other end."""
+    """Shape, dtype and checksums of a leaf."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -34,20 +36,20 @@ class LeafDigest:
 Manifest = Mapping[str, LeafDigest]  # by path, 'layers/0/attention/query'
 
 
-def device_manifest(params: Any) -> dict[str, LeafDigest]:
-    """The manifest of a tree of jax arrays; one jitted program, on the devices where they lie.
+def device_manifest(params: Tree) -> dict[str, LeafDigest]:
+    """The manifest of a tree of jax arrays, computed on their devices by one jitted program.
 
     The content of a leaf of words w_i (its bits, widened to 32; i is the position in row-major order) is
         (sum_i w_i,  sum_i mix(w_i + G i))  mod 2^32,  mix = the finalizer of MurmurHash3 (Appleby), a bijection.
-    Changing one element always changes the second sum; moving elements changes it but for a chance of 2^-32.
+    Changing one element always changes the second sum. Moving elements changes it with probability 1 - 2^-32.
 
     Raises PublicationError for an element wider than 32 bits.
     """
     return {path: digest for path, (digest, _) in _measure(params).items()}
 
 
-def finite_manifest(params: Any, version: int) -> dict[str, LeafDigest]:
-    """`device_manifest` of a version for the engines, once its values are known to be finite, in the same program.
+def finite_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
+    """`device_manifest` of a version, after checking in the same program that all its values are finite.
 
     Raises PublicationError that names the version, the first leaf with NaN or infinity and how many values it has.
     """
@@ -62,7 +64,7 @@ def finite_manifest(params: Any, version: int) -> dict[str, LeafDigest]:
     return {path: digest for path, (digest, _) in measured.items()}
 
 
-def _measure(params: Any) -> dict[str, tuple[LeafDigest, int]]:
+def _measure(params: Tree) -> dict[str, tuple[LeafDigest, int]]:
     """The digest of every leaf and how many of its values are not finite."""
     leaves = _by_path(params)
     sums = np.asarray(_device_sums(tuple(leaves.values()))) if leaves else ()
@@ -71,7 +73,7 @@ def _measure(params: Any) -> dict[str, tuple[LeafDigest, int]]:
     }
 
 
-def host_manifest(params: Any) -> dict[str, LeafDigest]:
+def host_manifest(params: Tree) -> dict[str, LeafDigest]:
     """The same manifest as `device_manifest`, of numpy arrays and without jax programs."""
     return {path: _leaf_digest(leaf, _host_sums(np.asarray(leaf))) for path, leaf in _by_path(params).items()}
 
@@ -81,7 +83,7 @@ def manifest_hash(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(encode_manifest(manifest), sort_keys=True).encode()).hexdigest()
 
 
-def encode_manifest(manifest: Manifest) -> dict[str, Any]:
+def encode_manifest(manifest: Manifest) -> dict[str, dict[str, object]]:
     """As a JSON-able dict."""
     return {
         path: {'shape': list(leaf.shape), 'dtype': leaf.dtype, 'content': list(leaf.content)}
@@ -89,7 +91,7 @@ def encode_manifest(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def decode_manifest(record: Mapping[str, Any]) -> dict[str, LeafDigest]:
+def decode_manifest(record: Mapping[str, Mapping[str, Any]]) -> dict[str, LeafDigest]:
     """The inverse of `encode_manifest`; raises KeyError, TypeError or ValueError for anything else."""
     return {
         path: LeafDigest(tuple(leaf['shape']), leaf['dtype'], (leaf['content'][0], leaf['content'][1]))
@@ -108,7 +110,7 @@ def require_equal(sent: Manifest, received: Manifest, version: int) -> None:
             )
 
 
-def weights_sha256(params: Any) -> str:
+def weights_sha256(params: Tree) -> str:
     """sha256, in hex, over the bytes of all leaves in the order of their paths: for reports."""
     digest = hashlib.sha256()
     for leaf in _by_path(params).values():
@@ -116,7 +118,7 @@ def weights_sha256(params: Any) -> str:
     return digest.hexdigest()
 
 
-def _by_path(params: Any) -> dict[str, Any]:
+def _by_path(params: Tree) -> dict[str, jax.Array | np.ndarray]:
     """Leaves by path, paths in order."""
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     for path, leaf in leaves.items():
@@ -127,7 +129,7 @@ def _by_path(params: Any) -> dict[str, Any]:
     return dict(sorted(leaves.items()))
 
 
-def _leaf_digest(leaf: Any, pair: Iterable[Any]) -> LeafDigest:
+def _leaf_digest(leaf: jax.Array | np.ndarray, pair: Iterable[SupportsInt]) -> LeafDigest:
     words, mixed = pair
     return LeafDigest(tuple(leaf.shape), str(leaf.dtype), (int(words), int(mixed)))
 
@@ -141,7 +143,7 @@ def _device_sums(leaves: tuple[jax.Array, ...]) -> jax.Array:
 def _device_leaf_sums(leaf: jax.Array) -> jax.Array:
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     wrong = jnp.sum(~jnp.isfinite(leaf), dtype=jnp.uint32) if floating else jnp.uint32(0)
-    # positions come from one iota per axis and not from a reshape, so that a sharded leaf is not gathered
+    # one iota per axis instead of a reshape, which would gather a sharded leaf
     if leaf.dtype == bool:
         leaf = leaf.astype(jnp.uint8)
     words = lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize]).astype(jnp.uint32)
@@ -163,7 +165,7 @@ def _host_sums(leaf: np.ndarray) -> tuple[int, int]:
     return plain % 2**32, mixed % 2**32
 
 
-def _mix(words: Any) -> Any:
+def _mix(words: _Words) -> _Words:
     """MurmurHash3's 32-bit finalizer, for numpy and jax arrays alike."""
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)

@@ -1,30 +1,33 @@
-"""Under arrow 7: from a parameter's path to logical axes, and from those to the mesh, one table per strategy."""
+"""From the logical axes of weights to the axes of the mesh, one table per strategy.
+
+The logical axes of a weight stand in its family's table (models/families.py) and come in as WeightAxes. The learner
+and whoever loads weights use it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES
+from areal_jax.types import Tree
 
-# first match of the path, with 'layers/3/' or 'layers/' taken off, wins; a leading axis of layers is never cut
-LOGICAL_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r'embedding|head', ('vocab', 'embed')),
-    (r'attention/query/weight', ('embed', 'heads')),
-    (r'attention/(key|value)/weight', ('embed', 'kv_heads')),
-    (r'attention/output/weight', ('heads', 'embed')),
-    (r'mlp/(gate|up)/weight', ('embed', 'mlp')),
-    (r'mlp/down/weight', ('mlp', 'embed')),
-    (r'.*/lora_a', ('embed', 'rank')),
-    (r'.*/lora_b', ('rank', 'embed')),
-    (r'value_head|.*norm|.*/bias', ('features',)),  # vectors: cutting them saves nothing
-)
+
+@dataclasses.dataclass(frozen=True)
+class WeightAxes:
+    """What is known of a model's weights: their logical axes. Producer: models/weights.py."""
+
+    by_path: Mapping[str, tuple[str, ...]]  # {'layers/*/attention/query/weight': ('embed', 'heads')}
+    units: Mapping[str, int]  # indivisible parts of a logical axis, {'heads': 32}; without an entry every index is one
+
+
 _ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # where fsdp may cut, best first
 _SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # where tensor cuts: what is computed there stays there
 
@@ -37,14 +40,13 @@ STRATEGIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def param_shardings(params: Any, mesh: Mesh, strategy: str, units: Mapping[str, int] | None = None) -> Any:
+def param_shardings(params: Tree, axes: WeightAxes, mesh: Mesh, strategy: str) -> Tree:
     """The sharding of every leaf: a tree like `params`, whose leaves need a shape only.
 
-    `units` is how many indivisible parts a logical axis has ({'heads': 32, 'kv_heads': 8}); without an entry every
-    index is one. An axis that does not divide evenly is not cut.
+    An axis that does not divide evenly is not cut.
 
-    Raises ValueError for an unknown strategy, an axis of the mesh that the strategy leaves idle, or a path that the
-    table does not know.
+    Raises ValueError for an unknown strategy, an axis of the mesh that the strategy leaves idle, or a path that
+    `axes` does not have.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f'mesh.strategy={strategy!r} is unknown; use one of {", ".join(STRATEGIES)}')
@@ -53,25 +55,21 @@ def param_shardings(params: Any, mesh: Mesh, strategy: str, units: Mapping[str, 
             f'mesh.strategy={strategy!r} leaves mesh.tensor={mesh.shape["tensor"]} idle; use fsdp_tensor, tensor, or '
             'mesh.tensor=1'
         )
-    sizes = dict(units or {})
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        axes = logical_axes(path_name(path), len(leaf.shape))
-        parts = {name: sizes.get(name, size) for name, size in zip(axes, leaf.shape, strict=True)}
-        return NamedSharding(mesh, partition(axes, parts, mesh, strategy))
+    def sharding(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        names = axes_of(axes, path_name(path), len(leaf.shape))
+        parts = {name: axes.units.get(name, size) for name, size in zip(names, leaf.shape, strict=True)}
+        return NamedSharding(mesh, partition(names, parts, mesh, strategy))
 
     return jax.tree_util.tree_map_with_path(sharding, params)
 
 
-def logical_axes(path: str, n_axes: int) -> tuple[str, ...]:
+def axes_of(axes: WeightAxes, path: str, n_axes: int) -> tuple[str, ...]:
     """('embed', 'heads') of 'layers/0/attention/query/weight'; 'layers' comes first where layers are stacked."""
-    name = re.sub(r'^layers/(\d+/)?', '', path)
-    for pattern, axes in LOGICAL_AXES:
-        if re.fullmatch(pattern, name):
-            if n_axes - len(axes) in (0, 1):
-                return ('layers',) * (n_axes - len(axes)) + axes
-            break
-    raise ValueError(f'sharding/rules.py has no logical axes for the parameter {path!r} with {n_axes} axes')
+    own = axes.by_path.get(re.sub(r'^layers/(\d+/)?', 'layers/*/', path))
+    if own is None or n_axes - len(own) not in (0, 1):
+        raise ValueError(f'the table of weights has no logical axes for the parameter {path!r} with {n_axes} axes')
+    return ('layers',) * (n_axes - len(own)) + own
 
 
 def partition(axes: tuple[str, ...], parts: Mapping[str, int], mesh: Mesh, strategy: str) -> PartitionSpec:
@@ -103,6 +101,6 @@ def data_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
-def path_name(path: Any) -> str:
+def path_name(path: KeyPath) -> str:
     """'layers/0/attention/query/weight' of a tree path."""
     return jax.tree_util.keystr(path, simple=True, separator='/')

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import safetensors.numpy  # noqa: F401  the children should write at once, not import
 
+from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.publication.directory import write_hf_directory
 from tests.publication.tiny import ABSTRACT, CONFIG
 
@@ -20,7 +21,8 @@ from tests.publication.tiny import ABSTRACT, CONFIG
 def write_for_ever(directory: pathlib.Path) -> None:
     for version in range(10**6):
         params = jax.tree.map(lambda leaf: np.full(leaf.shape, version, leaf.dtype), ABSTRACT)
-        write_hf_directory(directory / f'v{version:06d}', params, CONFIG, {'manifest.json': {'version': version}})
+        files = plan_hf_files(params, CONFIG)
+        write_hf_directory(directory / f'v{version:06d}', files, {'manifest.json': {'version': version}})
 
 
 def main() -> None:

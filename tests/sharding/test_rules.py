@@ -8,18 +8,18 @@ from jax.sharding import PartitionSpec as P
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import logical_axes
 from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.rules import data_shards, logical_axes, param_shardings, path_name, row_sharding
+from areal_jax.sharding.rules import axes_of, data_shards, param_shardings, path_name, row_sharding
 
 _CONFIG = ModelConfig(
     vocab_size=50, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=40, rope_theta=1e4,
     tie_embeddings=False, qkv_bias=True, qk_norm=True, value_head=True,
 )  # fmt: skip
-_UNITS = {'heads': 4, 'kv_heads': 2}
 
 
 def _specs(mesh, strategy, **decoder):
-    shardings = param_shardings(Decoder(_CONFIG, **decoder).abstract(), mesh, strategy, _UNITS)
+    shardings = param_shardings(Decoder(_CONFIG, **decoder).abstract(), logical_axes(_CONFIG), mesh, strategy)
     return {path_name(path): s.spec for path, s in jax.tree_util.tree_leaves_with_path(shardings)}
 
 
@@ -65,7 +65,7 @@ def test_stacked_layers_are_not_cut_along_the_layers():
 def test_adapters_are_cut_along_the_width_alone():
     specs = _specs(make_mesh(fsdp=8), 'fsdp', lora=Lora(4, 8.0, ('query',)))
     assert specs['layers/0/attention/query/lora_a'] == P('fsdp')
-    assert logical_axes('layers/attention/query/lora_b', 3) == ('layers', 'rank', 'embed')
+    assert axes_of(logical_axes(_CONFIG), 'layers/attention/query/lora_b', 3) == ('layers', 'rank', 'embed')
 
 
 def test_replicated_cuts_nothing():
@@ -73,7 +73,9 @@ def test_replicated_cuts_nothing():
 
 
 def test_replicas_hold_equal_shards():
-    shardings = param_shardings({'embedding': np.zeros((50, 16))}, make_mesh(data=2, fsdp=4), 'fsdp')
+    shardings = param_shardings(
+        {'embedding': np.zeros((50, 16))}, logical_axes(_CONFIG), make_mesh(data=2, fsdp=4), 'fsdp'
+    )
     placed = jax.device_put(np.arange(50 * 16).reshape(50, 16), shardings['embedding'])
     shards = {s.device.id: np.asarray(s.data) for s in placed.addressable_shards}
     np.testing.assert_array_equal(shards[1], shards[5])  # devices (0, 1) and (1, 1) of the 2 x 4 mesh
@@ -98,7 +100,7 @@ def test_rows_lie_over_data_and_fsdp_and_their_tokens_over_context():
 )
 def test_what_the_tables_do_not_know_is_named(mesh, strategy, params, message):
     with pytest.raises(ValueError, match=message):
-        param_shardings(params, make_mesh(**mesh), strategy)
+        param_shardings(params, logical_axes(_CONFIG), make_mesh(**mesh), strategy)
 
 
 def test_path_names_are_readable():

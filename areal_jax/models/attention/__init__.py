@@ -1,4 +1,4 @@
-"""Under arrow 7: attention over packed rows, its backends, their choice and their check at start-up."""
+"""Attention over packed rows for the learner: the backends, how one is chosen, and its check at start-up."""
 
 from areal_jax.models.attention.backends import (
     BACKENDS,

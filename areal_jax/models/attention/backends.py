@@ -1,4 +1,4 @@
-"""Under arrow 7: which attention runs where, and what each can express."""
+"""The attention backends: on which hardware each runs, what its mask can express, and how one is chosen."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import jax.numpy as jnp
 
 from areal_jax.errors import UserError
 
-DENSE_BELOW_TOKENS = 256  # on a CPU the loops of 'blocked' cost more than they save in shorter rows
+DENSE_BELOW_TOKENS = 256  # on a CPU 'dense' is faster than 'blocked' in rows shorter than this
 _ANY_PLATFORM = ()
 _FLOATS = ('float32', 'bfloat16', 'float16')
 
 
 class AttentionError(UserError, ValueError):
-    """An attention backend that cannot do what is asked, or does it wrongly; names it, the feature and a way out."""
+    """A backend lacks a feature or computes wrong results; the message names backend, feature and alternative."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What a backend can express. Every one knows segments, causality and grouped queries."""
+    """What a backend supports. All support segments, causal masks and grouped queries."""
 
     platforms: tuple[str, ...]  # of jax.default_backend(); empty = any
     dtypes: tuple[str, ...]
-    shares_prompts: bool  # parents other than the token's own segment
+    shares_prompts: bool  # parent_ids that differ from segment_ids
     windows: bool  # a sliding window
     slices: bool  # queries of a part of the row (context parallelism)
-    contains_nan: bool  # a value that is not finite stays in its segment, forward and backward
+    contains_nan: bool  # a NaN or infinity spreads only within its segment, forward and backward
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     head_dim_step: int = 1
     max_head_dim: int | None = None
@@ -36,7 +36,7 @@ class Backend:
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What a call asks of a backend; fields as in choose_implementation."""
+    """The features that a call needs; fields as in choose_implementation."""
 
     dtype: jax.typing.DTypeLike
     head_dim: int | None
@@ -71,7 +71,7 @@ def choose_implementation(
     slices: bool = False,
     excluded: Collection[str] = (),
 ) -> str:
-    """The backend that 'auto' stands for, or `impl` itself once it is known to be able to do what is asked.
+    """The backend to use: the best one for 'auto', else `impl`, after checking that it supports the call.
 
     Args:
       platform: of jax.default_backend().
@@ -100,14 +100,14 @@ def choose_implementation(
 
 
 def shares_prompts(impl: str) -> bool:
-    """Whether rows in which answers stand beside one prompt can be packed for this backend; not for 'auto'."""
+    """Whether the backend supports rows where several answers share one copy of their prompt; not for 'auto'."""
     if impl not in BACKENDS:
         raise AttentionError(f'impl={impl!r} is not a backend; use one of {", ".join(BACKENDS)}')
     return BACKENDS[impl].shares_prompts
 
 
 def missing_feature(impl: str, demand: Demand) -> str | None:
-    """What is asked for and the backend cannot express, as the rest of a sentence; None = nothing."""
+    """The first feature that the backend lacks, as the end of a sentence; None = it has all."""
     if impl not in BACKENDS:
         raise AttentionError(f'impl={impl!r} is unknown; use one of {", ".join(IMPLEMENTATIONS)}')
     backend, dtype, head_dim = BACKENDS[impl], jnp.dtype(demand.dtype).name, demand.head_dim
@@ -134,7 +134,7 @@ def local_device() -> tuple[str, tuple[int, int] | None]:
 
 
 def able(missing: Callable[[str], str | None]) -> str:
-    """Backends to which `missing` has no objection, for an error message."""
+    """The backends that lack nothing, for an error message."""
     return ' or '.join(repr(name) for name in BACKENDS if not missing(name)) or 'none: no backend can'
 
 

@@ -1,8 +1,8 @@
-"""Under arrow 7: block-sparse attention in plain JAX, for CPUs and whatever has no kernel of its own.
+"""Block-sparse attention in plain JAX, for CPUs and for hardware without a kernel of its own.
 
-Visits only tiles that may hold a visible pair and works each out again for the gradient from (out, log-sum-exp)
-(arXiv 2205.14135, algorithms 2 and 4). Its loops end where the data says, so rows go end to end and not through vmap,
-which would turn them into loops over everything.
+It visits only tiles that may contain a visible pair. The backward pass recomputes each tile from (out, log-sum-exp)
+(arXiv 2205.14135, algorithms 2 and 4). The length of its loops depends on the ids. Under vmap all rows would loop as
+often as the longest, so rows are laid end to end as one stream instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.models.attention import flash
-from areal_jax.models.attention.flash import INVISIBLE, Kernel, Keys, Rows, Setting, product, tile_gradients
+from areal_jax.models.attention.flash import (
+    INVISIBLE,
+    GradientRows,
+    Kernel,
+    Keys,
+    Rows,
+    Setting,
+    product,
+    tile_gradients,
+)
 from areal_jax.models.attention.visibility import (
     KeyIds,
     QueryIds,
@@ -26,12 +35,12 @@ from areal_jax.models.attention.visibility import (
     visits,
 )
 
-_BLOCK, _SHORT_BLOCK = 64, 32  # tokens: side of a tile, and in short rows, whose segments are short
+_BLOCK, _SHORT_BLOCK = 64, 32  # tokens: side of a tile, and in short rows, because their segments are short
 _SHORT_ROW = 2048  # tokens
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
-    """`flash.attend` by tiles, [R, Tq, N, D]: rows end to end, time grows with the visible tiles."""
+    """`flash.attend` by tiles, [R, Tq, H, D]; its time is proportional to the number of visible tiles."""
     queries, keys = stream_ids(ids, q.shape[1])
     shape = q.shape
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
@@ -51,8 +60,9 @@ def forward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.A
         queries, columns = _row_block(rows, index, block), _at(order, index)
 
         def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            # largest score so far; sums of exp(score - top) and of that times v. Where a tile holds nothing visible
-            # to a query the sums are of invisible keys: the tile where it sees itself shrinks them to nothing.
+            # The state is the largest score so far and the sums of exp(score - top) and exp(score - top) v. If a tile
+            # has no key that a query sees, its sums are over masked keys only. The tile with the query itself raises
+            # `top` so far that `shrink` sets such sums to 0.
             top, total, out = state
             tile = _key_block(keys, _at(columns, step), block)
             scores = flash.scores(queries, tile, visible(queries.ids, tile.ids, setting.window), setting.scale)
@@ -72,12 +82,12 @@ def forward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.A
     return jnp.moveaxis(out, 0, 2).reshape(rows.q.shape), jnp.moveaxis(lse, 0, 2).reshape(rows.q.shape[:-1])
 
 
-def backward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(rows: GradientRows, keys: Keys, setting: Setting, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See flash.Kernel; `block` is the side of a tile in tokens."""
     order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, block))
 
     def add_gradients(index: jax.Array, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        queries, columns = _row_block(rows, index, block), _at(order, index)
+        queries, columns = _gradient_block(rows, index, block), _at(order, index)
 
         def fold(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             d_q, d_k, d_v = state
@@ -101,15 +111,14 @@ _KERNELS = {
 }
 
 
-def _row_block(rows: Rows, index: jax.Array, block: int) -> Rows:
-    gradient = {}
-    if rows.statistics is not None:
-        gradient = {
-            'd_out': _slice(rows.d_out, index, block, axis=2),
-            'statistics': _slice(rows.statistics, index, block, axis=3),
-        }
+def _row_block(rows: Rows | GradientRows, index: jax.Array, block: int) -> Rows:
     ids = QueryIds(*(_slice(x, index, block, axis=0) for x in rows.ids))
-    return Rows(_slice(rows.q, index, block, axis=2), ids, **gradient)
+    return Rows(_slice(rows.q, index, block, axis=2), ids)
+
+
+def _gradient_block(rows: GradientRows, index: jax.Array, block: int) -> GradientRows:
+    d_out, statistics = _slice(rows.d_out, index, block, axis=2), _slice(rows.statistics, index, block, axis=3)
+    return GradientRows(*_row_block(rows, index, block), d_out, statistics)
 
 
 def _key_block(keys: Keys, index: jax.Array, block: int) -> Keys:

@@ -1,6 +1,7 @@
-"""Under arrow 7: a backend shows at start-up, on the device and in the dtype of the run, that it computes attention.
+"""The check of an attention backend at start-up, on the device and in the dtype of the run.
 
-Fused kernels have ignored segment ids, or read other tokens with grouped keys, without an error; see `cudnn`.
+It is needed because fused kernels have silently ignored segment ids, and with grouped keys read wrong tokens, see
+`cudnn`. The learner uses it when it chooses a backend.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from areal_jax.models.attention.packed import packed_attention
 
 _TOKENS = 160
 _HEADS, _KEY_HEADS = 4, 2
-_WINDOW = 24  # tokens: what a model's own window is replaced with, so that it cuts segments of this size
+_WINDOW = 24  # tokens: replaces the model's window, which would be longer than the segments of the check
 _FIRST, _QUERIES = 37, 80  # of the slice that is checked
-# largest error as a part of the largest value; a wrong mask or head is off by a tenth and more
+# largest error relative to the largest value; a wrong mask or head gives 0.1 and more
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
 _ALLOWED_FLOAT32_ON_CPU = 1e-4
 
@@ -44,7 +45,7 @@ def self_check(
     prompts, a second one has two answers beside their prompt.
 
     Args:
-      dtype, head_dim, window, slices: of the run, as for choose_implementation; of a window only that there is one.
+      dtype, head_dim, window, slices: of the run, as for choose_implementation; the size of a window is not used.
       interpret: as for packed_attention.
 
     Raises AttentionError, naming the backend, what differs, by how much and what to use instead.
@@ -56,7 +57,7 @@ def self_check(
     window, scale = None if window is None else _WINDOW, head_dim**-0.5
     part = slice(first, first + count)
 
-    # on a CPU compiling takes almost all the time, a third of it to make a program faster that runs twice
+    # on a CPU almost all of the time is compilation, a third of it optimisation, which does not pay for two runs
     options = {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -93,7 +94,7 @@ def choose_checked(
     window: int | None = None,
     slices: bool = False,
 ) -> tuple[str, tuple[str, ...]]:
-    """(the backend to run on this device, why 'auto' passed over better ones); see choose_implementation.
+    """(the backend to use on this device, why 'auto' rejected faster ones); see choose_implementation.
 
     Raises AttentionError where a backend that was asked for by name fails its self-check.
     """

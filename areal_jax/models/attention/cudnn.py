@@ -1,15 +1,15 @@
-"""Under arrow 7: cuDNN's fused attention over ordinary packed rows, from Hopper on.
+"""cuDNN's fused attention for packed rows without shared prompts, on Hopper and later.
 
-jax offers packing (sequence lengths and offsets) only in its private module, so this one follows that module's source
-of jax 0.10 and is written without a device: it is reached only where `self_check` passes. Known there: the scale
-defaults to 1; only the layout BTNH converts offsets; before jax 0.11.1 the offsets of grouped keys are multiplied by
-the number of query heads, which silently reads other tokens, so keys and values are repeated (jax#39521).
+jax exposes packing (sequence lengths and offsets) only in a private module. This file follows that module's source of
+jax 0.10; it was written without a device, so it runs only where `self_check` passes. Facts about that module: the scale
+defaults to 1; only the layout BTNH converts offsets; before jax 0.11.1 it multiplies the offsets of grouped keys by the
+number of query heads and silently reads wrong tokens (jax#39521), so keys and values are repeated here.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ from jax.ad_checkpoint import checkpoint_name
 from areal_jax.models.attention.flash import LSE_NAME, OUTPUT_NAME, Setting
 from areal_jax.models.attention.visibility import RowIds
 
-MAX_SEGMENTS = 64  # of a row, padding included; the saved log-sum-exp holds so many rows of [N, T]
+MAX_SEGMENTS = 64  # of a row, padding included; the saved log-sum-exp holds this many rows of [H, T]
 _GROUPED_KEYS_FROM = (0, 11, 1)  # version of jax
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
-    """Causal attention within segments: [R, T, N, D] for q [R, T, N, D], k and v [R, T, K, D]. Reads no other id.
+    """Causal attention within segments: [R, T, H, D] for q [R, T, H, D], k and v [R, T, K, D]. Reads no other id.
 
-    bfloat16 or float16. A row of more than MAX_SEGMENTS runs of equal ids is NaN, never wrong in silence. A bad value
-    may spread to other segments.
+    bfloat16 or float16. A row with more than MAX_SEGMENTS segments gives NaN instead of wrong values. A NaN may spread
+    to other segments.
     """
     if jax.__version_info__ < _GROUPED_KEYS_FROM:
         repeats = q.shape[2] // k.shape[2]
@@ -37,10 +37,10 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
 
 
 def packed_offsets(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lengths [R, M], offsets [R, M + 1], number of segments [R]), int32, of segment_ids [R, T]; -1 = no segment.
+    """(lengths [R, S], offsets [R, S + 1], number of segments [R]), int32, of segment_ids [R, T]; -1 = no segment.
 
-    Offsets count tokens from the start of the row. The end of the last segment is not among them: the offsets of all
-    rows are joined into one list, in which every entry is the start of the next segment.
+    Offsets count tokens from the start of the row. They leave out the end of the last segment, because cuDNN joins the
+    offsets of all rows into one list in which every entry is the start of a segment.
     """
     tokens = segment_ids.shape[1]
 
@@ -63,17 +63,17 @@ def _attention(
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, offsets: jax.Array, scale: float
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     unused = jnp.zeros(0, q.dtype)  # bias and the two page tables
     arrays = (q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused)
-    # private: the public gradient rule keeps its log-sum-exp to itself, and rematerialisation would run it again
+    # the private rule returns the log-sum-exp, so that it can be saved by name and the forward pass not run twice
     out, saved = _module()._dot_product_attention_fwd_rule(*arrays, *_static(scale))
     *inputs, lse, out = saved
     out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (*inputs, lse, out)
 
 
-def _backward(scale: float, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+def _backward(scale: float, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     d_q, d_k, d_v, *_ = _module()._dot_product_attention_bwd_rule(*_static(scale), saved, d_out)
     return d_q, d_k, d_v, None, None
 
@@ -81,14 +81,14 @@ def _backward(scale: float, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
 _attention.defvjp(_forward, _backward)
 
 
-def _static(scale: float) -> tuple[Any, ...]:
+def _static(scale: float) -> tuple[object, ...]:
     """scale, seed, dropout, (bias, its gradient), mask, layout, window, cuDNN version, log-sum-exp to the caller."""
     module = _module()
     mask, layout = module.MaskType.PADDING_CAUSAL, module.AttentionLayout.BTNH.value
     return (scale, 0, 0.0, (False, False), mask, layout, None, module.check_cudnn_version(), False)
 
 
-def _module() -> Any:
+def _module() -> ModuleType:
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

@@ -1,4 +1,4 @@
-"""Under arrow 7: attention through all scores at once, for tests, short rows and as the measure of the others."""
+"""Attention that holds all scores at once: for short rows and tests, and the reference for the other backends."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.models.attention import flash
-from areal_jax.models.attention.flash import Kernel, Keys, Rows, Setting, product, tile_gradients
+from areal_jax.models.attention.flash import GradientRows, Kernel, Keys, Rows, Setting, product, tile_gradients
 from areal_jax.models.attention.visibility import RowIds, stream_ids, visible
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
-    """`flash.attend` row by row, with scores [R, N, Tq, T] in memory: [R, Tq, N, D]."""
+    """`flash.attend` row by row, with scores [R, H, Tq, T] in memory: [R, Tq, H, D]."""
 
     def row(
         q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, parent: jax.Array, position: jax.Array | None
@@ -31,7 +31,7 @@ def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Ar
     return product('kgts,ksd->kgtd', weights.astype(keys.v.dtype), keys.v).astype(keys.v.dtype), lse
 
 
-def backward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(rows: GradientRows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See flash.Kernel."""
     d_q, d_k, d_v = tile_gradients(rows, keys, setting)
     return d_q.astype(rows.q.dtype), d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype)

@@ -1,14 +1,15 @@
-"""Under arrow 7: what our own kernels share: layout, gradient rule, containment of bad values, names for remat.
+"""What our own kernels share: layout, gradient rule, containment of NaN, names of what remat may save.
 
-Shapes: Sq queries and S keys of a stream, N query heads, K key and value heads, G = N / K query heads to a key head, D
-head size. Inside, arrays lie heads first, so that every product is a plain matrix product batched over K.
+Shapes: Lq queries and L keys of a stream, H query heads, K kv heads, G = H / K query heads per kv head, D head_dim; in
+einsum t are queries and s keys. Kernels have the heads first, so that every product is a matrix product batched over K.
+`dense`, `blocked` and `pallas` are its kernels.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from areal_jax.models.attention.visibility import KeyIds, QueryIds, visible
 
-INVISIBLE = -3e38  # score of a key the query does not see: lower than any other, finite, so no difference is NaN
+INVISIBLE = -3e38  # score of a masked key: below every other score, and finite because -inf - -inf is NaN
 OUTPUT_NAME = 'attention_output'  # what jax.checkpoint may save so that the forward pass never runs again
 LSE_NAME = 'attention_lse'
 
 
 class Setting(NamedTuple):
-    """What is compiled into a kernel."""
+    """Static parameters of a kernel."""
 
     scale: float
     window: int | None
@@ -30,36 +31,46 @@ class Setting(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the queries bring; the last two are filled for the gradient."""
+    """The arrays with an axis of queries."""
 
-    q: jax.Array  # [K, G, Sq, D]
+    q: jax.Array  # [K, G, Lq, D]
     ids: QueryIds
-    d_out: Any = None  # [K, G, Sq, D]
-    statistics: Any = None  # float32 [2, K, G, Sq]: log-sum-exp of the scores, sum of d_out * out
+
+
+class GradientRows(NamedTuple):
+    """The arrays with an axis of queries in the backward pass."""
+
+    q: jax.Array  # [K, G, Lq, D]
+    ids: QueryIds
+    d_out: jax.Array  # [K, G, Lq, D]
+    statistics: jax.Array  # float32 [2, K, G, Lq]: log-sum-exp of the scores, sum of d_out * out
 
 
 class Keys(NamedTuple):
-    k: jax.Array  # [K, S, D]
-    v: jax.Array  # [K, S, D]
+    k: jax.Array  # [K, L, D]
+    v: jax.Array  # [K, L, D]
     ids: KeyIds
 
 
 class Kernel(NamedTuple):
-    """What a backend works out by itself."""
+    """The part of attention that differs between backends."""
 
     forward: Callable[[Rows, Keys, Setting], tuple[jax.Array, jax.Array]]
-    """-> (out [K, G, Sq, D], log-sum-exp of the scores, float32 [K, G, Sq])."""
-    backward: Callable[[Rows, Keys, Setting], tuple[jax.Array, jax.Array, jax.Array]]
+    """-> (out [K, G, Lq, D], log-sum-exp of the scores, float32 [K, G, Lq])."""
+    backward: Callable[[GradientRows, Keys, Setting], tuple[jax.Array, jax.Array, jax.Array]]
     """-> gradients of q, k and v."""
+
+
+_Saved = tuple[Rows, Keys, jax.Array, jax.Array]  # the last two are out and log-sum-exp
 
 
 def attend(
     kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, queries: QueryIds, keys: KeyIds, setting: Setting
 ) -> jax.Array:
-    """softmax(scale q k') v over the visible keys: [Sq, N, D] for q [Sq, N, D], k and v [S, K, D].
+    """softmax(scale q k') v over the visible keys: [Lq, H, D] for q [Lq, H, D], k and v [L, K, D].
 
-    A value that is not finite makes NaN of what depends on it, along visible pairs, forward and backward, and leaves
-    other segments untouched. Output and log-sum-exp carry names for `jax.checkpoint_policies.save_only_these_names`.
+    An input that is NaN or infinite gives NaN wherever a visible pair depends on it, forward and backward, and nowhere
+    else. Output and log-sum-exp have names for `jax.checkpoint_policies.save_only_these_names`.
     """
     n_queries, heads, dim = q.shape
     groups = k.shape[1]
@@ -77,10 +88,10 @@ def _attention(
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, queries: QueryIds, keys: KeyIds, kernel: Kernel, setting: Setting
-) -> tuple[jax.Array, Any]:
-    # 0 * NaN is NaN: a bad value may not stand in `v` beside others. It moves into its key, whose scores are masked
-    # where the key is invisible and turn the whole query to NaN where it is visible. Infinities count as NaN: a score
-    # of -inf would lose to the masked ones.
+) -> tuple[jax.Array, _Saved]:
+    # A NaN in `v` would reach every query of the tile, since 0 * NaN is NaN. So it is replaced by 0, and its key is set
+    # to NaN instead: the mask hides the NaN from all queries but those that see the key. Infinities become NaN too,
+    # because a score of -inf would be below the masked scores.
     good_keys, good_values = _all_finite(k) & _all_finite(v), _all_finite(v)
     rows = Rows(jnp.where(_all_finite(q), q, jnp.nan), queries)
     columns = Keys(jnp.where(good_keys, k, jnp.nan), jnp.where(good_values, v, 0.0), keys)
@@ -89,26 +100,26 @@ def _forward(
     return out, (rows, columns, out, lse)
 
 
-def _backward(kernel: Kernel, setting: Setting, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+def _backward(kernel: Kernel, setting: Setting, saved: _Saved, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     rows, keys, out, lse = saved
-    # likewise a bad query moves into its log-sum-exp, which turns its weights to NaN, but only those of visible keys
+    # likewise a NaN in a query is replaced by 0, and its log-sum-exp is set to NaN: only weights of visible keys use it
     overlap = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1)
     statistics = jnp.stack([jnp.where(jnp.isfinite(overlap), lse, jnp.nan), overlap])
-    rows = rows._replace(q=_finite(rows.q), d_out=_finite(d_out), statistics=statistics)
+    gradient_rows = GradientRows(_finite(rows.q), rows.ids, _finite(d_out), statistics)
     keys = keys._replace(k=jnp.where(_all_finite(keys.k), keys.k, 0.0))
-    return *kernel.backward(rows, keys, setting), None, None
+    return *kernel.backward(gradient_rows, keys, setting), None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def scores(rows: Rows, keys: Keys, seen: jax.Array, scale: float) -> jax.Array:
+def scores(rows: Rows | GradientRows, keys: Keys, seen: jax.Array, scale: float) -> jax.Array:
     """float32 [K, G, rows, keys], INVISIBLE where not `seen`."""
     return jnp.where(seen, product('kgtd,ksd->kgts', rows.q, keys.k) * scale, INVISIBLE)
 
 
-def tile_gradients(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the pairs of a tile add to the gradients of q, k and v, float32 (arXiv 2205.14135, appendix B.4)."""
+def tile_gradients(rows: GradientRows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The contribution of a tile to the gradients of q, k and v, float32 (arXiv 2205.14135, appendix B.4)."""
     lse, overlap = rows.statistics
     seen = visible(rows.ids, keys.ids, setting.window)
     weights = jnp.where(seen, jnp.exp(scores(rows, keys, seen, setting.scale) - lse[..., None]), 0.0)
@@ -122,7 +133,7 @@ def tile_gradients(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array,
 
 
 def _by_key_head(x: jax.Array) -> jax.Array:
-    """[K, G, t, ...] -> [K, G * t, ...]: XLA transposes and copies what it sums over two axes, but not over one."""
+    """[K, G, t, ...] -> [K, G * t, ...]: a sum over one axis needs no transposed copy, a sum over two axes does."""
     return x.reshape(len(x), -1, *x.shape[3:])
 
 

@@ -1,4 +1,7 @@
-"""Under arrow 7: attention over packed rows, whose segments share a row without seeing each other."""
+"""Attention over packed rows, in which a token attends only to its own segment and that segment's parent.
+
+The learner's forward pass calls it; it chooses a backend and checks the call against what the backend supports.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def packed_attention(
     first: jax.Array | int = 0,
     interpret: bool = False,
 ) -> jax.Array:
-    """softmax(scale q k') v over what each token of a row sees: [Tq, N, D] for q [Tq, N, D], k and v [T, K, D].
+    """softmax(scale q k') v over the visible tokens of a row: [Tq, H, D] for q [Tq, H, D], k and v [T, K, D].
 
     Token t sees token s iff s <= t, segment_ids[s] is segment_ids[t] or parent_ids[t], and, with a window,
     positions[t] - positions[s] < window. Padding is one more segment, so every token sees itself.
@@ -42,15 +45,16 @@ def packed_attention(
     Args:
       segment_ids, parent_ids: int32 [T]; 0 = padding, which stands last.
       scale: static.
-      impl: static, one of IMPLEMENTATIONS, see `backends`. 'auto' takes a backend that can do what is asked; it knows
-        that no prompt is shared only if parent_ids is the same array as segment_ids.
-      positions: int32 [T], in the trajectory; asked for by a window.
+      impl: static, one of IMPLEMENTATIONS, see `backends`. 'auto' chooses a backend that supports the call. Pass the
+        same array as segment_ids and parent_ids where no prompts are shared, or it must assume that they are.
+      positions: int32 [T], in the trajectory; required with a window.
       window: static, tokens, >= 1.
-      first: the queries are the tokens first to first + Tq of the row (context parallelism); may be traced, and is
-        then the caller's to keep in range.
+      first: the queries are the tokens first to first + Tq of the row (context parallelism). It may be traced; the
+        caller must then keep it in range.
       interpret: static; Pallas kernels run in the interpreter, for tests on a CPU.
 
-    A backend without shared prompts raises where it sees them, and returns NaN for their tokens where ids are traced.
+    A backend without shared prompts raises for them if the ids are concrete; if they are traced, it returns NaN for
+    the tokens with another parent.
 
     Raises AttentionError for an unknown `impl`, for shapes that do not fit, and for what the backend cannot express.
     """
@@ -77,9 +81,10 @@ def packed_rows_attention(
     first: jax.Array | int = 0,
     interpret: bool = False,
 ) -> jax.Array:
-    """packed_attention of R rows on one device: [R, Tq, N, D]; every array has R in front, `first` holds for all.
+    """packed_attention of R rows on one device: [R, Tq, H, D].
 
-    'blocked' and 'pallas' read the rows end to end as one stream, the others row by row or as a batch.
+    Every array has a leading axis R; `first` is the same for all rows. 'blocked' and 'pallas' read the rows end to end
+    as one stream, the others row by row or as a batch.
     """
     _check_shapes(q, k, positions, window, first)
     slices = not (isinstance(first, int) and first == 0 and q.shape[1] == k.shape[1])

@@ -1,13 +1,15 @@
-"""Under arrow 7: our block-sparse attention as Pallas kernels for GPUs (Triton lowering).
+"""Our block-sparse attention as Pallas kernels for GPUs (Triton lowering).
 
-The tiles, masks and formulas are those of `blocked`: FlashAttention (arXiv 2205.14135) over the list of tiles that may
-hold a visible pair. One program works out a block of queries of one head (forward, gradient of q), or a block of keys
-of one key head with all its query heads (gradients of k and v), so nothing is added up between programs.
+Tiles, masks and formulas are those of `blocked`: FlashAttention (arXiv 2205.14135) over the tiles that may contain a
+visible pair. A program of the forward pass and of the gradient of q owns a block of queries of one head. A program of
+the gradients of k and v owns a block of keys of one kv head, with all its query heads. So programs never add to the
+same output.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from areal_jax.models.attention import flash
-from areal_jax.models.attention.flash import INVISIBLE, Kernel, Keys, Rows, Setting
+from areal_jax.models.attention.flash import INVISIBLE, GradientRows, Kernel, Keys, Rows, Setting
 from areal_jax.models.attention.visibility import (
     KeyIds,
     QueryIds,
@@ -29,14 +31,15 @@ from areal_jax.models.attention.visibility import (
     visits,
 )
 
-_TILE_BYTES = 16384  # of one block of vectors: the four of a backward tile fit the shared memory of an sm80
-_MIN_DIM = 16  # of a product on tensor cores
+Ref = Any  # a block of an array in memory, as Pallas passes it to a kernel; indexing reads, assignment writes
+_TILE_BYTES = 16384  # of one block of vectors: the four blocks of a backward tile fit the shared memory of an sm80
+_MIN_DIM = 16  # smallest axis of a product on tensor cores
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
-    """`flash.attend` over rows end to end, [R, Tq, N, D].
+    """`flash.attend` over rows end to end, [R, Tq, H, D].
 
-    Pads tokens to whole blocks, and D to a power of two, which Triton asks for.
+    Pads tokens to whole blocks, and D to a power of two, which Triton requires.
     """
     queries, keys = stream_ids(ids, q.shape[1])
     shape = q.shape
@@ -77,13 +80,13 @@ def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Ar
     return out.reshape(rows.q.shape), lse.reshape(rows.q.shape[:-1])
 
 
-def backward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(rows: GradientRows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See flash.Kernel."""
     tiles = visible_tiles(rows.ids, keys.ids, setting.window, _block(rows.q.shape[-1], rows.q.dtype))
     return _query_gradient(rows, keys, tiles, setting), *_key_gradients(rows, keys, tiles, setting)
 
 
-def _query_gradient(rows: Rows, keys: Keys, tiles: jax.Array, setting: Setting) -> jax.Array:
+def _query_gradient(rows: GradientRows, keys: Keys, tiles: jax.Array, setting: Setting) -> jax.Array:
     groups, heads_each, n_queries, dim = rows.q.shape
     block = n_queries // len(tiles)
     q, d_out = (x.reshape(groups * heads_each, n_queries, dim) for x in (rows.q, rows.d_out))
@@ -106,7 +109,7 @@ def _query_gradient(rows: Rows, keys: Keys, tiles: jax.Array, setting: Setting) 
     return d_q.reshape(rows.q.shape)
 
 
-def _key_gradients(rows: Rows, keys: Keys, tiles: jax.Array, setting: Setting) -> tuple[jax.Array, jax.Array]:
+def _key_gradients(rows: GradientRows, keys: Keys, tiles: jax.Array, setting: Setting) -> tuple[jax.Array, jax.Array]:
     groups, heads_each, n_queries, dim = rows.q.shape
     block = n_queries // len(tiles)
     order, count = visits(tiles.T)
@@ -130,8 +133,8 @@ def _key_gradients(rows: Rows, keys: Keys, tiles: jax.Array, setting: Setting) -
 
 
 def _forward_kernel(
-    order: Any, count: Any, q_ref: Any, k_ref: Any, v_ref: Any, query_ids: Any, key_ids: Any, out_ref: Any,
-    lse_ref: Any, *, block: int, setting: Setting,
+    order: Ref, count: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, query_ids: Ref, key_ids: Ref, out_ref: Ref,
+    lse_ref: Ref, *, block: int, setting: Setting,
 ) -> None:  # fmt: skip
     index = pl.program_id(0)
     q, queries = q_ref[...], _read_queries(query_ids, pl.ds(0, block))
@@ -156,8 +159,8 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    order: Any, count: Any, q_ref: Any, k_ref: Any, v_ref: Any, query_ids: Any, key_ids: Any, d_out_ref: Any,
-    lse_ref: Any, overlap_ref: Any, d_q_ref: Any, *, block: int, setting: Setting,
+    order: Ref, count: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, query_ids: Ref, key_ids: Ref, d_out_ref: Ref,
+    lse_ref: Ref, overlap_ref: Ref, d_q_ref: Ref, *, block: int, setting: Setting,
 ) -> None:  # fmt: skip
     index = pl.program_id(0)
     q, d_out, lse, overlap = q_ref[...], d_out_ref[...], lse_ref[...], overlap_ref[...]
@@ -175,8 +178,8 @@ def _query_gradient_kernel(
 
 
 def _key_gradient_kernel(
-    order: Any, count: Any, q_ref: Any, k_ref: Any, v_ref: Any, query_ids: Any, key_ids: Any, d_out_ref: Any,
-    lse_ref: Any, overlap_ref: Any, d_k_ref: Any, d_v_ref: Any, *, block: int, heads: int, setting: Setting,
+    order: Ref, count: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, query_ids: Ref, key_ids: Ref, d_out_ref: Ref,
+    lse_ref: Ref, overlap_ref: Ref, d_k_ref: Ref, d_v_ref: Ref, *, block: int, heads: int, setting: Setting,
 ) -> None:  # fmt: skip
     index = pl.program_id(0)
     k, v, keys = k_ref[...], v_ref[...], _read_keys(key_ids, pl.ds(0, block))
@@ -218,15 +221,15 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def _stack(ids: QueryIds | KeyIds) -> jax.Array:
-    """int32 [4, S]."""
+    """int32 [4, L]."""
     return jnp.stack([*ids, *([jnp.zeros_like(ids[0])] * (4 - len(ids)))])
 
 
-def _read_queries(ref: Any, tile: Any) -> QueryIds:
+def _read_queries(ref: Ref, tile: pl.Slice | slice) -> QueryIds:
     return QueryIds(ref[0, tile], ref[1, tile], ref[2, tile], ref[3, tile])
 
 
-def _read_keys(ref: Any, tile: Any) -> KeyIds:
+def _read_keys(ref: Ref, tile: pl.Slice | slice) -> KeyIds:
     return KeyIds(ref[0, tile], ref[1, tile], ref[2, tile])
 
 
@@ -240,13 +243,13 @@ def _block_ids(block: int) -> pl.BlockSpec:
     return pl.BlockSpec((4, block), lambda i, h: (0, i))
 
 
-def _by_query(block: int) -> Any:
-    """Spec of a block of queries of the program's head, of x [N, Sq, ...]."""
+def _by_query(block: int) -> Callable[[jax.Array], pl.BlockSpec]:
+    """Spec of a block of queries of the program's head, of x [H, Lq, ...]."""
     return lambda x: pl.BlockSpec((None, block, *x.shape[2:]), lambda i, h: (h, i, 0)[: x.ndim])
 
 
-def _by_key(heads_each: int) -> Any:
-    """Spec of all keys of the program's head, of x [K, S, D]."""
+def _by_key(heads_each: int) -> Callable[[jax.Array], pl.BlockSpec]:
+    """Spec of all keys of the program's head, of x [K, L, D]."""
     return lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda i, h: (jax.lax.div(h, heads_each), 0, 0))
 
 
@@ -258,6 +261,6 @@ def _padded_dim(dim: int) -> int:
     return max(_MIN_DIM, pl.next_power_of_2(dim))
 
 
-def _block(dim: int, dtype: Any) -> int:
-    """Tokens to a side of a tile: 64 while a block of vectors fits its share of shared memory, at least 16."""
+def _block(dim: int, dtype: jax.typing.DTypeLike) -> int:
+    """Side of a tile in tokens: at most 64, at least 16, and so that a block of vectors fits _TILE_BYTES."""
     return max(16, min(64, _TILE_BYTES // (_padded_dim(dim) * jnp.dtype(dtype).itemsize)))

@@ -1,9 +1,9 @@
-"""Under arrow 7: the splash attention kernel of jax for TPUs, over ordinary packed rows."""
+"""The splash attention kernel of jax for TPUs, for packed rows without shared prompts."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ _MAX_BLOCK = 512  # tokens: side of a tile, where it divides the row
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
-    """Causal attention within segments: [R, T, N, D] for q [R, T, N, D], k and v [R, T, K, D]. Reads no other id.
+    """Causal attention within segments: [R, T, H, D] for q [R, T, H, D], k and v [R, T, K, D]. Reads no other id.
 
-    The kernel skips tiles above the diagonal only and knows no scale, so q comes scaled. It saves its output and its
-    log-sum-exp for the gradient under one name, 'attention_output'. A bad value may spread to other segments.
+    The kernel skips only tiles above the diagonal. It has no scale, so q is scaled first. It saves output and
+    log-sum-exp for the backward pass under one name, 'attention_output'. A NaN may spread to other segments.
     """
     rows, tokens, heads, dim = q.shape
     more_tokens, more_dim = -tokens % _LANES, -dim % _LANES
@@ -37,8 +37,8 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(tokens: int, heads: int, interpret: bool) -> Any:
-    """Built once per shape: working out the mask takes long. Its arrays are constants even while jit traces."""
+def _kernel(tokens: int, heads: int, interpret: bool) -> Callable[..., jax.Array]:
+    """Built once per shape, because building the mask is slow; its arrays are constants even under a jit trace."""
     block = next(b for b in (_MAX_BLOCK, 256, _LANES) if tokens % b == 0)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,

@@ -1,6 +1,6 @@
-"""Under arrow 7: who sees whom among packed tokens, by token and by tile.
+"""The attention mask of packed rows, by token and by tile, for the backends that are ours.
 
-Shapes: R rows of T tokens; a stream of S keys, and of Sq queries, is one row or several end to end.
+Shapes: R rows of T tokens; L keys and Lq queries of a stream, which is one row or several rows end to end.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ class RowIds(NamedTuple):
     segment: jax.Array  # int32 [R, T]
     parent: jax.Array  # int32 [R, T]
     position: jax.Array | None  # int32 [R, T], in the trajectory
-    first: jax.Array | int  # place of the first query in every row
+    first: jax.Array | int  # index in the row of the first query, the same in every row
 
 
 class QueryIds(NamedTuple):
-    place: jax.Array  # int32 [Sq], index in the stream of keys
-    segment: jax.Array  # int32 [Sq]
-    parent: jax.Array  # int32 [Sq]
-    position: jax.Array  # int32 [Sq], in the trajectory; read only with a window
+    place: jax.Array  # int32 [Lq], index in the stream
+    segment: jax.Array  # int32 [Lq]
+    parent: jax.Array  # int32 [Lq]
+    position: jax.Array  # int32 [Lq], in the trajectory; read only with a window
 
 
 class KeyIds(NamedTuple):
-    place: jax.Array  # int32 [S]
-    segment: jax.Array  # int32 [S]
-    position: jax.Array  # int32 [S]
+    place: jax.Array  # int32 [L]
+    segment: jax.Array  # int32 [L]
+    position: jax.Array  # int32 [L]
 
 
 def stream_ids(ids: RowIds, n_queries: int) -> tuple[QueryIds, KeyIds]:
     """Ids of rows laid end to end, for all keys and for the `n_queries` queries of every row.
 
-    Segments and places of different rows differ. Padding (id 0) stands last in its row and becomes its highest id, so
-    that ids of a stream rise and ranges of ids tell tiles apart. The highest id less the lowest, times R, must fit
-    int32.
+    Ids are renumbered so that no two rows share a segment id. Padding (id 0), which is last in its row, gets the row's
+    highest id: ids increase along the stream, so that a tile is described by its lowest and highest id. The highest id
+    minus the lowest, times R, must fit int32.
     """
     rows, tokens = ids.segment.shape
     lowest = jnp.minimum(ids.segment.min(), ids.parent.min())
@@ -61,19 +61,19 @@ def stream_ids(ids: RowIds, n_queries: int) -> tuple[QueryIds, KeyIds]:
 
 
 def pad_queries(ids: QueryIds, count: int) -> QueryIds:
-    """`count` queries more, which see what the last one sees: they widen no range."""
+    """Appends `count` queries with the ids of the last one, so that no tile's range of ids grows."""
     return QueryIds(*(jnp.pad(x, (0, count), mode='edge') for x in ids))
 
 
 def pad_keys(ids: KeyIds, count: int) -> KeyIds:
-    """`count` keys more, behind every query."""
+    """Appends `count` keys that are after every query, so that no query sees them."""
     padded = KeyIds(*(jnp.pad(x, (0, count), mode='edge') for x in ids))
     behind = jnp.arange(len(padded.place)) >= len(ids.place)
     return padded._replace(place=jnp.where(behind, jnp.iinfo(jnp.int32).max, padded.place))
 
 
 def visible(queries: QueryIds, keys: KeyIds, window: int | None) -> jax.Array:
-    """bool [queries, keys]: who sees whom."""
+    """bool [queries, keys]: whether the query attends to the key."""
     row = QueryIds(*(x[:, None] for x in queries))
     column = KeyIds(*(x[None, :] for x in keys))
     seen = (column.place <= row.place) & ((column.segment == row.segment) | (column.segment == row.parent))
@@ -83,9 +83,10 @@ def visible(queries: QueryIds, keys: KeyIds, window: int | None) -> jax.Array:
 def visible_tiles(queries: QueryIds, keys: KeyIds, window: int | None, block: int) -> jax.Array:
     """bool [blocks of queries, blocks of keys]: the tiles of side `block` that may hold a visible pair.
 
-    A tile may hold one if some query stands behind some key, the range of the keys' segments meets the range of the
-    queries' segments or parents, and the nearest positions lie within the window. For any numbering no visible pair is
-    missed, and few tiles are visited in vain where segments are numbered in the order of the stream.
+    A tile may hold one if some query is after some key, the range of the keys' segments overlaps the range of the
+    queries' segments or parents, and the nearest positions are within the window. Conservative: every tile that
+    contains a visible pair is returned, whatever the segment ids. If ids increase along the stream, few empty tiles are
+    returned.
     """
 
     def lowest(ids: jax.Array) -> jax.Array:
@@ -104,6 +105,6 @@ def visible_tiles(queries: QueryIds, keys: KeyIds, window: int | None, block: in
 
 
 def visits(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per row of tiles: its columns, those to visit first and in order, int32 [Q, K], and their number, int32 [Q]."""
+    """(columns, count) of each row of tiles: int32 [rows, columns], the columns to visit first, and int32 [rows]."""
     order = jnp.argsort(~tiles, axis=1, stable=True)
     return order.astype(jnp.int32), tiles.sum(axis=1, dtype=jnp.int32)

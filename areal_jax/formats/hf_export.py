@@ -1,0 +1,151 @@
+"""Writes weights as the files of a Hugging Face checkpoint directory; `hf_directory` reads them.
+
+The files are planned before anything is written, so that publication/ can refuse what cannot be written, check the
+disk's free space and make the directory appear at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax import files
+from areal_jax.formats.hf import HfTensor, hf_tensors, require_merged
+from areal_jax.formats.hf_config import CONFIG, HfError, hf_config, read_json
+from areal_jax.formats.hf_directory import INDEX, WEIGHTS
+from areal_jax.formats.safetensors_file import write_tensors
+from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params, leaf_at
+
+# what belongs to a model beside its config and weights: tokenizer, chat template, its makers' sampling parameters
+COMPANIONS = (
+    'tokenizer.json',
+    'tokenizer_config.json',
+    'tokenizer.model',
+    'vocab.json',
+    'merges.txt',
+    'added_tokens.json',
+    'special_tokens_map.json',
+    'chat_template.jinja',
+    'chat_template.json',
+    'generation_config.json',
+)
+_TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')  # of config.json: where generation ends
+_HEADER_BYTES = 1 << 20  # more than the headers of the tensors and the JSON files take
+
+_Planned = dict[str, jax.ShapeDtypeStruct]  # the tensors of a file by name
+
+
+@dataclasses.dataclass(frozen=True)
+class HfFiles:
+    """A checkpoint directory to be written. Producer: `plan_hf_files`."""
+
+    params: Params
+    config: ModelConfig
+    weights: Mapping[str, _Planned]  # by file name
+    config_json: Mapping[str, object]
+    companions: Sequence[pathlib.Path]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files, an upper bound."""
+        weights = sum(_nbytes(tensor) for planned in self.weights.values() for tensor in planned.values())
+        return weights + _HEADER_BYTES + sum(path.stat().st_size for path in self.companions)
+
+    def write(self, directory: pathlib.Path) -> None:
+        """Writes every file into an existing directory; fetches, transposes and casts one tensor at a time.
+
+        Raises OSError, SafetensorsError for a dtype that the format lacks, and HfError for values that the dtype of
+        the files cannot hold.
+        """
+        for path in self.companions:
+            shutil.copyfile(path, directory / path.name)
+        tensors = {tensor.name: tensor for tensor in hf_tensors(self.config)}
+        for name, planned in self.weights.items():
+            read = lambda key: _host_tensor(self.params, tensors[key], planned[key].dtype)
+            write_tensors(directory / name, planned, read)
+        if len(self.weights) > 1:
+            write_record(directory / INDEX, _index(self.weights))
+        write_record(directory / CONFIG, self.config_json)
+        files.sync_tree(directory)
+
+
+def plan_hf_files(
+    params: Params,
+    config: ModelConfig,
+    *,
+    dtype: str | None = None,
+    file_bytes: int | None = None,
+    source: pathlib.Path | None = None,
+) -> HfFiles:
+    """Plans `config.json`, the safetensors files and what is copied; fetches no values.
+
+    Args:
+      params: nested dict of float arrays in list form, without adapters. A value head is left out.
+      dtype: of the files; None = that of the arrays.
+      file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
+      source: the directory that the weights came from: its COMPANIONS are copied and its special token ids kept.
+
+    Raises HfError for a config that the family cannot have, and WeightsError for adapters.
+    """
+    require_merged(params)
+    planned = _split(params, config, dtype, file_bytes)
+    stored_dtype = str(next(iter(planned[0].values())).dtype)
+    config_json = hf_config(config, stored_dtype)
+    companions: list[pathlib.Path] = []
+    if source is not None:
+        companions = [source / name for name in COMPANIONS if (source / name).is_file()]
+        original = read_json(source / CONFIG)
+        config_json |= {name: original[name] for name in _TOKEN_IDS if original.get(name) is not None}
+    count = len(planned)
+    names = [f'model-{n:05d}-of-{count:05d}.safetensors' for n in range(1, count + 1)] if count > 1 else [WEIGHTS]
+    return HfFiles(params, config, dict(zip(names, planned, strict=True)), config_json, companions)
+
+
+def write_record(path: pathlib.Path, record: Mapping[str, object]) -> None:
+    """Writes a JSON file of the directory."""
+    path.write_text(json.dumps(record, indent=1, sort_keys=True))
+
+
+def _split(params: Params, config: ModelConfig, dtype: str | None, file_bytes: int | None) -> list[_Planned]:
+    """The tensors of each file; a tensor that is larger than the limit has a file of its own."""
+    planned: list[_Planned] = [{}]
+    size = 0
+    for tensor in hf_tensors(config):
+        described = jax.ShapeDtypeStruct(tensor.shape, dtype or leaf_at(params, tensor.path).dtype)
+        size += _nbytes(described)
+        if file_bytes is not None and size > file_bytes and planned[-1]:
+            planned.append({})
+            size = _nbytes(described)
+        planned[-1][tensor.name] = described
+    return planned
+
+
+def _index(weights: Mapping[str, _Planned]) -> dict[str, object]:
+    total = sum(_nbytes(tensor) for planned in weights.values() for tensor in planned.values())
+    places = {key: name for name, planned in weights.items() for key in planned}
+    return {'metadata': {'total_size': total}, 'weight_map': places}
+
+
+def _host_tensor(params: Params, tensor: HfTensor, dtype: np.dtype) -> np.ndarray:
+    leaf = np.asarray(leaf_at(params, tensor.path))
+    with np.errstate(over='ignore'):
+        values = leaf.astype(dtype, copy=False)
+    if values.dtype != leaf.dtype and not np.isfinite(values).all():
+        largest = float(jnp.finfo(values.dtype).max)
+        raise HfError(
+            f'{tensor.name} has values that {values.dtype} cannot hold (its largest is {largest:.5g}); write float32, '
+            'or bfloat16 in place of float16'
+        )
+    return values.T if tensor.transposed else values
+
+
+def _nbytes(tensor: jax.ShapeDtypeStruct) -> int:
+    return tensor.size * np.dtype(tensor.dtype).itemsize

@@ -1,0 +1,117 @@
+"""The model families, and every weight of theirs declared once.
+
+A row says where a weight is in the tree, its shape, its logical axes, its initial values and its names in files of
+Hugging Face and GGUF. `weights` puts in the sizes of a model; initial weights, sharding, loading and export read the
+table from there. A new family is a new entry of FAMILIES: the rows it shares with the others and the rows of its own.
+
+Sizes are letters: V vocabulary, d model width, F width of the MLP, D head_dim, HD all heads, KD all kv heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Literal
+
+
+class Init(enum.Enum):
+    """Initial values. Matrices are normal with standard deviation 1 / sqrt(fan in), times the caller's scale."""
+
+    ONES = 'ones'
+    ZEROS = 'zeros'
+    MATRIX = 'matrix'  # [in, out]
+    TABLE = 'table'  # [V, d], whose fan in is d
+    RESIDUAL = 'residual'  # MATRIX that writes to the residual stream: divided by sqrt(2 n_layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One row: a weight as every model of a family declares it."""
+
+    path: str  # in the tree of weights, 'layers/*/attention/query/weight'; * stands for the layer's number
+    shape: str  # a letter per axis, 'd HD'
+    axes: str  # a logical axis per axis, 'embed heads': sharding.rules cuts by them
+    init: Init
+    hf_name: str | None = None  # tensor of Hugging Face, 'model.layers.*.self_attn.q_proj.weight'; None = it has none
+    transposed: bool = False  # whether the tensor of Hugging Face is the transpose of the leaf
+    gguf_name: str | None = None  # tensor of GGUF, 'blk.*.attn_q.weight'
+    when: str | None = None  # field of ModelConfig that must be true for the weight to exist
+    unless: str | None = None  # field of ModelConfig that must be false
+
+
+def projection(
+    path: str, shape: str, axes: str, hf_name: str, gguf_name: str | None = None, init: Init = Init.MATRIX
+) -> Weight:
+    """A matrix [in, out] of every layer; files hold it as [out, in]."""
+    gguf_name = gguf_name and f'blk.*.{gguf_name}.weight'
+    return Weight(f'layers/*/{path}/weight', shape, axes, init, f'model.layers.*.{hf_name}.weight', True, gguf_name)
+
+
+def bias(path: str, shape: str, hf_name: str, when: str | None = None) -> Weight:
+    """The bias of a projection of every layer. Vectors are not cut: that would save nothing."""
+    hf_name = f'model.layers.*.{hf_name}.bias'
+    return Weight(f'layers/*/{path}/bias', shape, 'features', Init.ZEROS, hf_name, when=when)
+
+
+def norm(path: str, shape: str, hf_name: str, gguf_name: str | None = None, when: str | None = None) -> Weight:
+    """The scale of an RMS norm of every layer."""
+    gguf_name = gguf_name and f'blk.*.{gguf_name}.weight'
+    hf_name = f'model.layers.*.{hf_name}.weight'
+    return Weight(f'layers/*/{path}', shape, 'features', Init.ONES, hf_name, gguf_name=gguf_name, when=when)
+
+
+# in the order of the forward pass, which is the order of the tensors in files
+COMMON = (
+    Weight('embedding', 'V d', 'vocab embed', Init.TABLE, 'model.embed_tokens.weight', gguf_name='token_embd.weight'),
+    norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'),
+    projection('attention/query', 'd HD', 'embed heads', 'self_attn.q_proj', 'attn_q'),
+    bias('attention/query', 'HD', 'self_attn.q_proj', when='qkv_bias'),
+    projection('attention/key', 'd KD', 'embed kv_heads', 'self_attn.k_proj', 'attn_k'),
+    bias('attention/key', 'KD', 'self_attn.k_proj', when='qkv_bias'),
+    projection('attention/value', 'd KD', 'embed kv_heads', 'self_attn.v_proj', 'attn_v'),
+    bias('attention/value', 'KD', 'self_attn.v_proj', when='qkv_bias'),
+    norm('attention/query_norm', 'D', 'self_attn.q_norm', when='qk_norm'),
+    norm('attention/key_norm', 'D', 'self_attn.k_norm', when='qk_norm'),
+    projection('attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', 'attn_output', Init.RESIDUAL),
+    bias('attention/output', 'd', 'self_attn.o_proj', when='output_bias'),
+    norm('mlp_norm', 'd', 'post_attention_layernorm', 'ffn_norm'),
+    projection('mlp/gate', 'd F', 'embed mlp', 'mlp.gate_proj', 'ffn_gate'),
+    projection('mlp/up', 'd F', 'embed mlp', 'mlp.up_proj', 'ffn_up'),
+    projection('mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', 'ffn_down', Init.RESIDUAL),
+    Weight('final_norm', 'd', 'features', Init.ONES, 'model.norm.weight', gguf_name='output_norm.weight'),
+    Weight(
+        'head',
+        'V d',
+        'vocab embed',
+        Init.TABLE,
+        'lm_head.weight',
+        gguf_name='output.weight',
+        unless='tie_embeddings',
+    ),
+    # the causal language models of Hugging Face have no value head: checkpoints keep it, exports leave it out
+    Weight('value_head', 'd', 'features', Init.ZEROS, when='value_head'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """An architecture of Hugging Face: its weights, and what its config.json can say and leaves unsaid."""
+
+    architecture: str
+    # what transformers 5.23 takes where config.json is silent
+    context_tokens: int
+    n_kv_heads: int | None  # None = as many as query heads
+    head_dim: int | None  # None = d_model / query heads
+    # which biases the attention has: none; those of q, k and v; all or none, by the field attention_bias
+    attention_bias: Literal['none', 'qkv', 'field'] = 'none'
+    qk_norm: bool = False
+    windows: Literal['none', 'all', 'some'] = 'none'  # layers that may have a sliding window
+    weights: tuple[Weight, ...] = COMMON
+
+
+FAMILIES = {
+    'llama': Family('LlamaForCausalLM', 2048, None, None, 'field'),
+    'qwen2': Family('Qwen2ForCausalLM', 32768, 32, None, 'qkv', windows='some'),
+    'qwen3': Family('Qwen3ForCausalLM', 32768, 32, 128, 'field', qk_norm=True, windows='some'),
+    'mistral': Family('MistralForCausalLM', 131072, 8, None, windows='all'),
+}

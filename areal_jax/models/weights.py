@@ -1,0 +1,130 @@
+"""The table of a model's weights: the rows of its family (`families`) with the sizes of its config.
+
+Read by `decoder` (abstract and initial weights), by formats/ (names and shapes in files) and, as WeightAxes, by
+sharding/rules.py. Paths have '*' in place of the layer's number, so that every weight is listed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar, Union
+
+from areal_jax.models.families import FAMILIES, Init, Weight
+from areal_jax.models.lora import ADAPTERS, Lora
+from areal_jax.models.shape import ModelConfig
+from areal_jax.sharding.rules import WeightAxes
+from areal_jax.types import Tree
+
+Params = dict[str, Tree]  # weights by name, nested: {'layers': {'0': {'attention': {'query': {'weight': array}}}}}
+_LAYERS = 'layers/*/'
+_Leaf = TypeVar('_Leaf')
+Nested = Mapping[str, Union['WeightSpec', 'Nested']]  # specs by name, nested like the tree
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """A weight of one model; fields as in families.Weight, the shape in numbers."""
+
+    path: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Init
+    hf_name: str | None
+    transposed: bool
+    gguf_name: str | None
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether every layer has one of its own."""
+        return self.path.startswith(_LAYERS)
+
+    @property
+    def stacked_path(self) -> str:
+        """The path where layers are stacked: 'layers/mlp_norm' of 'layers/*/mlp_norm'."""
+        return self.path.replace('*/', '', 1)
+
+    @property
+    def path_in_layer(self) -> str:
+        """'attention/query/weight' of 'layers/*/attention/query/weight'."""
+        return self.path.removeprefix(_LAYERS)
+
+
+@functools.lru_cache(maxsize=16)
+def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, WeightSpec]:
+    """Every weight of a model by its path, in the order of the forward pass; read-only.
+
+    With `lora`, a projection that it targets is followed by its adapters.
+    """
+    sizes = _sizes(config)
+    rows = [row for row in FAMILIES[config.family].weights if _exists(row, config)]
+    if lora:
+        sizes['r'] = lora.rank
+        rows = list(_with_adapters(rows, lora.targets))
+    specs = (
+        WeightSpec(
+            row.path,
+            tuple(sizes[letter] for letter in row.shape.split()),
+            tuple(row.axes.split()),
+            row.init,
+            row.hf_name,
+            row.transposed,
+            row.gguf_name,
+        )
+        for row in rows
+    )
+    return types.MappingProxyType({spec.path: spec for spec in specs})
+
+
+def logical_axes(config: ModelConfig) -> WeightAxes:
+    """The logical axes of whatever weights a model of this family can have, adapters included: for param_shardings."""
+    rows = _with_adapters(FAMILIES[config.family].weights)
+    units = {'heads': config.n_heads, 'kv_heads': config.n_kv_heads}
+    return WeightAxes({row.path: tuple(row.axes.split()) for row in rows}, units)
+
+
+def nest(leaves: Iterable[tuple[str, _Leaf]]) -> dict[str, _Leaf | dict]:
+    """{'mlp': {'up': {'weight': leaf}}} of [('mlp/up/weight', leaf)]."""
+    tree: dict = {}
+    for path, leaf in leaves:
+        *parents, name = path.split('/')
+        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[name] = leaf
+    return tree
+
+
+def leaf_at(tree: Tree, path: str) -> Tree:
+    """The leaf 'mlp/up/weight' of a nested dict; raises KeyError."""
+    return functools.reduce(lambda node, key: node[key], path.split('/'), tree)
+
+
+def find_leaf(tree: Tree, path: str) -> Tree | None:
+    """`leaf_at`, or None where the tree lacks the leaf."""
+    return functools.reduce(lambda node, key: None if node is None else node.get(key), path.split('/'), tree)
+
+
+def at_layer(pattern: str, layer: int) -> str:
+    """'layers/3/mlp_norm' of 'layers/*/mlp_norm'; names of Hugging Face likewise."""
+    return pattern.replace('*', str(layer), 1)
+
+
+def _sizes(c: ModelConfig) -> dict[str, int]:
+    heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    return {'V': c.vocab_size, 'd': c.d_model, 'F': c.d_ff, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
+
+
+def _exists(row: Weight, config: ModelConfig) -> bool:
+    return (not row.when or getattr(config, row.when)) and not (row.unless and getattr(config, row.unless))
+
+
+def _with_adapters(rows: Iterable[Weight], targets: tuple[str, ...] | None = None) -> Iterator[Weight]:
+    """The rows, and after each projection that `targets` names (None = all) its adapters A [in, r] and B [r, out]."""
+    for row in rows:
+        yield row
+        *_, name, leaf = ('', *row.path.split('/'))
+        if leaf == 'weight' and (targets is None or name in targets):
+            parent, (fan_in, fan_out) = row.path.removesuffix('weight'), row.shape.split()
+            a, b = (f'{parent}{name}' for name in ADAPTERS)
+            yield Weight(a, f'{fan_in} r', 'embed rank', Init.MATRIX)
+            yield Weight(b, f'r {fan_out}', 'rank embed', Init.ZEROS)
