@@ -9,7 +9,8 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'events', 'fields', 'files', 'types', 'protocols', 'config', 'ranges'},
+    {'errors', 'events', 'files', 'types', 'protocols'}
+    | {'ranges', 'fields', 'declarations', 'structure', 'constraints', 'config', 'config_page'},
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -20,12 +21,16 @@ LAYERS = [
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
 JAX_FREE = [
     'errors',
-    'fields',
     'files',
     'types',
     'protocols',
-    'config',
     'ranges',
+    'fields',
+    'declarations',
+    'structure',
+    'constraints',
+    'config',
+    'config_page',
     'control',
     'tasks',
     'telemetry',

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from areal_jax.declarations import require_allowed
 from areal_jax.learning.quantized import scale_by_adam
-from areal_jax.ranges import ConfigError, require_in_range
+from areal_jax.ranges import ConfigError
 from areal_jax.sharding.rules import logical_axes, path_name
 
 NAMES = ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd')
@@ -153,7 +154,7 @@ def make_optimizer(
     """
     numbers = {'b1': b1, 'b2': b2, 'eps': eps, 'weight_decay': weight_decay, 'clip_norm': clip_norm}
     numbers |= {'warmup_steps': warmup_steps, 'final_ratio': final_ratio}
-    require_in_range({f'optimizer.{name}': value for name, value in numbers.items()})
+    require_allowed({f'optimizer.{name}': value for name, value in numbers.items()})
     if name not in NAMES:
         raise ConfigError(f'optimizer.name={name!r} is unknown; use one of {", ".join(NAMES)}')
     if moment_dtype not in ('float32', 'bfloat16'):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from areal_jax.declarations import require_allowed
 from areal_jax.learning import truncation
 from areal_jax.learning.advantages import ESTIMATORS
 from areal_jax.learning.denominators import DENOMINATORS
 from areal_jax.learning.packing import require_known
 from areal_jax.learning.proximal import KINDS
 from areal_jax.learning.trees import DTYPES
-from areal_jax.ranges import ConfigError, require_in_range
+from areal_jax.ranges import ConfigError
 
 OBJECTIVES = ('decoupled_ppo', 'sft')
 KL_ESTIMATORS = ('k1', 'k2', 'k3')
@@ -73,7 +74,7 @@ class LearnerSettings:
         ):
             _require(field, value, allowed)
         require_known(self.packing, self.fill)
-        require_in_range(
+        require_allowed(
             {
                 'learner.row_tokens': self.row_tokens,
                 'learner.row_loss_tokens': self.row_loss_tokens,

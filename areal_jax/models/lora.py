@@ -11,7 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from areal_jax.ranges import COUNT, ConfigError, require_in_range
+from areal_jax.declarations import require_allowed
+from areal_jax.ranges import COUNT, ConfigError
 
 TARGETS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 _LEAVES = ('lora_a', 'lora_b')
@@ -27,7 +28,7 @@ class Lora:
 
     def __post_init__(self) -> None:
         COUNT.require('lora.rank', self.rank)
-        require_in_range({'lora.alpha': self.alpha})
+        require_allowed({'lora.alpha': self.alpha})
         if not self.targets or set(self.targets) - set(TARGETS):
             raise ConfigError(f'lora.targets={self.targets!r} must name some of {", ".join(TARGETS)} and nothing else')
 
