@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+Tree = Any  # pytree of arrays (nested dict by path); jax.Array, np.ndarray or ShapeDtypeStruct leaves
 FinishReason = Literal['stop', 'length']
 NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
 LARGEST_LOGPROB = 1e-2  # rounding gives some almost certain tokens a log-prob above 0, never above this

@@ -24,7 +24,7 @@ class Lora:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...]
 
     def __post_init__(self) -> None:
         COUNT.require('lora.rank', self.rank)
