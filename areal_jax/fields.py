@@ -1,87 +1,192 @@
-"""The fields of a config against their declaration: names, types, and the nearest name for one that is unknown."""
+"""The kinds of config fields. A declaration is one value: default, allowed values and meaning.
+
+declarations.py declares every field with them; config.py builds and validates configs; config_page.py documents them.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+import abc
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, TypeAlias
 
 from ml_collections import config_dict
 
-from areal_jax.errors import UserError
-from areal_jax.ranges import ConfigError
+from areal_jax.ranges import ConfigError, Range
 
-_NAMES = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'text', tuple: 'a tuple'}
-_HINT = 'start from areal_jax.config.default_config() and set what differs'
+Value: TypeAlias = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean NAME?' with the nearest of the known names, '' where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f'; did you mean {near[0]}?' if near else ''
+class Field(abc.ABC):
+    """One field of the config: its default, what it may hold, and what it means."""
+
+    default: Value
+    meaning: str  # for the reader of the table and of docs/config.md
+    kind: ClassVar[str]  # 'a whole number': what a value of another type must become
+
+    @abc.abstractmethod
+    def has_type(self, value: object) -> bool:
+        """Whether `value` is of the field's type."""
+
+    def require_type(self, path: str, value: object) -> None:
+        """Raises ConfigError for a value of another type; `path` is the field's name, 'rollout.slots'."""
+        if value is None and self.default is None:
+            return
+        if not self.has_type(value):
+            raise ConfigError(f'{path}={value!r} must be {self.kind}')
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and ('\0' in text or not _is_unicode(text)):
+                raise ConfigError(f'{path}={text!r} must be text in UTF-8, without zero bytes')
+
+    def require_allowed(self, path: str, value: Value) -> None:  # noqa: B027
+        """Raises ConfigError for a value of the right type that the field may not hold."""
+
+    def rule(self) -> str:
+        """What a value must do, in words: 'be a whole number', 'lie in [0, 1]'."""
+        return f'be {self.kind}'
+
+    def initial(self) -> object:
+        """What a ConfigDict gets: the default, or a placeholder that keeps the type where the default is None."""
+        return self.default
 
 
-def unknown_field(path: str, declared: Mapping[str, Any], error: type[UserError] = ConfigError) -> UserError:
-    """The error for 'rollout.slotz', or for a path that has no section or more than one dot."""
-    section, _, field = path.partition('.')
-    paths = [f'{name}.{key}' for name, fields in declared.items() for key in fields]
-    elsewhere = [name for name in paths if name.endswith(f'.{field or section}')]
-    if section not in declared:
-        near = f'; did you mean {elsewhere[0]}?' if elsewhere and not field else ''
-        near = near or suggest(path, paths if field else declared) or suggest(section, declared)
-        return error(f'{path}: there is no section {section!r} in the config{near or "; see areal_jax/config.py"}')
-    near = f'; did you mean {elsewhere[0]}?' if elsewhere else ''
-    near = near or suggest(path, [name for name in paths if name.startswith(f'{section}.')])
-    return error(f'{path} is not a field of the config{near or "; see areal_jax/config.py"}')
+class _Number(Field):
+    default: int | float | None
+    range: Range
+    type: ClassVar[type]
+
+    @property
+    def allowed(self) -> Range:
+        """The range, and None where that is the default."""
+        return dataclasses.replace(self.range, or_none=self.default is None)
+
+    def require_allowed(self, path: str, value: Value) -> None:
+        self.allowed.require(path, value)  # type: ignore[arg-type]  # require_type has refused what is no number
+
+    def rule(self) -> str:
+        return self.allowed.describe()
+
+    def initial(self) -> object:
+        return config_dict.placeholder(self.type) if self.default is None else self.default
 
 
-def require_declared(config: Mapping[str, Any], declared: config_dict.ConfigDict) -> None:
-    """Raises ConfigError for a section or field that is missing or unknown, or whose value is of another type."""
-    for section in config:
-        if section not in declared:
-            raise unknown_field(section, declared)
-    for section, fields in declared.items():
-        if section not in config:
-            raise ConfigError(f'the config has no section {section!r}: {_HINT}')
-        values = config[section]
-        if not isinstance(values, Mapping | config_dict.ConfigDict):
-            raise ConfigError(f'{section}={values!r} must be a section with fields: {_HINT}')
-        for field in values:
-            if field not in fields:
-                raise unknown_field(f'{section}.{field}', declared)
-        for field, default in fields.items():
-            if field not in values:
-                raise ConfigError(f'the config has no field {section}.{field}: {_HINT}')
-            _require_type(f'{section}.{field}', values[field], default, fields.get_type(field))
+@dataclasses.dataclass(frozen=True)
+class Integer(_Number):
+    """A whole number; a default of None allows None."""
+
+    default: int | None
+    range: Range
+    meaning: str
+    kind: ClassVar[str] = 'a whole number'
+    type: ClassVar[type] = int
+
+    def has_type(self, value: object) -> bool:
+        return _is_integer(value)
 
 
-def describe_type(default: Any, kind: type) -> str:
-    """'a whole number', 'a tuple of whole numbers', ... as the field with this default needs it."""
-    if kind is not tuple:
-        return _NAMES[kind]
-    return 'a tuple of whole numbers' if _element(default) is int else 'a tuple of texts'
+@dataclasses.dataclass(frozen=True)
+class Real(_Number):
+    """A number; a default of None allows None."""
+
+    default: float | None
+    range: Range
+    meaning: str
+    kind: ClassVar[str] = 'a number'
+    type: ClassVar[type] = float
+
+    def has_type(self, value: object) -> bool:
+        return isinstance(value, float) or _is_integer(value)
 
 
-def _require_type(path: str, value: Any, default: Any, kind: type) -> None:
-    if value is None and default is None:
-        return
-    elements = value if isinstance(value, tuple) and kind is tuple else ()
-    if not _is(value, kind) or not all(_is(element, _element(default)) for element in elements):
-        raise ConfigError(f'{path}={value!r} must be {describe_type(default, kind)}')
-    for text in (value, *elements):
-        if isinstance(text, str) and ('\0' in text or not _is_unicode(text)):
-            raise ConfigError(f'{path}={text!r} must be text in UTF-8, without zero bytes')
+@dataclasses.dataclass(frozen=True)
+class Flag(Field):
+    default: bool
+    meaning: str
+    kind: ClassVar[str] = 'True or False'
+
+    def has_type(self, value: object) -> bool:
+        return isinstance(value, bool)
 
 
-def _element(default: tuple[Any, ...]) -> type:
-    """The type of the elements of a tuple field; one that is empty by default holds texts."""
-    return type(default[0]) if default else str
+@dataclasses.dataclass(frozen=True)
+class Text(Field):
+    default: str
+    meaning: str
+    kind: ClassVar[str] = 'text'
+
+    def has_type(self, value: object) -> bool:
+        return isinstance(value, str)
 
 
-def _is(value: Any, kind: type) -> bool:
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+@dataclasses.dataclass(frozen=True)
+class Choice(Field):
+    """One of several names."""
+
+    default: str
+    choices: tuple[str, ...]
+    meaning: str
+    kind: ClassVar[str] = 'text'
+
+    def has_type(self, value: object) -> bool:
+        return isinstance(value, str)
+
+    def require_allowed(self, path: str, value: Value) -> None:
+        if value not in self.choices:
+            raise ConfigError(f'{path}={value!r} is not known; use one of {", ".join(self.choices)}')
+
+    def rule(self) -> str:
+        return f'be one of {", ".join(self.choices)}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths(Field):
+    """Positive whole numbers in ascending order."""
+
+    default: tuple[int, ...]
+    meaning: str
+    kind: ClassVar[str] = 'a tuple of whole numbers'
+
+    def has_type(self, value: object) -> bool:
+        return isinstance(value, tuple) and all(_is_integer(element) for element in value)
+
+    def require_allowed(self, path: str, value: Value) -> None:
+        assert isinstance(value, tuple)
+        if list(value) != sorted({size for size in value if isinstance(size, int) and size > 0}):
+            raise ConfigError(f'{path}={value} must {self.rule()}')
+
+    def rule(self) -> str:
+        return 'be positive lengths in ascending order'
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts(Field):
+    default: tuple[str, ...]
+    meaning: str
+    kind: ClassVar[str] = 'a tuple of texts'
+
+    def has_type(self, value: object) -> bool:
+        return isinstance(value, tuple) and all(isinstance(element, str) for element in value)
+
+
+class Section(Mapping[str, Field]):
+    """Fields by name, under a title."""
+
+    def __init__(self, title: str, **fields: Field):
+        self.title = title
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> Field:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_unicode(text: str) -> bool:

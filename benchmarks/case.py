@@ -9,9 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from areal_jax.app.build import build_learner_settings, build_optimizer
+from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning.advantages import group_advantages
 from areal_jax.learning.forward import forward
+from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.packing import pack
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import training_rows
 from areal_jax.models.decoder import Decoder
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
@@ -45,6 +49,17 @@ def make_groups(work: Work) -> list[TrajectoryGroup]:
             trajectories.append(Trajectory(prompt, sample, (segment,), float(work.rewards[i]), 'stop', '', 0.0, 0.0))
         groups.append(TrajectoryGroup(draw, tuple(trajectories)))
     return groups
+
+
+def learner_settings(**changes: object) -> LearnerSettings:
+    """The settings of the default config, but for `changes`; 'scan' is compiled for one micro-batch."""
+    settings = build_learner_settings(TrackedConfig(default_config()))
+    return dataclasses.replace(settings, **{'max_microbatches': 1, **changes})
+
+
+def default_optimizer() -> Optimizer:
+    """AdamW as the default config has it."""
+    return build_optimizer(TrackedConfig(default_config()))
 
 
 def save_work(directory: str | pathlib.Path, work: Work) -> str:

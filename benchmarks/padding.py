@@ -28,12 +28,11 @@ from typing import Any
 import jax
 
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer import make_optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
-from benchmarks.case import make_groups, make_work
+from benchmarks.case import default_optimizer, learner_settings, make_groups, make_work
 from benchmarks.report import write_report
 from benchmarks.workload import SIGMA, Workload
 
@@ -53,9 +52,9 @@ def make_settings(work: Workload, longest: int, microbatch_tokens: int) -> dict[
     common: dict[str, Any] = {'packing': 'ordinary', 'accumulate': 'dispatch'}
     padded = common | {'row_tokens': row, 'row_loss_tokens': loss_row, 'rows_per_microbatch': rows, 'fill': 'padded'}
     return {
-        'packed': LearnerSettings(row_tokens=rows * row, row_loss_tokens=rows * loss_row, **common),
-        'padded': LearnerSettings(**padded),
-        'trimmed': LearnerSettings(**padded, tail_buckets=1),
+        'packed': learner_settings(row_tokens=rows * row, row_loss_tokens=rows * loss_row, **common),
+        'padded': learner_settings(**padded),
+        'trimmed': learner_settings(**padded, tail_buckets=1),
     }
 
 
@@ -66,7 +65,7 @@ def measure(decoder: Decoder, params: Any, work: Workload, options: argparse.Nam
     learners = {}
     for way, settings in make_settings(work, longest, options.microbatch_tokens).items():
         learners[way] = SpmdLearner(
-            decoder, params, make_mesh(), optimizer=make_optimizer('adamw'), learning_rate=0.0, settings=settings
+            decoder, params, make_mesh(), optimizer=default_optimizer(), learning_rate=0.0, settings=settings
         )
     metrics = {way: learner.update(groups, 0) for way, learner in learners.items()}
     require_same_work(metrics)

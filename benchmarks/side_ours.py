@@ -10,14 +10,12 @@ import numpy as np
 
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer import make_optimizer
-from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import GenerationRequest, SamplingParams
-from benchmarks.case import make_groups
+from benchmarks.case import default_optimizer, learner_settings, make_groups
 from benchmarks.sides import Call, Compilations, Start, serve
 from benchmarks.workload import load_work
 
@@ -33,12 +31,12 @@ def prepare_training(arguments: Mapping[str, Any]) -> Start:
     config, params = load_hf(arguments['model'])
     decoder = Decoder(config, **arguments['decoder'])
     groups = make_groups(load_work(arguments['work']))
-    settings = LearnerSettings(**arguments['settings'])
+    settings = learner_settings(**arguments['settings'])
 
     def start() -> tuple[Call, Any]:
         compilations = Compilations()
         learner = SpmdLearner(
-            decoder, params, make_mesh(), optimizer=make_optimizer('adamw'), learning_rate=0.0, settings=settings
+            decoder, params, make_mesh(), optimizer=default_optimizer(), learning_rate=0.0, settings=settings
         )
         shown = ('loss/value', 'update/grad_norm', 'train/packing_utilization')
 

@@ -338,14 +338,14 @@ MUTATIONS = [
     ),
     Mutation(
         'decay the embedding with the matrices',
-        'areal_jax/learning/optimizer.py',
+        'areal_jax/learning/directions.py',
         "if is_matrix and name != 'embedding' else update",
         'if is_matrix else update',
         'tests/learning/test_optimizer.py',
     ),
     Mutation(
         'decay stacked norms as matrices',
-        'areal_jax/learning/optimizer.py',
+        'areal_jax/learning/directions.py',
         'is_matrix = param.ndim - is_stacked(name) == 2',
         'is_matrix = param.ndim >= 2',
         'tests/learning/test_optimizer.py',

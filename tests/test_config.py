@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from ml_collections import config_dict
 
-from areal_jax.config import CHOICES, TrackedConfig, default_config, flatten, validate
-from areal_jax.ranges import RANGES, ConfigError
+from areal_jax import config_page
+from areal_jax.config import TrackedConfig, default_config, flatten, validate
+from areal_jax.declarations import FIELDS, require_allowed
+from areal_jax.fields import Choice, Integer, Real
+from areal_jax.ranges import ConfigError
 
-CONFIGS = sorted(p.stem for p in (pathlib.Path(__file__).parent.parent / 'configs').glob('*.py'))
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIGS = sorted(p.stem for p in (ROOT / 'configs').glob('*.py'))
 
 
 @pytest.mark.parametrize('name', CONFIGS)
@@ -19,11 +23,34 @@ def test_every_config_validates(name):
     assert dict(flatten(config)).keys() == dict(flatten(default_config())).keys()
 
 
-def test_every_field_of_the_schema_is_commented():
-    source = (pathlib.Path(__file__).parent.parent / 'areal_jax' / 'config.py').read_text()
-    for path, _ in flatten(default_config()):
-        line = next(line for line in source.splitlines() if line.strip().startswith(f'c.{path} = '))
-        assert '#' in line, f'{path} has no comment'
+def test_every_declared_default_is_of_its_type_and_allowed():
+    assert {type(field).__name__ for field in FIELDS.values()} == {
+        *('Integer', 'Real', 'Flag', 'Text', 'Choice', 'Lengths', 'Texts')
+    }
+    for path, field in FIELDS.items():
+        field.require_type(path, field.default)
+        require_allowed({path: field.default})
+
+
+def test_every_field_has_a_meaning():
+    assert [path for path, field in FIELDS.items() if len(field.meaning) < 5] == []
+
+
+def test_the_default_config_keeps_the_type_of_a_field_that_may_be_none():
+    config = default_config()
+    assert config.staleness.max_token_age is None
+    assert config.staleness.get_type('max_token_age') is int
+    assert config.loss.get_type('behavior_weight_cap') is float
+
+
+def test_the_page_of_the_config_is_made_from_the_declarations():
+    page = ROOT / 'docs' / 'config.md'
+    assert page.read_text() == config_page.render(), f'docs/config.md is out of date; run {config_page.COMMAND}'
+
+
+def test_the_page_names_default_rule_and_meaning():
+    line = next(line for line in config_page.render().splitlines() if line.startswith('| `rollout.top_p` '))
+    assert line == '| `rollout.top_p` | `1.0` | lie in (0, 1] | ' + FIELDS['rollout.top_p'].meaning + ' |'
 
 
 BAD = [
@@ -87,16 +114,9 @@ def test_what_cannot_run_is_named_with_the_fix(fields, message):
         validate(config)
 
 
-def test_every_number_of_the_schema_has_a_range():
-    numbers = {path for path, value in flatten(default_config()) if type(value) in (int, float)}
-    left_out = {path for path, value in flatten(default_config()) if value is None}
-    assert RANGES.keys() == numbers | left_out  # a field that may be None holds a number otherwise
-
-
 @pytest.mark.parametrize('value', [math.nan, -math.inf, math.inf])
 def test_no_float_is_accepted_that_is_not_finite(value):
-    floats = [path for path, number in flatten(default_config()) if type(number) is float]
-    for path in [*floats, 'loss.clip_epsilon_high', 'loss.behavior_weight_cap']:
+    for path in [path for path, field in FIELDS.items() if isinstance(field, Real)]:
         config = default_config()
         config.update_from_flattened_dict({path: value})
         if (path, value) == ('staleness.eta', math.inf):
@@ -110,15 +130,21 @@ def test_no_float_is_accepted_that_is_not_finite(value):
 def test_bounds_are_those_of_float32():
     # a bound is the last number that float32 tells from the one it stands for
     for path, below, above in (('optimizer.b1', -0.1, 1.0), ('learner.loss_scale', 0.0, math.inf)):
-        for bound, outside in ((RANGES[path].low, below), (RANGES[path].high, above)):
-            assert bound in RANGES[path]
-            assert outside not in RANGES[path]
+        field = FIELDS[path]
+        assert isinstance(field, Real)
+        for bound, outside in ((field.range.low, below), (field.range.high, above)):
+            assert bound in field.range
+            assert outside not in field.range
             assert float(np.float32(bound)) == bound
 
 
-def test_every_choice_is_a_field_with_a_legal_default():
-    values = dict(flatten(default_config()))
-    assert all(values[path] in choices for path, choices in CHOICES.items())
+@pytest.mark.parametrize('path', [path for path, field in FIELDS.items() if isinstance(field, Choice | Integer | Real)])
+def test_what_no_field_may_hold_is_refused(path):
+    config = default_config()
+    outside = 'nothing' if isinstance(FIELDS[path], Choice) else -1
+    config.update_from_flattened_dict({path: outside})
+    with pytest.raises(ConfigError, match=f'^{path}='):
+        validate(config)
 
 
 def test_an_override_that_is_never_read_is_an_error():

@@ -9,7 +9,8 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'events', 'fields', 'files', 'records', 'types', 'protocols', 'config', 'ranges'},
+    {'errors', 'events', 'files', 'records', 'types', 'protocols'}
+    | {'ranges', 'fields', 'declarations', 'structure', 'constraints', 'config', 'config_page'},
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -22,12 +23,16 @@ JAX_FREE = [
     'errors',
     'events',
     'records',
-    'fields',
     'files',
     'types',
     'protocols',
-    'config',
     'ranges',
+    'fields',
+    'declarations',
+    'structure',
+    'constraints',
+    'config',
+    'config_page',
     'control',
     'tasks',
     'telemetry',

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from jax.sharding import Mesh
 
-from areal_jax.config import TrackedConfig
+from areal_jax.config import TrackedConfig, default_config
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
+from areal_jax.learning.directions import DIRECTIONS
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
-from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
 from areal_jax.models.lora import Lora
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import make_mesh
@@ -31,74 +29,67 @@ def build_lora(config: TrackedConfig) -> Lora | None:
 
 
 def build_optimizer(config: TrackedConfig) -> Optimizer:
-    optimizer, learner = config.optimizer, config.learner
-    own: dict[str, Any] = {}
-    if optimizer.name in ('adamw', 'adamw8bit'):
-        own = {'b1': optimizer.b1, 'b2': optimizer.b2, 'eps': optimizer.eps}
-    if optimizer.name == 'lion':
-        own = {'b1': optimizer.b1, 'b2': optimizer.b2}
-    if optimizer.name == 'adamw':
-        own['moment_dtype'] = optimizer.moment_dtype
-    if optimizer.schedule != 'constant':
-        steps = config.run.steps * learner.n_minibatches * learner.epochs
-        own |= {'total_steps': steps, 'final_ratio': optimizer.final_ratio}
-    return make_optimizer(
-        optimizer.name,
+    return make_optimizer(build_optimizer_settings(config))
+
+
+def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
+    """Reads the fields that the chosen optimizer and schedule use; the others keep their declared defaults."""
+    ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
+    reads = DIRECTIONS[ours.name].reads
+    own = {field: getattr(ours if field in reads else idle, field) for field in ('b1', 'b2', 'eps', 'moment_dtype')}
+    return OptimizerSettings(
+        name=ours.name,
         **own,
-        schedule=optimizer.schedule,
-        weight_decay=optimizer.weight_decay,
-        decay=optimizer.decay if optimizer.weight_decay else 'all',
-        clip_norm=optimizer.clip_norm,
-        warmup_steps=optimizer.warmup_steps,
+        weight_decay=ours.weight_decay,
+        decay=(ours if ours.weight_decay else idle).decay,
+        clip_norm=ours.clip_norm,
+        warmup_steps=ours.warmup_steps,
+        schedule=ours.schedule,
+        final_ratio=(idle if ours.schedule == 'constant' else ours).final_ratio,
+        total_steps=config.run.steps * config.learner.n_minibatches * config.learner.epochs,
     )
 
 
 def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
-    """What an update is, under either objective."""
+    """What an update is, under either objective. Fields that it does not use keep their declared defaults."""
     learner, loss = config.learner, config.loss
+    idle = TrackedConfig(default_config())
     supervised = loss.objective == 'sft'
+    policy = idle if supervised else config  # fields that only asynchronous RL uses
+    filtered = policy.learner.filter_equal_rewards
     most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
-    settings = LearnerSettings(
+    return LearnerSettings(
         row_tokens=learner.row_tokens,
         row_loss_tokens=learner.row_loss_tokens,
         rows_per_microbatch=learner.rows_per_microbatch,
         n_minibatches=learner.n_minibatches,
         epochs=learner.epochs,
-        packing='ordinary',
+        packing='ordinary' if supervised else learner.packing,
         fill=learner.fill,
         tail_buckets=learner.tail_buckets,
         accumulate=learner.accumulate,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
+        filter_equal_rewards=filtered,
         strategy=config.mesh.strategy,
         dtype=learner.dtype,
+        publish_dtype=policy.publication.dtype,
         loss_scale=learner.loss_scale,
         objective=loss.objective,
+        advantage=policy.loss.advantage,
+        temperature=policy.rollout.temperature,
+        clip_epsilon=policy.loss.clip_epsilon,
+        clip_epsilon_high=policy.loss.clip_epsilon_high,
+        proximal=policy.loss.proximal,
+        behavior_weight_cap=policy.loss.behavior_weight_cap,
         aggregation=loss.aggregation,
+        denominator=(policy if filtered else idle).loss.denominator,
+        truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
+        entropy_coefficient=policy.loss.entropy_coefficient,
+        kl_coefficient=policy.loss.kl_coefficient,
+        kl_estimator=(policy if policy.loss.kl_coefficient else idle).loss.kl_estimator,
+        max_token_age=policy.staleness.max_token_age,
+        over_age=policy.staleness.over_age,
         attention=learner.attention,
-    )
-    return settings if supervised else _add_policy_settings(config, settings)
-
-
-def _add_policy_settings(config: TrackedConfig, settings: LearnerSettings) -> LearnerSettings:
-    loss = config.loss
-    return dataclasses.replace(
-        settings,
-        packing=config.learner.packing,
-        filter_equal_rewards=config.learner.filter_equal_rewards,
-        publish_dtype=config.publication.dtype,
-        advantage=loss.advantage,
-        temperature=config.rollout.temperature,
-        clip_epsilon=loss.clip_epsilon,
-        clip_epsilon_high=loss.clip_epsilon_high,
-        proximal=loss.proximal,
-        behavior_weight_cap=loss.behavior_weight_cap,
-        entropy_coefficient=loss.entropy_coefficient,
-        kl_coefficient=loss.kl_coefficient,
-        kl_estimator=loss.kl_estimator if loss.kl_coefficient else 'k3',
-        denominator=loss.denominator if config.learner.filter_equal_rewards else 'kept',
-        truncated_sampling=loss.truncated_sampling if cuts_softmax(config) else 'refuse',
-        max_token_age=config.staleness.max_token_age,
-        over_age=config.staleness.over_age,
     )
 
 

@@ -20,9 +20,10 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from areal_jax.app.extras import require_extras
-from areal_jax.config import default_config, validate
+from areal_jax.config import validate
+from areal_jax.declarations import FIELDS, SECTIONS
 from areal_jax.errors import UserError
-from areal_jax.fields import describe_type, suggest, unknown_field
+from areal_jax.structure import suggest, unknown_field
 
 _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
@@ -163,7 +164,7 @@ def _require_field(path: str, value: str | None, config: config_dict.ConfigDict)
     """Raises for an override of something that is not a field of the config."""
     section, _, field = path.partition('.')
     if section not in config:
-        raise unknown_field(path, default_config())
+        raise unknown_field(path)
     if not isinstance(config[section], config_dict.ConfigDict):
         raise CommandLineError(f'--config.{path}: {section} is no section of this config')
     if not field:
@@ -172,24 +173,22 @@ def _require_field(path: str, value: str | None, config: config_dict.ConfigDict)
             f'--config.{path}={value}: {section} is a section; set one of its fields, e.g. {example}'
         )
     if field not in config[section]:
-        raise unknown_field(path, default_config())
+        raise unknown_field(path)
 
 
 def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues) -> UserError:
     """The sentence for what absl or ml_collections refuses."""
     if isinstance(error, flags.UnrecognizedFlagError):
-        sections = [f'--config.{section}' for section in default_config()]
+        sections = [f'--config.{section}' for section in SECTIONS]
         own = [f'--{name}' for name in ('config', 'workdir', 'resume', 'process_id') if name in values]
         flag = f'--{error.flagname}'
         return CommandLineError(
             f'{flag} is not a flag{suggest(flag, own) or suggest(flag, sections) or "; see --help"}'
         )
     if isinstance(error, flags.IllegalFlagValueError):
-        declared = default_config()
         for path, value in _overrides(words):
-            section, _, field = path.partition('.')
-            if str(error).startswith(f'flag --config.{path}=') and field in declared.get(section, {}):
-                kind = describe_type(declared[section][field], declared[section].get_type(field))
+            if str(error).startswith(f'flag --config.{path}=') and path in FIELDS:
+                kind = FIELDS[path].kind
                 shown = re.match(rf'flag --config\.{re.escape(path)}=(.*?): ', str(error), re.DOTALL)
                 return CommandLineError(f'--config.{path}={shown[1] if shown else value} must be {kind}')
     return CommandLineError(re.sub(r'^flag (?=--)', '', _first_line(error)))
@@ -207,7 +206,7 @@ def _guard(source: str, path: pathlib.Path, run: Callable[[], Any]) -> Any:
         where = f'line {lines[-1]} of {path}' if lines else f'get_config() of {path}'
         said = f'{type(error).__name__}: {_first_line(error)}'.rstrip(': ')
         if unknown := re.search(r'Key "(\w+)" does not exist', str(error)):  # ml_collections lists all fields
-            near = suggest(unknown[1], [field for fields in default_config().values() for field in fields])
+            near = suggest(unknown[1], [field for fields in SECTIONS.values() for field in fields])
             said = f'{type(error).__name__}: {unknown[1]!r} is not a field of that section{near}'
         raise CommandLineError(f'--config={source}: {where} raises {said}') from error
 

@@ -1,96 +1,80 @@
-"""Under arrow 7: what an update is, in one value that names config fields when it refuses."""
+"""The settings of an update and of the optimizer; each value names its config field when it refuses.
+
+app/build.py makes them from a config. They have no defaults where a config field decides: areal_jax/declarations.py has
+the only one, and the meaning of each field.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from areal_jax.learning import truncation
-from areal_jax.learning.advantages import ESTIMATORS
-from areal_jax.learning.denominators import DENOMINATORS
+from areal_jax.declarations import require_allowed
 from areal_jax.learning.packing import require_known
-from areal_jax.learning.proximal import KINDS
-from areal_jax.learning.trees import DTYPES
-from areal_jax.ranges import ConfigError, require_in_range
+from areal_jax.ranges import ConfigError
 
-OBJECTIVES = ('decoupled_ppo', 'sft')
-KL_ESTIMATORS = ('k1', 'k2', 'k3')
+# attributes of LearnerSettings that a config field decides: the path of the field
+_LEARNER_FIELDS = {
+    name: f'{section}.{name}'
+    for section, names in {
+        'learner': (
+            *('row_tokens', 'row_loss_tokens', 'rows_per_microbatch', 'n_minibatches', 'epochs', 'packing', 'fill'),
+            *('tail_buckets', 'accumulate', 'filter_equal_rewards', 'dtype', 'loss_scale', 'attention'),
+        ),
+        'rollout': ('temperature',),
+        'staleness': ('max_token_age', 'over_age'),
+        'loss': (
+            *('objective', 'advantage', 'clip_epsilon', 'clip_epsilon_high', 'proximal', 'behavior_weight_cap'),
+            *('aggregation', 'denominator', 'truncated_sampling', 'entropy_coefficient', 'kl_coefficient'),
+            'kl_estimator',
+        ),
+    }.items()
+    for name in names
+} | {'publish_dtype': 'publication.dtype'}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
-    """Everything of an update but the weights, the mesh and the optimizer; see config.py for what each field means.
+    """Everything of an update but the weights, the mesh and the optimizer.
 
-    Raises ValueError, naming the config field, for what cannot work.
+    Raises ConfigError, naming the config fields, for what cannot work.
     """
 
     row_tokens: int  # static length of a row; a trajectory must fit one
     row_loss_tokens: int
-    rows_per_microbatch: int = 1  # over all devices, a multiple of mesh.data * mesh.fsdp
-    n_minibatches: int = 1
-    epochs: int = 1
-    packing: str = 'shared_prompt'
-    fill: str = 'first_fit'
-    tail_buckets: int = 0  # shapes of rows for a light last micro-batch, each half the next
-    accumulate: str = 'dispatch'
-    max_microbatches: int = 1  # 'scan' only: the most of a minibatch for which `warm_up` compiles
-    filter_equal_rewards: bool = True
-    strategy: str = 'fsdp'
-    dtype: str = 'float32'  # of the working copy that passes compute with; masters stay float32
-    publish_dtype: str = 'float32'  # of the weights that engines get
-    loss_scale: float = 1.0  # multiplies the loss before its gradient is taken, and is divided out in float32
-    objective: str = 'decoupled_ppo'
-    advantage: str = 'group'
-    temperature: float = 1.0
-    clip_epsilon: float = 0.2
-    clip_epsilon_high: float | None = None
-    proximal: str = 'recompute'
-    behavior_weight_cap: float | None = None
-    aggregation: str = 'token_mean'
-    denominator: str = 'kept'  # 'all': groups that filter_equal_rewards leaves out count too
-    truncated_sampling: str = 'refuse'  # tokens that top-k or top-p drew; 'full_softmax' trains them all the same
-    entropy_coefficient: float = 0.0
-    kl_coefficient: float = 0.0  # of the divergence from the reference model, the weights at the start; 0 = none
-    kl_estimator: str = 'k3'
-    max_token_age: int | None = None  # with over_age='mask' older tokens leave the loss, not its denominator
-    over_age: str = 'off'
-    vocab_chunk: int | None = None  # of token_logprobs; None = as many columns as suit
-    attention: str = 'auto'  # implementation of packed_attention
+    rows_per_microbatch: int  # over all devices, a multiple of the data shards
+    n_minibatches: int
+    epochs: int
+    packing: str
+    fill: str
+    tail_buckets: int  # shapes of rows for a light last micro-batch, each half the next
+    accumulate: str
+    max_microbatches: int  # 'scan' only: `warm_up` compiles for minibatches of up to so many micro-batches
+    filter_equal_rewards: bool
+    strategy: str
+    dtype: str  # of the working copy that passes compute with; master weights stay float32
+    publish_dtype: str  # of the weights that engines get
+    loss_scale: float  # multiplies the loss before its gradient is taken; gradients are divided by it in float32
+    objective: str
+    advantage: str
+    temperature: float
+    clip_epsilon: float
+    clip_epsilon_high: float | None
+    proximal: str
+    behavior_weight_cap: float | None
+    aggregation: str
+    denominator: str  # 'all': groups that filter_equal_rewards leaves out count too
+    truncated_sampling: str  # tokens that top-k or top-p drew; 'full_softmax' trains them all the same
+    entropy_coefficient: float
+    kl_coefficient: float  # of the divergence from the reference model, the weights at the start; 0 = none
+    kl_estimator: str
+    max_token_age: int | None  # with over_age='mask' older tokens leave the loss, not its denominator
+    over_age: str
+    attention: str  # implementation of packed_attention
+    vocab_chunk: int | None = None  # of token_logprobs, no config field; None = as many columns as suit
 
     def __post_init__(self) -> None:
-        for field, value, allowed in (
-            ('learner.accumulate', self.accumulate, ('dispatch', 'scan')),
-            ('learner.dtype', self.dtype, DTYPES),
-            ('publication.dtype', self.publish_dtype, DTYPES),
-            ('loss.objective', self.objective, OBJECTIVES),
-            ('loss.proximal', self.proximal, KINDS),
-            ('loss.advantage', self.advantage, tuple(ESTIMATORS)),
-            ('loss.aggregation', self.aggregation, ('token_mean', 'sequence_mean')),
-            ('loss.denominator', self.denominator, DENOMINATORS),
-            ('loss.truncated_sampling', self.truncated_sampling, truncation.MODES),
-            ('loss.kl_estimator', self.kl_estimator, KL_ESTIMATORS),
-            ('staleness.over_age', self.over_age, ('off', 'mask', 'drop')),
-        ):
-            _require(field, value, allowed)
+        require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})
         require_known(self.packing, self.fill)
-        require_in_range(
-            {
-                'learner.row_tokens': self.row_tokens,
-                'learner.row_loss_tokens': self.row_loss_tokens,
-                'learner.rows_per_microbatch': self.rows_per_microbatch,
-                'learner.n_minibatches': self.n_minibatches,
-                'learner.epochs': self.epochs,
-                'learner.tail_buckets': self.tail_buckets,
-                'learner.loss_scale': self.loss_scale,
-                'rollout.temperature': self.temperature,
-                'loss.clip_epsilon': self.clip_epsilon,
-                'loss.clip_epsilon_high': self.clip_epsilon_high,
-                'loss.behavior_weight_cap': self.behavior_weight_cap,
-                'loss.entropy_coefficient': self.entropy_coefficient,
-                'loss.kl_coefficient': self.kl_coefficient,
-                'staleness.max_token_age': self.max_token_age,
-            }
-        )
         if self.over_age == 'mask' and self.max_token_age is None:
             raise ConfigError(
                 "staleness.over_age='mask' needs staleness.max_token_age, which is None: set it or over_age='off'"
@@ -117,6 +101,42 @@ class LearnerSettings:
         return self.max_token_age if self.over_age == 'mask' else None
 
 
-def _require(field: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f'{field}={value!r} is unknown; use one of {", ".join(allowed)}')
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Everything of the optimizer but the learning rate, which is an argument of every step.
+
+    Raises ConfigError, naming the config fields, for what cannot work.
+    """
+
+    name: str
+    b1: float
+    b2: float
+    eps: float
+    moment_dtype: str
+    weight_decay: float
+    decay: str
+    clip_norm: float
+    warmup_steps: int
+    schedule: str
+    final_ratio: float  # 'constant' does not read it
+    total_steps: int  # optimizer steps of the run; 'constant' does not read it
+
+    def __post_init__(self) -> None:
+        fields = [field.name for field in dataclasses.fields(self) if field.name != 'total_steps']
+        require_allowed({f'optimizer.{name}': getattr(self, name) for name in fields})
+        if self.name != 'adamw' and self.moment_dtype != 'float32':
+            raise ConfigError(
+                f"optimizer.moment_dtype={self.moment_dtype!r} is read by 'adamw' alone, not by optimizer.name="
+                f'{self.name!r}: leave it at float32'
+            )
+        if self.decay != 'all' and not self.weight_decay:
+            raise ConfigError(
+                f'optimizer.decay={self.decay!r} chooses what optimizer.weight_decay shrinks, which is 0: set '
+                "optimizer.weight_decay above 0, or leave optimizer.decay='all'"
+            )
+        if self.schedule != 'constant' and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f'optimizer.schedule={self.schedule!r} falls over {self.total_steps} optimizer steps (run.steps * '
+                f'learner.n_minibatches * learner.epochs), which must be more than optimizer.warmup_steps='
+                f'{self.warmup_steps}: raise run.steps or shorten the warm-up'
+            )

@@ -11,8 +11,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from areal_jax.declarations import require_allowed
 from areal_jax.models.families import COMMON
-from areal_jax.ranges import COUNT, ConfigError, require_in_range
+from areal_jax.ranges import COUNT, ConfigError
 from areal_jax.types import Tree
 
 TARGETS = tuple(row.path.split('/')[-2] for row in COMMON if row.path.endswith('/weight'))  # 'query', 'key', ...
@@ -25,11 +26,11 @@ class Lora:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...]
 
     def __post_init__(self) -> None:
         COUNT.require('lora.rank', self.rank)
-        require_in_range({'lora.alpha': self.alpha})
+        require_allowed({'lora.alpha': self.alpha})
         if not self.targets or set(self.targets) - set(TARGETS):
             raise ConfigError(f'lora.targets={self.targets!r} must name some of {", ".join(TARGETS)} and nothing else')
 

@@ -119,7 +119,7 @@ class DemonstrationStream:
 
 
 def read_demonstrations(
-    path: str, tokenizer: Tokenizer, system_prompt: str = '', held_out_fraction: float = 0.25
+    path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fraction: float
 ) -> Demonstrations:
     """Demonstrations from a file of JSON lines; blank lines are skipped, repeated ones kept.
 

@@ -14,7 +14,7 @@ from areal_jax.types import FinishReason
 _FINAL_ANSWER = '####'  # the mark before the final answer of a worked solution, as in GSM8K
 
 
-def build(tokenizer: Tokenizer, path: str, system_prompt: str = '', held_out_fraction: float = 0.25) -> ListedTask:
+def build(tokenizer: Tokenizer, path: str, system_prompt: str, held_out_fraction: float) -> ListedTask:
     """The distinct questions of the file, split by a hash of the question. Raises TaskError for a bad line."""
     if not path:
         raise TaskError("task.name='jsonl' needs task.path: a file of JSON lines with question and answer")

@@ -28,9 +28,7 @@ DATASETS: dict[str, dict[str, object]] = {
 _PATIENCE = 20
 
 
-def build(
-    tokenizer: Tokenizer, datasets: Sequence[str] = (), system_prompt: str = '', held_out_fraction: float = 0.25
-) -> ListedTask:
+def build(tokenizer: Tokenizer, datasets: Sequence[str], system_prompt: str, held_out_fraction: float) -> ListedTask:
     """All distinct questions of the data sets, split by their expression. Raises TaskError for an unknown data set."""
     unknown = [name for name in datasets if name not in DATASETS]
     if unknown or not datasets:

@@ -18,7 +18,7 @@ def characters(symbols: int) -> str:
     return ALPHABET[:symbols] + MARK
 
 
-def build(tokenizer: Tokenizer, symbols: int = 2, length: int = 4, held_out_fraction: float = 0.25) -> ListedTask:
+def build(tokenizer: Tokenizer, symbols: int, length: int, held_out_fraction: float) -> ListedTask:
     """Every string of `length` out of `symbols` letters, e.g. 'abbb=' whose answer is 'bbba'.
 
     The strings with the lowest hashes are held out, round(held_out_fraction * count) of them and at least one, so that

@@ -1,11 +1,17 @@
-"""Small trajectories and a small decoder, for the tests of this folder."""
+"""Small trajectories, a small decoder, and settings with the declared defaults, for the tests of this folder."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.app.build import build_learner_settings, build_optimizer_settings
+from areal_jax.config import TrackedConfig, default_config
+from areal_jax.learning.optimizer import Optimizer
+from areal_jax.learning.optimizer import make_optimizer as make
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup
@@ -77,3 +83,15 @@ def tiny_decoder(n_layers: int) -> Decoder:
             vocab_size=11, d_model=16, n_layers=n_layers, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24, rope_theta=1e4
         )
     )
+
+
+def learner_settings(**changes: object) -> LearnerSettings:
+    """The settings of the default config, but for `changes`; 'scan' is compiled for one micro-batch."""
+    settings = build_learner_settings(TrackedConfig(default_config()))
+    return dataclasses.replace(settings, **{'max_microbatches': 1, **changes})
+
+
+def make_optimizer(name: str, **changes: object) -> Optimizer:
+    """The optimizer of the default config, but for its name and `changes`."""
+    settings = build_optimizer_settings(TrackedConfig(default_config()))
+    return make(dataclasses.replace(settings, name=name, **changes))

@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.learning.finiteness import NonFiniteError, require_finite
 from areal_jax.learning.likelihood import held_out_likelihood
-from areal_jax.models.lora import Lora
+from areal_jax.models.lora import TARGETS, Lora
 from areal_jax.sharding.mesh import make_mesh
 from tests.learning.examples import group, random_groups
 from tests.learning.test_forms import _learner as _formed
@@ -46,7 +46,7 @@ def test_a_shard_of_another_device_counts():
     [
         lambda: _learner(params=_poisoned(_PARAMS)),
         lambda: _learner(params=_poisoned(_PARAMS), mesh=make_mesh(fsdp=8), rows_per_microbatch=8),
-        lambda: _formed(layers='stacked', lora=Lora(2, 4.0)),  # a frozen leaf, below
+        lambda: _formed(layers='stacked', lora=Lora(2, 4.0, TARGETS)),  # a frozen leaf, below
     ],
     ids=['list', 'fsdp=8', 'frozen'],
 )

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer import make_optimizer
-from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
-from tests.learning.examples import random_groups
+from tests.learning.examples import learner_settings, make_optimizer, random_groups
 
 _CONFIG = ModelConfig(
     vocab_size=32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24, rope_theta=100.0
@@ -36,7 +34,7 @@ def _learner(
 ):
     decoder = Decoder(config, layers=layers, remat=remat, lora=lora)
     given = _PARAMS | {'layers': {str(i): _PARAMS['layers'][str(i)] for i in range(config.n_layers)}}
-    settings = LearnerSettings(**({'row_tokens': 40, 'row_loss_tokens': 24} | settings))
+    settings = learner_settings(**({'row_tokens': 40, 'row_loss_tokens': 24} | settings))
     return SpmdLearner(
         decoder, decoder.complete(given, 7), make_mesh(**(mesh or {})), optimizer=optimizer, learning_rate=rate,
         settings=settings,
@@ -234,7 +232,7 @@ def test_what_is_trained_does_not_depend_on_the_fill(fill):
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'dtype': 'int8'}, "learner.dtype='int8' is unknown; use one of float32, bfloat16, float16"),
+        ({'dtype': 'int8'}, "learner.dtype='int8' is not known; use one of float32, bfloat16, float16"),
         ({'epochs': 0}, 'learner.epochs=0 must be at least 1'),
         ({'kl_coefficient': -1.0}, r'loss.kl_coefficient=-1.0 must not be negative'),
         ({'tail_buckets': 1, 'accumulate': 'scan'}, r"learner.tail_buckets=1 needs .* learner.accumulate='dispatch'"),

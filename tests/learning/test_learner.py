@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer import make_optimizer
-from areal_jax.learning.settings import LearnerSettings
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import TrajectoryGroup
-from tests.learning.examples import group, random_groups, segment, tiny_decoder, trajectory
+from tests.learning.examples import (
+    group,
+    learner_settings,
+    make_optimizer,
+    random_groups,
+    segment,
+    tiny_decoder,
+    trajectory,
+)
 
 _DECODER = tiny_decoder(n_layers=1)
 _PARAMS = _DECODER.init(seed=2, scale=2.0)
@@ -23,7 +29,7 @@ _ADAM = make_optimizer('adamw', clip_norm=1.0)
 
 
 def _learner(mesh=None, *, decoder=_DECODER, params=_PARAMS, optimizer=_SGD, learning_rate=0.1, **settings):
-    settings = LearnerSettings(**({'row_tokens': 40, 'row_loss_tokens': 24, 'vocab_chunk': 4} | settings))
+    settings = learner_settings(**({'row_tokens': 40, 'row_loss_tokens': 24, 'vocab_chunk': 4} | settings))
     return SpmdLearner(
         decoder, params, mesh or make_mesh(), optimizer=optimizer, learning_rate=learning_rate, settings=settings
     )
@@ -336,7 +342,7 @@ def test_update_tokens_prices_what_the_filter_leaves():
     ('settings', 'message'),
     [
         ({'rows_per_microbatch': 3, 'mesh': (1, 2)}, r'learner.rows_per_microbatch=3 must be a multiple of the 2 dev'),
-        ({'accumulate': 'loop'}, r"learner.accumulate='loop' is unknown; use one of dispatch, scan"),
+        ({'accumulate': 'loop'}, r"learner.accumulate='loop' is not known; use one of dispatch, scan"),
         ({'proximal': 'ema'}, r"loss.proximal='ema' is unknown"),
         ({'aggregation': 'sum'}, r"loss.aggregation='sum' is unknown"),
         ({'over_age': 'keep'}, r"staleness.over_age='keep' is unknown"),

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer import make_optimizer
-from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
-from tests.learning.examples import random_groups
+from tests.learning.examples import learner_settings, make_optimizer, random_groups
 
 _CONFIG = ModelConfig(
     vocab_size=32, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, rope_theta=100.0,
@@ -35,7 +33,7 @@ _MESHES = {
 
 def _learner(*, optimizer=_SGD, config=_CONFIG, params=_PARAMS, layers='list', lora=None, strategy='fsdp', **mesh):
     decoder = Decoder(config, layers=layers, lora=lora)
-    settings = LearnerSettings(row_tokens=40, row_loss_tokens=24, rows_per_microbatch=8, strategy=strategy)
+    settings = learner_settings(row_tokens=40, row_loss_tokens=24, rows_per_microbatch=8, strategy=strategy)
     rate = _ADAM_RATE if optimizer is _ADAM else _RATE
     params = decoder.complete(params, 0)
     return SpmdLearner(decoder, params, make_mesh(**mesh), optimizer=optimizer, learning_rate=rate, settings=settings)

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.optimizer import make_optimizer
-from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import TrajectoryGroup
-from tests.learning.examples import random_groups, segment, trajectory
+from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, trajectory
 
 _CONFIG = ModelConfig(
     vocab_size=11, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24, rope_theta=100.0,
@@ -199,7 +197,7 @@ _GROUPS = [
     ids=['recompute', 'loglinear and Adam', 'behavior', 'sft'],
 )
 def test_an_update_is_what_the_equations_say(settings, adam):
-    settings = LearnerSettings(**({'row_tokens': _TOKENS, 'row_loss_tokens': 20, 'rows_per_microbatch': 2} | settings))
+    settings = learner_settings(**({'row_tokens': _TOKENS, 'row_loss_tokens': 20, 'rows_per_microbatch': 2} | settings))
     optimizer = make_optimizer('adamw', **adam) if adam else make_optimizer('sgd', clip_norm=0)
     learner = SpmdLearner(
         Decoder(_CONFIG), _PARAMS, make_mesh(), optimizer=optimizer, learning_rate=_RATE, settings=settings

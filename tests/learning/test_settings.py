@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
-from areal_jax.learning.settings import LearnerSettings
+from areal_jax.declarations import FIELDS
+from areal_jax.fields import Choice
+from areal_jax.learning import advantages, denominators, losses, packing, proximal, trees, truncation
+from areal_jax.learning.directions import DIRECTIONS
+from areal_jax.learning.optimizer import Schedule
+from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
+from areal_jax.models import decoder, lora
+from areal_jax.models.attention import backends
+from areal_jax.sharding import rules
+from tests.learning.examples import learner_settings
 
 
 @pytest.mark.parametrize(
@@ -26,13 +36,56 @@ from areal_jax.learning.settings import LearnerSettings
 )
 def test_a_number_out_of_its_range_names_the_field(settings, message):
     with pytest.raises(ValueError, match=message):
-        LearnerSettings(**{'row_tokens': 8, 'row_loss_tokens': 4} | settings)
+        learner_settings(**{'row_tokens': 8, 'row_loss_tokens': 4} | settings)
 
 
 def test_padded_rows_share_no_prompt():
     with pytest.raises(ValueError, match=r"learner.fill='padded' .* set learner.packing='ordinary'"):
-        LearnerSettings(8, 4, fill='padded')
+        learner_settings(row_tokens=8, row_loss_tokens=4, fill='padded')
 
 
 def test_the_ends_of_closed_ranges_are_allowed():
-    assert LearnerSettings(8, 4, clip_epsilon=1.0, kl_coefficient=0.0, max_token_age=0).clip_epsilon == 1.0
+    assert (
+        learner_settings(
+            row_tokens=8, row_loss_tokens=4, clip_epsilon=1.0, kl_coefficient=0.0, max_token_age=0
+        ).clip_epsilon
+        == 1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ('path', 'implemented'),
+    [
+        ('optimizer.name', DIRECTIONS),
+        ('loss.advantage', advantages.ESTIMATORS),
+        ('loss.denominator', denominators.DENOMINATORS),
+        ('loss.kl_estimator', losses.KL_ESTIMATORS),
+        ('loss.proximal', proximal.KINDS),
+        ('loss.truncated_sampling', truncation.MODES),
+        ('learner.packing', packing.MODES),
+        ('learner.fill', packing.FILLS),
+        ('learner.dtype', trees.DTYPES),
+        ('learner.layers', decoder.FORMS),
+        ('learner.remat', decoder.REMAT),
+        ('learner.attention', backends.IMPLEMENTATIONS),
+        ('mesh.strategy', rules.STRATEGIES),
+    ],
+)
+def test_every_declared_choice_is_implemented_and_nothing_else(path, implemented):
+    field = FIELDS[path]
+    assert isinstance(field, Choice)
+    assert set(field.choices) == set(implemented)
+
+
+def test_adapters_are_declared_for_every_projection_that_can_have_them():
+    assert FIELDS['lora.targets'].default == lora.TARGETS
+
+
+def test_no_setting_that_a_config_field_decides_has_a_second_default():
+    with_default = {
+        field.name
+        for kind in (LearnerSettings, OptimizerSettings, Schedule, lora.Lora)
+        for field in dataclasses.fields(kind)
+        if field.default is not dataclasses.MISSING
+    }
+    assert with_default == {'vocab_chunk'}  # no config field

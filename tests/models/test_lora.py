@@ -16,7 +16,7 @@ CONFIG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0,
     qkv_bias=True,
 )  # fmt: skip
-LORA = Lora(rank=3, alpha=6.0)
+LORA = Lora(rank=3, alpha=6.0, targets=TARGETS)
 TOKENS = np.array([3, 1, 4, 15, 9, 2], np.int32)
 
 
@@ -48,7 +48,7 @@ def trained(params, seed=0):
 def test_one_projection_by_hand():
     # x = (1, 2); x W = (1, 2); x A = 1 + 2 = 3, times B = (3, 0) alpha/r = 4/1: (12, 0).  Together (13, 2).
     projection = {'weight': jnp.eye(2), 'lora_a': jnp.ones((2, 1)), 'lora_b': jnp.array([[1.0, 0.0]])}
-    merged = merge_adapters({'query': projection}, Lora(rank=1, alpha=4.0))
+    merged = merge_adapters({'query': projection}, Lora(rank=1, alpha=4.0, targets=TARGETS))
     np.testing.assert_allclose(jnp.array([1.0, 2.0]) @ merged['query']['weight'], [13, 2])
     assert list(merged['query']) == ['weight']
 
@@ -91,7 +91,7 @@ def test_merging_bfloat16_weights_rounds_once():
     # 1 + 2^-8 rounds to 1 (ties to even); 2^-8 + 2^-8 of two adapters' ranks, summed first, is 2^-7: seen
     small = jnp.full((1, 2), 2.0**-8, jnp.bfloat16)
     tree = {'weight': jnp.ones((1, 1), jnp.bfloat16), 'lora_a': small, 'lora_b': jnp.ones((2, 1), jnp.bfloat16)}
-    merged = merge_adapters(tree, Lora(rank=2, alpha=2.0))['weight']
+    merged = merge_adapters(tree, Lora(rank=2, alpha=2.0, targets=TARGETS))['weight']
     assert merged.dtype == jnp.bfloat16
     assert float(merged[0, 0]) == 1 + 2**-7
 
@@ -144,4 +144,4 @@ def test_gradients_reach_both_matrices():
 )
 def test_adapters_that_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        Lora(**{'rank': 2, 'alpha': 4.0} | change)
+        Lora(**{'rank': 2, 'alpha': 4.0, 'targets': TARGETS} | change)

@@ -8,6 +8,7 @@ from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, 
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.token_reversal import build, characters
 from areal_jax.tasks.tokenizer import CharacterTokenizer, GgufTokenizer
+from tests.tasks.declared import task_values
 
 TOKENIZER = CharacterTokenizer(''.join(map(chr, range(32, 127))))
 ROWS = [{'question': f'{n} + 1 = ?', 'answer': f'It is {n + 1}'} for n in range(40)]
@@ -27,14 +28,16 @@ def texts(demonstrations):
     return [(TOKENIZER.decode(d.prompt_tokens), TOKENIZER.decode(d.answer_tokens)) for d in demonstrations]
 
 
+def read(path, tokenizer, **changes):
+    return read_demonstrations(path, tokenizer, **task_values('system_prompt', 'held_out_fraction', **changes))
+
+
 def read_row(tmp_path, row, **values):
-    return texts(
-        read_demonstrations(write(tmp_path / 'x.jsonl', [row]), TOKENIZER, held_out_fraction=0.0, **values).train
-    )
+    return texts(read(write(tmp_path / 'x.jsonl', [row]), TOKENIZER, held_out_fraction=0.0, **values).train)
 
 
 def test_every_line_is_on_one_side_with_an_end_token_after_its_answer(path):
-    found = read_demonstrations(path, TOKENIZER)
+    found = read(path, TOKENIZER)
     assert sorted(texts(found.train + found.held_out)) == sorted((r['question'], r['answer']) for r in ROWS)
     assert 3 < len(found.held_out) < 20
     assert {d.answer_tokens[-1] for d in found.train} == {TOKENIZER.eos_id}
@@ -43,15 +46,18 @@ def test_every_line_is_on_one_side_with_an_end_token_after_its_answer(path):
 
 
 def test_the_sides_are_those_of_the_task_that_rewards(path):
-    held_out = {prompt for prompt, _ in texts(read_demonstrations(path, TOKENIZER).held_out)}
-    assert held_out == {p['question'] for p in jsonl.build(TOKENIZER, path).problems['held_out']}
+    held_out = {prompt for prompt, _ in texts(read(path, TOKENIZER).held_out)}
+    assert held_out == {
+        p['question']
+        for p in jsonl.build(TOKENIZER, path, **task_values('system_prompt', 'held_out_fraction')).problems['held_out']
+    }
 
 
 def test_several_answers_to_one_question_are_kept_on_one_side(tmp_path):
     rows = [{'question': 'q?', 'answer': a} for a in 'ab'] + [
         {'messages': [{'role': r, 'content': c} for r, c in zip(('user', 'assistant'), ('q?', 'c'), strict=True)]}
     ]
-    found = read_demonstrations(write(tmp_path / 'x.jsonl', rows), TOKENIZER, held_out_fraction=0.5)
+    found = read(write(tmp_path / 'x.jsonl', rows), TOKENIZER, held_out_fraction=0.5)
     assert sorted(map(len, (found.train, found.held_out))) == [0, 3]
 
 
@@ -74,7 +80,7 @@ def test_a_task_shows_its_own_answers():
 
 def demonstrations():
     tokenizer = CharacterTokenizer(characters(2))
-    return solve_task(build(tokenizer, symbols=2, length=3), tokenizer)
+    return solve_task(build(tokenizer, symbols=2, length=3, held_out_fraction=0.25), tokenizer)
 
 
 def answers(groups):
@@ -109,10 +115,8 @@ def test_a_restored_stream_goes_on_where_the_saved_one_was():
 
 
 def test_a_stream_of_other_demonstrations_is_not_gone_on_with(tmp_path):
-    whole = read_demonstrations(write(tmp_path / 'a.jsonl', ROWS), TOKENIZER)
-    changed = read_demonstrations(
-        write(tmp_path / 'b.jsonl', [{**r, 'answer': r['answer'] + '.'} for r in ROWS]), TOKENIZER
-    )
+    whole = read(write(tmp_path / 'a.jsonl', ROWS), TOKENIZER)
+    changed = read(write(tmp_path / 'b.jsonl', [{**r, 'answer': r['answer'] + '.'} for r in ROWS]), TOKENIZER)
     with pytest.raises(TaskError, match='not those of the saved run'):
         changed.stream(0).restore(whole.stream(0).state())
     with pytest.raises(TaskError, match='seed=0, this one seed=1'):
@@ -193,7 +197,7 @@ def test_a_bad_line_is_named(tmp_path, case):
     row, message = BAD[case]
     path = write(tmp_path / 'x.jsonl', [GOOD, '', row])
     with pytest.raises(TaskError, match=message) as error:
-        read_demonstrations(path, TOKENIZER)
+        read(path, TOKENIZER)
     assert str(error.value).startswith(f'{path}:3: ')
 
 
@@ -203,7 +207,7 @@ def test_context_may_be_blank_and_messages_may_have_more_fields(tmp_path):
 
 
 def test_an_empty_side_is_an_error_where_it_is_needed(path):
-    everything = read_demonstrations(path, TOKENIZER, held_out_fraction=0.0)
+    everything = read(path, TOKENIZER, held_out_fraction=0.0)
     with pytest.raises(TaskError, match=r"'held_out'; change task\.held_out_fraction, set evaluation\.problems=0"):
         everything.held_out_groups(3, 0)
     assert everything.held_out_groups(0, 0) == []
@@ -212,7 +216,7 @@ def test_an_empty_side_is_an_error_where_it_is_needed(path):
 def test_the_tokens_are_those_of_the_whole_conversation_in_the_chat_template(tmp_path, smollm2_fields):
     tokenizer = GgufTokenizer(smollm2_fields)
     row = {'question': 'What is 3*12?', 'answer': 'It is <<3*12=36>>36.\n#### 36'}
-    (d,) = read_demonstrations(write(tmp_path / 'x.jsonl', [row]), tokenizer, held_out_fraction=0.0).train
+    (d,) = read(write(tmp_path / 'x.jsonl', [row]), tokenizer, held_out_fraction=0.0).train
     turns = [{'role': 'user', 'content': row['question']}, {'role': 'assistant', 'content': row['answer']}]
     whole = tokenizer.encode_chat(turns)  # goes on with a line end and the next generation prompt
     both = np.concatenate([d.prompt_tokens, d.answer_tokens])
@@ -223,4 +227,4 @@ def test_the_tokens_are_those_of_the_whole_conversation_in_the_chat_template(tmp
 def test_an_answer_that_spells_the_end_token_is_refused(tmp_path, smollm2_fields):
     path = write(tmp_path / 'x.jsonl', [{'question': 'q', 'answer': 'a<|im_end|>b'}])
     with pytest.raises(TaskError, match=r'x\.jsonl:1: the answer .* contains the text of the end token'):
-        read_demonstrations(path, GgufTokenizer(smollm2_fields))
+        read(path, GgufTokenizer(smollm2_fields))

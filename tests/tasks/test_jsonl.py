@@ -52,7 +52,7 @@ def test_answers_may_be_numbers(path, answer, read):
 
 def test_without_a_path_the_field_is_named():
     with pytest.raises(TaskError, match=r"task\.name='jsonl' needs task\.path"):
-        jsonl.build(CharacterTokenizer(ASCII), '')
+        jsonl.build(CharacterTokenizer(ASCII), '', '', 0.25)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,20 @@ import pytest
 from areal_jax.tasks import reasoning_gym
 from areal_jax.tasks.task import ListedTask, TaskError
 from areal_jax.tasks.tokenizer import CharacterTokenizer
+from tests.tasks.declared import task_values
 
 MIX = ('basic_arithmetic', 'chain_sum', 'products')
 ASCII = ''.join(map(chr, range(32, 127)))
 
 
+def build(datasets, **changes):
+    values = task_values('system_prompt', 'held_out_fraction', **changes)
+    return reasoning_gym.build(CharacterTokenizer(ASCII), datasets, **values)
+
+
 @pytest.fixture(scope='module')
 def task() -> ListedTask:
-    return reasoning_gym.build(CharacterTokenizer(ASCII), MIX, system_prompt='Answer with the number only.')
+    return build(MIX, system_prompt='Answer with the number only.')
 
 
 def test_every_question_is_found(task):
@@ -48,7 +54,7 @@ def test_sizes_of_the_split(task):
 
 
 def test_side_depends_on_the_expression_alone(task):
-    alone = reasoning_gym.build(CharacterTokenizer(ASCII), ('products',))
+    alone = build(('products',))
     for side in ('train', 'held_out'):
         assert [p for p in task.problems[side] if p['dataset'] == 'products'] == list(alone.problems[side])
 
@@ -102,10 +108,10 @@ def test_every_listed_answer_is_right_and_its_successor_wrong(task):
 @pytest.mark.parametrize('datasets', [(), ('chain_sum', 'sudoku')])
 def test_unknown_data_sets_are_named(datasets):
     with pytest.raises(TaskError, match=r"task\.datasets=.*choose one or more of \['basic_arithmetic'"):
-        reasoning_gym.build(CharacterTokenizer(ASCII), datasets)
+        build(datasets)
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'reasoning_gym', None)  # import fails
     with pytest.raises(TaskError, match=r"^task\.name='reasoning_gym' needs a package: pip install reasoning-gym \("):
-        reasoning_gym.build(CharacterTokenizer(ASCII), ('products',))
+        build(('products',))

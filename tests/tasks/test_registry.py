@@ -10,7 +10,7 @@ from areal_jax.tasks.tokenizer import CharacterTokenizer
 
 def test_task_is_built_from_its_values():
     tokenizer = CharacterTokenizer(token_reversal.characters(3))
-    task = registry.make_task('token_reversal', tokenizer, symbols=3, length=2)
+    task = registry.make_task('token_reversal', tokenizer, symbols=3, length=2, held_out_fraction=0.25)
     assert task.name == 'token_reversal'
     assert len(task.held_out(99, seed=0)) == 2  # round(9 / 4)
 
@@ -22,7 +22,7 @@ def test_value_names_are_the_fields_a_task_uses():
 
 
 def test_scorer_of_a_task_is_what_a_worker_loads():
-    task = registry.make_task('token_reversal', CharacterTokenizer('ab='))
+    task = registry.make_task('token_reversal', CharacterTokenizer('ab='), symbols=2, length=4, held_out_fraction=0.25)
     assert load_scorer(task.scorer)({'answer': 'ab'}, 'ab', 'stop') == 1.0
 
 

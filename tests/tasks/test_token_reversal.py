@@ -7,9 +7,9 @@ from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.tokenizer import CharacterTokenizer
 
 
-def build(symbols=2, length=4, **values):
+def build(symbols=2, length=4, held_out_fraction=0.25):
     tokenizer = CharacterTokenizer(token_reversal.characters(symbols))
-    return token_reversal.build(tokenizer, symbols=symbols, length=length, **values)
+    return token_reversal.build(tokenizer, symbols=symbols, length=length, held_out_fraction=held_out_fraction)
 
 
 def test_sixteen_strings_twelve_to_train_on():
@@ -55,4 +55,4 @@ def test_reward_by_hand(text, finish_reason, reward):
 @pytest.mark.parametrize(('symbols', 'length'), [(1, 4), (9, 2), (2, 0), (2, 17)])
 def test_impossible_sizes_are_named(symbols, length):
     with pytest.raises(TaskError, match=rf'task\.symbols={symbols}, task\.length={length}: choose'):
-        token_reversal.build(CharacterTokenizer('ab='), symbols=symbols, length=length)
+        token_reversal.build(CharacterTokenizer('ab='), symbols=symbols, length=length, held_out_fraction=0.25)

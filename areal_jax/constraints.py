@@ -1,0 +1,129 @@
+"""Rules that join several fields of the config. Each value is legal alone; together they cannot run.
+
+`config.validate` raises the first sentence. The rules of a single field are in declarations.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ml_collections import config_dict
+
+from areal_jax.declarations import FIELDS
+
+
+def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence for each rule that `c` breaks: the fields, their values and the fix."""
+    if c.loss.objective == 'sft':
+        yield from _sft_problems(c)
+    else:
+        yield from _staleness_problems(c)
+        yield from _signal_problems(c)
+        yield from _capacity_problems(c)
+    yield from _task_and_model_problems(c)
+    yield from _mesh_problems(c)
+
+
+def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    if c.sft.evaluate_every and not c.evaluation.problems:
+        yield (
+            f'sft.evaluate_every={c.sft.evaluate_every} measures nothing with evaluation.problems=0; set '
+            'evaluation.problems, or sft.evaluate_every=0'
+        )
+
+
+def _staleness_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Two bounds on age of which only one could hold."""
+    lock_step = c.staleness.schedule != 'natural'
+    if lock_step and c.staleness.eta != FIELDS['staleness.eta'].default:
+        yield (
+            f'staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.eta='
+            f'{c.staleness.eta} would not be used; remove one of them'
+        )
+    if lock_step and c.staleness.over_age == 'drop':
+        yield (
+            f"staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.over_age='drop' "
+            "would drop it whole, and its refill as well; use 'mask' or 'off'"
+        )
+    if (c.staleness.over_age == 'off') != (c.staleness.max_token_age is None):
+        yield (
+            f'staleness.max_token_age={c.staleness.max_token_age} and staleness.over_age={c.staleness.over_age!r} go '
+            'together: set a bound and drop or mask, or neither'
+        )
+
+
+def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Answers that give no training signal, or a biased one that nobody has asked for."""
+    if c.rollout.group_size < 2:
+        yield (
+            f'rollout.group_size={c.rollout.group_size} with loss.advantage={c.loss.advantage!r} gives every answer '
+            'the advantage 0; use rollout.group_size >= 2'
+        )
+    if (c.rollout.top_k > 0 or c.rollout.top_p < 1) and c.loss.truncated_sampling == 'refuse':
+        yield (
+            f'rollout.top_k={c.rollout.top_k} and rollout.top_p={c.rollout.top_p} draw from a part of the softmax, but '
+            "the learner's log-probs are those of all of it: set rollout.top_k=0 and rollout.top_p=1, or accept a bias "
+            "by the mass kept with loss.truncated_sampling='full_softmax' (it is 'refuse')"
+        )
+
+
+def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What must hold something else: the buffer a batch, a slot an answer, a row a trajectory."""
+    rollout, learner = c.rollout, c.learner
+    if c.buffer.capacity < learner.groups_per_update:
+        yield (
+            f'buffer.capacity={c.buffer.capacity} can never hold learner.groups_per_update='
+            f'{learner.groups_per_update} groups; raise the capacity'
+        )
+    if rollout.max_new_tokens >= rollout.context_tokens:
+        yield (
+            f'rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in rollout.context_tokens='
+            f'{rollout.context_tokens}; raise the context'
+        )
+    if max(rollout.prefill_buckets, default=0) < rollout.context_tokens - 1:
+        yield (
+            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} must hold an unfinished answer: raise the '
+            f'largest to rollout.context_tokens - 1 = {rollout.context_tokens - 1}'
+        )
+    if learner.row_tokens < rollout.context_tokens:
+        yield (
+            f'learner.row_tokens={learner.row_tokens} must hold one trajectory of rollout.context_tokens='
+            f'{rollout.context_tokens}; raise it'
+        )
+    if learner.row_loss_tokens < rollout.max_new_tokens:
+        yield (
+            f'learner.row_loss_tokens={learner.row_loss_tokens} must hold one answer of rollout.max_new_tokens='
+            f'{rollout.max_new_tokens}; raise it'
+        )
+
+
+def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    model = c.model
+    if c.task.name == 'jsonl' and not c.task.path:
+        yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"
+    if model.source == 'gguf' and not model.path:
+        yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
+    if model.source == 'hf' and not model.path:
+        yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
+    if model.source == 'run' and not model.path:
+        yield "model.source='run' needs model.path: the --workdir of another run"
+    if model.source == 'random' and model.n_heads % model.n_kv_heads:
+        yield f'model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}'
+    if model.source == 'random' and model.head_dim % 2:
+        yield f'model.head_dim={model.head_dim} must be even: rotary positions need pairs'
+
+
+def _mesh_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What the learner's devices cannot divide evenly among them, or would leave idle."""
+    if c.learner.rows_per_microbatch % (c.mesh.data * c.mesh.fsdp):
+        yield (
+            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of mesh.data * mesh.fsdp '
+            f'= {c.mesh.data * c.mesh.fsdp}'
+        )
+    if c.mesh.tensor > 1 and 'tensor' not in c.mesh.strategy:
+        yield (
+            f'mesh.tensor={c.mesh.tensor} is left idle by mesh.strategy={c.mesh.strategy!r}; use fsdp_tensor or tensor'
+        )
+    for field, size in (('row_tokens', c.learner.row_tokens), ('row_loss_tokens', c.learner.row_loss_tokens)):
+        if size % c.mesh.context:
+            yield f'learner.{field}={size} must be a multiple of mesh.context={c.mesh.context}'

@@ -1,0 +1,224 @@
+"""Every field of the config, declared once: default, allowed values, meaning. docs/config.md is made from this table.
+
+    rollout.slots  ->  slots=Integer(8, COUNT, 'answers that one engine decodes at once')
+
+A number has a default and a range, a Choice a default and all names that it may be. An Integer or Real with the default
+None may also be None. config.py builds and validates configs from the table, constraints.py holds the rules that join
+several fields, and the settings of the parts (learning/settings.py, learning/optimizer.py) check their values with
+`require_allowed`. Two things may not be declared here: a second default, and a rule that needs another field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from areal_jax.fields import Choice, Field, Flag, Integer, Lengths, Real, Section, Text, Texts, Value
+from areal_jax.ranges import (
+    COUNT,
+    COUNT_OR_OFF,
+    DECAY,
+    LOSS_SCALE,
+    MEBIBYTES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SECONDS,
+    SEED,
+    SHARE,
+    SHARE_ABOVE_ZERO,
+    THREADS,
+    VERSIONS,
+)
+
+DTYPES = ('float32', 'bfloat16', 'float16')
+_PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
+
+SECTIONS: Mapping[str, Section] = {
+    'run': Section(
+        'What runs',
+        seed=Integer(0, SEED, 'of weights, prompts and sampling noise'),
+        steps=Integer(20, COUNT, 'updates to publish'),
+        clock=Choice('real', ('real', 'virtual'), "'virtual': deterministic asynchrony, repeatable bit for bit"),
+        stall_timeout_s=Real(300.0, SECONDS, 'real clock: the run ends after so many seconds without a completion'),
+        compilation_budget=Integer(0, COUNT_OR_OFF, 'XLA programs compiled after warm-up before the report warns'),
+        compilation_cache=Text('', "directory of XLA's persistent cache; '' = off"),
+    ),
+    'model': Section(
+        'The model; fields marked random are read with model.source=random only',
+        source=Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
+        path=Text('', "gguf: a file, or 'package:NAME/FILE' in an installed package; hf: a directory; run: a workdir"),
+        family=Choice('llama', ('llama', 'qwen2', 'qwen3'), 'random: qwen2 = biases of q, k, v; qwen3 = norms of q, k'),
+        n_layers=Integer(2, COUNT, 'random: layers of the decoder'),
+        d_model=Integer(64, COUNT, 'random: width of the residual stream'),
+        d_ff=Integer(128, COUNT, 'random: width of the gated MLP'),
+        n_heads=Integer(4, COUNT, 'random: query heads'),
+        n_kv_heads=Integer(2, COUNT, 'random: key-value heads, a divisor of n_heads'),
+        head_dim=Integer(16, COUNT, 'random: width of a head, an even number'),
+        rope_theta=Real(10000.0, POSITIVE, 'random: base of the rotary angles'),
+        init_scale=Real(1.0, POSITIVE, 'random: multiplies the standard deviation of every matrix'),
+    ),
+    'task': Section(
+        'Prompts and rewards',
+        name=Text('token_reversal', 'a task of tasks/registry.py: token_reversal, reasoning_gym or jsonl'),
+        system_prompt=Text('', "'' = that of the chat template"),
+        datasets=Texts((), 'reasoning_gym: a mix of basic_arithmetic, chain_sum, products'),
+        path=Text('', 'jsonl: a file with one JSON object {question, answer} a line; sft: also {messages}'),
+        held_out_fraction=Real(0.25, SHARE, 'share of the problems kept for evaluation'),
+        over_length=Choice('refuse', ('refuse', 'drop'), 'problems that fit no slot (sft: no row); drops are counted'),
+        symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),
+        length=Integer(4, COUNT, 'token_reversal: symbols in a prompt'),
+        verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
+        verifier_workers=Integer(1, THREADS, 'worker processes'),
+        verifier_deadline_s=Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),
+        verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),
+        verifier_memory_mb=Integer(2048, MEBIBYTES, 'MiB of heap (RLIMIT_DATA) of each scorer process; 0 = no limit'),
+        max_failed_groups=Integer(32, COUNT, 'groups (evaluation: answers) in a row without reward that end a run'),
+    ),
+    'rollout': Section(
+        'Generation',
+        engines=Integer(1, THREADS, 'engines in this process, each with a lane of its own'),
+        slots=Integer(8, COUNT, 'answers that one engine decodes at once'),
+        decode_steps=Integer(4, COUNT, 'tokens per slot in one dispatch; an interruption waits for one dispatch'),
+        context_tokens=Integer(64, COUNT, 'cache positions per slot, for prompt and answer'),
+        prefill_buckets=Lengths((32, 64), 'padded lengths of a prefill; the largest must hold context_tokens - 1'),
+        kv_policy=Choice('recompute', ('recompute', 'keep'), 'KV cache of unfinished answers when new weights arrive'),
+        group_size=Integer(8, COUNT, 'answers per prompt'),
+        max_running_groups=Integer(16, COUNT, 'groups admitted and unfinished; bounds memory whatever eta is'),
+        max_new_tokens=Integer(16, COUNT, 'tokens of an answer, its stop token included'),
+        temperature=Real(1.0, POSITIVE, 'of sampling, and part of the policy in all log-probs'),
+        top_k=Integer(0, COUNT_OR_OFF, '0 = off; training with a cut needs loss.truncated_sampling'),
+        top_p=Real(1.0, SHARE_ABOVE_ZERO, '1 = off; training with a cut needs loss.truncated_sampling'),
+    ),
+    'staleness': Section(
+        'How old the trained data may be',
+        eta=Real(4.0, VERSIONS, 'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded'),
+        schedule=Text('natural', "'natural', or for studies in lock-step 'fixed(k)', 'uniform(0,k)', 'trace(file)'"),
+        max_token_age=Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off'),
+        over_age=Choice('off', ('off', 'drop', 'mask'), "beyond that bound: 'drop' the group or 'mask' the tokens"),
+    ),
+    'buffer': Section(
+        'Finished groups that wait for the learner',
+        capacity=Integer(64, COUNT, 'groups; a full buffer closes admission and never drops'),
+    ),
+    'learner': Section(
+        'How an update is computed',
+        groups_per_update=Integer(8, COUNT, 'B of Eq. 3; sft: demonstrations'),
+        n_minibatches=Integer(1, COUNT, 'parts of a batch, each an optimizer step'),
+        epochs=Integer(1, COUNT, 'passes over the batch'),
+        packing=Choice('shared_prompt', ('shared_prompt', 'ordinary'), "'shared_prompt': a prompt once per row"),
+        fill=Choice('first_fit', ('first_fit', 'algorithm_1', 'padded'), 'algorithm_1: the paper; padded: one a row'),
+        row_tokens=Integer(256, COUNT, 'static length of a row; must hold one trajectory'),
+        row_loss_tokens=Integer(128, COUNT, 'static number of loss tokens of a row'),
+        rows_per_microbatch=Integer(1, COUNT, 'over all data shards'),
+        tail_buckets=Integer(0, COUNT_OR_OFF, 'smaller rows for the last micro-batch: 1 = half, 2 = also a quarter'),
+        accumulate=Choice('dispatch', ('dispatch', 'scan'), "one program per micro-batch, 'scan': one per minibatch"),
+        filter_equal_rewards=Flag(True, 'do not train groups whose rewards are all equal; they still count as used'),
+        dtype=Choice('float32', DTYPES, 'of forward and backward passes; master weights stay float32'),
+        loss_scale=Real(1.0, LOSS_SCALE, 'float16: multiplies the loss; gradients are divided by it in float32'),
+        layers=Choice('list', ('list', 'stacked'), "'list' is best on CPU, 'stacked' (a scan) compiles fast at depth"),
+        remat=Choice(
+            'dots', ('none', 'dots', 'attention', 'full'), 'kept for the gradient: none = all, full = nothing'
+        ),
+        attention=Choice('auto', ('auto', 'dense', 'blocked', 'pallas', 'splash', 'cudnn'), "'auto': by platform"),
+    ),
+    'lora': Section(
+        'Low-rank adapters',
+        rank=Integer(0, COUNT_OR_OFF, 'of the adapters; 0 = train all weights'),
+        alpha=Real(16.0, POSITIVE, 'adapters are multiplied by alpha / rank'),
+        targets=Texts(_PROJECTIONS, 'projections that get adapters'),
+    ),
+    'loss': Section(
+        'What an update optimizes',
+        objective=Choice('decoupled_ppo', ('decoupled_ppo', 'sft'), "'sft': imitate given answers, see docs/sft.md"),
+        clip_epsilon=Real(0.2, SHARE_ABOVE_ZERO, 'lower half width of the trust region around the proximal policy'),
+        clip_epsilon_high=Real(None, POSITIVE, 'upper half width; None = clip_epsilon'),
+        proximal=Choice('recompute', ('recompute', 'loglinear', 'behavior'), 'loglinear: A-3PO; behavior: plain PPO'),
+        behavior_weight_cap=Real(None, POSITIVE, 'cap of π_prox / π_behav; None = no cap, as in the paper'),
+        advantage=Choice('group', ('group', 'group_mean', 'rloo'), 'group: (r-mean)/(std+1e-4); group_mean: r-mean'),
+        aggregation=Choice('token_mean', ('token_mean', 'sequence_mean'), 'what the loss is a mean over'),
+        denominator=Choice(
+            'kept', ('kept', 'all'), 'kept: the fewer groups filter_equal_rewards keeps, the more each weighs'
+        ),
+        truncated_sampling=Choice(
+            'refuse', ('refuse', 'full_softmax'), 'top_k, top_p: biased by the mass kept, a metric'
+        ),
+        entropy_coefficient=Real(0.0, NOT_NEGATIVE, 'above 0 rewards entropy'),
+        kl_coefficient=Real(0.0, NOT_NEGATIVE, 'above 0 keeps the policy near the weights at the start'),
+        kl_estimator=Choice('k3', ('k1', 'k2', 'k3'), 'of that divergence'),
+    ),
+    'optimizer': Section(
+        'How gradients become weights',
+        name=Choice('adamw', ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'), 'see learning/optimizer.py'),
+        learning_rate=Real(2e-5, NOT_NEGATIVE, 'after warm-up'),
+        schedule=Choice('constant', ('constant', 'cosine', 'linear'), 'after warm-up, down to the last step'),
+        final_ratio=Real(0.0, SHARE, 'cosine, linear: last learning rate / learning_rate'),
+        moment_dtype=Choice('float32', ('float32', 'bfloat16'), 'adamw: of both moments'),
+        b1=Real(0.9, DECAY, 'adamw, adamw8bit, lion: decay of the first moment'),
+        b2=Real(0.95, DECAY, 'adamw, adamw8bit: decay of the second moment; lion: of the momentum'),
+        eps=Real(1e-8, POSITIVE, 'adamw, adamw8bit: added to the root of the second moment'),
+        weight_decay=Real(0.0, NOT_NEGATIVE, 'decoupled; 0 = off'),
+        decay=Choice('all', ('all', 'matrices'), "leaves that decay; 'matrices': not norms, biases and the embedding"),
+        clip_norm=Real(1.0, NOT_NEGATIVE, 'global norm of the gradient; 0 = off'),
+        warmup_steps=Integer(0, COUNT_OR_OFF, 'optimizer steps of linear warm-up'),
+    ),
+    'mesh': Section(
+        "The learner's devices",
+        data=Integer(1, COUNT, 'replicas'),
+        fsdp=Integer(1, COUNT, 'shards of parameters, optimizer state and batch rows'),
+        context=Integer(1, COUNT, "slices of a row's tokens"),
+        tensor=Integer(1, COUNT, 'slices of heads, MLP and vocabulary'),
+        strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
+    ),
+    'distributed': Section(
+        'A learner over several processes',
+        processes=Integer(1, COUNT, 'each is started with the same config; process 0 drives the run'),
+        coordinator=Text('', "host:port of process 0, with --process_id; '' = found from SLURM, GKE or the TPU pod"),
+        command_deadline_s=Real(600.0, SECONDS, 'longest command of the learner, compilation included'),
+    ),
+    'publication': Section(
+        'How weights get to the engines',
+        channel=Choice('device', ('device', 'files'), "'device': in this process, 'files': safetensors directories"),
+        directory=Text('', "files: where versions are written; '' = WORKDIR/publication"),
+        dtype=Choice('float32', DTYPES, 'of the weights that engines decode with'),
+        verify=Flag(False, 'engines recompute the digest of every leaf that they receive'),
+    ),
+    'checkpoint': Section(
+        'What is saved',
+        every=Integer(0, COUNT_OR_OFF, 'updates between saves; 0 = only when the run ends or is stopped'),
+        keep=Integer(2, COUNT, 'newest ones kept, 1 where the disk is nearly full; fixed(k) adds k versions to each'),
+    ),
+    'sft': Section(
+        'Supervised training, read with loss.objective=sft only',
+        evaluate_every=Integer(0, COUNT_OR_OFF, 'updates between held-out likelihoods; 0 = only at start and end'),
+        export_dtype=Choice('float32', DTYPES, 'of WORKDIR/export'),
+    ),
+    'evaluation': Section(
+        'Held-out problems, before and after training',
+        problems=Integer(64, COUNT_OR_OFF, 'problems (sft: demonstrations); 0 = no evaluation'),
+        samples=Integer(4, COUNT_OR_OFF, 'answers sampled per problem at rollout.temperature, beside one greedy'),
+    ),
+    'telemetry': Section(
+        'What a run shows',
+        progress=Flag(True, 'a line per update on the terminal'),
+        tensorboard=Flag(True, 'event files in WORKDIR/tensorboard'),
+        plots=Flag(True, 'PNG plots when the run ends'),
+    ),
+    'virtual': Section(
+        'Seconds that work costs under the virtual clock',
+        decode_step_s=Real(0.01, NOT_NEGATIVE, 'one decode step of all slots'),
+        prefill_token_s=Real(0.0002, NOT_NEGATIVE, 'one token of a padded prefill row'),
+        train_token_s=Real(0.0005, NOT_NEGATIVE, 'one packed token, forward and backward'),
+        publish_s=Real(0.02, NOT_NEGATIVE, 'one transfer, receive or snapshot of weights'),
+        reward_s=Real(0.001, NOT_NEGATIVE, 'one answer'),
+        save_s=Real(0.05, NOT_NEGATIVE, 'one checkpoint'),
+    ),
+}
+
+FIELDS: Mapping[str, Field] = {
+    f'{section}.{name}': field for section, fields in SECTIONS.items() for name, field in fields.items()
+}
+
+
+def require_allowed(values: Mapping[str, Value]) -> None:
+    """Raises ConfigError for the first of {'learner.loss_scale': 1.0, ...} that its field may not hold."""
+    for path, value in values.items():
+        FIELDS[path].require_allowed(path, value)

@@ -1,0 +1,56 @@
+"""Sections and fields of a config against the declared ones: unknown names, with the nearest known one, and types.
+
+Used by `config.validate` and by the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from ml_collections import config_dict
+
+from areal_jax.declarations import FIELDS, SECTIONS
+from areal_jax.ranges import ConfigError
+
+_HINT = 'start from areal_jax.config.default_config() and set what differs'
+_SEE = '; see docs/config.md'
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """'; did you mean NAME?' with the nearest of the known names, '' where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f'; did you mean {near[0]}?' if near else ''
+
+
+def unknown_field(path: str) -> ConfigError:
+    """The error for 'rollout.slotz', or for a path that has no section or more than one dot."""
+    section, _, field = path.partition('.')
+    elsewhere = [name for name in FIELDS if name.endswith(f'.{field or section}')]
+    if section not in SECTIONS:
+        near = f'; did you mean {elsewhere[0]}?' if elsewhere and not field else ''
+        near = near or suggest(path, FIELDS if field else SECTIONS) or suggest(section, SECTIONS)
+        return ConfigError(f'{path}: there is no section {section!r} in the config{near or _SEE}')
+    near = f'; did you mean {elsewhere[0]}?' if elsewhere else ''
+    near = near or suggest(path, [name for name in FIELDS if name.startswith(f'{section}.')])
+    return ConfigError(f'{path} is not a field of the config{near or _SEE}')
+
+
+def require_declared(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for a section or field that is missing or unknown, or whose value is of another type."""
+    for section in config:
+        if section not in SECTIONS:
+            raise unknown_field(section)
+    for section, fields in SECTIONS.items():
+        if section not in config:
+            raise ConfigError(f'the config has no section {section!r}: {_HINT}')
+        values = config[section]
+        if not isinstance(values, Mapping | config_dict.ConfigDict):
+            raise ConfigError(f'{section}={values!r} must be a section with fields: {_HINT}')
+        for name in values:
+            if name not in fields:
+                raise unknown_field(f'{section}.{name}')
+        for name, field in fields.items():
+            if name not in values:
+                raise ConfigError(f'the config has no field {section}.{name}: {_HINT}')
+            field.require_type(f'{section}.{name}', values[name])
