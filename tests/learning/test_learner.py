@@ -343,9 +343,9 @@ def test_update_tokens_prices_what_the_filter_leaves():
     [
         ({'rows_per_microbatch': 3, 'mesh': (1, 2)}, r'learner.rows_per_microbatch=3 must be a multiple of the 2 dev'),
         ({'accumulate': 'loop'}, r"learner.accumulate='loop' is not known; use one of dispatch, scan"),
-        ({'proximal': 'ema'}, r"loss.proximal='ema' is unknown"),
-        ({'aggregation': 'sum'}, r"loss.aggregation='sum' is unknown"),
-        ({'over_age': 'keep'}, r"staleness.over_age='keep' is unknown"),
+        ({'proximal': 'ema'}, r"loss.proximal='ema' is not known"),
+        ({'aggregation': 'sum'}, r"loss.aggregation='sum' is not known"),
+        ({'over_age': 'keep'}, r"staleness.over_age='keep' is not known"),
         ({'over_age': 'mask'}, r"staleness.over_age='mask' needs staleness.max_token_age"),
     ],
 )
