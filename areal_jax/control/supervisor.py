@@ -14,13 +14,13 @@ class Supervisor:
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # in start order
         self._ended = clock.event('end of the main coroutine')
         self._error: BaseException | None = None
 
     def start(self, name: str, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coro, name=name)
-        self._tasks.append(task)
+        self._tasks[task] = None
         task.add_done_callback(self._note_end)
         return task
 
@@ -36,7 +36,7 @@ class Supervisor:
         return task.result()
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.remove(task)
+        del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None and self._error is None:
             self._error = error
             self._ended.set()
