@@ -1,4 +1,4 @@
-"""TensorBoard's event files. The caller writes them itself, without the thread and queue that a full disk would block."""
+"""TensorBoard's event files, written by the caller itself: a full disk would block a thread with a queue."""
 
 from __future__ import annotations
 
