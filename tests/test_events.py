@@ -1,7 +1,12 @@
 """The schema of the event log: its page, its lanes, and that every field is explained."""
 
+import ast
+import pathlib
+
 from areal_jax import events
 from tests import events_page
+
+PACKAGE = pathlib.Path(events.__file__).parent
 
 
 def test_the_page_is_what_the_schema_gives():
@@ -22,3 +27,18 @@ def test_lanes_are_told_apart_by_their_names():
     assert [lane for lane in lanes if events.is_publish_lane(lane)] == ['publish', 'publish/0']
     assert not events.is_publish_lane('publisher')
     assert not events.is_engine_lane('engineer')
+
+
+def literal_lanes(source):
+    """Lanes that the source names by a string: the first argument of clock.run and clock.call, and 'engine/...'."""
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.args]
+    on_clock = [n.args[0] for n in calls if n.func.attr in ('run', 'call') and 'clock' in ast.unparse(n.func.value)]
+    lanes = [n for n in [*on_clock, *nodes] if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return sorted({n.value for n in lanes if n in on_clock or n.value.startswith('engine/')})
+
+
+def test_lanes_are_named_by_the_schema_alone():
+    found = {path.name: literal_lanes(path.read_text()) for path in PACKAGE.rglob('*.py') if path.name != 'events.py'}
+    assert {name: lanes for name, lanes in found.items() if lanes} == {}
+    assert literal_lanes("self._clock.run('disk', f, work); lane.startswith('engine/')") == ['disk', 'engine/']

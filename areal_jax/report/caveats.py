@@ -6,19 +6,20 @@ import math
 from collections.abc import Sequence
 
 from areal_jax.events import Event
+from areal_jax.report.aggregates import Metrics
 from areal_jax.report.contents import OptimizerSteps, Report
 from areal_jax.report.ledger import conservation
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.numerals import format_number
-from areal_jax.telemetry.values import Line, counts, number
+from areal_jax.telemetry.values import counts, number
 
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
 AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
 COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
 
 
-def find_caveats(events: Sequence[Event], metrics: Sequence[Line], report: Report, facts: RunFacts) -> list[str]:
+def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, facts: RunFacts) -> list[str]:
     """One sentence per caveat, the gravest first."""
     checks = (
         _unfinished(events, report),
@@ -40,7 +41,7 @@ def find_caveats(events: Sequence[Event], metrics: Sequence[Line], report: Repor
     return [caveat for caveat in checks if caveat]
 
 
-def sits_at_bound(metrics: Sequence[Line], eta: float | None) -> bool:
+def sits_at_bound(metrics: Metrics, eta: float | None) -> bool:
     """Whether every update in the second half of the run holds (nearly) nothing but tokens of age eta.
 
     Update u trains at version u - 1, so tokens of age eta exist from update eta + 1 on: earlier ones do not count.
@@ -66,7 +67,7 @@ def warn_of_skipped_steps(optimizer_steps: OptimizerSteps) -> str:
     )
 
 
-def warn_of_equal_rewards(metrics: Sequence[Line]) -> str:
+def warn_of_equal_rewards(metrics: Metrics) -> str:
     """The sentence on a run whose rewards were all the same, '' where two differed or none is known."""
     means = [mean for line in metrics if (mean := number(line, names.REWARD_MEAN)) is not None]
     spreads = [spread for line in metrics if (spread := number(line, names.REWARD_STD)) is not None]
@@ -93,7 +94,7 @@ def _unfinished(events: Sequence[Event], report: Report) -> str:
     )
 
 
-def _kept_mass(metrics: Sequence[Line]) -> str:
+def _kept_mass(metrics: Metrics) -> str:
     means = [(number(line, names.KEPT_MASS_MEAN), number(line, names.UPDATE_TOKENS) or 0) for line in metrics]
     pairs = [(mean, tokens) for mean, tokens in means if mean is not None]
     total = sum(tokens for _, tokens in pairs)
@@ -146,7 +147,7 @@ def _compilations(facts: RunFacts) -> str:
     )
 
 
-def _at_bound(metrics: Sequence[Line], eta: float | None) -> str:
+def _at_bound(metrics: Metrics, eta: float | None) -> str:
     if eta is None or not sits_at_bound(metrics, eta):
         return ''
     return (

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from areal_jax.events import Event, RunDoneEvent, RunStartEvent
 from areal_jax.report.window import Window
 
-ROUNDING = 1e-6  # seconds; start + length of one interval may pass the start of the next by rounding
+ROUNDING = 1e-6  # seconds by which rounding may make an interval end after the next one starts
 _KNOWN = frozenset(('seq', 'time', 'lane', 'kind', 'run', 'work', 'amount'))  # fields that are no detail of the work
 
 

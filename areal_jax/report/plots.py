@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 from areal_jax import files
 from areal_jax.events import Event
+from areal_jax.report.aggregates import Metrics
 from areal_jax.report.contents import Accuracy, GreedyAccuracy, Report
 from areal_jax.report.event_log import outside_evaluation
 from areal_jax.report.slots import SlotSpan, slot_spans
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, counts, number
+from areal_jax.telemetry.values import counts, number
 
 if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
     from matplotlib.axes import Axes
@@ -28,8 +29,6 @@ DPI = 100
 BLUE, ORANGE, GREEN, RED, GREY = '#0072B2', '#E69F00', '#009E73', '#D55E00', '#777777'
 MAX_VERSIONS = 8  # shown in slots.png: more colours are hard to tell apart
 MAX_SLOTS = 32  # rows in slots.png
-
-Metrics = Sequence[Line]  # of the updates, in order
 
 
 def write_plots(events: Sequence[Event], metrics: Metrics, report: Report, workdir: pathlib.Path) -> list[str]:

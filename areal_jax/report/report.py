@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import collections
 import pathlib
-import statistics as python_statistics
 from collections.abc import Sequence
+from statistics import median
 from typing import cast
 
 from areal_jax import files
 from areal_jax.events import FILE as EVENTS
 from areal_jax.events import Event, InterruptEvent
-from areal_jax.report import statistics
+from areal_jax.report import aggregates, contents, statistics
+from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
-from areal_jax.report.contents import (
-    Accuracy,
-    BeforeAfter,
-    Ends,
-    Groups,
-    Interval,
-    MeanMax,
-    MedianMax,
-    Mismatch,
-    OptimizerSteps,
-    Report,
-    Throughput,
-)  # fmt: skip
+from areal_jax.report.contents import Report
 from areal_jax.report.event_log import load_events, outside_evaluation
 from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
@@ -42,11 +31,9 @@ from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EvaluationScores, RunFacts
 from areal_jax.telemetry.json_lines import plain
-from areal_jax.telemetry.values import Line, counts, number
 
 FILE = 'report.json'
 PAGE = 'report.md'
-Metrics = Sequence[Line]  # of the updates, in order
 
 
 def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True) -> dict[str, object]:
@@ -83,21 +70,21 @@ def build_report(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> 
         'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
         'groups': _groups(events, metrics),
         'problems': dict(facts.problems),
-        'tokens': {'generated': _generated(training), 'trained': _total(metrics, names.TOKENS_TRAINED)},
+        'tokens': {'generated': _generated(training), 'trained': aggregates.total(metrics, names.TOKENS_TRAINED)},
         'optimizer_steps': count_optimizer_steps(metrics),
-        'reward': _ends(metrics, names.REWARD_MEAN),
+        'reward': aggregates.ends(metrics, names.REWARD_MEAN),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
-        'token_age': _token_age(metrics),
+        'token_age': aggregates.token_age(metrics),
         'versions_per_trajectory': {
-            'mean': _weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES),
-            'max': _largest(metrics, names.VERSIONS_MAX),
+            'mean': aggregates.weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES),
+            'max': aggregates.largest(metrics, names.VERSIONS_MAX),
         },
         'interruptions': len(interruptions),
         'steps_with_interruption': len({event['to_version'] for event in interruptions}),
-        'admission_held': _admission_held(metrics, within),
+        'admission_held': aggregates.admission_held(metrics, within),
         'publish_pause_seconds': _pauses(training),
-        'mismatch': _mismatch(metrics),
+        'mismatch': aggregates.mismatch(metrics),
         'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
         'time': as_report(limit),
@@ -124,9 +111,9 @@ def build_report(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> 
     return cast(Report, plain(report))
 
 
-def count_optimizer_steps(metrics: Metrics) -> OptimizerSteps:
+def count_optimizer_steps(metrics: Metrics) -> contents.OptimizerSteps:
     """Over all updates: {'applied', 'skipped' because the gradient was not finite}."""
-    applied, skipped = _total(metrics, names.OPTIMIZER_STEPS), _total(metrics, names.SKIPPED_STEPS)
+    applied, skipped = aggregates.total(metrics, names.OPTIMIZER_STEPS), aggregates.total(metrics, names.SKIPPED_STEPS)
     return {'applied': int(applied), 'skipped': int(skipped)}
 
 
@@ -134,68 +121,20 @@ def _span(events: Sequence[Event]) -> float | None:
     return events[-1]['time'] - events[0]['time'] if events else None
 
 
-def _groups(events: Sequence[Event], metrics: Metrics) -> Groups:
+def _groups(events: Sequence[Event], metrics: Metrics) -> contents.Groups:
     """Drawn and dropped from the events; trained and filtered from the updates that were published."""
     draws = ledger(events)
     reasons = collections.Counter(draws.reasons[draw] for draw, state in draws.states.items() if state == 'dropped')
     return {
         'drawn': len(draws.states),
-        'trained': int(_total(metrics, names.GROUPS_TRAINED)),
-        'filtered': int(_total(metrics, names.UPDATE_FILTERED)),
+        'trained': int(aggregates.total(metrics, names.GROUPS_TRAINED)),
+        'filtered': int(aggregates.total(metrics, names.UPDATE_FILTERED)),
         'dropped': dict(sorted(reasons.items())),
     }
 
 
-def _admission_held(metrics: Metrics, within: Window) -> dict[str, float]:
-    """Share of the window in which each bound kept admission closed, the largest first."""
-    held: dict[str, float] = collections.defaultdict(float)
-    for line in metrics:
-        for name in line:
-            if name.startswith(names.ADMISSION_HELD):
-                held[name.removeprefix(names.ADMISSION_HELD)] += number(line, name) or 0.0
-    span = max(within.seconds, sum(held.values()))  # in lock-step admission is held before the first group too
-    return {bound: held[bound] / span for bound in sorted(held, key=lambda bound: -held[bound])}
-
-
 def _generated(events: Sequence[Event]) -> int:
     return sum(event['tokens'] for event in events if event['kind'] == 'decode')
-
-
-def _values(metrics: Metrics, name: str) -> list[float]:
-    return [value for line in metrics if (value := number(line, name)) is not None]
-
-
-def _total(metrics: Metrics, name: str) -> float:
-    return sum(_values(metrics, name))
-
-
-def _largest(metrics: Metrics, name: str) -> float | None:
-    return max(_values(metrics, name), default=None)
-
-
-def _ends(metrics: Metrics, name: str) -> Ends:
-    values = _values(metrics, name)
-    return {'first': values[0] if values else None, 'last': values[-1] if values else None}
-
-
-def _weighted_mean(metrics: Metrics, name: str, weight: str) -> float | None:
-    """Mean over the updates, each with its count; updates without a value or a count are left out."""
-    pairs = [(number(line, name), number(line, weight)) for line in metrics]
-    counted = [(value, count) for value, count in pairs if value is not None and count]
-    total = sum(count for _, count in counted)
-    return sum(value * count for value, count in counted) / total if total else None
-
-
-def _token_age(metrics: Metrics) -> MeanMax:
-    tokens: dict[int, float] = collections.defaultdict(float)  # by age
-    for line in metrics:
-        for age, count in enumerate(counts(line, names.TOKEN_AGE_HISTOGRAM)):
-            tokens[age] += count
-    if not (total := sum(tokens.values())):
-        mean = _weighted_mean(metrics, names.TOKEN_AGE_MEAN, names.TOKENS_TRAINED)
-        return {'mean': mean, 'max': _largest(metrics, names.TOKEN_AGE_MAX)}
-    mean = sum(age * count for age, count in tokens.items()) / total
-    return {'mean': mean, 'max': max(age for age, count in tokens.items() if count)}
 
 
 def _interruptions(events: Sequence[Event]) -> list[InterruptEvent]:
@@ -203,35 +142,24 @@ def _interruptions(events: Sequence[Event]) -> list[InterruptEvent]:
     return [event for event in events if event['kind'] == 'interrupt' and event['requests']]
 
 
-def _pauses(events: Sequence[Event]) -> MedianMax:
+def _pauses(events: Sequence[Event]) -> contents.MedianMax:
     """Stops of the engines to load trained weights (version 0 is loaded before anything runs)."""
     pauses = [event['pause_seconds'] for event in events if event['kind'] == 'load' and event['version'] > 0]
-    return {'median': python_statistics.median(pauses) if pauses else None, 'max': max(pauses, default=None)}
+    return {'median': median(pauses) if pauses else None, 'max': max(pauses, default=None)}
 
 
-def _mismatch(metrics: Metrics) -> Mismatch:
-    count = int(_total(metrics, names.MISMATCH_COUNT))
-    measured = [line for line in metrics if number(line, names.MISMATCH_COUNT)]
-    return {
-        'mean': _weighted_mean(measured, names.MISMATCH_MEAN, names.MISMATCH_COUNT),
-        'max': _largest(measured, names.MISMATCH_MAX),
-        'exact_share': _weighted_mean(measured, names.MISMATCH_EXACT, names.MISMATCH_COUNT),
-        'n': count,
-    }
-
-
-def _throughput(events: Sequence[Event], metrics: Metrics, within: Window) -> Throughput:
+def _throughput(events: Sequence[Event], metrics: Metrics, within: Window) -> contents.Throughput:
     """Tokens per second of the window."""
     if not within.seconds:
         return {'generate_tokens_per_second': None, 'train_tokens_per_second': None}
     generated = _generated([event for event in events if within.contains(event['time'])])
     return {
         'generate_tokens_per_second': generated / within.seconds,
-        'train_tokens_per_second': _total(metrics, names.TOKENS_TRAINED) / within.seconds,
+        'train_tokens_per_second': aggregates.total(metrics, names.TOKENS_TRAINED) / within.seconds,
     }
 
 
-def _accuracy(before: EvaluationScores | None, after: EvaluationScores | None) -> Accuracy | None:
+def _accuracy(before: EvaluationScores | None, after: EvaluationScores | None) -> contents.Accuracy | None:
     if before is None and after is None:
         return None
     both = before is not None and after is not None and _has_samples(before) and _has_samples(after)
@@ -250,21 +178,21 @@ def _has_samples(scores: EvaluationScores) -> bool:
     return any(scores.sampled)
 
 
-def _greedy(scores: EvaluationScores | None) -> Interval | None:
+def _greedy(scores: EvaluationScores | None) -> contents.Interval | None:
     return _as_report(mean_interval(scores.greedy)) if scores and scores.greedy else None
 
 
-def _sampled(scores: EvaluationScores | None) -> Interval | None:
+def _sampled(scores: EvaluationScores | None) -> contents.Interval | None:
     return _as_report(cluster_interval(scores.sampled)) if scores and _has_samples(scores) else None
 
 
-def _as_report(interval: statistics.Interval | None) -> Interval | None:
+def _as_report(interval: statistics.Interval | None) -> contents.Interval | None:
     if interval is None:
         return None
     return {'mean': interval.mean, 'low': interval.low, 'high': interval.high, 'n': interval.n}
 
 
-def _most_frequent(facts: RunFacts) -> BeforeAfter:
+def _most_frequent(facts: RunFacts) -> contents.BeforeAfter:
     before, after = facts.evaluation_before, facts.evaluation_after
     return {
         'before': before.most_frequent_answer_share if before else None,

@@ -1,8 +1,8 @@
 """The names of the metrics of an update, each with its unit and meaning.
 
-A name is `stage/quantity_unit`. A metric is a string, so it serves as a key as it is. Counts are those since the last
-update, unless the description says otherwise. A metric has one producer: `metrics.merge` refuses a second one. Trained
-tokens are those in the loss; what is measured over them is absent from an update that trains none.
+A name has the form `stage/quantity_unit`. A Metric is a string and can be used as a key directly. Counts are since the
+last update unless the description says otherwise. Each metric has one producer; `metrics.merge` refuses a second one.
+Trained tokens are the tokens in the loss; an update without any has no metrics of them.
 """
 
 from __future__ import annotations

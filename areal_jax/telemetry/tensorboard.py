@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written at once by the caller: no thread and no queue that a full disk could block."""
+"""TensorBoard's event files, written by the caller itself: a full disk would block a thread with a queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TensorBoardWriter:
     """One event file, made at the first value.
 
     Args:
-      purge_step: TensorBoard forgets what earlier files of the directory have at this step and later; None = nothing.
+      purge_step: TensorBoard ignores values at this step and later in earlier files of the directory; None = keeps all.
     """
 
     def __init__(self, directory: pathlib.Path, purge_step: int | None):

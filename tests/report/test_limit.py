@@ -54,6 +54,17 @@ def test_several_engines_count_by_their_mean_and_bound_by_the_busiest():
     assert busy_shares(events) == {'rollout': pytest.approx(0.6), 'learner': None}
 
 
+def test_a_lane_of_publication_for_each_engine_counts_as_publication():
+    # in one update the transfer takes 1 s, and the engines fetch in 2 s and 4 s at the same time: the busiest lane, 4 s
+    entries = [
+        *work('publish', 'publish', 0, 1, 0),
+        *work('publish/0', 'load', 1, 3, 1),
+        *work('publish/1', 'load', 1, 5, 2),
+    ]
+    events = event_log((0, 'admit', {'draw': 0}), *entries, publish(10, 1))
+    assert measure_limit(events, 1, two_facts(lanes_own_devices=True)).publish == pytest.approx(4)
+
+
 def test_the_pipeline_fills_until_the_first_training():
     # the window opens at 10 s, the learner first trains at 18 s
     assert fill_seconds(lane_intervals(two_updates()), window(two_updates())) == pytest.approx(8)

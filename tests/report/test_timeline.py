@@ -71,5 +71,16 @@ def test_work_that_overlaps_on_a_wide_lane_lies_on_rows_of_its_own():
     assert rows == {0: 'reward', 2: 'reward +1', 4: 'reward'}
 
 
+def test_lanes_of_one_kind_share_a_process():
+    entries = [
+        *work('publish', 'publish', 0, 1, 0),
+        *work('publish/0', 'load', 1, 3, 1),
+        *work('disk', 'save', 1, 3, 2),
+    ]
+    trace = build_timeline(event_log(*entries))
+    assert list(_names(trace, 'process_name').values()) == ['lanes: publish', 'lanes: disk', 'counters']
+    assert list(_names(trace, 'thread_name').values()) == ['publish', 'publish/0', 'disk']
+
+
 def test_an_empty_log_is_an_empty_trace():
     assert [e for e in build_timeline([])['traceEvents'] if e['ph'] != 'M'] == []

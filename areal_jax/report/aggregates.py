@@ -1,0 +1,77 @@
+"""Sums, means and extremes of metrics over all updates of a run. Used by report.py."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from areal_jax.report.contents import Ends, MeanMax, Mismatch
+from areal_jax.report.window import Window
+from areal_jax.telemetry import names
+from areal_jax.telemetry.values import Line, counts, number
+
+Metrics = Sequence[Line]  # of the updates, in order
+
+
+def total(metrics: Metrics, name: str) -> float:
+    """Sum over the updates that have the metric."""
+    return sum(_values(metrics, name))
+
+
+def largest(metrics: Metrics, name: str) -> float | None:
+    """Largest value over the updates."""
+    return max(_values(metrics, name), default=None)
+
+
+def ends(metrics: Metrics, name: str) -> Ends:
+    """First and last value."""
+    values = _values(metrics, name)
+    return {'first': values[0] if values else None, 'last': values[-1] if values else None}
+
+
+def weighted_mean(metrics: Metrics, name: str, weight: str) -> float | None:
+    """Mean over the updates, each with its count; updates without a value or a count are left out."""
+    pairs = [(number(line, name), number(line, weight)) for line in metrics]
+    counted = [(value, count) for value, count in pairs if value is not None and count]
+    weights = sum(count for _, count in counted)
+    return sum(value * count for value, count in counted) / weights if weights else None
+
+
+def token_age(metrics: Metrics) -> MeanMax:
+    """Age of the trained tokens in versions: from the histograms, or from the means where no update has one."""
+    tokens: dict[int, float] = collections.defaultdict(float)  # by age
+    for line in metrics:
+        for age, count in enumerate(counts(line, names.TOKEN_AGE_HISTOGRAM)):
+            tokens[age] += count
+    if not (trained := sum(tokens.values())):
+        mean = weighted_mean(metrics, names.TOKEN_AGE_MEAN, names.TOKENS_TRAINED)
+        return {'mean': mean, 'max': largest(metrics, names.TOKEN_AGE_MAX)}
+    mean = sum(age * count for age, count in tokens.items()) / trained
+    return {'mean': mean, 'max': max(age for age, count in tokens.items() if count)}
+
+
+def mismatch(metrics: Metrics) -> Mismatch:
+    """Mismatch of log-probs over all compared tokens."""
+    count = int(total(metrics, names.MISMATCH_COUNT))
+    measured = [line for line in metrics if number(line, names.MISMATCH_COUNT)]
+    return {
+        'mean': weighted_mean(measured, names.MISMATCH_MEAN, names.MISMATCH_COUNT),
+        'max': largest(measured, names.MISMATCH_MAX),
+        'exact_share': weighted_mean(measured, names.MISMATCH_EXACT, names.MISMATCH_COUNT),
+        'n': count,
+    }
+
+
+def admission_held(metrics: Metrics, within: Window) -> dict[str, float]:
+    """Share of the window in which each bound kept admission closed, the largest first."""
+    held: dict[str, float] = collections.defaultdict(float)
+    for line in metrics:
+        for name in line:
+            if name.startswith(names.ADMISSION_HELD):
+                held[name.removeprefix(names.ADMISSION_HELD)] += number(line, name) or 0.0
+    span = max(within.seconds, sum(held.values()))  # in lock-step admission is held before the first group too
+    return {bound: held[bound] / span for bound in sorted(held, key=lambda bound: -held[bound])}
+
+
+def _values(metrics: Metrics, name: str) -> list[float]:
+    return [value for line in metrics if (value := number(line, name)) is not None]
