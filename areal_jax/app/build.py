@@ -20,10 +20,10 @@ from areal_jax.control.controller import LoopSettings
 from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
+from areal_jax.distributed.leader import CommandLeader
 from areal_jax.formats.gguf import find_package_file, load_gguf, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
-from areal_jax.learning.commands import CommandLeader
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings

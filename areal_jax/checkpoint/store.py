@@ -37,7 +37,7 @@ _ROOM = 1.2  # checkpoints that must fit on the disk beside those that are kept;
 
 
 class Follower(Protocol):
-    """Another process that holds its own shards of the step that is being saved (learning/commands.py)."""
+    """Another process that holds its own shards of the step that is being saved (distributed/leader.py)."""
 
     name: str
 
