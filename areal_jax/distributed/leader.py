@@ -14,16 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from areal_jax.checkpoint.shards import Index
 from areal_jax.distributed.messages import CLOSE, Answer, Command, WriteAnswer, WriteRequest
 from areal_jax.distributed.peers import CommandError, OnLost, Peer, end_process
+from areal_jax.learning.diagnostics import Metrics
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.trees import Tree
 from areal_jax.types import TrajectoryGroup
 
-_P = ParamSpec('_P')
+_Args = TypeVarTuple('_Args')
 _R = TypeVar('_R')
 
 
@@ -45,7 +46,7 @@ class CommandLeader:
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         return self._learner.update_tokens(groups)
 
-    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, object]:
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
         return self._everywhere(self._learner.update, groups, version)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
@@ -72,7 +73,7 @@ class CommandLeader:
             peer.send(Command(CLOSE))
             peer.close()
 
-    def _everywhere(self, method: Callable[_P, _R], *args: _P.args, **_: _P.kwargs) -> _R:
+    def _everywhere(self, method: Callable[[*_Args], _R], *args: *_Args) -> _R:
         """Calls a method of this process's learner and, by its name, the same method of every follower's."""
         name = method.__name__
         for peer in self._peers:
