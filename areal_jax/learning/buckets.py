@@ -22,10 +22,11 @@ class RowShape(NamedTuple):
 
 
 def tail_buckets(row_tokens: int, row_loss_tokens: int, n: int, *, least_tokens: int = 256) -> tuple[RowShape, ...]:
-    """The shapes a micro-batch may be cut to, ascending: the full one and up to n - 1 more, each half of the next.
+    """The shapes to which a micro-batch may be trimmed, ascending: up to n - 1 smaller ones, each half of the next, and
+    the full one.
 
     Args:
-      least_tokens: below it no shape is worth its compilation.
+      least_tokens: the smallest T for which a shape is worth its compilation.
     """
     buckets = [RowShape(row_tokens, row_loss_tokens)]
     for halvings in range(1, n):
@@ -56,15 +57,15 @@ def tail_bucket(rows: Mapping[str, np.ndarray], buckets: Sequence[RowShape]) -> 
 
 
 def trim(rows: Mapping[str, np.ndarray], bucket: RowShape) -> dict[str, np.ndarray]:
-    """Views of rows cut to the shape of the bucket; other fields than a PackedBatch's have one value per loss token.
+    """Views of rows trimmed to the shape of the bucket.
 
-    Raises ValueError where more than padding would go.
+    Fields that are not in PackedBatch must be [..., N]. Raises ValueError if anything but padding would be lost.
     """
     tail_bucket(rows, [bucket])
     return {name: x[..., : bucket.tokens if name in _TOKEN_FIELDS else bucket.loss_tokens] for name, x in rows.items()}
 
 
 def _used(mask: np.ndarray) -> int:
-    """Places up to the last one in use, over all rows [..., places]."""
+    """The number of places up to the last one in use in any row; mask is bool [..., places]."""
     used = np.flatnonzero(mask.reshape(-1, mask.shape[-1]).any(0))
     return int(used[-1]) + 1 if len(used) else 0

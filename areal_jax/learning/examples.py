@@ -20,7 +20,7 @@ def make_examples(
     capacity: tuple[int, int],
     vocab_size: int | None,
 ) -> list[list[Example]]:
-    """Per group its trajectories with loss tokens; ids number all trajectories of the update."""
+    """For each group, its trajectories that have loss tokens. Ids count all trajectories of the update, also others."""
     examples_of, next_id = [], 0
     for group, values in zip(groups, advantages, strict=True):
         examples = []
@@ -36,7 +36,11 @@ def make_examples(
 
 
 def _require_sound(trajectory: Trajectory, group: TrajectoryGroup, advantage: float, vocab_size: int | None) -> None:
-    """What no kernel would notice: it would read another row of the embedding, or weigh one token like millions."""
+    """Raises BatchError for values that would train silently wrong.
+
+    A token id outside the vocabulary reads another row of the embedding; a behavior log-prob of -inf gives its token
+    the largest weight possible.
+    """
     where = f'draw {trajectory.prompt.draw}, sample {trajectory.sample}'
     if not np.isfinite(advantage):
         raise BatchError(
@@ -72,13 +76,13 @@ def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[in
 
 
 def next_token_form(trajectory: Trajectory) -> NextTokenForm:
-    """The only shift by one: arrays aligned by the token they describe go to the position that predicts it.
+    """Aligns arrays by the token that predicts instead of the token that they describe; no other code shifts them.
 
-    The first answer token is predicted by the last prompt token. Environment tokens are context: read, never targets.
-    Raises BatchError where the very first token was generated: nothing predicts it.
+    The first answer token is predicted by the last prompt token. Environment tokens are context: inputs, never targets.
+    Raises BatchError if the very first token was generated, because no token predicts it.
     """
     tokens = trajectory.tokens
-    predicted = np.flatnonzero(trajectory.loss_mask)
+    predicted = np.flatnonzero(trajectory.loss_mask)  # [A], indices of the loss tokens
     if len(predicted) and predicted[0] == 0:
         raise BatchError(f'draw {trajectory.prompt.draw}: the prompt is empty, so nothing predicts its first token')
     return NextTokenForm(

@@ -45,10 +45,10 @@ def pack(
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
-    A group goes whole into one minibatch, so fewer groups than `n_minibatches` give fewer batches, and nothing to train
-    gives none. Tokens generated before `oldest_version` keep their place and trajectory id but leave `loss_mask`:
-    denominators count trajectory ids (`denominators.denominator_weights`), hence tokens before this rejection. What is
-    trained does not depend on `fill`, `data_shards` or `cost`: they decide only in which row and where a token stands.
+    A group is never split between minibatches, so fewer groups than `n_minibatches` give fewer batches, and nothing to
+    train gives none. Tokens generated before `oldest_version` are left out of `loss_mask` but keep their place and
+    trajectory id. Denominators count trajectory ids (`denominators.denominator_weights`), so they include these tokens.
+    `fill`, `data_shards` and `cost` decide only where a token is placed; they do not change what is trained.
 
     Args:
       advantages: per group float32 [trajectories of the group].
@@ -56,11 +56,12 @@ def pack(
       round_microbatches: add empty micro-batches up to a power of two.
       fill: 'first_fit' (decreasing) | 'algorithm_1' (bins.pack_fewest_first) | 'padded' (one trajectory per row, rows
         in the order given; to compare with).
-      data_shards: devices that share the rows of a micro-batch evenly, an equal slice each.
-      cost: by which they are balanced (balance.place_rows).
-      buckets: row shapes, ascending to the full one, to which the caller trims micro-batches; () = it trims none. With
-        'first_fit' a last micro-batch of few full rows is spread over more and shorter rows where one of them allows.
-      vocab_size: token ids lie below it; None = any.
+      data_shards: groups of devices that share the rows of a micro-batch, an equal slice each.
+      cost: the measure by which the shards are balanced (balance.place_rows).
+      buckets: the row shapes to which the caller trims micro-batches, ascending, the full shape last; () = no trimming.
+        With 'first_fit', the rows of an incomplete last micro-batch are repacked into more rows of a smaller shape if
+        their items fit one.
+      vocab_size: every token id must be below it; None = not checked.
 
     Raises BatchError for what must not be learned from (`_require_sound`) or does not fit a row, and ValueError for an
     unknown mode or fill and for rows that the shards cannot share evenly.
@@ -73,8 +74,8 @@ def pack(
     for members in split_minibatches(loss_tokens, n_minibatches):
         units = [unit for g in members for unit in _units(examples_of[g], mode, capacity)]
         rows = _rows(units, fill, rows_per_microbatch, buckets or [RowShape(*capacity)])
-        costs = np.array([row.cost(cost) for row in rows])
-        shares = np.array([row.share(capacity) for row in rows])
+        costs = np.array([row.cost(cost) for row in rows])  # [rows]
+        shares = np.array([row.share(capacity) for row in rows])  # [rows]
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
         if round_microbatches:
             missing = (1 << (len(placement) - 1).bit_length()) - len(placement)
@@ -107,10 +108,11 @@ def empty_batch(microbatches: int, rows: int, row_tokens: int, row_loss_tokens: 
 
 
 def split_minibatches(loss_tokens: Sequence[int], n_minibatches: int) -> list[list[int]]:
-    """Groups to minibatches of about equal loss tokens: largest first, to the minibatch that has least.
+    """Distributes groups over minibatches of about equal loss tokens: the largest group first, each to the smallest
+    minibatch so far. Returns the indices of the groups of each minibatch.
 
-    A function of the groups alone, so that what an optimizer step sees does not depend on the packing. Groups without
-    loss tokens are left out; minibatches are never empty, so there may be fewer than asked for.
+    The result depends on the groups alone, so an optimizer step sees the same groups whatever the packing. Groups
+    without loss tokens are left out. No minibatch is empty, so there may be fewer than `n_minibatches`.
     """
     members = [g for g, n in enumerate(loss_tokens) if n]
     heap = [(0, m) for m in range(min(n_minibatches, len(members)))]
@@ -123,7 +125,7 @@ def split_minibatches(loss_tokens: Sequence[int], n_minibatches: int) -> list[li
 
 
 def count_tokens(groups: Sequence[TrajectoryGroup], mode: str) -> int:
-    """Tokens that packing would put into rows, if no group had to be split: cheap, to price an update before it."""
+    """Tokens that packing would put into rows if no group had to be split over rows; cheap, to price an update."""
     total = 0
     for group in (group for group in groups if group.trajectories):
         prompts = 1 if mode == 'shared_prompt' else len(group.trajectories)
@@ -146,7 +148,7 @@ def require_known(mode: str, fill: str) -> None:
 
 
 def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> list[Unit]:
-    """Shared: as many answers of the group beside one prompt as a row holds, then the next row's worth."""
+    """In shared-prompt packing, bins of as many answers as fit one row together with their prompt."""
     if mode == 'ordinary' or not examples:
         return [Unit((e,)) for e in examples]
     row_tokens, row_loss_tokens = capacity

@@ -18,11 +18,11 @@ class PackingReport:
 
     rows: int = 0  # with at least one token
     microbatches: int = 0  # empty ones included
-    tokens: int = 0  # that stand in rows, a prompt as often as it is repeated
-    capacity_tokens: int = 0  # of the rows as they are computed, tail buckets considered
+    tokens: int = 0  # in rows; a repeated prompt counts each time
+    capacity_tokens: int = 0  # places of the rows after trimming to buckets
     loss_tokens: int = 0  # generated tokens, before any rejection
     capacity_loss_tokens: int = 0
-    saved_tokens: int = 0  # that sharing prompts kept out of the rows
+    saved_tokens: int = 0  # prompt tokens that sharing kept out of the rows
     mean_shard_cost: float = 0.0  # of the data shards, summed over micro-batches
     max_shard_cost: float = 0.0
 

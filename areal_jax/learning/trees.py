@@ -10,8 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-# A pytree: arrays, or what stands for each of them (shardings, shapes), in nested dicts or an optax state. jax gives
-# pytrees no type of their own.
+# A pytree whose leaves are arrays, or one sharding or shape for each array. jax has no type for pytrees.
 Tree = Any
 Params = Mapping[str, Tree]  # a nested dict of weights
 DTYPES = ('float32', 'bfloat16', 'float16')

@@ -35,7 +35,9 @@ class _Recorder:
 def _pair(leader_learner, follower_learner, **settings):
     ours, theirs = Pipe()
     lost: list[str] = []
-    thread = threading.Thread(target=follow, args=(follower_learner, theirs), kwargs={'on_lost': lost.append})
+    options = {'on_lost': lost.append}
+    # a daemon, so that a failing test does not keep the process
+    thread = threading.Thread(target=follow, args=(follower_learner, theirs), kwargs=options, daemon=True)
     thread.start()
     return (
         CommandLeader(leader_learner, [ours], **({'deadline_s': 5.0, 'on_lost': lost.append} | settings)),
