@@ -1,7 +1,7 @@
 """What flows through the loop: prompts, segments, trajectories, batches and weights.
 
 numpy only: nothing here imports jax, so host code can hold these anywhere. Arrays are aligned by the token they
-describe: entry t of every per-token array speaks of token t itself (learning/packing.py shifts to next-token form,
+describe: entry t of every per-token array speaks of token t itself (learning/examples.py shifts to next-token form,
 once).
 """
 
@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-Tree = Any  # pytree of arrays (nested dict by path); jax.Array, np.ndarray or ShapeDtypeStruct leaves
+# A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
+Tree = Any
 FinishReason = Literal['stop', 'length']
 NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
 LARGEST_LOGPROB = 1e-2  # rounding gives some almost certain tokens a log-prob above 0, never above this

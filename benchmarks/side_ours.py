@@ -58,7 +58,7 @@ def prepare_training(arguments: Mapping[str, Any]) -> Start:
 
 def program_bytes(learner: SpmdLearner) -> dict[str, dict[str, int]]:
     """What the compiler says that the learner's programs hold."""
-    analyses = {name: program.memory_analysis() for (name, _), program in learner._compiled.items()}
+    analyses = {name: program.memory_analysis() for (name, _), program in learner.programs.compiled.items()}
     return {
         name: {
             'arguments': analysis.argument_size_in_bytes,

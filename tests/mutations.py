@@ -86,7 +86,7 @@ MUTATIONS = [
     ),
     Mutation(
         'drop EOS from the loss',
-        'areal_jax/learning/packing.py',
+        'areal_jax/learning/examples.py',
         'predicted = np.flatnonzero(trajectory.loss_mask)',
         'predicted = np.flatnonzero(trajectory.loss_mask)[:-1]',
         'tests/learning',
@@ -191,7 +191,7 @@ MUTATIONS = [
     ),
     Mutation(
         'forget the centre of the trust region after the first step',
-        'areal_jax/learning/learner.py',
+        'areal_jax/learning/update.py',
         'if first and settings.recomputes:',
         'if False:',
         'tests/learning/test_forms.py',
@@ -317,9 +317,9 @@ MUTATIONS = [
     ),
     Mutation(
         'look for NaN in weights and not in the optimizer state',
-        'areal_jax/learning/learner.py',
-        "held = trees.join(self._params, self._frozen) | {'optimizer': self._state}",
-        'held = trees.join(self._params, self._frozen)',
+        'areal_jax/learning/state.py',
+        "trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}",
+        'trees.join(self.params, self.frozen)',
         'tests/learning/test_finiteness.py',
     ),
     Mutation(
@@ -331,9 +331,9 @@ MUTATIONS = [
     ),
     Mutation(
         'leave filtered groups out of every denominator',
-        'areal_jax/learning/learner.py',
-        'self._scalars(denominator * scale, version, first)',
-        'self._scalars(denominator, version, first)',
+        'areal_jax/learning/update.py',
+        'rows, denominator * scale, version',
+        'rows, denominator, version',
         'tests/learning/test_denominators.py',
     ),
     Mutation(

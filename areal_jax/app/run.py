@@ -39,8 +39,8 @@ from areal_jax.app.workdir import (
 )
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
+from areal_jax.distributed.leader import CommandLeader
 from areal_jax.files import DirectoryLock
-from areal_jax.learning.commands import CommandLeader
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.telemetry.facts import discard_facts

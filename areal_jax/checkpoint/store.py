@@ -42,7 +42,7 @@ _ROOM = 1.2  # checkpoints that must fit on the disk beside those that are kept;
 
 
 class Follower(Protocol):
-    """Another process, which holds its own shards of the step that is being saved (distributed/)."""
+    """Another process, which holds its own shards of the step that is being saved (distributed/leader.py)."""
 
     name: str
 

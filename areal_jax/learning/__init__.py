@@ -1,5 +1,10 @@
-"""The loop's arrows 6 and 7: groups become packed rows, packed rows become the next version of the weights.
+"""Packing and update: groups become packed rows, packed rows become the next version of the weights.
 
-groups -> advantages.py -> packing.py -> proximal.py, losses.py (inside train_step.py) -> optimizer.py
-learner.py drives them and is all that the controller sees.
+groups -> advantages.py -> examples.py -> packing.py (bins, balance, rows, buckets)      numpy, on the host
+       -> layout.py -> passes.py -> train_step.py (forward, proximal, losses, optimizer)  jax, on the mesh
+learner.py has the commands and is all that the controller sees; update.py loops over minibatches and epochs.
+
+Shapes: M micro-batches of a minibatch, R rows of a micro-batch, T tokens of a row, N loss tokens of a row, S segments,
+A answer tokens, B groups per update; of the model d width, H query heads, K key heads, D head size, V vocabulary. The
+line that defines an array says its shape in a comment, or the docstring does for arguments and results.
 """

@@ -1,4 +1,4 @@
-"""Arrow 7, before the pass: rewards of a group become one advantage per trajectory. numpy only."""
+"""Advantages: the rewards of a group become one number per trajectory. Used by learner.py. numpy only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Part of arrow 6: which row stands where, so that the devices that share a micro-batch finish together.
+"""Load balance: rows are placed such that the devices that share a micro-batch finish at about the same time.
 
-Rows have one shape; what differs is how much of them is used and how many pairs of tokens attention visits. numpy only.
+All rows have one shape, but they differ in how many of their places are used and in how many pairs of tokens attention
+computes. Used by packing.py and rows.py. numpy only.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 
 from areal_jax.models.shape import ModelConfig
 
-EMPTY = -1  # in a placement: no row stands here
+EMPTY = -1  # in a placement: a place without a row
 _Number = TypeVar('_Number', float, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True)
 class CostCoefficients:
-    """What a token and a visible pair of tokens cost, in one unit; as they stand, pairs are free."""
+    """The cost of a token and of a visible pair of tokens, in any common unit. By default pairs cost nothing."""
 
     per_token: float = 1.0
     per_pair: float = 0.0
@@ -73,20 +74,21 @@ def row_cost(tokens: _Number, pairs: _Number, coefficients: CostCoefficients) ->
 def place_rows(
     costs: np.ndarray, shares: np.ndarray, rows_per_microbatch: int, data_shards: int = 1, *, in_order: bool = False
 ) -> np.ndarray:
-    """Rows to places: as few micro-batches as hold them, shard s having an equal slice of the places of each.
+    """Assigns rows to places of as few micro-batches as hold them; each shard has an equal slice of every micro-batch.
 
-    The least filled rows make up the last micro-batch, which is the one that may be incomplete, so that it may fit a
-    tail bucket. The others go by cost, like with like. Inside a micro-batch the most expensive row goes to the shard
-    with least so far (longest processing time first, with equal counts).
+    The least filled rows form the last micro-batch, which may be incomplete, so that it may fit a smaller bucket. The
+    other rows are sorted by cost, so that rows of one micro-batch cost about the same. Within a micro-batch, each row,
+    most expensive first, goes to the shard with the lowest cost so far (longest processing time first, with equal
+    counts of rows).
 
     Args:
       costs: float [rows].
-      shares: float [rows], of a row's places that are used.
-      rows_per_microbatch: a multiple of `data_shards`.
-      in_order: none of this: row i stands at place i.
+      shares: float [rows], the share of a row's places that are used.
+      rows_per_microbatch: R, a multiple of `data_shards`.
+      in_order: no balancing: row i is put at place i.
 
     Returns:
-      int [M, rows_per_microbatch], a row or EMPTY.
+      int [M, R], the index of a row or EMPTY.
 
     Raises:
       ValueError: rows that the shards cannot share evenly.
@@ -110,14 +112,14 @@ def place_rows(
 
 
 def shard_costs(costs: np.ndarray, placement: np.ndarray, data_shards: int) -> np.ndarray:
-    """float [M, data_shards]: what each shard pays in each micro-batch of a placement."""
+    """float [M, data_shards]: the cost of each shard in each micro-batch of a placement [M, R]."""
     by_place = np.where(placement == EMPTY, 0.0, np.append(costs, 0.0)[placement])
     microbatches, rows = placement.shape
     return by_place.reshape(microbatches, data_shards, rows // data_shards).sum(-1)
 
 
 def _share_out(rows: Iterable[int], costs: np.ndarray, rows_per_shard: int, data_shards: int) -> list[int]:
-    """Rows, most expensive first, to the shard with least so far that has a place left; places in order of shards."""
+    """Gives each row, most expensive first, to the cheapest shard that has a place left; returns places by shard."""
     shards: list[list[int]] = [[] for _ in range(data_shards)]
     loads = [(0.0, s) for s in range(data_shards)]
     for row in rows:

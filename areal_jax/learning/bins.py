@@ -1,4 +1,4 @@
-"""Part of arrow 6: which items share a bin, of one capacity or two. numpy only."""
+"""Bin packing with one capacity or two: which items share a bin. Used by packing.py. numpy only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def pack_first_fit(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> list[l
     """Places every item, largest first, into the first bin where it still fits.
 
     'Largest' is by the biggest share of a capacity, ties by index, so the result is a function of the input alone.
-    O(n log n). Where two capacities decide, the first fit cannot be found in less than O(bins), and the best fit takes
-    its place: the bin left with least of the scarcer capacity, at O(log capacity) an item and as few bins.
+    O(n log n). If both capacities can be the limit, first fit would need O(bins) per item, so best fit is used instead:
+    choose the bin that will have the least room left in the scarcer capacity, O(log capacity) per item. It needs as few
+    bins.
 
     Args:
       sizes: per item one size for each capacity, 0 <= size <= capacity; an array is int [n, capacities].
@@ -64,10 +65,11 @@ def pack_fewest_first(sizes: Sequence[Size] | np.ndarray, capacity: Size, min_bi
 def spread_remainder(
     bins: Sequence[Sequence[int]], sizes: Sequence[Size] | np.ndarray, bins_per_batch: int, capacities: Sequence[Size]
 ) -> list[list[int]]:
-    """Bins beyond full batches of `bins_per_batch`, packed anew into smaller ones that make up no more than one batch.
+    """Repacks the bins of an incomplete last batch into more bins of a smaller capacity, at most one batch of them.
 
-    Bins that are filled well leave a last batch of few full bins, as slow as a full batch where bins are computed side
-    by side. Chosen are those with the smallest items; bins are returned as they came if these fit no smaller capacity.
+    Well-filled bins leave a last batch of a few full bins. If the bins of a batch are computed in parallel, that batch
+    takes as long as a complete one; bins of a smaller capacity take less. The bins with the smallest items are
+    repacked. If their items fit no smaller capacity, the bins are returned unchanged.
 
     Args:
       bins: as packed, indices of items.
@@ -108,7 +110,7 @@ def _largest_first(items: np.ndarray, limit: np.ndarray) -> np.ndarray:
 def _deciding(items: np.ndarray, limit: np.ndarray) -> tuple[int, ...]:
     """The capacities that can be short, the scarcer first.
 
-    A capacity of which every item takes no larger a share than of the other is never short before that one.
+    If every item takes at least as large a share of one capacity as of the other, only the first can run out.
     """
     if len(limit) == 1:
         return (0,)
@@ -123,8 +125,8 @@ def _deciding(items: np.ndarray, limit: np.ndarray) -> tuple[int, ...]:
 def _place_first(sizes: Sequence[int], capacity: int) -> list[int]:
     """First fit in the order given, by a tree whose nodes hold the largest free space of the bins below.
 
-    What one bin holds and the first item of a later one exceed the capacity together, so two bins hold more than one
-    capacity's worth: that bounds the leaves.
+    The first item of a bin did not fit any earlier bin, so any two bins together hold more than one capacity. This
+    bounds the number of bins, and with it the number of leaves.
     """
     most_bins = min(len(sizes), 2 * sum(sizes) // max(capacity, 1) + 1)
     leaves = 1 << max(most_bins - 1, 0).bit_length()
@@ -149,9 +151,9 @@ def _place_first(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def _place_best(firsts: Sequence[int], seconds: Sequence[int], first_capacity: int, second_capacity: int) -> list[int]:
-    """Best fit in the order given: the bin left with least of the first capacity, of those the one with most of the
-    second, of those the first."""
-    empty = first_capacity + 1  # as if it had more free than any other: taken last
+    """Best fit in the order given: the bin with the least of the first capacity left; ties go to the bin with the most
+    of the second left, then to the lowest index."""
+    empty = first_capacity + 1  # sorts after every bin in use: a new bin is the last choice
     bins = _FreeSpace(empty)
     bins.put(empty, second_capacity, 0)
     opened, places = 0, []
@@ -166,7 +168,8 @@ def _place_best(firsts: Sequence[int], seconds: Sequence[int], first_capacity: i
 
 
 class _FreeSpace:
-    """Bins by what they have free of a first capacity; a tree holds the most free of a second one below each node."""
+    """Bins ordered by their free space of a first capacity; each node of a tree knows the largest free space of the
+    second capacity below it."""
 
     def __init__(self, most_first_free: int):
         self._leaves = 1 << most_first_free.bit_length()
@@ -181,7 +184,7 @@ class _FreeSpace:
             node >>= 1
 
     def take(self, first: int, second: int) -> tuple[int, int, int]:
-        """Takes out the bin (free of the first, free of the second, index) that has least and enough of the first."""
+        """Removes the tightest bin with room for both; returns (free of the first, free of the second, its index)."""
         most, node = self._most, self._leaves + first
         while most[node] < second:  # an empty bin always has enough
             node += 1

@@ -1,4 +1,7 @@
-"""Arrow 7, what the sum over the loss tokens of a minibatch is divided by. numpy only."""
+"""Denominators: what the sum over the loss tokens of a minibatch is divided by. numpy only.
+
+Used by train_step.py (weights of tokens) and learner.py (scale for groups that were left out).
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,29 @@ DENOMINATORS = ('kept', 'all')
 def denominator_weights(batch: PackedBatch, aggregation: str) -> tuple[np.ndarray, float]:
     """Weight of each loss token and the denominator of the minibatch, both from tokens before any rejection.
 
-    'token_mean': every token 1, over the tokens. 'sequence_mean': every token 1 / (tokens of its trajectory), over the
-    trajectories. Either way the loss is a weighted masked sum over the denominator.
+    'token_mean': every token has weight 1, and the denominator is the number of tokens. 'sequence_mean': a token has
+    weight 1 / (tokens of its trajectory), and the denominator is the number of trajectories. In both cases the loss is
+    a weighted masked sum, divided by the denominator.
 
     Returns:
-      (float32 of the shape of `batch.trajectory_ids`, denominator).
+      (weights float32 [M, R, N], denominator).
     """
-    real = batch.trajectory_ids != PADDING
+    real = batch.trajectory_ids != PADDING  # [M, R, N]
     if aggregation == 'token_mean':
         return real.astype(np.float32), float(real.sum())
     if aggregation == 'sequence_mean':
-        counts = np.bincount(batch.trajectory_ids[real], minlength=1)
+        counts = np.bincount(batch.trajectory_ids[real], minlength=1)  # [trajectories of the update]
         weights = np.where(real, 1.0 / np.maximum(counts[np.where(real, batch.trajectory_ids, 0)], 1), 0.0)
         return weights.astype(np.float32), float((counts > 0).sum())
     raise ValueError(f"loss.aggregation={aggregation!r} is unknown; use 'token_mean' or 'sequence_mean'")
 
 
 def denominator_scale(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], aggregation: str) -> float:
-    """What a denominator of `denominator_weights` grows by where it counts all `groups`, not only the `kept` ones.
+    """The factor for denominators that count all `groups` of the update, not only the `kept` ones.
 
-    The ratio of their loss tokens ('token_mean') or sequences ('sequence_mean'). Every minibatch grows by the same
-    ratio, as if each had its share of the groups left out; a single one then has the denominator of all groups. Loss,
-    'loss/value' and gradient norm are divided by it too. Returns 1 where no group is kept.
+    It is the ratio of the loss tokens of both ('token_mean') or of their sequences ('sequence_mean'). Every minibatch
+    gets the same factor; if there is only one minibatch, its denominator is exactly that of all groups. Loss,
+    'loss/value' and gradient norm shrink by the factor. Returns 1 if no group is kept.
     """
     whole, part = (_count_loss(side, aggregation) for side in (groups, kept))
     return whole / part if part else 1.0

@@ -1,22 +1,25 @@
-"""Arrow 7, seen from outside: what an update reports of its data beside the loss. numpy only.
+"""What an update reports of its data beside the loss: rewards, ages of tokens, mismatch. numpy only.
 
-A quantity that is not defined (the mean over no tokens) is absent from the metrics.
+Used by learner.py and update.py. A metric that is not defined (the mean over no tokens) is absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from areal_jax.learning.advantages import rewards_of
 from areal_jax.learning.rows import BatchError
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup, concatenate
 
+Metrics = Mapping[str, Any]  # floats by name, and for a histogram a list of floats
+
 
 def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Rewards of all groups of the update; counts of those that the filter of equal rewards leaves and takes out."""
+    """Rewards of all groups of the update, and how many groups the filter of equal rewards keeps and removes."""
     metrics = {
         'update/groups': float(len(groups)),
         'update/trained_groups': float(len(kept)),
@@ -29,14 +32,14 @@ def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGro
     return metrics
 
 
-def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> dict[str, Any]:
+def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> Metrics:
     """Age of the trained tokens when the batch was formed (version - policy version), and how versions mix in them.
 
-    Masked tokens are counted in the groups, because a minibatch of nothing else is not among the batches. The histogram
-    is a list, trained tokens of age 0, 1, 2, ...; it is empty where nothing is trained.
+    Masked tokens are counted from the groups, because packing drops a minibatch that has only such tokens. Entry a of
+    the histogram is the number of trained tokens of age a; it is empty if nothing is trained.
     Raises BatchError for a token of a version that is not published yet.
     """
-    trained = _join([b.loss_mask for b in batches], bool)
+    trained = _join([b.loss_mask for b in batches], bool)  # [all loss tokens], as the next two
     ids = _join([b.trajectory_ids for b in batches], np.int32)
     ages = version - _join([b.policy_versions for b in batches], np.int32)
     if (ages[ids >= 0] < 0).any():
@@ -44,7 +47,7 @@ def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch],
         raise BatchError(f'a token has policy version {newest}, but the update starts from version {version}')
     segments = (s for g in kept for t in g.trajectories for s in t.segments)
     generated = sum(len(s.tokens) for s in segments if s.policy_version != NOT_GENERATED)
-    metrics: dict[str, Any] = {
+    metrics = {
         'update/trained_tokens': float(trained.sum()),
         'update/trained_trajectories': 0.0,
         'staleness/masked_tokens': float(generated - trained.sum()),
@@ -64,9 +67,9 @@ def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch],
 
 
 def mismatch_metrics(batches: Sequence[PackedBatch], logprobs: Sequence[np.ndarray], version: int) -> dict[str, float]:
-    """Engine against learner, |behavior - learner's log-prob|, over generated tokens of the current version.
+    """|behavior log-prob - the learner's log-prob| over generated tokens of the current version.
 
-    Both are of the full softmax, also where the engine drew from a part of it.
+    Both log-probs are of the full softmax, also if the engine sampled with top-k or top-p.
 
     Args:
       logprobs: per batch float32 [M, R, N] of the weights of `version`, i.e. before the update.
@@ -86,5 +89,5 @@ def mismatch_metrics(batches: Sequence[PackedBatch], logprobs: Sequence[np.ndarr
     }
 
 
-def _join(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+def _join(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
     return concatenate([a.ravel() for a in arrays], dtype)

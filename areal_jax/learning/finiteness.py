@@ -1,9 +1,11 @@
-"""Refuses weights and optimizer state that hold NaN or infinity, with the same verdict on every process."""
+"""Refuses weights and optimizer state that hold NaN or infinity, with the same verdict on every process.
+
+Used by learner.py: before the first update, before a save and after a restore.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +13,19 @@ from jax.sharding import Mesh
 
 from areal_jax.errors import UserError
 from areal_jax.sharding.rules import path_name, replicated
+from areal_jax.types import Tree
 
 
 class NonFiniteError(UserError, ArithmeticError):
     """Numbers that no training can go on from; the message names where they are, how many, and the fix."""
 
 
-def require_finite(tree: Any, mesh: Mesh, what: str, fix: str) -> None:
+def require_finite(tree: Tree, mesh: Mesh, what: str, fix: str) -> None:
     """Raises NonFiniteError that names the first leaf with NaN or infinity, and how many of its values are.
 
-    Counts on the devices of `mesh`, where the leaves lie. A collective where the mesh spans processes: all must call
-    it, and all raise or none. There is one small program per shape of a leaf: a program over all leaves takes seconds
-    to compile where layers are listed.
+    The values are counted on the devices of `mesh`, which hold the leaves. A collective if the mesh spans processes:
+    all must call it, and either all raise or none. One small program is compiled for each shape of a leaf; a single
+    program over all leaves would take seconds to compile if layers are listed.
 
     Args:
       what: what the tree was read from or made by, the start of the sentence.
@@ -31,7 +34,7 @@ def require_finite(tree: Any, mesh: Mesh, what: str, fix: str) -> None:
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     leaves = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     count = _counter(mesh)
-    # each count is waited for: on virtual CPU devices collectives of programs in flight at once block each other
+    # wait for each count before the next: on virtual CPU devices, collectives of concurrent programs block each other
     counts = {path: int(jax.device_get(count(leaf))) for path, leaf in leaves.items()}
     wrong = {path: n for path, n in counts.items() if n}
     for path, n in wrong.items():
@@ -42,6 +45,6 @@ def require_finite(tree: Any, mesh: Mesh, what: str, fix: str) -> None:
 
 
 @functools.cache
-def _counter(mesh: Mesh) -> Any:
+def _counter(mesh: Mesh) -> jax.stages.Wrapped:
     """leaf -> int32 scalar on every device of the mesh: values that are not finite."""
     return jax.jit(lambda leaf: jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32), out_shardings=replicated(mesh))

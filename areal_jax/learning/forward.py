@@ -1,43 +1,46 @@
-"""Arrow 7, the pass: packed rows over a mesh become log-probs of their loss tokens.
+"""The forward pass: packed rows on a mesh become log-probs of their loss tokens. Used by train_step.py.
 
-Dense layers see one flat stream of tokens. Where rows lie over devices and their tokens over `context`, the stream is
-ordered by device, so that flattening moves nothing: [R, T] with R over data and fsdp becomes
-[data * fsdp, context, R / (data * fsdp), T / context] and is flattened from there. Over `context` the tokens of a row
-stand in slice order (sharding/slices.py), which only attention and the choice of the predicting places need to know.
+Dense layers see one flat stream of tokens. On a mesh the stream is ordered by device, so that flattening moves no data:
+[R, T], with R sharded over data and fsdp and T over context, is viewed as
+[data * fsdp, context, R / (data * fsdp), T / context] and flattened from there. If `context` > 1, the tokens of a row
+are in slice order (sharding/slices.py); only attention and the choice of the predicting tokens depend on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.models.attention import packed_rows_attention
+from areal_jax.models.decoder import Attend, Constrain
 from areal_jax.models.logprobs import sharded_token_logprobs, token_logprobs
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
 from areal_jax.sharding.rules import data_shards
 from areal_jax.sharding.slices import first_tokens, from_slices, slice_places, to_slices
+from areal_jax.types import Tree
 
-Rows = Mapping[str, Any]  # fields of a micro-batch [R, ...], see `train_step.training_rows`
+Rows = Mapping[str, jax.Array]  # fields of a micro-batch [R, ...], see `train_step.training_rows`
+_AttendRows = Callable[..., jax.Array]  # (q, k, v, segments, parents, positions, first=0) -> out
 
 
 class PackedDecoder(Protocol):
     """What the learner needs of a model (models/decoder.py)."""
 
     def hidden(
-        self, params: Any, tokens: Any, positions: Any, attend: Any, *, constrain: Callable[[Any], Any]
-    ) -> tuple[Any, Any]: ...
+        self, params: Tree, tokens: jax.Array, positions: jax.Array, attend: Attend, *, constrain: Constrain
+    ) -> tuple[jax.Array, Tree]: ...
 
-    def head(self, params: Any) -> Any: ...
+    def head(self, params: Tree) -> jax.Array: ...
 
 
 def forward(
     decoder: PackedDecoder,
-    params: Any,
+    params: Tree,
     rows: Rows,
     temperature: jax.Array | float,
     *,
@@ -51,7 +54,8 @@ def forward(
 
     Args:
       rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources', 'targets' int [R, N].
-      mesh: where rows lie; None = one device. R, T / 2 and N are multiples of what they are cut over.
+      mesh: the devices that hold the rows; None = one device. R must be a multiple of data * fsdp, and with
+        context > 1 T one of 2 * context and N one of context.
 
     Returns:
       (logprobs, entropy), float32 [R, N], both at `temperature`.
@@ -61,14 +65,15 @@ def forward(
     if (context := 1 if mesh is None else mesh.shape['context']) > 1:
         sources = slice_places(sources, inputs.shape[1], context)
         inputs, positions = to_slices(inputs, context), to_slices(positions, context)
-    flat_hidden, _ = decoder.hidden(
+    flat_hidden, _ = decoder.hidden(  # [R * T, d]
         params,
         tokens.flatten(inputs),
         tokens.flatten(positions),
         _attend(rows, tokens, attention),
         constrain=tokens.constrain,
     )
-    predicting = jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
+    predicting = jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)  # [R, N, d]
+    # logprobs and entropy are [R * N] until they are unflattened
     arguments = targets.flatten(predicting), decoder.head(params), targets.flatten(rows['targets']), temperature
     if tokens.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
@@ -80,10 +85,10 @@ def forward(
 
 
 class Stream:
-    """The order in which tokens of rows [R, T] stand in the flat stream [R * T], and where it lies."""
+    """The order of the tokens of rows [R, T] in the flat stream [R * T], and the sharding of both."""
 
     def __init__(self, mesh: Mesh | None, rows: int, tokens: int):
-        self.mesh = mesh if mesh is not None and mesh.size > 1 else None  # None: nothing has to be said
+        self.mesh = mesh if mesh is not None and mesh.size > 1 else None  # None = one device, no sharding to state
         self._rows, self._tokens = rows, tokens
         self._parts = (1, 1) if self.mesh is None else (data_shards(self.mesh), self.mesh.shape['context'])
         for size, parts, what in ((rows, self._parts[0], 'rows'), (tokens, self._parts[1], 'tokens of a row')):
@@ -107,17 +112,17 @@ class Stream:
         return self._at(x.reshape(self._rows, self._tokens, *x.shape[1:]), ROW_AXES)
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """The stream [R * T, ...], each device holding its own tokens whole."""
+        """The stream [R * T, ...], sharded by token: no device holds a part of a token's features."""
         return self._at(x, TOKEN_AXES)
 
-    def _at(self, x: jax.Array, *spec: Any) -> jax.Array:
+    def _at(self, x: jax.Array, *spec: str | tuple[str, ...]) -> jax.Array:
         if self.mesh is None:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
 
 def require_heads(n_heads: int, n_kv_heads: int, tensor: int) -> None:
-    """Raises ValueError for heads that cannot be cut over the axis `tensor` of a mesh."""
+    """Raises ConfigError for heads that cannot be sharded over the axis `tensor` of a mesh."""
     if n_heads % tensor or (n_kv_heads % tensor and tensor % n_kv_heads):
         raise ConfigError(
             f'mesh.tensor={tensor} does not divide the {n_heads} query heads and {n_kv_heads} key heads of the model; '
@@ -125,12 +130,14 @@ def require_heads(n_heads: int, n_kv_heads: int, tensor: int) -> None:
         )
 
 
-def _attend(rows: Rows, stream: Stream, impl: str) -> Callable[..., Any]:
-    """`attend` of Decoder.hidden; with a mesh each device attends from its part of its rows' tokens and heads."""
-    places = tuple(rows[name] for name in ('segment_ids', 'parent_ids', 'positions'))
+def _attend(rows: Rows, stream: Stream, impl: str) -> Attend:
+    """`attend` of Decoder.hidden. On a mesh, each device computes the queries of its own rows, tokens and heads."""
+    places = tuple(rows[name] for name in ('segment_ids', 'parent_ids', 'positions'))  # [R, T] each
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Any, window: int | None) -> tuple[jax.Array, Any]:
-        def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array, first: Any = 0) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
+        def attend_rows(
+            q: jax.Array, k: jax.Array, v: jax.Array, *places: jax.Array, first: int | jax.Array = 0
+        ) -> jax.Array:
             segments, parents, positions = places
             return packed_rows_attention(
                 q,
@@ -147,16 +154,16 @@ def _attend(rows: Rows, stream: Stream, impl: str) -> Callable[..., Any]:
 
         mesh = stream.mesh
         run = attend_rows if mesh is None else _over_mesh(attend_rows, mesh, q.shape[1], k.shape[1])
-        out = run(*(stream.unflatten(x) for x in (q, k, v)), *places)
+        out = run(*(stream.unflatten(x) for x in (q, k, v)), *places)  # q, out [R, T, H, D]; k, v [R, T, K, D]
         return stream.flatten(out), entry
 
     return attend
 
 
-def _over_mesh(attend_rows: Callable[..., Any], mesh: Mesh, n_heads: int, n_kv_heads: int) -> Callable[..., Any]:
-    """Attention with heads cut over `tensor` and queries over `context`, whose devices gather all keys of their heads.
+def _over_mesh(attend_rows: _AttendRows, mesh: Mesh, n_heads: int, n_kv_heads: int) -> _AttendRows:
+    """Attention with heads sharded over `tensor` and queries over `context`; each device gathers all keys of its heads.
 
-    Where `tensor` has more devices than there are key heads, each takes the one key head that its queries read.
+    If `tensor` does not divide the key heads, they are replicated, and each device takes the one that its queries read.
     """
     context, tensor = mesh.shape['context'], mesh.shape['tensor']
     require_heads(n_heads, n_kv_heads, tensor)

@@ -1,10 +1,14 @@
-"""Under arrow 8 and checkpoints: weights and optimizer state as others hold them, one leaf per layer, and back."""
+"""Weights and optimizer state in interchange form, one leaf per layer, and back to the learner's own form.
+
+Used by learner.py for publication (`export_weights`), saving (`take_snapshot`) and restoring (`match_snapshot`,
+`read_snapshot`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -16,9 +20,10 @@ from areal_jax.models.layers import unstack_layers
 from areal_jax.models.lora import merge_adapters
 from areal_jax.sharding.placement import Region, copy_shards, place_regions
 from areal_jax.sharding.rules import path_name
+from areal_jax.types import Tree
 
 
-def export_weights(decoder: Decoder, dtype: str, params: Any, frozen: Any) -> Any:
+def export_weights(decoder: Decoder, dtype: str, params: Tree, frozen: Tree) -> Tree:
     """Trained and frozen weights as engines read them: adapters merged, one leaf per layer, all of `dtype`."""
     whole = trees.join(params, frozen)
     if decoder.lora:
@@ -26,11 +31,11 @@ def export_weights(decoder: Decoder, dtype: str, params: Any, frozen: Any) -> An
     return trees.cast(_listed(decoder, whole), dtype)
 
 
-def take_snapshot(decoder: Decoder, params: Any, state: Any) -> dict[str, Any]:
+def take_snapshot(decoder: Decoder, params: Tree, state: Tree) -> dict[str, Tree]:
     """{'params': nested dict, 'optimizer': {path: leaf}}, layers as a list, on the host.
 
-    Leaves are numpy arrays, or HostShards where the mesh spans processes: what this one saves. Copied first and cut
-    into layers there, in views: on the devices a slice of every leaf would be a second copy of all.
+    Leaves are numpy arrays, or HostShards of what this process saves if the mesh spans several. Arrays are copied to
+    the host first and split into per-layer views there. Slicing on the device would need a second copy of all weights.
     """
     listed = _listed(decoder, jax.tree.map(copy_shards, state))
     leaves = jax.tree_util.tree_leaves_with_path(listed)
@@ -41,16 +46,21 @@ def take_snapshot(decoder: Decoder, params: Any, state: Any) -> dict[str, Any]:
 
 
 def read_snapshot(
-    decoder: Decoder, saved: Mapping[str, Any], current: Mapping[str, Any], shardings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """{'params', 'optimizer'} of a snapshot, of the form and dtypes of `current`, laid out as `shardings` says.
+    decoder: Decoder, saved: Mapping[str, Tree], current: Mapping[str, Tree], shardings: Mapping[str, Tree]
+) -> dict[str, Tree]:
+    """{'params', 'optimizer'} of a snapshot, in the form and dtypes of `current`, placed as `shardings` says.
 
-    Leaves of `saved` have a shape and give regions: numpy arrays, or a checkpoint's, of which each process then reads
-    what its devices hold. Of `current` only shapes and dtypes are read. Raises ValueError as `match_snapshot` does.
+    Each process reads only the regions that its own devices hold.
+
+    Args:
+      saved: leaves have a shape and are indexed by regions: numpy arrays, or stored arrays of a checkpoint.
+      current: leaves need a shape and a dtype only.
+
+    Raises ValueError as `match_snapshot` does.
     """
     sources = match_snapshot(decoder, saved, current)
 
-    def read(name: str) -> Any:
+    def read(name: str) -> Tree:
         leaves, structure = jax.tree.flatten(current[name])
         over = jax.tree.leaves(shardings[name])
         return jax.tree.unflatten(structure, [_read_leaf(*of) for of in zip(sources[name], leaves, over, strict=True)])
@@ -58,20 +68,37 @@ def read_snapshot(
     return {name: read(name) for name in sources}
 
 
-def match_snapshot(decoder: Decoder, saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Where each leaf of `current` is in `saved`; raises ValueError where names or shapes differ. Reads no values."""
+def match_snapshot(
+    decoder: Decoder, saved: Mapping[str, Tree], current: Mapping[str, Tree]
+) -> dict[str, list[_Source]]:
+    """For each leaf of `current` the leaves of `saved` that it is made of; reads no values.
+
+    Raises ValueError for names or shapes that differ.
+    """
     return {name: _sources(decoder, saved[name], current[name], name) for name in ('params', 'optimizer')}
 
 
-def _listed(decoder: Decoder, tree: Any) -> Any:
+def _listed(decoder: Decoder, tree: Tree) -> Tree:
     return unstack_layers(tree, decoder.config.n_layers) if decoder.layers == 'stacked' else tree
+
+
+class _StoredLeaf(Protocol):
+    """An array of a snapshot, of which regions are read."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, region: Region) -> np.ndarray: ...
+
+
+_Source = Mapping[int | None, _StoredLeaf]  # by layer of the learner's leaf; None = all of it is in one stored leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a leaf in interchange form belongs: which leaf of the learner, and which layer of it."""
+    """Where a leaf in interchange form belongs. An index gives the place of one layer, as it does for an array."""
 
-    index: int
+    index: int  # of the learner's leaf
     shape: tuple[int, ...]
     layer: int | None = None  # None: all of it
 
@@ -83,8 +110,8 @@ class _Place:
         return _Place(self.index, self.shape[1:], layer)
 
 
-def _sources(decoder: Decoder, saved: Any, current: Any, what: str) -> list[dict[int | None, Any]]:
-    """For every leaf of `current` the saved leaves that it is made of, by layer, after a check of names and shapes."""
+def _sources(decoder: Decoder, saved: Tree, current: Tree, what: str) -> list[_Source]:
+    """The source of every leaf of `current`, after a check of names and shapes."""
     leaves, structure = jax.tree.flatten(current)
     places = jax.tree.unflatten(structure, [_Place(index, leaf.shape) for index, leaf in enumerate(leaves)])
     listed = _by_path(_listed(decoder, places))
@@ -96,18 +123,18 @@ def _sources(decoder: Decoder, saved: Any, current: Any, what: str) -> list[dict
             f"saved {what} differ from the learner's in {len(differing)} names or shapes, the first {differing[:2]}: "
             'restore with the model and optimizer of the run that saved'
         )
-    sources: list[dict[int | None, Any]] = [{} for _ in leaves]
+    sources: list[dict[int | None, _StoredLeaf]] = [{} for _ in leaves]
     for path, place in listed.items():
-        # a placeholder of an optimizer, which has no axis of layers, is the same in all of them
+        # an optimizer may have placeholders without an axis of layers: they are equal in all layers, so one is enough
         sources[place.index].setdefault(place.layer, found[path])
-    return sources
+    return list(sources)
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def _by_path(tree: Tree) -> dict[str, Tree]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _read_leaf(source: Mapping[int | None, Any], current: Any, sharding: Sharding) -> jax.Array:
+def _read_leaf(source: _Source, current: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
     def read(region: Region) -> np.ndarray:
         if None in source:
             whole = source[None]

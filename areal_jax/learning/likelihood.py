@@ -1,4 +1,7 @@
-"""Arrow 7, the objective of supervised training: the negative log-likelihood of given answers."""
+"""The objective of supervised training: the negative log-likelihood of given answers.
+
+Used by train_step.py (the loss), learner.py (held-out answers) and update.py (metrics).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def negative_log_likelihood(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """-Σₜ mₜ uₜ log π_θ(yₜ|sₜ) / N, float32, over the same denominators as the policy losses.
 
-    All arrays float or bool [...] of one shape; what stands at masked places is not read.
+    Arrays are float or bool [R, N], or of any other common shape; values at masked positions are not read.
     """
     loss = -masked_sum(policy_logprobs, loss_mask, token_weights) / denominator
     metrics = {
@@ -29,7 +32,10 @@ def negative_log_likelihood(
 
 
 def held_out_likelihood(logprobs: np.ndarray) -> dict[str, float]:
-    """{'nll': nats per token, 'tokens': their number} of float32 [tokens]; raises NonFiniteError where it is none."""
+    """{'nll': nats per token, 'tokens': their number} from log-probs float32 [tokens].
+
+    Raises NonFiniteError if the likelihood is NaN or infinite.
+    """
     nll = -float(logprobs.mean(dtype=np.float64))
     if not math.isfinite(nll):
         raise NonFiniteError(

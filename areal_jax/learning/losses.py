@@ -1,7 +1,8 @@
-"""Arrow 7, the objective: per-token losses as pure functions of arrays, one weighted masked sum over one denominator.
+"""Losses as pure functions of arrays: each is a weighted masked sum over loss tokens, divided by one denominator.
 
-Metrics are sums (`*_sum`, `*_count`) and maxima (`*_max`) that `merge_metrics` joins over micro-batches and
-`finalize_metrics` divides, once per update.
+Arrays are [R, N] (learning/__init__.py) or of any other common shape, written [...]. Metrics are sums (`*_sum`,
+`*_count`) and maxima (`*_max`): `merge_metrics` joins those of all micro-batches of an update, `finalize_metrics` turns
+them into means. Used by train_step.py and update.py.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ def decoupled_ppo_loss(
 
     Equation 5 of "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning",
     arXiv 2505.24298, after Hilton et al., arXiv 2110.00641. With proximal == behavior every wₜ is 1 and this is PPO.
-    At an edge exactly (rₜ = 1+ε or 1-ε) a token is not clipped: it still has its gradient. Beyond e^±20 a ratio is
-    constant.
+    A token whose ratio is exactly at the edge (rₜ = 1+ε or 1-ε) is not clipped: it keeps its gradient. Log-ratios are
+    clamped to ±20; beyond, a ratio is constant and its gradient zero.
 
     Args:
       policy_logprobs: float [...], log π_θ; the only differentiated input.
       proximal_logprobs: float [...], log π_prox, of the weights before the update.
       behavior_logprobs: float [...], log π_behav, recorded while sampling.
       advantages: float [...], constant.
-      loss_mask: bool [...], tokens the loss may touch; whatever stands elsewhere is not read.
+      loss_mask: bool [...], tokens the loss may touch; values elsewhere are not read.
       denominator: float scalar > 0, of the whole minibatch, counted before any token is rejected.
-      token_weights: float [...], of each token in the sum; None = 1.
+      token_weights: float [...], the weight of each token in the sum; None = 1.
       clip_epsilon, clip_epsilon_high: lower and upper half width of the trust region; None = the lower one.
       behavior_weight_cap: wₜ is at most this; None = uncapped, as in the paper.
 
@@ -65,7 +66,7 @@ def decoupled_ppo_loss(
     if behavior_weight_cap is not None:
         behavior_weight = jnp.where(behavior_weight > behavior_weight_cap, behavior_weight_cap, behavior_weight)
     low, high = 1.0 - clip_epsilon, 1.0 + (clip_epsilon if clip_epsilon_high is None else clip_epsilon_high)
-    # spelled out, because the gradients of minimum and clip at a tie differ between libraries
+    # explicit, because libraries differ in the gradients of minimum and clip at a tie
     clipped_above = (advantages > 0) & (policy_ratio > high)
     clipped_below = (advantages < 0) & (policy_ratio < low)
     clipped_ratio = jnp.where(clipped_above, high, jnp.where(clipped_below, low, policy_ratio))
@@ -89,17 +90,17 @@ def kl_penalty(
       K(θ) = Σₜ mₜ uₜ kₜ / N,   ℓₜ = log π_θ(aₜ|sₜ) - log π_ref(aₜ|sₜ)
       'k1': ℓ    'k2': ℓ²/2    'k3': e^-ℓ - 1 + ℓ
 
-    Schulman, "Approximating KL Divergence" (2020). As loss terms they pull on log π_θ with 1 (which is zero in
-    expectation and hence no penalty: k1 is for measuring), ℓ, and 1 - π_ref/π_θ. ℓ is bounded to ±20 in all three;
-    beyond, the value is constant and the gradient zero. The estimates assume tokens of π_θ itself, and no weight
-    corrects for older behavior.
+    Schulman, "Approximating KL Divergence" (2020). The gradients with respect to log π_θ are 1, ℓ and 1 - π_ref/π_θ.
+    That of k1 is zero in expectation, so k1 is no penalty: use it to measure only. ℓ is clamped to ±20 in all three;
+    beyond, the value is constant and the gradient zero. The estimates assume tokens sampled from π_θ; they are not
+    corrected for tokens of older policies.
 
     Args:
       policy_logprobs: float [...], log π_θ; the only differentiated input.
       reference_logprobs: float [...], log π_ref, constant.
-      loss_mask: bool [...], tokens the loss may touch; whatever stands elsewhere is not read.
+      loss_mask: bool [...], tokens the loss may touch; values elsewhere are not read.
       denominator: float scalar > 0, of the whole minibatch, counted before any token is rejected.
-      token_weights: float [...], of each token in the sum; None = 1.
+      token_weights: float [...], the weight of each token in the sum; None = 1.
       estimator: see KL_ESTIMATORS.
 
     Returns:
@@ -135,7 +136,7 @@ def entropy_bonus(
 
 
 def masked_sum(values: jax.Array, loss_mask: jax.Array, token_weights: jax.Array | None = None) -> jax.Array:
-    """Σₜ mₜ uₜ xₜ; what stands at masked positions is not read, NaN and infinity included."""
+    """Σₜ mₜ uₜ xₜ; values at masked positions are not read, not even NaN or infinity."""
     weighted = values if token_weights is None else values * token_weights
     return jnp.sum(jnp.where(loss_mask, weighted, 0.0), dtype=jnp.float32)
 
@@ -173,7 +174,11 @@ def _clamp(log_ratio: jax.Array) -> jax.Array:
 def _ratio_metrics(
     log_full_ratio: jax.Array, behavior_weight: jax.Array, clipped: jax.Array, loss_mask: jax.Array
 ) -> dict[str, jax.Array]:
-    """`kl` is k - 1 - log k with k = π_θ/π_behav: unbiased for KL(behavior ‖ policy), as tokens come from behavior."""
+    """Sums and maxima for `finalize_metrics`.
+
+    'kl_sum' adds k - 1 - log k with k = π_θ/π_behav, an unbiased estimate of KL(behavior ‖ policy), because the tokens
+    were sampled from the behavior policy.
+    """
     log_full_ratio = _clamp(log_full_ratio)
     return {
         'token_count': masked_sum(jnp.ones_like(behavior_weight), loss_mask),

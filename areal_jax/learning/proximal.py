@@ -1,4 +1,7 @@
-"""Arrow 7, the centre of the trust region: where proximal log-probs come from. Chosen by config, never by data."""
+"""Proximal log-probs, the centre of the trust region. Their kind is chosen by config, never by data.
+
+Used by train_step.py.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ def proximal_logprobs(
 ) -> jax.Array:
     """log π_prox of each loss token, constant: float32 of the shape of `policy_logprobs`.
 
-    'recompute': of the weights before the update. In the first minibatch the pass in hand has those weights, so its own
-    log-probs are taken (`weights_are_proximal`); later minibatches bring `recomputed_logprobs`. 'loglinear': see
-    `loglinear_logprobs`. 'behavior': plain PPO around the behavior policy, so that the behavior weight is 1.
+    'recompute': those of the weights before the update. In the first optimizer step the policy still has these weights,
+    so `policy_logprobs` are used (`weights_are_proximal`); later steps use `recomputed_logprobs`. 'loglinear': see
+    `loglinear_logprobs`. 'behavior': plain PPO around the behavior policy, so every behavior weight is 1.
+
+    All arrays are [R, N], or of any other common shape; `version` and `weights_are_proximal` are scalars.
     """
     policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
     if kind == 'recompute':
@@ -42,7 +47,8 @@ def loglinear_logprobs(
 
     After "A-3PO", arXiv 2512.06547, whose α is (v_prox - v) / (v_θ - v): here the proximal policy is version V, the
     weights before the update, and the policy in training is V + 1. A token of the current version (e = 0) has
-    proximal = behavior exactly; e = 1 is the middle; an ageing token approaches the policy.
+    proximal = behavior exactly; one of age e = 1 has the mean of behavior and policy; with growing age the proximal
+    log-prob approaches that of the policy.
 
     Args:
       policy_logprobs, behavior_logprobs: float [...].

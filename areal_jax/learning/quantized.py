@@ -1,15 +1,16 @@
-"""Arrow 7, the step: Adam that computes its moments in float32 and stores them in fewer bits."""
+"""Adam that computes its moments in float32 and stores them in fewer bits. Used by optimizer.py."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from areal_jax.ranges import ConfigError
+from areal_jax.types import Tree
 
 MOMENT_DTYPES = ('float32', 'bfloat16', 'int8')
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 32  # values that share a scale
@@ -21,19 +22,19 @@ class AdamState(NamedTuple):
     """Moments in the shapes of the parameters; scales of their blocks for int8, else None."""
 
     step: jax.Array  # int32 scalar, updates done
-    mu: Any  # first moment, see `quantize`
-    nu: Any  # second moment
-    mu_scale: Any = None  # float32 [..., blocks of the last axis]
-    nu_scale: Any = None
+    mu: Tree  # first moment, see `quantize`
+    nu: Tree  # second moment
+    mu_scale: Tree = None  # float32 [..., blocks of the last axis]
+    nu_scale: Tree = None
 
 
 def scale_by_adam(b1: float, b2: float, eps: float, moment_dtype: str) -> optax.GradientTransformation:
     """Adam's direction m̂ / (√v̂ + ε) (arXiv 1412.6980, algorithm 1) from moments stored as `moment_dtype`.
 
-    'bfloat16' and 'int8' (see `quantize`) round up or down at random with the mean exact. To the nearest, a moment
-    could stay where it is for ever: b2 = 0.999 moves it by 0.1% a step, and half the distance of two bfloat16 numbers
-    is up to 0.4%. The randomness is a hash of the step and the place, the same on any number of devices. The direction
-    is taken before the rounding.
+    'bfloat16' and 'int8' (see `quantize`) use stochastic rounding, which is unbiased. Rounding to nearest could freeze
+    a moment: b2 = 0.999 changes it by 0.1% a step, but half the gap between two bfloat16 numbers is up to 0.4%. The
+    noise is a hash of step and index, so it is the same on any number of devices. The direction is computed before the
+    rounding.
 
     Raises ValueError for an unknown `moment_dtype`.
     """
@@ -41,16 +42,16 @@ def scale_by_adam(b1: float, b2: float, eps: float, moment_dtype: str) -> optax.
         raise ConfigError(f'optimizer.moment_dtype={moment_dtype!r} is unknown; use one of {", ".join(MOMENT_DTYPES)}')
     blocks = moment_dtype == 'int8'
 
-    def init(params: Any) -> AdamState:
-        def zeros() -> Any:
+    def init(params: Tree) -> AdamState:
+        def zeros() -> Tree:
             return jax.tree.map(lambda p: jnp.zeros(p.shape, moment_dtype), params)
 
-        def scales() -> Any:
+        def scales() -> Tree:
             return jax.tree.map(lambda p: jnp.zeros(_scale_shape(p.shape), jnp.float32), params) if blocks else None
 
         return AdamState(jnp.zeros((), jnp.int32), zeros(), zeros(), scales(), scales())
 
-    def update(gradients: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+    def update(gradients: Tree, state: AdamState, params: Tree = None) -> tuple[Tree, AdamState]:
         number = state.step + 1
         corrections = tuple(1 - b ** number.astype(jnp.float32) for b in (b1, b2))
 
@@ -89,8 +90,8 @@ def quantize(values: jax.Array, noise: jax.Array, *, signed: bool) -> tuple[jax.
 
     A block is up to 256 neighbours on the last axis. The code is the fourth root of value / scale in 127 levels beside
     a sign, or in 255 (stored minus 128) for values that are never negative: steps of 3% or 1.6% at the scale, and 8 or
-    9 decades below it. Of the two codes around a value one is chosen by `noise`, integers in [0, 2^16), such that the
-    mean is the value; unsigned values above 0 never become 0, which would stand under a fraction.
+    9 decades below it. Rounding is stochastic and unbiased: `noise` (integers in [0, 2^16)) picks the lower or the
+    upper code. A positive second moment is never rounded to 0, because Adam divides by its root.
     """
     blocks = _in_blocks(jnp.abs(values))
     scale = blocks.max(axis=-1)
@@ -117,8 +118,8 @@ def dequantize(codes: jax.Array, scale: jax.Array, *, signed: bool) -> jax.Array
 def block_size(size: int) -> int:
     """How many of `size` neighbours share a scale: the largest divisor up to 256 that leaves a multiple of 16 blocks.
 
-    Then an axis cut over 2, 4, 8 or 16 devices is cut between blocks, and no device needs another's values. Without
-    such a divisor of at least 32 any number of blocks will do, and last one block of all.
+    An axis sharded over 2, 4, 8 or 16 devices is then split between blocks, so no device needs values of another. If
+    there is no such divisor of at least 32, the largest divisor from 32 to 256 is used, and without one a single block.
     """
     divisors = [b for b in range(_LARGEST_BLOCK, _SMALLEST_BLOCK - 1, -1) if size % b == 0]
     aligned = [b for b in divisors if size // b % _SHARDS == 0]
@@ -136,13 +137,13 @@ def _in_blocks(values: jax.Array) -> jax.Array:
 
 
 def _round_bfloat16(values: jax.Array, noise: jax.Array) -> jax.Array:
-    """Up or down at random, the mean exact: adds 16 random bits below the last kept one and cuts them off."""
+    """Stochastic rounding, unbiased: adds 16 random bits below the last bit that is kept, then drops the lower half."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def _noise(shape: tuple[int, ...], step: jax.Array, leaf: int) -> jax.Array:
-    """uint32 that look random, from a place's index and the step; far cheaper than a cryptographic generator."""
+    """Pseudo-random uint32, a hash of index and step: far cheaper than jax.random, which is cryptographic."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :]) % 2**32

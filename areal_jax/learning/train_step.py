@@ -1,9 +1,12 @@
-"""Arrow 7, on the devices: the compiled programs of an update."""
+"""The programs of one learner as jitted functions: passes with gradients, the optimizer step, copies and casts.
+
+Used by programs.py, which compiles them, and passes.py, which prepares their arguments; uses forward.py and losses.py.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +24,11 @@ from areal_jax.learning.proximal import proximal_logprobs
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import replicated
-from areal_jax.types import PackedBatch
+from areal_jax.types import PackedBatch, Tree
 
-Scalars = dict[str, Any]  # what differs from call to call, see `training_scalars`
+Scalars = Mapping[str, jax.Array]  # what differs from call to call, see `training_scalars`
+_Metrics = dict[str, jax.Array]
+_Normalizer = tuple[jax.Array, jax.Array, jax.Array]  # loss mask [R, N], denominator, token weights [R, N]
 _ROW_FIELDS = (
     *('tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets'),
     *('loss_mask', 'behavior_logprobs', 'advantages', 'policy_versions'),
@@ -53,8 +58,8 @@ def training_rows(
 
 def training_scalars(
     *, denominator: float, version: int, temperature: float, weights_are_proximal: bool
-) -> dict[str, Any]:
-    """Typed, so that no value recompiles a program."""
+) -> dict[str, np.generic]:
+    """Scalars with fixed dtypes, so that no value recompiles a program."""
     return {
         'denominator': np.float32(denominator),
         'version': np.int32(version),
@@ -65,12 +70,12 @@ def training_scalars(
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The functions of one learner that are compiled. Loss and gradient are sums over micro-batches of parts of one
-    minibatch.
+    """The functions of one learner that are compiled; every public method returns one of them, jitted.
 
-    `params` are the trained weights, float32; `frozen` the others, in `settings.dtype`; `working` is `params` in
-    that dtype, and `params` itself where that is float32. Every method returns a jitted function, which replaces and
-    donates the weights, optimizer state and gradients that it gives new values for.
+    `params` are the trained weights, float32; `frozen` are all others, in `settings.dtype`; `working` is `params` cast
+    to that dtype, or `params` itself if that is float32. A function donates the weights, optimizer state and gradients
+    for which it returns new values. The loss of a micro-batch is its part of the minibatch's loss, so loss and gradient
+    of a minibatch are sums over its micro-batches. Shapes: see learning/__init__.py.
     """
 
     decoder: Decoder
@@ -78,68 +83,75 @@ class Programs:
     optimizer: Optimizer
     mesh: Mesh
     attention: str  # resolved implementation
-    params: Any  # shardings of the trained weights
-    frozen: Any  # of the frozen ones
-    state: Any  # of the optimizer state
-    exported: Any  # of the interchange form
+    params: Tree  # shardings of the trained weights
+    frozen: Tree  # of the frozen ones
+    state: Tree  # of the optimizer state
+    exported: Tree  # of the interchange form
 
-    def copy(self) -> Any:
+    def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in buffers of their own."""
         return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.params)
 
-    def initial_state(self) -> Any:
+    def initial_state(self) -> jax.stages.Wrapped:
         """params -> optimizer state."""
         return jax.jit(self.optimizer.init, out_shardings=self.state)
 
-    def zeros(self) -> Any:
+    def zeros(self) -> jax.stages.Wrapped:
         """params -> gradients of nothing."""
         return jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self.params)
 
-    def cast(self) -> Any:
+    def cast(self) -> jax.stages.Wrapped:
         """params -> working."""
         return jax.jit(lambda params: trees.cast(params, self.settings.dtype), out_shardings=self.params)
 
-    def export(self) -> Any:
+    def export(self) -> jax.stages.Wrapped:
         """(params, frozen) -> the interchange form, in buffers of its own."""
         run = lambda *sides: jax.tree.map(jnp.copy, export_weights(self.decoder, self.settings.publish_dtype, *sides))
         return jax.jit(run, out_shardings=self.exported)
 
-    def logprobs(self) -> Any:
+    def logprobs(self) -> jax.stages.Wrapped:
         """(working, frozen, rows, scalars) -> log-probs [R, N]."""
         return jax.jit(lambda *args: self._forward(*args)[0], out_shardings=replicated(self.mesh))
 
-    def accumulate(self) -> Any:
+    def accumulate(self) -> jax.stages.Wrapped:
         """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
         [R, N])."""
 
-        def run(gradients: Any, working: Any, frozen: Any, rows: Rows, scalars: Scalars) -> Any:
+        def run(
+            gradients: Tree, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
+        ) -> tuple[Tree, _Metrics, jax.Array]:
             added, metrics, logprobs = self._gradients(working, frozen, rows, scalars)
             return self._add(gradients, added), metrics, logprobs
 
         everywhere = replicated(self.mesh)
         return jax.jit(run, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
 
-    def apply(self) -> Any:
+    def apply(self) -> jax.stages.Wrapped:
         """(params, state, gradients, learning rate) -> (params, state, gradients of nothing, step metrics)."""
 
-        def run(params: Any, state: Any, gradients: Any, learning_rate: jax.Array) -> Any:
+        def run(
+            params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array
+        ) -> tuple[Tree, Tree, Tree, _Metrics]:
             params, state, metrics = self.optimizer.apply(params, state, gradients, learning_rate)
             return params, state, jax.tree.map(jnp.zeros_like, gradients), metrics
 
         shardings = (self.params, self.state, self.params, replicated(self.mesh))
         return jax.jit(run, donate_argnums=(0, 1, 2), out_shardings=shardings)
 
-    def scan(self) -> Any:
+    def scan(self) -> jax.stages.Wrapped:
         """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics
         [M], log-probs [M, R, N]): a whole minibatch."""
 
-        def run(params: Any, state: Any, frozen: Any, rows: Rows, scalars: Scalars, learning_rate: jax.Array) -> Any:
+        def run(
+            params: Tree, state: Tree, frozen: Tree, rows: Rows, scalars: Scalars, learning_rate: jax.Array
+        ) -> tuple[Tree, Tree, _Metrics, _Metrics, jax.Array]:
             working = trees.cast(params, self.settings.dtype)  # once, outside the loop
 
-            def body(gradients: Any, microbatch: Rows) -> Any:
+            def body(gradients: Tree, microbatch: Rows) -> tuple[Tree, tuple[_Metrics, jax.Array]]:
                 added, metrics, logprobs = self._gradients(working, frozen, microbatch, scalars)
                 return self._add(gradients, added), (metrics, logprobs)
 
+            # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
             params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
             return params_after, state, step_metrics, metrics, logprobs
@@ -148,12 +160,12 @@ class Programs:
         shardings = (self.params, self.state, everywhere, everywhere, everywhere)
         return jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings)
 
-    def _add(self, gradients: Any, added: Any) -> Any:
-        """float32 sums; the scale that kept small gradients of a narrow dtype above 0 is taken out."""
+    def _add(self, gradients: Tree, added: Tree) -> Tree:
+        """Adds in float32 and divides the loss scale out, which kept small gradients of a narrow dtype above 0."""
         unscale = 1.0 / self.settings.loss_scale
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
 
-    def _forward(self, working: Any, frozen: Any, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+    def _forward(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
         return forward(
             self.decoder,
             trees.join(working, frozen),
@@ -164,19 +176,19 @@ class Programs:
             mesh=self.mesh,
         )
 
-    def _gradients(
-        self, working: Any, frozen: Any, rows: Rows, scalars: Scalars
-    ) -> tuple[Any, dict[str, jax.Array], jax.Array]:
-        def scaled(working: Any) -> tuple[jax.Array, Any]:
+    def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:
+        def scaled(working: Tree) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
             loss, rest = self._loss(working, frozen, rows, scalars)
             return loss * self.settings.loss_scale, rest
 
         (_, (metrics, logprobs)), gradients = jax.value_and_grad(scaled, has_aux=True)(working)
         return gradients, metrics, logprobs
 
-    def _loss(self, working: Any, frozen: Any, rows: Rows, scalars: Scalars) -> tuple[jax.Array, Any]:
-        """This micro-batch's part of the loss of its minibatch."""
-        policy_logprobs, entropy = self._forward(working, frozen, rows, scalars)
+    def _loss(
+        self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
+    ) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
+        """(this micro-batch's part of the loss of its minibatch, (metrics, log-probs [R, N]))."""
+        policy_logprobs, entropy = self._forward(working, frozen, rows, scalars)  # [R, N] both
         normalizer = (rows['loss_mask'], scalars['denominator'], rows['token_weights'])
         if self.settings.objective == 'sft':
             loss, metrics = negative_log_likelihood(policy_logprobs, *normalizer)
@@ -193,10 +205,10 @@ class Programs:
         return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)
 
     def _surrogate(
-        self, policy_logprobs: jax.Array, rows: Rows, scalars: Scalars, normalizer: tuple[Any, Any, Any]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, policy_logprobs: jax.Array, rows: Rows, scalars: Scalars, normalizer: _Normalizer
+    ) -> tuple[jax.Array, _Metrics]:
         settings = self.settings
-        proximal = proximal_logprobs(
+        proximal = proximal_logprobs(  # [R, N]
             settings.proximal,
             policy_logprobs,
             rows['behavior_logprobs'],

@@ -1,20 +1,25 @@
-"""Under arrow 7: which leaves of the weights are trained, and the working copy that a pass computes with."""
+"""Trees of arrays: which leaves of the weights are trained, and the working copy that a pass computes with.
+
+Used by all of learning/ and distributed/; walks nested dicts by path and knows nothing of the model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
+from areal_jax.types import Tree
+
+Params = Mapping[str, Tree]  # a nested dict of weights
 DTYPES = ('float32', 'bfloat16', 'float16')
 Trainable = Callable[[str], bool]  # of a leaf's path, 'layers/0/attention/query/weight'
 
 
-def split(params: Mapping[str, Any], trainable: Trainable, prefix: str = '') -> tuple[dict[str, Any], dict[str, Any]]:
+def split(params: Params, trainable: Trainable, prefix: str = '') -> tuple[dict[str, Tree], dict[str, Tree]]:
     """(trained, frozen): two nested dicts that `join` puts together again; branches without a leaf are left out."""
-    trained: dict[str, Any] = {}
-    frozen: dict[str, Any] = {}
+    trained: dict[str, Tree] = {}
+    frozen: dict[str, Tree] = {}
     for name, value in params.items():
         path = f'{prefix}{name}'
         if isinstance(value, Mapping):
@@ -26,7 +31,7 @@ def split(params: Mapping[str, Any], trainable: Trainable, prefix: str = '') -> 
     return trained, frozen
 
 
-def join(trained: Mapping[str, Any], frozen: Mapping[str, Any]) -> dict[str, Any]:
+def join(trained: Params, frozen: Params) -> dict[str, Tree]:
     """The nested dict that `split` took apart."""
     joined = dict(frozen)
     for name, value in trained.items():
@@ -34,8 +39,8 @@ def join(trained: Mapping[str, Any], frozen: Mapping[str, Any]) -> dict[str, Any
     return joined
 
 
-def cast(tree: Any, dtype: str) -> Any:
-    """Every leaf in `dtype`, where it lies; leaves that have it are not copied."""
+def cast(tree: Tree, dtype: str) -> Tree:
+    """The tree with every leaf in `dtype`, on the same devices; leaves that already have it are not copied."""
     if isinstance(tree, Mapping):
         return {name: cast(value, dtype) for name, value in tree.items()}
     return tree if tree.dtype == jnp.dtype(dtype) else tree.astype(jnp.dtype(dtype))

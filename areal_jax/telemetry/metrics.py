@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import cast
+from collections.abc import Mapping
+from typing import TypeVar, cast
 
 from areal_jax import files
 from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
@@ -17,6 +18,7 @@ from areal_jax.telemetry.values import Line, Value
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
+Metric = TypeVar('Metric', bound=Value)
 _NUMBER = (int, float, type(None))  # null where it was not finite
 
 
@@ -24,9 +26,9 @@ class MetricsError(ValueError):
     """Two producers measure the same metric, which is a bug of this program."""
 
 
-def merge(**producers: Line) -> dict[str, Value]:
+def merge(**producers: Mapping[str, Metric]) -> dict[str, Metric]:
     """The metrics of all producers, by the producers' names; raises MetricsError where two produce one metric."""
-    values: dict[str, Value] = {}
+    values: dict[str, Metric] = {}
     source: dict[str, str] = {}
     for producer, metrics in producers.items():
         for name, value in metrics.items():

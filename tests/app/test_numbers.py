@@ -31,7 +31,7 @@ from tests.tasks import hf_directory
 
 def poison(learner, value=np.nan):
     """The learner as after a step that went wrong."""
-    learner._params = learner._params | {'embedding': learner._params['embedding'].at[0, 0].set(value)}
+    learner.state.params = learner.state.params | {'embedding': learner.state.params['embedding'].at[0, 0].set(value)}
 
 
 def poison_update(learner, number):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import shutil
 import signal
 import socket
@@ -13,13 +12,10 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
 
-from areal_jax.app import processes
 from areal_jax.app.processes import join_processes
 from areal_jax.config import default_config
-from areal_jax.learning.commands import CommandError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
@@ -260,43 +256,3 @@ def test_a_process_without_a_number_is_told():
 
 def test_one_process_joins_nobody():
     assert join_processes(default_config(), None) is False
-
-
-def test_a_workdir_that_a_follower_does_not_see_is_named(tmp_path):
-    (tmp_path / 'witness').touch()
-    processes._require_shared(tmp_path / 'witness')
-    with pytest.raises(ConfigError, match=r'process 0 does not see .* --workdir=/mine: .* that all processes share'):
-        processes._require_shared(pathlib.Path('/mine/witness'))
-
-
-class _Messages(dict):
-    """What processes have told each other; whoever is silent stays so."""
-
-    def key_value_set(self, key, value, allow_overwrite):
-        self[key] = value
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        if key not in self:
-            raise jax.errors.JaxRuntimeError(f'DEADLINE_EXCEEDED after {timeout_ms}')
-        return self[key]
-
-
-@pytest.mark.parametrize(
-    ('last', 'message'),
-    [
-        ({'areal_jax/process/2': 'built'}, None),
-        ({'areal_jax/process/2': 'ended'}, 'process 2 ended before the run began'),
-        ({}, r'process 2 did not build .* within distributed\.command_deadline_s=5: .*; raise the deadline'),
-    ],
-    ids=['all there', 'one ended', 'one silent'],
-)
-def test_processes_wait_for_each_other_before_the_first_collective(monkeypatch, last, message):
-    messages = _Messages({'areal_jax/process/1': 'built'} | last)
-    monkeypatch.setattr(processes, '_coordination', lambda: messages)
-    monkeypatch.setattr(jax, 'process_count', lambda: 3)
-    if message:
-        with pytest.raises(CommandError, match=message):
-            processes._meet(5)
-    else:
-        processes._meet(5)
-    assert messages['areal_jax/process/0'] == 'built'

@@ -43,14 +43,14 @@ def test_sizes_are_those_of_the_arrays(fields):
     config, found = measured(model__n_layers=3, **fields)
     model = build_model(config)
     learner = build_learner(config, model)
-    assert found.learner['weights'] == nbytes(learner._params) + nbytes(learner._frozen)
-    assert found.learner['gradients'] == nbytes(learner._gradients)
+    assert found.learner['weights'] == nbytes(learner.state.params) + nbytes(learner.state.frozen)
+    assert found.learner['gradients'] == nbytes(learner.state.gradients)
     assert found.learner['publication'] == nbytes(learner.publish(0))
-    assert found.learner['optimizer'] == pytest.approx(nbytes(learner._state), rel=0.01)
-    if learner._reference is not None:
-        assert found.learner['reference model'] == nbytes(learner._reference)
-    if learner._working() is not learner._params:
-        assert found.learner['working copy'] == nbytes(learner._working())
+    assert found.learner['optimizer'] == pytest.approx(nbytes(learner.state.optimizer), rel=0.01)
+    if learner.state.reference is not None:
+        assert found.learner['reference model'] == nbytes(learner.state.reference)
+    if learner._passes.working(learner.state) is not learner.state.params:
+        assert found.learner['working copy'] == nbytes(learner._passes.working(learner.state))
     state = build_backend(config, model.decoder).initial_state()
     assert found.engines['KV cache'] == nbytes(state.cache) * config.rollout.engines
 

@@ -20,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.learning.commands import CommandLeader, accept_invitation, follow, invite
+from areal_jax.distributed.follower import follow
+from areal_jax.distributed.invitation import accept_invitation, invite
+from areal_jax.distributed.leader import CommandLeader
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.placement import copy_shards, place_regions
 
@@ -65,12 +67,12 @@ def main(index: int, port: int, directory: pathlib.Path) -> None:
     else:
         leader = CommandLeader(state, invite('127.0.0.1', 60), deadline_s=60)
         store = CheckpointStore(directory / 'store')
-        leader._everywhere('begin')
+        leader._everywhere(state.begin)
         store.save(0, leader.save(), {}, leader.followers)
-        leader._everywhere('end', 'save')
-        leader._everywhere('begin')
+        leader._everywhere(state.end, 'save')
+        leader._everywhere(state.begin)
         leader.restore(store.restore(0)[0])
-        leader._everywhere('end', 'restore')
+        leader._everywhere(state.end, 'restore')
         leader.close()
     (directory / f'{index}.json').write_text(json.dumps(state.rises))
 

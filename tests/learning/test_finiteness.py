@@ -53,7 +53,7 @@ def test_a_shard_of_another_device_counts():
 def test_a_learner_refuses_its_weights(make):
     learner = make()
     if learner._decoder.lora:
-        learner._frozen = _poisoned(learner._frozen)
+        learner.state.frozen = _poisoned(learner.state.frozen)
     with pytest.raises(NonFiniteError, match=r"^model\.path='x': 1 of the \d+ values of 'embedding' are NaN"):
         learner.require_finite("model.path='x'", 'mend it')
     with pytest.raises(NonFiniteError, match=r'^the trained weights: .*; lower optimizer\.learning_rate$'):

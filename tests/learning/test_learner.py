@@ -274,7 +274,7 @@ def test_a_restore_has_room_for_one_state():
     """What the learner held is gone when the first leaf is read; on devices both would not fit."""
     learner = _learner()
     saved = learner.save()
-    held = [weakref.ref(x) for x in jax.tree.leaves((learner._params, learner._state)) if x.size > 1]
+    held = [weakref.ref(x) for x in jax.tree.leaves((learner.state.params, learner.state.optimizer)) if x.size > 1]
 
     class Leaf:
         def __init__(self, values):

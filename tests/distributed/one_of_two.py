@@ -1,4 +1,4 @@
-"""One of two processes of four CPU devices each, for test_commands.py: INDEX PORT DIRECTORY WHAT.
+"""One of two processes of four CPU devices each, for test_two_processes.py: INDEX PORT DIRECTORY WHAT.
 
 WHAT is 'train', or 'not finite' weights on process 1, or 'leader dies' | 'follower dies' | 'follower hangs' in the
 middle of an update; or, with steps in the store DIRECTORY/store, 'restore', or 'follower dies writing' | 'follower may
@@ -25,7 +25,9 @@ SHORT_DEADLINE_S = 15.0
 
 def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     jax.distributed.initialize(f'127.0.0.1:{port}', num_processes=2, process_id=index)
-    from areal_jax.learning import commands
+    from areal_jax.distributed.follower import follow
+    from areal_jax.distributed.invitation import accept_invitation, invite
+    from areal_jax.distributed.leader import CommandLeader
     from tests.learning.test_meshes import _ADAM, _GROUPS, _PARAMS, _SGD, _learner
 
     params = _PARAMS
@@ -34,14 +36,14 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     learner = _learner(fsdp=8, layers='stacked', params=params, optimizer=_ADAM if what == 'restore' else _SGD)
     if index:
         _arrange(learner, what)
-        commands.follow(learner, commands.accept_invitation())
+        follow(learner, accept_invitation())
         return
     from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
     from areal_jax.learning.finiteness import NonFiniteError
 
-    followers = commands.invite('127.0.0.1', DEADLINE_S)
+    followers = invite('127.0.0.1', DEADLINE_S)
     deadline_s = SHORT_DEADLINE_S if what == 'follower hangs' else DEADLINE_S
-    leader = commands.CommandLeader(learner, followers, deadline_s=deadline_s)
+    leader = CommandLeader(learner, followers, deadline_s=deadline_s)
     (directory / 'ready').touch()
     if what == 'leader dies':
         os._exit(9)
@@ -77,16 +79,16 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
 def _arrange(learner, what: str) -> None:
     """Makes this follower's next update, or its second write, go wrong."""
     from areal_jax.checkpoint import shards
-    from areal_jax.learning import commands
+    from areal_jax.distributed import follower
 
     if what == 'follower dies':
         learner.update = lambda *_: os._exit(9)
     if what == 'follower hangs':
         learner.update = lambda *_: time.sleep(3600)
-    whole = commands.write_shards
+    whole = follower.write_shards
 
     def second(directory, leaves):
-        commands.write_shards = fail
+        follower.write_shards = fail
         return whole(directory, leaves)
 
     def fail(directory, leaves):
@@ -97,7 +99,7 @@ def _arrange(learner, what: str) -> None:
         return whole(directory, leaves)
 
     if 'writ' in what:
-        commands.write_shards = second
+        follower.write_shards = second
 
 
 if __name__ == '__main__':

@@ -1,0 +1,138 @@
+"""The processes of a run find each other, and wait until each has built its part. Used by app/processes.py.
+
+The state of a process, 'built' or 'ended', goes through the key-value store of jax's coordination service. Reading it
+is no collective, so a process that ended early is named instead of waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import pathlib
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+import jax
+
+from areal_jax.distributed.peers import CommandError
+from areal_jax.errors import LostPeerError
+from areal_jax.ranges import ConfigError
+
+_BUILT, _ENDED = 'built', 'ended'
+_WITNESS = 'areal_jax/witness'  # key whose value is the path of a file that process 0 has written
+_WITNESS_MS = 1000  # process 0 sets the key before it says that it is built
+
+
+class _KeyValueStore(Protocol):
+    """The part of jax's coordination client that is used here."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+
+def join(coordinator: str, processes: int, process_id: int | None, deadline_s: float) -> bool:
+    """Makes this one of `processes` processes; True on followers. Call it before anything asks for a device.
+
+    With coordinator='' jax finds the others by itself, as it can on SLURM, GKE and TPU pods.
+    Raises LostPeerError if the processes do not find each other, ConfigError if their number is not `processes`.
+    """
+    if coordinator and process_id is None:
+        raise ConfigError(
+            f'distributed.coordinator={coordinator!r} needs --process_id, from 0 to {processes - 1}, a different one '
+            'for each process'
+        )
+    jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM away from app/interrupt.py
+    try:
+        jax.distributed.initialize(
+            coordinator_address=coordinator or None,
+            num_processes=processes if coordinator else None,
+            process_id=process_id if coordinator else None,
+            initialization_timeout=int(deadline_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LostPeerError(
+            f'distributed.coordinator={coordinator!r}: the processes did not find each other ({error}); start all of '
+            'them, and let them reach that address'
+        ) from error
+    if jax.process_count() != processes:
+        raise ConfigError(f'distributed.processes={processes}, but {jax.process_count()} have come; set their number')
+    atexit.register(_tell, _ENDED)  # runs before jax's own handler, which waits for the others
+    return jax.process_index() > 0
+
+
+def host_of(coordinator: str) -> str:
+    """The name of this machine as the other processes know it; for process 0."""
+    return coordinator.rpartition(':')[0] or socket.gethostbyname(socket.gethostname())
+
+
+@contextlib.contextmanager
+def witness(workdir: pathlib.Path) -> Iterator[None]:
+    """While open, a file of a new name is in `workdir`, for `require_shared_workdir` of the followers."""
+    path = workdir.absolute() / f'.seen_by_all_{secrets.token_hex(8)}'
+    path.touch()
+    try:
+        _coordination().key_value_set(_WITNESS, str(path))
+        yield
+    finally:
+        path.unlink()
+
+
+def require_shared_workdir(deadline_s: float) -> None:
+    """On a follower: waits until process 0 is built, then raises ConfigError if its workdir cannot be seen from here.
+
+    Every process writes its shards of a checkpoint to the path that process 0 names.
+    Raises CommandError if process 0 ended or takes longer than `deadline_s`.
+    """
+    _await_built(0, time.monotonic() + deadline_s, deadline_s)
+    path = pathlib.Path(_coordination().blocking_key_value_get(_WITNESS, _WITNESS_MS))
+    if not path.is_file():
+        raise ConfigError(
+            f'process {jax.process_index()} does not see what process 0 wrote in --workdir={path.parent}: for '
+            'checkpoints it must be one directory that all processes share under the same path (NFS, a mounted bucket)'
+        )
+
+
+def meet(deadline_s: float) -> None:
+    """Returns when all processes have built their part; raises CommandError if one ended or takes longer.
+
+    Collectives between CPUs give up after 30 s, but one process may need longer than that to read its weights or
+    demonstrations. So all wait here before the first collective.
+    """
+    _tell(_BUILT)
+    end = time.monotonic() + deadline_s
+    for index in range(jax.process_count()):
+        _await_built(index, end, deadline_s)
+    atexit.unregister(_tell)
+
+
+def _await_built(index: int, end: float, deadline_s: float) -> None:
+    try:
+        left_ms = int(1000 * max(end - time.monotonic(), 0.001))
+        state = _coordination().blocking_key_value_get(_key(index), left_ms)
+    except jax.errors.JaxRuntimeError as error:
+        raise CommandError(
+            f'process {index} did not build its part of the run within distributed.command_deadline_s='
+            f'{deadline_s:g}: its own output says what it does; raise the deadline if it needs longer'
+        ) from error
+    if state == _ENDED:
+        raise CommandError(f'process {index} ended before the run began; its own output says why')
+
+
+def _tell(state: str) -> None:
+    """Publishes the state of this process to all."""
+    _coordination().key_value_set(_key(jax.process_index()), state, allow_overwrite=True)
+
+
+def _key(index: int) -> str:
+    return f'areal_jax/process/{index}'
+
+
+def _coordination() -> _KeyValueStore:
+    """The client of jax's coordination service, for which jax has no public name (docs/design/private_names.md)."""
+    from jax._src import distributed
+
+    return cast(_KeyValueStore, distributed.global_state.client)

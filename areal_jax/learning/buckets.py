@@ -1,0 +1,71 @@
+"""The shapes to which micro-batches may be trimmed, so that a light one costs less. numpy only.
+
+Used by packing.py, packing_report.py and layout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids')  # [..., T]; all other fields are [..., N]
+_MULTIPLE = 64  # tokens: tail buckets are multiples of it, as are the tiles of attention
+
+
+class RowShape(NamedTuple):
+    """Static shape of a row."""
+
+    tokens: int
+    loss_tokens: int
+
+
+def tail_buckets(row_tokens: int, row_loss_tokens: int, n: int, *, least_tokens: int = 256) -> tuple[RowShape, ...]:
+    """The shapes to which a micro-batch may be trimmed, ascending: up to n - 1 smaller ones, each half of the next, and
+    the full one.
+
+    Args:
+      least_tokens: the smallest T for which a shape is worth its compilation.
+    """
+    buckets = [RowShape(row_tokens, row_loss_tokens)]
+    for halvings in range(1, n):
+        tokens, loss_tokens = (
+            min(full, -(-full // (_MULTIPLE << halvings)) * _MULTIPLE) for full in (row_tokens, row_loss_tokens)
+        )
+        if tokens < least_tokens or tokens == buckets[-1].tokens:
+            break
+        buckets.append(RowShape(tokens, loss_tokens))
+    return tuple(reversed(buckets))
+
+
+def tail_bucket(rows: Mapping[str, np.ndarray], buckets: Sequence[RowShape]) -> RowShape:
+    """The smallest shape that holds all tokens, and all loss tokens to train, of every row.
+
+    Args:
+      rows: fields of a PackedBatch or of one micro-batch, 'segment_ids' and 'loss_mask' among them.
+
+    Raises ValueError where none does: `buckets` has to contain the full shape.
+    """
+    tokens, loss_tokens = _used(rows['segment_ids'] > 0), _used(rows['loss_mask'])
+    holding = [b for b in buckets if b.tokens >= tokens and b.loss_tokens >= loss_tokens]
+    if not holding:
+        raise ValueError(
+            f'no shape of {[tuple(b) for b in buckets]} holds a row of {tokens} tokens and {loss_tokens} loss tokens'
+        )
+    return min(holding)
+
+
+def trim(rows: Mapping[str, np.ndarray], bucket: RowShape) -> dict[str, np.ndarray]:
+    """Views of rows trimmed to the shape of the bucket.
+
+    Fields that are not in PackedBatch must be [..., N]. Raises ValueError if anything but padding would be lost.
+    """
+    tail_bucket(rows, [bucket])
+    return {name: x[..., : bucket.tokens if name in _TOKEN_FIELDS else bucket.loss_tokens] for name, x in rows.items()}
+
+
+def _used(mask: np.ndarray) -> int:
+    """The number of places up to the last one in use in any row; mask is bool [..., places]."""
+    used = np.flatnonzero(mask.reshape(-1, mask.shape[-1]).any(0))
+    return int(used[-1]) + 1 if len(used) else 0

@@ -1,0 +1,126 @@
+"""Passes of the model over one minibatch: an optimizer step, or log-probs of given weights.
+
+Used by update.py and learner.py. layout.py cuts and places the rows, programs.py holds what runs on the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from areal_jax.learning.layout import RowLayout
+from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.state import LearnerState
+from areal_jax.learning.train_step import Scalars, training_rows, training_scalars
+from areal_jax.sharding.placement import place
+from areal_jax.sharding.rules import replicated
+from areal_jax.types import PackedBatch, Tree
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step reports, on the host."""
+
+    step: Mapping[str, np.ndarray]  # metrics of the step, see Optimizer.apply
+    microbatches: Sequence[Mapping[str, np.ndarray]]  # metrics of the loss: scalars, or arrays [M]
+    logprobs: np.ndarray  # float32 [M, R, N], of the weights before the step
+
+
+class Passes:
+    """Runs passes on the mesh. Rows come as numpy arrays [M, R, ...]; only `step` changes the state."""
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        programs: CompiledPrograms,
+        settings: LearnerSettings,
+        mesh: Mesh,
+        learning_rate: float,
+    ):
+        self._layout, self._programs, self._settings = layout, programs, settings
+        self._mesh, self._learning_rate = mesh, learning_rate
+
+    def working(self, state: LearnerState) -> Tree:
+        """The trained weights in the dtype that passes compute with."""
+        return state.params if self._settings.dtype == 'float32' else self._programs.run('cast', state.params)
+
+    def step(
+        self, state: LearnerState, rows: Mapping[str, np.ndarray], denominator: float, version: int, first: bool
+    ) -> StepResult:
+        """One optimizer step on a minibatch; `first` says that no step of this update came before it."""
+        scalars = self._scalars(denominator, version, first)
+        run = self._scan if self._settings.accumulate == 'scan' else self._dispatch
+        return run(state, rows, scalars)
+
+    def logprobs(self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int) -> np.ndarray:
+        """float32 [M, R, N] of given weights, in the form of `working`."""
+        rows, denominator = training_rows(batch, self._settings.aggregation)
+        scalars = self._scalars(denominator, version, first=True)
+        return self._layout.join_logprobs(
+            [
+                self._programs.run('logprobs', weights, frozen, self._layout.place(microbatch), scalars)
+                for microbatch in self._layout.split(rows)
+            ]
+        )
+
+    def declared_programs(self, state: LearnerState) -> Iterator[tuple[str, tuple[Tree, ...]]]:
+        """(name, arguments) of every program that updates and publications run."""
+        settings = self._settings
+        working = self.working(state)
+        yield 'export', (state.params, state.frozen)
+        for batch in self._layout.empty_batches():
+            rows, denominator = training_rows(batch, settings.aggregation)
+            scalars = self._scalars(denominator, version=0, first=True)
+            if settings.accumulate == 'scan':
+                whole = self._layout.place(rows)
+                yield 'scan', (state.params, state.optimizer, state.frozen, whole, scalars, self._rate())
+            one = self._layout.place({name: array[0] for name, array in rows.items()})
+            if settings.accumulate == 'dispatch':
+                yield 'accumulate', (state.gradients, working, state.frozen, one, scalars)
+            if settings.recomputes or state.reference is not None or settings.objective == 'sft':
+                yield 'logprobs', (working, state.frozen, one, scalars)
+        if settings.accumulate == 'dispatch':
+            yield 'apply', (state.params, state.optimizer, state.gradients, self._rate())
+
+    def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars) -> StepResult:
+        """One program for the whole minibatch."""
+        whole = self._layout.place(rows)
+        state.params, state.optimizer, step, metrics, logprobs = self._programs.run(
+            'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate()
+        )
+        return StepResult(jax.device_get(step), [jax.device_get(metrics)], jax.device_get(logprobs))
+
+    def _dispatch(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars) -> StepResult:
+        """One program for each micro-batch, then one for the step."""
+        metrics: list[Mapping[str, jax.Array]] = []
+        logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
+        working = self.working(state)
+        for microbatch in self._layout.split(rows):
+            if len(metrics) > 1:  # at most one running and one queued, so that other lanes' programs fit between
+                jax.block_until_ready(metrics[-2])
+            state.gradients, measured, predicted = self._programs.run(
+                'accumulate', state.gradients, working, state.frozen, self._layout.place(microbatch), scalars
+            )
+            metrics.append(measured)
+            logprobs.append(predicted)
+        state.params, state.optimizer, state.gradients, step = self._programs.run(
+            'apply', state.params, state.optimizer, state.gradients, self._rate()
+        )
+        whole = self._layout.join_logprobs(logprobs)
+        return StepResult(jax.device_get(step), jax.device_get(metrics), whole)
+
+    def _scalars(self, denominator: float, version: int, first: bool) -> Scalars:
+        scalars = training_scalars(
+            denominator=denominator,
+            version=version,
+            temperature=self._settings.temperature,
+            weights_are_proximal=first,
+        )
+        return place(scalars, replicated(self._mesh))
+
+    def _rate(self) -> jax.Array:
+        return place(np.float32(self._learning_rate), replicated(self._mesh))

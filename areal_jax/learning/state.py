@@ -1,0 +1,45 @@
+"""What a learner keeps on its mesh between commands. Used by learner.py and passes.py; placed by programs.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from areal_jax.learning import trees
+from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.trees import Params
+from areal_jax.sharding.placement import place
+from areal_jax.types import Tree
+
+
+@dataclasses.dataclass
+class LearnerState:
+    """Trees of arrays over the mesh. The programs of an update donate `params`, `optimizer` and `gradients`.
+
+    Every field that a program donates is replaced by its result at once: the old buffers must not be read again.
+    """
+
+    params: Tree  # trained weights, float32
+    frozen: Tree  # all other weights, in settings.dtype; empty without adapters
+    optimizer: Tree  # see optimizer.Optimizer
+    gradients: Tree = None  # float32 sums over micro-batches; None with accumulate='scan'
+    reference: Tree = None  # the trained weights at the start, in settings.dtype; None without a KL penalty
+
+    @property
+    def weights_and_optimizer(self) -> dict[str, Tree]:
+        """What a checkpoint holds, in one tree for `require_finite`."""
+        return trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}
+
+
+def place_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: CompiledPrograms) -> LearnerState:
+    """Copies weights to the mesh and makes the state of an optimizer that has done no step."""
+    shardings = programs.definitions
+    params = programs.run('copy', place(trees.cast(trained, 'float32'), shardings.params))
+    copy = 'copy' if settings.dtype == 'float32' else 'cast'
+    return LearnerState(
+        params=params,
+        frozen=place(trees.cast(frozen, settings.dtype), shardings.frozen),
+        optimizer=programs.run('initial_state', params),
+        gradients=programs.run('zeros', params) if settings.accumulate == 'dispatch' else None,
+        reference=programs.run(copy, params) if settings.kl_coefficient else None,
+    )

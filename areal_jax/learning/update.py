@@ -1,0 +1,86 @@
+"""The optimizer steps of one update, over its minibatches and epochs. Used by learner.py; uses passes.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.learning import diagnostics
+from areal_jax.learning.likelihood import finalize_likelihood
+from areal_jax.learning.losses import finalize_metrics, merge_metrics
+from areal_jax.learning.optimizer import step_metrics
+from areal_jax.learning.passes import Passes, StepResult
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.state import LearnerState
+from areal_jax.learning.train_step import KnownLogprobs, training_rows
+from areal_jax.telemetry.metrics import merge
+from areal_jax.types import PackedBatch
+
+
+def train(
+    passes: Passes,
+    state: LearnerState,
+    settings: LearnerSettings,
+    batches: Sequence[PackedBatch],
+    version: int,
+    scale: float,
+) -> dict[str, float]:
+    """Trains on every minibatch, `settings.epochs` times; returns metrics of the loss and of the steps.
+
+    Args:
+      version: of the weights before the update.
+      scale: multiplies every denominator, see denominators.denominator_scale.
+    """
+    known = _known_logprobs(passes, state, settings, batches, version)
+    results: list[StepResult] = []
+    for number in range(settings.epochs * len(batches)):
+        index, first = number % len(batches), number == 0
+        rows, denominator = training_rows(batches[index], settings.aggregation, known[index])
+        results.append(passes.step(state, rows, denominator * scale, version, first))
+        if first and settings.recomputes:  # the weights before the update are those of the first pass
+            known[0] = KnownLogprobs(_first_logprobs(results, batches), known[0].reference)
+    return _metrics(settings, results, batches, known, version)
+
+
+def _known_logprobs(
+    passes: Passes, state: LearnerState, settings: LearnerSettings, batches: Sequence[PackedBatch], version: int
+) -> list[KnownLogprobs]:
+    """Per batch the log-probs of the weights before the update, where a later step needs them, and of the reference.
+
+    The first batch needs no pass of its own: its first step computes the same log-probs.
+    """
+    recompute = settings.recomputes
+    working = passes.working(state) if recompute and len(batches) > 1 else None
+    logprobs = lambda weights, batch: passes.logprobs(weights, state.frozen, batch, version)
+    return [
+        KnownLogprobs(
+            proximal=logprobs(working, batch) if recompute and index else None,
+            reference=None if state.reference is None else logprobs(state.reference, batch),
+        )
+        for index, batch in enumerate(batches)
+    ]
+
+
+def _first_logprobs(results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> np.ndarray:
+    """float32 [M, R, N] of the first batch, under the weights before the update."""
+    return np.reshape(results[0].logprobs, batches[0].targets.shape)
+
+
+def _metrics(
+    settings: LearnerSettings,
+    results: Sequence[StepResult],
+    batches: Sequence[PackedBatch],
+    known: Sequence[KnownLogprobs],
+    version: int,
+) -> dict[str, float]:
+    metrics = step_metrics([result.step for result in results])
+    merged = merge_metrics([microbatch for result in results for microbatch in result.microbatches])
+    if results:
+        metrics['loss/value'] = merged['loss_sum'] / len(results)
+    if settings.objective == 'sft':
+        return merge(steps=metrics, likelihood=finalize_likelihood(merged))
+    before = [_first_logprobs(results, batches)] if results else []
+    before += [k.proximal for k in known[1:] if k.proximal is not None]
+    mismatch = diagnostics.mismatch_metrics(batches[: len(before)], before, version)
+    return merge(steps=metrics, loss=finalize_metrics(merged), mismatch=mismatch)
