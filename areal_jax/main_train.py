@@ -56,8 +56,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
         return ExitCode.STOPPED
     print((workdir / 'report.md').read_text())
-    if not report['optimizer_steps']['applied']:
-        print(f'error: {describe_untrained(report)}', file=sys.stderr)
+    steps = report['optimizer_steps']
+    if not steps['applied']:
+        print(f'error: {describe_untrained(report["steps"], steps["skipped"])}', file=sys.stderr)
         return ExitCode.NOTHING_TRAINED
     return ExitCode.FINISHED
 

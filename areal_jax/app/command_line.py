@@ -14,7 +14,7 @@ import pathlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 from absl import flags
 from ml_collections import config_dict, config_flags
@@ -27,6 +27,8 @@ from areal_jax.fields import describe_type, suggest, unknown_field
 _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
+
+Result = TypeVar('Result')
 
 
 class CommandLineError(UserError, ValueError):
@@ -195,7 +197,7 @@ def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues
     return CommandLineError(re.sub(r'^flag (?=--)', '', _first_line(error)))
 
 
-def _guard(source: str, path: pathlib.Path, run: Callable[[], Any]) -> Any:
+def _guard(source: str, path: pathlib.Path, run: Callable[[], Result]) -> Result:
     """`run()`, whose exceptions are those of the config file."""
     try:
         return run()

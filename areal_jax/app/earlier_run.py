@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
@@ -13,7 +12,7 @@ from areal_jax.app.workdir import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.learning import trees
-from areal_jax.models.decoder import Decoder
+from areal_jax.models.decoder import Decoder, Params
 from areal_jax.models.lora import Lora, merge_adapters
 from areal_jax.models.shape import ModelConfig
 from areal_jax.ranges import ConfigError
@@ -54,7 +53,7 @@ class EarlierRun:
                     f'which has {theirs!r}: remove the setting'
                 )
 
-    def read_weights(self, decoder: Decoder, cut: Callable[[Any], Any]) -> Any:
+    def read_weights(self, decoder: Decoder, cut: Callable[[Params], Params]) -> Params:
         """Its weights in float32, a tree in list form like the decoder's; adapters are merged.
 
         Every process reads the parts that its devices hold: `cut` gives the shardings of a tree of shapes.
@@ -71,7 +70,7 @@ class EarlierRun:
         params = trees.cast(jax.tree.map(place, stored, cut(expected)), 'float32')
         return merge_adapters(params, adapters) if adapters else params
 
-    def _require_leaves(self, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    def _require_leaves(self, stored: Params, expected: Params) -> None:
         found, wanted = (
             {path_name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
             for tree in (stored, expected)

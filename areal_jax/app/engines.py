@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.schedule import VersionRing
-from areal_jax.models.decoder import Decoder
+from areal_jax.models.decoder import Decoder, Params
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
@@ -76,7 +75,7 @@ def build_engines(
     ]
 
 
-def restore_ring(ring: VersionRing, channel: DeviceChannel | FilesChannel, saved: Mapping[str, Any]) -> None:
+def restore_ring(ring: VersionRing, channel: DeviceChannel | FilesChannel, saved: Mapping[str, Params]) -> None:
     """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
     for version, weights in sorted(saved.items(), key=lambda item: int(item[0])):
         copy = jax.device_put(jax.tree.map(np.asarray, weights), jax.local_devices()[0])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from areal_jax.app.build import build_learner_settings, build_lora, build_mesh, build_optimizer
 from areal_jax.app.model import Model
 from areal_jax.config import TrackedConfig
 from areal_jax.learning.commands import CommandLeader
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.models.decoder import Decoder
+from areal_jax.models.decoder import Decoder, Params
 from areal_jax.ranges import ConfigError
 
 
@@ -41,7 +39,7 @@ def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | Command
     learner.require_finite(what, fix)
 
 
-def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
+def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:
     """The decoder in the form in which it is trained, and its weights: those of the model and, with lora, adapters."""
     if config.lora.rank > model.decoder.config.d_model:
         raise ConfigError(
@@ -50,4 +48,5 @@ def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder
         )
     form = {'layers': config.learner.layers, 'remat': config.learner.remat}
     decoder = Decoder(model.decoder.config, **form, lora=build_lora(config))
+    assert model.params is not None, 'a learner has taken the weights already'
     return decoder, decoder.complete(model.params, config.run.seed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 from areal_jax.app.build import build_mesh
 from areal_jax.app.earlier_run import EarlierRun, read_run_config
@@ -13,7 +12,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.formats.gguf import find_package_file, load_gguf, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
-from areal_jax.models.decoder import Decoder
+from areal_jax.models.decoder import Decoder, Params
 from areal_jax.models.shape import ModelConfig
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.rules import param_shardings
@@ -26,7 +25,7 @@ class Model:
     """A decoder with its initial weights and its tokenizer."""
 
     decoder: Decoder
-    params: Any
+    params: Params | None  # None: not loaded, or the learner has taken them
     tokenizer: Tokenizer
     source: pathlib.Path | None = None  # file or directory of the weights; None = drawn
     companions: pathlib.Path | None = None  # Hugging Face directory with the files of the tokenizer
@@ -114,7 +113,7 @@ def _describe_model(config: TrackedConfig) -> Model:
     return Model(decoder, None, tokenizer)
 
 
-def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Any], Any]:
+def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
     """Where the learner has the leaves of a tree in list form."""
     units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
     return lambda tree: param_shardings(tree, build_mesh(config), config.mesh.strategy, units)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
 
 import absl.logging
 
@@ -25,7 +24,7 @@ def _drop_late_futures() -> None:
     """Drops one message: where an array of a damaged checkpoint fails, orbax closes the loop that others report to."""
     hook = sys.unraisablehook
 
-    def print_others(unraisable: Any) -> None:
+    def print_others(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != 'Event loop is closed':
             hook(unraisable)
 

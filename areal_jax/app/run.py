@@ -29,6 +29,7 @@ from areal_jax.app.sizes import require_room
 from areal_jax.app.start_warnings import print_warnings
 from areal_jax.app.workdir import (
     CHECKPOINTS,
+    Report,
     continue_run,
     describe_unsaved,
     note_weights,
@@ -43,10 +44,13 @@ from areal_jax.files import DirectoryLock
 from areal_jax.learning.commands import CommandLeader
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.models.decoder import Params
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.telemetry.resources import ResourceSampler
+
+State = Mapping[str, Any]  # the run state of a checkpoint, JSON-able
 
 _OF_LEARNER = ('params', 'optimizer')  # names in the arrays of a checkpoint
 
@@ -65,8 +69,8 @@ class Checkpoint:
     """What a resumed run goes on from."""
 
     step: int
-    arrays: Any
-    state: Mapping[str, Any]
+    arrays: Params  # by name: trees of the learner, and what else a kind of run has saved
+    state: State
 
 
 class CommonFacts(TypedDict):
@@ -80,7 +84,7 @@ class CommonFacts(TypedDict):
     peak_memory_bytes: int
     git_commit: str | None
     versions: Mapping[str, str]
-    hardware: Mapping[str, Any]
+    hardware: Mapping[str, object]
     prolonged: list[dict[str, int]]
     idle_fields: list[str]
 
@@ -123,7 +127,7 @@ class Run(abc.ABC):
         self._source, self._resume, self._interrupts = source, resume, interrupts
         self._started = time.monotonic()
         self._unsaved: CheckpointError | None = None  # why the checkpoint after the last update is missing
-        self._finished: dict[str, Any] | None = None  # the report, where nothing is left to do
+        self._finished: Report | None = None  # the report, where nothing is left to do
         self._idle_fields: list[str] = []
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -145,12 +149,12 @@ class Run(abc.ABC):
         """Makes all updates (True), or those up to a requested stop, which is saved (False)."""
 
     @abc.abstractmethod
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> Report:
         """Writes the facts and the report of a finished run; returns the report."""
 
     # From start to end.
 
-    def train(self) -> dict[str, Any] | None:
+    def train(self) -> Report | None:
         """Run to the end (the report) or to a requested stop (None; the checkpoint is saved), and free all parts.
 
         Raises CheckpointError, after the report is written, where the checkpoint after the last update failed.
@@ -274,7 +278,7 @@ class Run(abc.ABC):
         if step == self.config.run.steps:
             self._finished = read_report(self.workdir, step)
 
-    def _save(self, step: int, arrays: Any, state: Mapping[str, Any]) -> None:
+    def _save(self, step: int, arrays: Params, state: State) -> None:
         """Writes a checkpoint. After the last update a failure is kept for the end: the report comes first."""
         try:
             self._store.save(step, arrays, state, self.learner.followers)
@@ -295,7 +299,7 @@ class Run(abc.ABC):
             'peak_memory_bytes': self.resources.peak_bytes,
             'git_commit': git_commit(),
             'versions': package_versions(),
-            'hardware': hardware() | {'platform': platform.platform()},
+            'hardware': {**hardware(), 'platform': platform.platform()},
             'prolonged': read_prolongations(self.workdir),
             'idle_fields': self._idle_fields,
         }

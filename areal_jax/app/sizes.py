@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from areal_jax.app.memory import memory_limit_bytes
 from areal_jax.app.model import read_shape
 from areal_jax.config import TrackedConfig
 from areal_jax.learning import trees
-from areal_jax.models.decoder import Decoder
+from areal_jax.models.decoder import Decoder, Params
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
 from areal_jax.ranges import ConfigError
@@ -130,7 +129,7 @@ def _parameters(shape: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) * _layers(path, shape.n_layers) for path, leaf in leaves)
 
 
-def _bytes(tree: Any, shardings: Any, n_layers: int, dtype: str | None) -> int:
+def _bytes(tree: Params, shardings: Params, n_layers: int, dtype: str | None) -> int:
     """On one device, of leaves of `dtype` (None = their own)."""
     placed = jax.tree.leaves(shardings)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -140,12 +139,12 @@ def _bytes(tree: Any, shardings: Any, n_layers: int, dtype: str | None) -> int:
     )
 
 
-def _layers(path: Any, n_layers: int) -> int:
+def _layers(path: jax.tree_util.KeyPath, n_layers: int) -> int:
     """How many leaves of the model the one at this path stands for."""
     return n_layers if 'layers/0/' in path_name(path) else 1
 
 
-def _itemsize(dtype: Any) -> int:
+def _itemsize(dtype: str | np.dtype) -> int:
     return np.dtype(jax.numpy.dtype(dtype)).itemsize
 
 

@@ -20,6 +20,9 @@ from areal_jax.telemetry import metrics
 from areal_jax.telemetry.events import FILE as EVENTS
 from areal_jax.telemetry.facts import EVALUATIONS
 
+Values = Mapping[str, Any]  # a config as a plain dict, nested by section or flat by 'section.field'
+Report = Mapping[str, Any]  # report.json
+
 WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
 PROLONGATIONS = 'prolongations.json'
@@ -36,7 +39,7 @@ _BLOCKS, _BLOCK_BYTES = 256, 4096
 _RESTORE = 'restore the file as the run wrote it, or start anew in another --workdir'
 
 
-def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume: bool) -> None:
+def prepare_workdir(workdir: pathlib.Path, values: Values, *, resume: bool) -> None:
     """Makes the directory, and writes config.json where a run begins.
 
     Raises ConfigError for a run there that would be overwritten or continued differently.
@@ -67,7 +70,7 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
     _write_config(workdir, values)
 
 
-def continue_run(workdir: pathlib.Path, values: Mapping[str, Any], update: int) -> None:
+def continue_run(workdir: pathlib.Path, values: Values, update: int) -> None:
     """Adapts the records of a run that goes on from a checkpoint after `update`, and writes config.json.
 
     A report, and a score of the last weights, that the rest of the run makes stale are put aside or removed, and so are
@@ -86,7 +89,7 @@ def continue_run(workdir: pathlib.Path, values: Mapping[str, Any], update: int) 
     _write_config(workdir, values)
 
 
-def start_again(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
+def start_again(workdir: pathlib.Path, values: Values) -> None:
     """Keeps the records of an attempt without a checkpoint under other names, and writes config.json."""
     names = _put_aside(workdir, _RECORDS)
     kept = f'; the records of the attempt before are now {", ".join(names)}' if names else ''
@@ -110,7 +113,7 @@ def read_prolongations(workdir: pathlib.Path) -> list[dict[str, int]]:
     return files.read_json(path, _RESTORE)['prolongations'] if path.exists() else []
 
 
-def read_report(workdir: pathlib.Path, steps: int) -> dict[str, Any] | None:
+def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
     """report.json of a run that has made all its `steps` updates; None where it was not written."""
     path = workdir / report.FILE
     found = files.read_json(path, 'remove it: --resume writes it again') if path.exists() else {}
@@ -159,17 +162,17 @@ def _holds_updates(workdir: pathlib.Path) -> bool:
     return any((workdir / CHECKPOINTS).glob('step_*')) or (written.exists() and written.stat().st_size > 0)
 
 
-def _read_config(workdir: pathlib.Path) -> dict[str, Any]:
+def _read_config(workdir: pathlib.Path) -> Values:
     """By 'section.field'; empty where no run has begun."""
     path = workdir / CONFIG
     return dict(flatten(files.read_json(path, _RESTORE))) if path.exists() else {}
 
 
-def _write_config(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
+def _write_config(workdir: pathlib.Path, values: Values) -> None:
     files.write_json(workdir / CONFIG, values, allow_nan=True)  # eta may be infinite
 
 
-def _require_continuable(workdir: pathlib.Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _require_continuable(workdir: pathlib.Path, saved: Values, current: Values) -> None:
     if not saved:
         return
     fixed = [field for field in current if not field.startswith(_MAY_CHANGE) and field != _STEPS]
@@ -189,7 +192,7 @@ def _require_continuable(workdir: pathlib.Path, saved: Mapping[str, Any], curren
         )
 
 
-def _note_prolongation(workdir: pathlib.Path, saved: Mapping[str, Any], steps: int, update: int) -> None:
+def _note_prolongation(workdir: pathlib.Path, saved: Values, steps: int, update: int) -> None:
     known = read_prolongations(workdir)
     # after a fallback to an older checkpoint the updates in between are made again, with the steps of now
     noted = [entry | {'at_update': min(entry['at_update'], update)} for entry in known]
