@@ -10,7 +10,7 @@ from areal_jax.app.ending import ProcessEnd, describe_untrained, end_command
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode
 
-# What takes time to import is imported after signals are heard and the command line is understood.
+# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:

@@ -1,6 +1,6 @@
 """The command line of every main_*.py: a config file, its overrides and flags, or one sentence that says what is wrong.
 
-Nothing here imports jax, so that a mistake is answered at once.
+Nothing here imports jax, so a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues
 
 
 def _guard(source: str, path: pathlib.Path, run: Callable[[], Result]) -> Result:
-    """`run()`, whose exceptions are those of the config file."""
+    """Returns `run()`; an exception becomes a CommandLineError that names the config file and the line."""
     try:
         return run()
     except SyntaxError as error:

@@ -20,15 +20,15 @@ from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import path_name
 
 _SHAPE = ('family', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
-_VALUE_HEAD = 'value_head'  # is of the objective of that run
-# of the config of that run: which weights it has, in which shape
+_VALUE_HEAD = 'value_head'  # belongs to the objective of that run, not to its model
+# the fields of that run's config that say which weights and tokenizer it has
 _READ = ('model.', 'lora.', 'task.symbols', 'loss.objective', 'learner.row_tokens', 'rollout.context_tokens')
 
 
 class EarlierRun:
     """A workdir that model.path names.
 
-    Raises ConfigError for a directory that is none, or that holds no checkpoint.
+    Raises ConfigError for a path that is not the workdir of a run, or a workdir without a checkpoint.
     """
 
     def __init__(self, path: str):
@@ -54,9 +54,12 @@ class EarlierRun:
                 )
 
     def read_weights(self, decoder: Decoder, cut: Callable[[Params], Params]) -> Params:
-        """Its weights in float32, a tree in list form like the decoder's; adapters are merged.
+        """The run's weights in float32 and list form, with LoRA adapters merged.
 
-        Every process reads the parts that its devices hold: `cut` gives the shardings of a tree of shapes.
+        Each process reads only the shards of its own devices.
+
+        Args:
+          cut: maps a tree of shapes to the tree of their shardings.
 
         Raises ConfigError where their names or shapes are not those of the decoder, and CheckpointError for a
         checkpoint that is damaged.

@@ -27,7 +27,7 @@ class ProcessEnd:
         atexit.register(self._leave)  # handlers run last in, first out: this one after those of jax
 
     def note(self, code: int) -> int:
-        """From here on the process ends with this code, within two minutes even where an exit handler hangs."""
+        """Sets the exit code of the process. If an exit handler hangs, the process ends with it after two minutes."""
         self._code = code
         guard = threading.Timer(_EXIT_DEADLINE_S, os._exit, [code])
         guard.daemon = True
@@ -56,7 +56,7 @@ def end_command(command: Callable[[], int], doing: str) -> int:
     except KeyboardInterrupt:
         _print_error('stopped; the same command with --resume goes on')
         return ExitCode.STOPPED
-    except BrokenPipeError:  # whoever read the output has gone
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         return ExitCode.STOPPED
     except Exception as error:
         if sentence := describe_disk_trouble(error, doing) or describe_memory_trouble(error):

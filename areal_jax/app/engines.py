@@ -28,7 +28,7 @@ def engine_name(index: int) -> str:
 def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
     verify = config.publication.verify
     if config.publication.channel == 'device':
-        # a learner on one device makes its copy where the engines decode
+        # on a single device, the learner's copy is already where the engines decode
         mesh = config.mesh
         spread = mesh.data * mesh.fsdp * mesh.context * mesh.tensor > 1
         place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if spread else None

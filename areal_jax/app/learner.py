@@ -12,7 +12,7 @@ from areal_jax.ranges import ConfigError
 
 
 def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
-    """The learner; `model.params` is copied and may be dropped."""
+    """The learner of this process. It copies `model.params`."""
     mesh = build_mesh(config)
     decoder, params = build_training_decoder(config, model)
     optimizer = build_optimizer(config)
@@ -28,9 +28,9 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
 
 
 def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | CommandLeader, model: Model) -> None:
-    """Raises NonFiniteError, naming where the weights come from, where some are NaN or infinite.
+    """Raises NonFiniteError if a weight is NaN or infinite; the message names the source of the weights.
 
-    A command of the learner: call it when the learner of the whole run is there (processes.lead).
+    All processes take part: `learner` is the one that processes.lead returns.
     """
     if model.source is None:
         what, fix = f'weights drawn with model.init_scale={config.model.init_scale:g}', 'lower it'
@@ -40,7 +40,7 @@ def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | Command
 
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:
-    """The decoder in the form in which it is trained, and its weights: those of the model and, with lora, adapters."""
+    """The decoder in its trained form, and its weights: the model's, and new adapters if lora.rank is set."""
     if config.lora.rank > model.decoder.config.d_model:
         raise ConfigError(
             f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '

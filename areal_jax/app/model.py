@@ -71,7 +71,7 @@ def build_model(config: TrackedConfig) -> Model:
 
 
 def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
-    """Weights go from the files straight to where the learner has them."""
+    """Loads each weight onto the learner's devices directly, in the learner's sharding."""
     decoder = Decoder(read_hf_config(directory))
     shardings = _cut_params(config, decoder.config)(decoder.abstract())
     params = load_hf_weights(directory, decoder.config, shardings=shardings)
@@ -89,7 +89,7 @@ def _load_run_model(config: TrackedConfig) -> Model:
 
 
 def _find_origin(config: TrackedConfig) -> TrackedConfig:
-    """The config that says where shape and tokenizer come from: of the run at the end of a chain of earlier runs."""
+    """Follows model.source='run' to the first run of the chain; its config gives shape and tokenizer."""
     runs: list[str] = []
     while config.model.source == 'run':
         path = config.model.path
@@ -114,7 +114,7 @@ def _describe_model(config: TrackedConfig) -> Model:
 
 
 def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
-    """Where the learner has the leaves of a tree in list form."""
+    """A function from a tree in list form to the learner's sharding of each leaf."""
     units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
     return lambda tree: param_shardings(tree, build_mesh(config), config.mesh.strategy, units)
 
@@ -142,5 +142,5 @@ def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
 
 
 def _longest(config: TrackedConfig) -> int:
-    """Tokens of a sequence, at most."""
+    """The most tokens of one sequence."""
     return config.learner.row_tokens if config.loss.objective == 'sft' else config.rollout.context_tokens

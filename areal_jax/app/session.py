@@ -59,7 +59,7 @@ class Session(Run):
         snapshot = self._restore_snapshot(checkpoint) if checkpoint else None
         self._scores = Scores(self.workdir, resume=self._resume)
         if self._finished is not None:
-            self._build_learner(model, None)  # other processes wait for it, to be let go
+            self._build_learner(model, None)  # the other processes wait for their learner's first command: to end
             return
         start_s = snapshot['clock_s'] if snapshot else 0.0
         self.log = self._open_log(snapshot['next_seq'] if snapshot else 0)
@@ -205,7 +205,7 @@ class Session(Run):
         self._scores.add(phase, scores)
         return True
 
-    # What stays.
+    # Checkpoints and the report.
 
     def _save_checkpoint(self, step: int, arrays: Params, earlier: Mapping[int, Params], snapshot: State) -> None:
         self.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power

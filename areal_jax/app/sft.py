@@ -19,13 +19,13 @@ from areal_jax.telemetry.numerals import format_duration
 from areal_jax.telemetry.progress import describe_skipped_steps
 
 EXPORT = 'export'
-_OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # metrics of the learner that given answers do not have
+_OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
 
 
 class SftSession(Run):
     """A run of supervised training (loss.objective='sft'); see Run. The parts are attributes for tests.
 
-    The learner, its rows and programs are those of the asynchronous loop; there is nothing to wait for, so no clock.
+    It uses the learner, packed rows and programs of asynchronous training. Only the learner works: there is no clock.
     """
 
     def _build(self) -> None:
@@ -148,7 +148,7 @@ class SftSession(Run):
         )
         return '  '.join(part for part in parts if part)
 
-    # What stays.
+    # Checkpoints and the report.
 
     def _save_checkpoint(self) -> int:
         state = {

@@ -1,4 +1,4 @@
-"""What supervised training leaves when it ends: report.json and report.md."""
+"""The report of supervised training: report.json and report.md, from facts and metrics."""
 
 from __future__ import annotations
 

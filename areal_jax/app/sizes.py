@@ -1,4 +1,4 @@
-"""What a run needs in memory at the least, from shapes alone: refused before weights are drawn where it cannot fit."""
+"""The least memory that a run needs, from shapes alone; one that cannot fit is refused before weights are drawn."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
 
-SHARE = 0.95  # of a memory that a run may plan for
-_ANSWER_BYTES = 1024  # of an answer under way, in objects of the host
+SHARE = 0.95  # the fraction of a memory that a run may use
+_ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication'),
     *('KV cache', 'prefill', 'logits', 'rows', 'answers'),
@@ -74,7 +74,7 @@ def measure(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> Sizes:
 
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
-    # one layer stands for all: they are equal, and a tree of all could itself be too large
+    # all layers have equal shapes, so one is measured: a tree of all of them could itself be too large
     decoder = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0), lora=build.build_lora(config))
     units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
     trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
@@ -130,7 +130,7 @@ def _parameters(shape: ModelConfig) -> int:
 
 
 def _bytes(tree: Params, shardings: Params, n_layers: int, dtype: str | None) -> int:
-    """On one device, of leaves of `dtype` (None = their own)."""
+    """Bytes on one device of a tree whose leaves have `dtype` (None: each its own)."""
     placed = jax.tree.leaves(shardings)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return sum(
