@@ -43,7 +43,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         follow_run(command.config)
         return ExitCode.FINISHED
     workdir = pathlib.Path(values.workdir)
-    run = build_run(
+    session = build_run(
         command.config,
         workdir,
         resume=values.resume,
@@ -51,7 +51,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         overrides=command.overrides,
         interrupts=interrupts,
     )
-    report = run.train()
+    report = session.train()
     if report is None:
         print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
         return ExitCode.STOPPED

@@ -1,6 +1,6 @@
-"""What every run has, whatever it trains: a locked workdir, counters, checkpoints, signals, and an end that frees all.
+"""What every run has: a locked workdir, counters, checkpoints, signals, common facts, and an end that frees all parts.
 
-The runs of `session.py` (by rewards) and `sft.py` (supervised) fill in the parts between.
+Used by session.py (asynchronous RL) and sft.py (supervised training), which add what is special to each.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class CommonFacts(TypedDict):
 
 
 class Run(abc.ABC):
-    """One run from a config to its report: made by building all its parts; `train` runs it and frees them.
+    """One run from a config to its report. The constructor builds all parts; `train` runs them and frees them.
 
-    Each part that holds a file, a thread, a process or a connection goes onto one stack when it is acquired. The stack
-    is left when building fails, when `train` ends and by `close`: parts are freed in reverse order, all of them even if
-    one fails. A run that is not trained must be closed; it is a context manager.
+    Each part that holds a file, a thread, a process or a connection is pushed onto one stack when it is acquired. The
+    stack is left when building fails, when `train` ends, and by `close`: parts are freed in reverse order, all of them
+    even if one fails. A run that is not trained must be closed; it is a context manager.
 
     Args:
       config: as an experiment file gives it, overrides applied.
@@ -102,7 +102,7 @@ class Run(abc.ABC):
       resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
       overrides: the fields that the command line sets; one that the run does not use is refused.
-      interrupts: signals; None = they do what they do without a run.
+      interrupts: asks the run to stop when a signal comes; None = signals are left alone.
 
     Raises UserError for what the user can mend.
     """
@@ -126,8 +126,8 @@ class Run(abc.ABC):
         self.workdir, self.config = workdir, TrackedConfig(config, overrides)
         self._source, self._resume, self._interrupts = source, resume, interrupts
         self._started = time.monotonic()
-        self._unsaved: CheckpointError | None = None  # why the checkpoint after the last update is missing
-        self._finished: Report | None = None  # the report, where nothing is left to do
+        self._unsaved: CheckpointError | None = None  # set when the checkpoint after the last update failed
+        self._finished: Report | None = None  # the report of a resumed run that has nothing left to do
         self._idle_fields: list[str] = []
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -213,7 +213,7 @@ class Run(abc.ABC):
         return model
 
     def _build_learner(self, model: Model, checkpoint: Checkpoint | None) -> None:
-        """The learner of the whole run, with the weights of the checkpoint, or else of the model, which loses them."""
+        """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
         self._start.begin('building the learner')
         learner = build_learner(self.config, model)
         learner.announce = self._start.count_programs
@@ -230,7 +230,7 @@ class Run(abc.ABC):
             raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
 
     def _open_metrics(self, step: int) -> MetricsWriter:
-        """The metrics of updates after `step`, behind those up to it."""
+        """Opens metrics.jsonl and removes the updates after `step`, which will be made again."""
         metrics = self._own(MetricsWriter(self.workdir, self.config.telemetry.tensorboard))
         metrics.truncate(step)
         return metrics
