@@ -10,7 +10,7 @@ from areal_jax.app.ending import ProcessEnd, describe_untrained, end_command
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode
 
-# What takes time to import is imported after signals are heard and the command line is understood.
+# Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         follow_run(command.config)
         return ExitCode.FINISHED
     workdir = pathlib.Path(values.workdir)
-    run = build_run(
+    session = build_run(
         command.config,
         workdir,
         resume=values.resume,
@@ -51,13 +51,14 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         overrides=command.overrides,
         interrupts=interrupts,
     )
-    report = run.train()
+    report = session.train()
     if report is None:
         print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
         return ExitCode.STOPPED
     print((workdir / 'report.md').read_text())
-    if not report['optimizer_steps']['applied']:
-        print(f'error: {describe_untrained(report)}', file=sys.stderr)
+    steps = report['optimizer_steps']
+    if not steps['applied']:
+        print(f'error: {describe_untrained(report["steps"], steps["skipped"])}', file=sys.stderr)
         return ExitCode.NOTHING_TRAINED
     return ExitCode.FINISHED
 

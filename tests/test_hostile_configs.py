@@ -8,8 +8,7 @@ import pytest
 from absl import flags
 
 from areal_jax.app.command_line import parse_train_command
-from areal_jax.app.session import Session
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.errors import UserError
 from tests.hostile_configs import HOSTILE_CONFIGS
 
@@ -24,8 +23,7 @@ def build(hostile, workdir):
     flags.DEFINE_bool('resume', False, '', values)
     words = ['main_train', f'--config={hostile.config}', f'--workdir={workdir}', *hostile.arguments]
     command = parse_train_command(words, values)
-    kind = SftSession if command.config.loss.objective == 'sft' else Session
-    return kind(command.config, workdir, resume=values['resume'].value, overrides=command.overrides)
+    return build_run(command.config, workdir, resume=values['resume'].value, overrides=command.overrides)
 
 
 @pytest.mark.parametrize('name', HOSTILE_CONFIGS)

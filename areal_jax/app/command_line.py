@@ -1,6 +1,6 @@
 """The command line of every main_*.py: a config file, its overrides and flags, or one sentence that says what is wrong.
 
-Nothing here imports jax, so that a mistake is answered at once.
+Nothing here imports jax, so a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pathlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 from absl import flags
 from ml_collections import config_dict, config_flags
@@ -28,6 +28,8 @@ from areal_jax.structure import suggest, unknown_field
 _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
+
+Result = TypeVar('Result')
 
 
 class CommandLineError(UserError, ValueError):
@@ -194,8 +196,8 @@ def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues
     return CommandLineError(re.sub(r'^flag (?=--)', '', _first_line(error)))
 
 
-def _guard(source: str, path: pathlib.Path, run: Callable[[], Any]) -> Any:
-    """`run()`, whose exceptions are those of the config file."""
+def _guard(source: str, path: pathlib.Path, run: Callable[[], Result]) -> Result:
+    """Returns `run()`; an exception becomes a CommandLineError that names the config file and the line."""
     try:
         return run()
     except SyntaxError as error:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
@@ -16,20 +15,21 @@ from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora, merge_adapters
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import path_name
 
 _SHAPE = ('family', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
-_VALUE_HEAD = 'value_head'  # is of the objective of that run
-# of the config of that run: which weights it has, in which shape
+_VALUE_HEAD = 'value_head'  # belongs to the objective of that run, not to its model
+# the fields of that run's config that say which weights and tokenizer it has
 _READ = ('model.', 'lora.', 'task.symbols', 'loss.objective', 'learner.row_tokens', 'rollout.context_tokens')
 
 
 class EarlierRun:
     """A workdir that model.path names.
 
-    Raises ConfigError for a directory that is none, or that holds no checkpoint.
+    Raises ConfigError for a path that is not the workdir of a run, or a workdir without a checkpoint.
     """
 
     def __init__(self, path: str):
@@ -54,10 +54,13 @@ class EarlierRun:
                     f'which has {theirs!r}: remove the setting'
                 )
 
-    def read_weights(self, decoder: Decoder, cut: Callable[[Any], Any]) -> Any:
-        """Its weights in float32, a tree in list form like the decoder's; adapters are merged.
+    def read_weights(self, decoder: Decoder, cut: Callable[[Params], Params]) -> Params:
+        """The run's weights in float32 and list form, with LoRA adapters merged.
 
-        Every process reads the parts that its devices hold: `cut` gives the shardings of a tree of shapes.
+        Each process reads only the shards of its own devices.
+
+        Args:
+          cut: maps a tree of shapes to the tree of their shardings.
 
         Raises ConfigError where their names or shapes are not those of the decoder, and CheckpointError for a
         checkpoint that is damaged.
@@ -71,7 +74,7 @@ class EarlierRun:
         params = trees.cast(jax.tree.map(place, stored, cut(expected)), 'float32')
         return merge_adapters(params, adapters) if adapters else params
 
-    def _require_leaves(self, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    def _require_leaves(self, stored: Params, expected: Params) -> None:
         found, wanted = (
             {path_name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
             for tree in (stored, expected)

@@ -8,8 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble, describe_memory_trouble
 
@@ -28,7 +27,7 @@ class ProcessEnd:
         atexit.register(self._leave)  # handlers run last in, first out: this one after those of jax
 
     def note(self, code: int) -> int:
-        """From here on the process ends with this code, within two minutes even where an exit handler hangs."""
+        """Sets the exit code of the process. If an exit handler hangs, the process ends with it after two minutes."""
         self._code = code
         guard = threading.Timer(_EXIT_DEADLINE_S, os._exit, [code])
         guard.daemon = True
@@ -57,7 +56,7 @@ def end_command(command: Callable[[], int], doing: str) -> int:
     except KeyboardInterrupt:
         _print_error('stopped; the same command with --resume goes on')
         return ExitCode.STOPPED
-    except BrokenPipeError:  # whoever read the output has gone
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         return ExitCode.STOPPED
     except Exception as error:
         if sentence := describe_disk_trouble(error, doing) or describe_memory_trouble(error):
@@ -67,15 +66,14 @@ def end_command(command: Callable[[], int], doing: str) -> int:
         return ExitCode.BUG
 
 
-def describe_untrained(report: Mapping[str, Any]) -> str:
-    """The sentence for a run whose report counts no optimizer step."""
-    skipped = report['optimizer_steps']['skipped']
+def describe_untrained(updates: int, skipped: int) -> str:
+    """The sentence for a run without an optimizer step, `skipped` of which had a gradient that was not finite."""
     why = (
         f'all {skipped} were skipped because their gradient was not finite'
         if skipped
         else 'no update held a token to train: all rewards of every group were equal, or all tokens too old'
     )
-    return f'{report["steps"]} updates made no optimizer step: {why}. The weights are those of the start'
+    return f'{updates} updates made no optimizer step: {why}. The weights are those of the start'
 
 
 def _print_error(sentence: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.events import engine_lane
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
@@ -26,7 +26,7 @@ from areal_jax.types import PublishedWeights
 def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
     verify = config.publication.verify
     if config.publication.channel == 'device':
-        # a learner on one device makes its copy where the engines decode
+        # on a single device, the learner's copy is already where the engines decode
         mesh = config.mesh
         spread = mesh.data * mesh.fsdp * mesh.context * mesh.tensor > 1
         place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if spread else None
@@ -73,7 +73,7 @@ def build_engines(
     ]
 
 
-def restore_ring(ring: VersionRing, channel: DeviceChannel | FilesChannel, saved: Mapping[str, Any]) -> None:
+def restore_ring(ring: VersionRing, channel: DeviceChannel | FilesChannel, saved: Mapping[str, Params]) -> None:
     """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
     for version, weights in sorted(saved.items(), key=lambda item: int(item[0])):
         copy = jax.device_put(jax.tree.map(np.asarray, weights), jax.local_devices()[0])

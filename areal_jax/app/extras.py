@@ -1,4 +1,4 @@
-"""Optional packages: what a config needs and is not installed is said before the run starts, with the pip command."""
+"""Optional packages: a config that needs a missing one is refused before the run starts, with the pip command."""
 
 from __future__ import annotations
 

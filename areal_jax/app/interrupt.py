@@ -1,4 +1,4 @@
-"""Signals as requests to stop, for every command that runs for long."""
+"""Signals as requests to stop. Used by every long-running command."""
 
 from __future__ import annotations
 
@@ -87,17 +87,17 @@ class Interrupts:
 
 
 def ignore_signals() -> None:
-    """For a process that ends when another one tells it to."""
+    """For follower processes: process 0 tells them when to end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _ignore(number: int, frame: object) -> None:
-    """The thread does the work."""
+    """Does nothing: the thread of Interrupts handles the signal."""
 
 
 def _leave_terminal() -> None:
-    """Sends the output that a closed terminal would have got to nowhere: a write to it would raise OSError."""
+    """Redirects output from the closed terminal to /dev/null, because writing to the terminal would raise OSError."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed when the process was started
         with contextlib.suppress(OSError, ValueError):

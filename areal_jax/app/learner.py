@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from areal_jax.app.build import build_learner_settings, build_lora, build_mesh, build_optimizer
 from areal_jax.app.model import Model
 from areal_jax.config import TrackedConfig
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.weights import Params
 from areal_jax.ranges import ConfigError
 
 
 def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
-    """The learner; `model.params` is copied and may be dropped."""
+    """The learner of this process. It copies `model.params`."""
     mesh = build_mesh(config)
     decoder, params = build_training_decoder(config, model)
     optimizer = build_optimizer(config)
@@ -30,9 +29,9 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
 
 
 def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | CommandLeader, model: Model) -> None:
-    """Raises NonFiniteError, naming where the weights come from, where some are NaN or infinite.
+    """Raises NonFiniteError if a weight is NaN or infinite; the message names the source of the weights.
 
-    A command of the learner: call it when the learner of the whole run is there (processes.lead).
+    All processes take part: `learner` is the one that processes.lead returns.
     """
     if model.source is None:
         what, fix = f'weights drawn with model.init_scale={config.model.init_scale:g}', 'lower it'
@@ -41,8 +40,8 @@ def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | Command
     learner.require_finite(what, fix)
 
 
-def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
-    """The decoder in the form in which it is trained, and its weights: those of the model and, with lora, adapters."""
+def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:
+    """The decoder in its trained form, and its weights: the model's, and new adapters if lora.rank is set."""
     if config.lora.rank > model.decoder.config.d_model:
         raise ConfigError(
             f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
@@ -50,4 +49,5 @@ def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder
         )
     form = {'layers': config.learner.layers, 'remat': config.learner.remat}
     decoder = Decoder(model.decoder.config, **form, lora=build_lora(config))
+    assert model.params is not None, 'a learner has taken the weights already'
     return decoder, decoder.complete(model.params, config.run.seed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 from areal_jax.app.build import build_mesh
 from areal_jax.app.earlier_run import EarlierRun, read_run_config
@@ -15,7 +14,7 @@ from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import logical_axes
+from areal_jax.models.weights import Params, logical_axes
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.rules import param_shardings
 from areal_jax.tasks.token_reversal import characters
@@ -27,7 +26,7 @@ class Model:
     """A decoder with its initial weights and its tokenizer."""
 
     decoder: Decoder
-    params: Any
+    params: Params | None  # None: not loaded, or the learner has taken them
     tokenizer: Tokenizer
     source: pathlib.Path | None = None  # file or directory of the weights; None = drawn
     companions: pathlib.Path | None = None  # Hugging Face directory with the files of the tokenizer
@@ -73,7 +72,7 @@ def build_model(config: TrackedConfig) -> Model:
 
 
 def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
-    """Weights go from the files straight to where the learner has them."""
+    """Loads each weight onto the learner's devices directly, in the learner's sharding."""
     decoder = Decoder(read_hf_config(directory))
     shardings = _cut_params(config, decoder.config)(decoder.abstract())
     params = load_hf_weights(directory, decoder.config, shardings=shardings)
@@ -91,7 +90,7 @@ def _load_run_model(config: TrackedConfig) -> Model:
 
 
 def _find_origin(config: TrackedConfig) -> TrackedConfig:
-    """The config that says where shape and tokenizer come from: of the run at the end of a chain of earlier runs."""
+    """Follows model.source='run' to the first run of the chain; its config gives shape and tokenizer."""
     runs: list[str] = []
     while config.model.source == 'run':
         path = config.model.path
@@ -115,8 +114,8 @@ def _describe_model(config: TrackedConfig) -> Model:
     return Model(decoder, None, tokenizer)
 
 
-def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Any], Any]:
-    """Where the learner has the leaves of a tree in list form."""
+def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
+    """A function from a tree in list form to the learner's sharding of each leaf."""
     return lambda tree: param_shardings(tree, logical_axes(shape), build_mesh(config), config.mesh.strategy)
 
 
@@ -143,5 +142,5 @@ def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
 
 
 def _longest(config: TrackedConfig) -> int:
-    """Tokens of a sequence, at most."""
+    """The most tokens of one sequence."""
     return config.learner.row_tokens if config.loss.objective == 'sft' else config.rollout.context_tokens

@@ -1,19 +1,18 @@
-"""Messages of libraries that a user can do nothing about: kept off stderr, where a clean run writes nothing."""
+"""Silences messages of libraries that a user cannot act on, so that a clean run leaves stderr empty."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from typing import Any
 
 import absl.logging
 
 
 def silence_libraries() -> None:
-    """Leaves errors of XLA's C++ code and of matplotlib, and nothing of absl; call it before jax is imported.
+    """Shows only errors of XLA's C++ code and of matplotlib, and nothing that is logged through absl.
 
-    Orbax logs by absl, with a traceback, what it also raises.
+    Call it before jax is imported. Orbax logs every exception that it raises through absl, with a traceback.
     """
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # read once, when jaxlib is loaded
     absl.logging.set_verbosity(absl.logging.FATAL)
@@ -22,10 +21,14 @@ def silence_libraries() -> None:
 
 
 def _drop_late_futures() -> None:
-    """Drops one message: where an array of a damaged checkpoint fails, orbax closes the loop that others report to."""
+    """Drops the message 'Event loop is closed'.
+
+    When reading one array of a damaged checkpoint fails, orbax closes its event loop, to which other
+    reads still report.
+    """
     hook = sys.unraisablehook
 
-    def print_others(unraisable: Any) -> None:
+    def print_others(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != 'Event loop is closed':
             hook(unraisable)
 

@@ -7,7 +7,7 @@ import os
 import pathlib
 import platform
 import subprocess
-from typing import Any
+from typing import TypedDict
 
 PACKAGES = ('areal_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'ml_collections')
 
@@ -34,7 +34,15 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def hardware() -> dict[str, Any]:
+class Hardware(TypedDict):
+    """Where a run computes."""
+
+    cores: int  # that this process may use
+    machine: str  # instruction set
+    devices: list[str]
+
+
+def hardware() -> Hardware:
     """Cores this process may use, instruction set and accelerator."""
     import jax
 

@@ -1,6 +1,6 @@
-"""What every run has, whatever it trains: a locked workdir, counters, checkpoints, signals, and an end that frees all.
+"""What every run has: a locked workdir, counters, checkpoints, signals, common facts, and an end that frees all parts.
 
-The runs of `session.py` (by rewards) and `sft.py` (supervised) fill in the parts between.
+Used by session.py (asynchronous RL) and sft.py (supervised training), which add what is special to each.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from areal_jax.app.sizes import require_room
 from areal_jax.app.start_warnings import print_warnings
 from areal_jax.app.workdir import (
     CHECKPOINTS,
+    Report,
     continue_run,
     describe_unsaved,
     note_weights,
@@ -43,10 +44,13 @@ from areal_jax.distributed.leader import CommandLeader
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.models.weights import Params
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.telemetry.resources import ResourceSampler
+
+State = Mapping[str, Any]  # the run state of a checkpoint, JSON-able
 
 _OF_LEARNER = ('params', 'optimizer')  # names in the arrays of a checkpoint
 
@@ -65,8 +69,8 @@ class Checkpoint:
     """What a resumed run goes on from."""
 
     step: int
-    arrays: Any
-    state: Mapping[str, Any]
+    arrays: Params  # by name: trees of the learner, and what else a kind of run has saved
+    state: State
 
 
 class CommonFacts(TypedDict):
@@ -80,17 +84,17 @@ class CommonFacts(TypedDict):
     peak_memory_bytes: int
     git_commit: str | None
     versions: Mapping[str, str]
-    hardware: Mapping[str, Any]
+    hardware: Mapping[str, object]
     prolonged: list[dict[str, int]]
     idle_fields: list[str]
 
 
 class Run(abc.ABC):
-    """One run from a config to its report: made by building all its parts; `train` runs it and frees them.
+    """One run from a config to its report. The constructor builds all parts; `train` runs them and frees them.
 
-    Each part that holds a file, a thread, a process or a connection goes onto one stack when it is acquired. The stack
-    is left when building fails, when `train` ends and by `close`: parts are freed in reverse order, all of them even if
-    one fails. A run that is not trained must be closed; it is a context manager.
+    Each part that holds a file, a thread, a process or a connection is pushed onto one stack when it is acquired. The
+    stack is left when building fails, when `train` ends, and by `close`: parts are freed in reverse order, all of them
+    even if one fails. A run that is not trained must be closed; it is a context manager.
 
     Args:
       config: as an experiment file gives it, overrides applied.
@@ -98,7 +102,7 @@ class Run(abc.ABC):
       resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
       overrides: the fields that the command line sets; one that the run does not use is refused.
-      interrupts: signals; None = they do what they do without a run.
+      interrupts: asks the run to stop when a signal comes; None = signals are left alone.
 
     Raises UserError for what the user can mend.
     """
@@ -122,8 +126,8 @@ class Run(abc.ABC):
         self.workdir, self.config = workdir, TrackedConfig(config, overrides)
         self._source, self._resume, self._interrupts = source, resume, interrupts
         self._started = time.monotonic()
-        self._unsaved: CheckpointError | None = None  # why the checkpoint after the last update is missing
-        self._finished: dict[str, Any] | None = None  # the report, where nothing is left to do
+        self._unsaved: CheckpointError | None = None  # set when the checkpoint after the last update failed
+        self._finished: Report | None = None  # the report of a resumed run that has nothing left to do
         self._idle_fields: list[str] = []
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -145,12 +149,12 @@ class Run(abc.ABC):
         """Makes all updates (True), or those up to a requested stop, which is saved (False)."""
 
     @abc.abstractmethod
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> Report:
         """Writes the facts and the report of a finished run; returns the report."""
 
     # From start to end.
 
-    def train(self) -> dict[str, Any] | None:
+    def train(self) -> Report | None:
         """Run to the end (the report) or to a requested stop (None; the checkpoint is saved), and free all parts.
 
         Raises CheckpointError, after the report is written, where the checkpoint after the last update failed.
@@ -209,7 +213,7 @@ class Run(abc.ABC):
         return model
 
     def _build_learner(self, model: Model, checkpoint: Checkpoint | None) -> None:
-        """The learner of the whole run, with the weights of the checkpoint, or else of the model, which loses them."""
+        """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
         self._start.begin('building the learner')
         learner = build_learner(self.config, model)
         learner.announce = self._start.count_programs
@@ -226,7 +230,7 @@ class Run(abc.ABC):
             raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
 
     def _open_metrics(self, step: int) -> MetricsWriter:
-        """The metrics of updates after `step`, behind those up to it."""
+        """Opens metrics.jsonl and removes the updates after `step`, which will be made again."""
         metrics = self._own(MetricsWriter(self.workdir, self.config.telemetry.tensorboard))
         metrics.truncate(step)
         return metrics
@@ -274,7 +278,7 @@ class Run(abc.ABC):
         if step == self.config.run.steps:
             self._finished = read_report(self.workdir, step)
 
-    def _save(self, step: int, arrays: Any, state: Mapping[str, Any]) -> None:
+    def _save(self, step: int, arrays: Params, state: State) -> None:
         """Writes a checkpoint. After the last update a failure is kept for the end: the report comes first."""
         try:
             self._store.save(step, arrays, state, self.learner.followers)
@@ -295,7 +299,7 @@ class Run(abc.ABC):
             'peak_memory_bytes': self.resources.peak_bytes,
             'git_commit': git_commit(),
             'versions': package_versions(),
-            'hardware': hardware() | {'platform': platform.platform()},
+            'hardware': {**hardware(), 'platform': platform.platform()},
             'prolonged': read_prolongations(self.workdir),
             'idle_fields': self._idle_fields,
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -15,10 +14,10 @@ from areal_jax.app.engines import build_backend, build_channel, build_engines, r
 from areal_jax.app.model import Model
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.provenance import hardware
-from areal_jax.app.run import Checkpoint, Run
+from areal_jax.app.run import Checkpoint, Run, State
 from areal_jax.app.scores import Scores
 from areal_jax.app.task import build_task, build_verifier
-from areal_jax.app.workdir import CHECKPOINTS
+from areal_jax.app.workdir import CHECKPOINTS, Report
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.control.clocks.real import RealClock
@@ -28,6 +27,7 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import FILE as EVENTS
+from areal_jax.models.weights import Params
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
@@ -61,7 +61,7 @@ class Session(Run):
         snapshot = self._restore_snapshot(checkpoint) if checkpoint else None
         self._scores = Scores(self.workdir, resume=self._resume)
         if self._finished is not None:
-            self._build_learner(model, None)  # other processes wait for it, to be let go
+            self._build_learner(model, None)  # the other processes wait for their learner's first command: to end
             return
         start_s = snapshot['clock_s'] if snapshot else 0.0
         self.log = self._open_log(*((snapshot['next_seq'], snapshot['next_run']) if snapshot else (0, 0)))
@@ -87,7 +87,7 @@ class Session(Run):
         self._compilation_budget = config.run.compilation_budget
         self._require_all_read()
 
-    def _restore_snapshot(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def _restore_snapshot(self, checkpoint: Checkpoint) -> State:
         self.version_at_start = checkpoint.step
         try:
             snapshot = decode_run_state(checkpoint.state)
@@ -102,7 +102,7 @@ class Session(Run):
         return self._own(EventLog(path, next_seq, next_run))
 
     def _build_engines(
-        self, checkpoint: Checkpoint | None, snapshot: Mapping[str, Any] | None
+        self, checkpoint: Checkpoint | None, snapshot: State | None
     ) -> tuple[VersionRing | None, list[Engine]]:
         config, version = self.config, self.version_at_start
         self._channel = build_channel(config, self.workdir, self.decoder)
@@ -207,15 +207,15 @@ class Session(Run):
         self._scores.add(phase, scores)
         return True
 
-    # What stays.
+    # Checkpoints and the report.
 
-    def _save_checkpoint(self, step: int, arrays: Any, earlier: Mapping[int, Any], snapshot: Mapping[str, Any]) -> None:
+    def _save_checkpoint(self, step: int, arrays: Params, earlier: Mapping[int, Params], snapshot: State) -> None:
         self.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
         self.metrics.sync()
         whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
         self._save(step, whole, encode_run_state(snapshot))
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> Report:
         self.resources.stop()  # the report is not part of what is measured
         config = self.config
         events = load_events(self.workdir / EVENTS)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from areal_jax.app.run import Checkpoint, Run
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.task import build_demonstrations
-from areal_jax.app.workdir import CHECKPOINTS
+from areal_jax.app.workdir import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
@@ -20,13 +19,13 @@ from areal_jax.telemetry.numerals import format_duration
 from areal_jax.telemetry.progress import describe_skipped_steps
 
 EXPORT = 'export'
-_OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # metrics of the learner that given answers do not have
+_OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
 
 
 class SftSession(Run):
     """A run of supervised training (loss.objective='sft'); see Run. The parts are attributes for tests.
 
-    The learner, its rows and programs are those of the asynchronous loop; there is nothing to wait for, so no clock.
+    It uses the learner, packed rows and programs of asynchronous training. Only the learner works: there is no clock.
     """
 
     def _build(self) -> None:
@@ -112,7 +111,7 @@ class SftSession(Run):
         measures = self.step == self._steps or (self._evaluate_every and self.step % self._evaluate_every == 0)
         held_out = self._evaluate() if measures else {}
         self._seconds = self._first_seconds + time.monotonic() - self._resumed_at
-        counted: dict[str, Any] = {
+        counted: dict[str, float] = {
             names.TIME: self._seconds,
             names.EPOCH: self._epochs(self.step),
             names.TRAIN_RATE: trained / max(train_seconds, 1e-9),
@@ -136,7 +135,7 @@ class SftSession(Run):
     def _epochs(self, step: int) -> float:
         return step * self._per_update / self.stream.size
 
-    def _progress(self, values: Mapping[str, Any]) -> str:
+    def _progress(self, values: Mapping[str, float]) -> str:
         seconds = self._seconds - self._first_seconds
         left = seconds / (self.step - self._first_step) * (self._steps - self.step)
         parts = (
@@ -149,7 +148,7 @@ class SftSession(Run):
         )
         return '  '.join(part for part in parts if part)
 
-    # What stays.
+    # Checkpoints and the report.
 
     def _save_checkpoint(self) -> int:
         state = {
@@ -163,7 +162,7 @@ class SftSession(Run):
         self._save(self.step, self.learner.save(), state)
         return self.step
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> Report:
         self.learner.require_finite('the trained weights', 'lower optimizer.learning_rate')
         params = self.learner.publish(self.step)
         export_hf(self.workdir / EXPORT, params, self.decoder.config, dtype=self._export_dtype, source=self._companions)

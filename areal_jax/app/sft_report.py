@@ -1,13 +1,13 @@
-"""What supervised training leaves when it ends: report.json and report.md."""
+"""The report of supervised training: report.json and report.md, from facts and metrics."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from areal_jax import files
+from areal_jax.app.workdir import Report
 from areal_jax.report.caveats import warn_of_skipped_steps
 from areal_jax.report.page import describe_idle_fields, describe_prolongation
 from areal_jax.report.report import FILE, PAGE, count_optimizer_steps
@@ -35,7 +35,7 @@ class SftFacts:
     weights_sha256: str | None = None
     git_commit: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages
-    hardware: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)
     planned_steps: int | None = None  # run.steps
     finished: bool = True
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
@@ -54,13 +54,13 @@ class SftFacts:
         return cls(**values)
 
 
-def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> dict[str, Any]:
+def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> Report:
     """Writes report.json and report.md from the facts and metrics.jsonl; returns the report."""
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     values = [line['loss/nll'] for line in metrics if 'loss/nll' in line]
     optimizer_steps = count_optimizer_steps(metrics)
     warnings = [_warn_of_end(facts), warn_of_skipped_steps(optimizer_steps)]
-    report: dict[str, Any] = plain(
+    report: Report = plain(
         {
             **dataclasses.asdict(facts),
             'held_out_nll': {str(step): nll for step, nll in sorted(facts.held_out_nll.items())},
@@ -83,7 +83,7 @@ def _warn_of_end(facts: SftFacts) -> str:
     )
 
 
-def _render(report: Mapping[str, Any]) -> str:
+def _render(report: Report) -> str:
     held_out, train = report['held_out_nll'], report['train_nll']
     measured = [f'| held-out, after {step} updates | {_format_nll(nll)} |' for step, nll in held_out.items()]
     weights = report['weights_sha256']
@@ -106,7 +106,7 @@ def _render(report: Mapping[str, Any]) -> str:
     return '\n'.join(lines)
 
 
-def _what_ran(report: Mapping[str, Any]) -> str:
+def _what_ran(report: Report) -> str:
     steps, sizes, memory = report['optimizer_steps'], report['demonstrations'], report['peak_memory_bytes']
     data = (
         f'{sizes["train"]} demonstrations ({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped '

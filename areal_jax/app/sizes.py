@@ -1,11 +1,10 @@
-"""What a run needs in memory at the least, from shapes alone: refused before weights are drawn where it cannot fit."""
+"""The least memory that a run needs, from shapes alone; one that cannot fit is refused before weights are drawn."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,12 +19,12 @@ from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import logical_axes
+from areal_jax.models.weights import Params, logical_axes
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
 
-SHARE = 0.95  # of a memory that a run may plan for
-_ANSWER_BYTES = 1024  # of an answer under way, in objects of the host
+SHARE = 0.95  # the fraction of a memory that a run may use
+_ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication'),
     *('KV cache', 'prefill', 'logits', 'rows', 'answers'),
@@ -76,7 +75,7 @@ def measure(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> Sizes:
 
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
-    # one layer stands for all: they are equal, and a tree of all could itself be too large
+    # all layers have equal shapes, so one is measured: a tree of all of them could itself be too large
     decoder = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0), lora=build.build_lora(config))
     trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
     cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.mesh.strategy)
@@ -130,8 +129,8 @@ def _parameters(shape: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) * _layers(path, shape.n_layers) for path, leaf in leaves)
 
 
-def _bytes(tree: Any, shardings: Any, n_layers: int, dtype: str | None) -> int:
-    """On one device, of leaves of `dtype` (None = their own)."""
+def _bytes(tree: Params, shardings: Params, n_layers: int, dtype: str | None) -> int:
+    """Bytes on one device of a tree whose leaves have `dtype` (None: each its own)."""
     placed = jax.tree.leaves(shardings)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return sum(
@@ -140,12 +139,12 @@ def _bytes(tree: Any, shardings: Any, n_layers: int, dtype: str | None) -> int:
     )
 
 
-def _layers(path: Any, n_layers: int) -> int:
+def _layers(path: jax.tree_util.KeyPath, n_layers: int) -> int:
     """How many leaves of the model the one at this path stands for."""
     return n_layers if 'layers/0/' in path_name(path) else 1
 
 
-def _itemsize(dtype: Any) -> int:
+def _itemsize(dtype: str | np.dtype) -> int:
     return np.dtype(jax.numpy.dtype(dtype)).itemsize
 
 

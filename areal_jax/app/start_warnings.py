@@ -1,4 +1,4 @@
-"""What a config can run with and is hardly meant: said on stderr before the run starts."""
+"""Warnings on stderr about config values that are valid but probably a mistake; printed before the run starts."""
 
 from __future__ import annotations
 

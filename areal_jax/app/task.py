@@ -16,7 +16,7 @@ from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
-    """The task, without problems whose prompts do not fit the engines' context, or an error that names the first."""
+    """The task; problems whose prompts exceed the engines' context are dropped or refused (task.over_length)."""
     name = config.task.name
     task = make_task(name, tokenizer, **{field: getattr(config.task, field) for field in value_names(name)})
     room = config.rollout.context_tokens - config.rollout.max_new_tokens
@@ -33,7 +33,7 @@ def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
 
 
 def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonstrations:
-    """Those of the file task.path (task.name='jsonl'), or the problems of another task with their answers."""
+    """Demonstrations from the file task.path if task.name='jsonl', else another task's problems with their answers."""
     name = config.task.name
     if name == 'jsonl':
         task = config.task

@@ -1,4 +1,7 @@
-"""Training by one call: the kind of run that loss.objective asks for, from its config to its report."""
+"""A run by one call: `build_run(config, workdir).train()`, whatever loss.objective asks for.
+
+Used by main_train.py, and by programs that train without a command line.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,6 @@ def build_run(
     overrides: Collection[str] = (),
     interrupts: Interrupts | None = None,
 ) -> Run:
-    """The run that a config describes, built; `train` runs it, `close` gives it up. Arguments as for Run."""
+    """Builds the run that a config describes; `train` runs it, `close` gives it up. Arguments and errors as for Run."""
     kind = SftSession if config.loss.objective == 'sft' else Session
     return kind(config, workdir, resume=resume, source=source, overrides=overrides, interrupts=interrupts)

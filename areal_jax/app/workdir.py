@@ -20,10 +20,13 @@ from areal_jax.report import report
 from areal_jax.telemetry import metrics
 from areal_jax.telemetry.facts import EVALUATIONS
 
+Values = Mapping[str, Any]  # a config as a plain dict, nested by section or flat by 'section.field'
+Report = Mapping[str, Any]  # report.json
+
 WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
 PROLONGATIONS = 'prolongations.json'
-# what an attempt writes while it runs; put aside where the next one starts again at update 0
+# files that an attempt writes while it runs; renamed when the next attempt starts again at update 0
 _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
 # where and in which form it is computed may change on the way: checkpoints are read by regions, one leaf per layer
 _MAY_CHANGE = (
@@ -36,7 +39,7 @@ _BLOCKS, _BLOCK_BYTES = 256, 4096
 _RESTORE = 'restore the file as the run wrote it, or start anew in another --workdir'
 
 
-def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume: bool) -> None:
+def prepare_workdir(workdir: pathlib.Path, values: Values, *, resume: bool) -> None:
     """Makes the directory, and writes config.json where a run begins.
 
     Raises ConfigError for a run there that would be overwritten or continued differently.
@@ -67,11 +70,11 @@ def prepare_workdir(workdir: pathlib.Path, values: Mapping[str, Any], *, resume:
     _write_config(workdir, values)
 
 
-def continue_run(workdir: pathlib.Path, values: Mapping[str, Any], update: int) -> None:
-    """Adapts the records of a run that goes on from a checkpoint after `update`, and writes config.json.
+def continue_run(workdir: pathlib.Path, values: Values, update: int) -> None:
+    """Prepares the workdir of a run that continues after `update`, and writes config.json.
 
-    A report, and a score of the last weights, that the rest of the run makes stale are put aside or removed, and so are
-    all scores where evaluation.* was changed; a raised run.steps is noted.
+    If updates are still to come, the report is renamed and the score of the last weights removed, since both
+    will be outdated. If evaluation.* was changed, all earlier scores are renamed. A raised run.steps is noted.
     """
     saved, current = _read_config(workdir), dict(flatten(values))
     changed = [field for field in saved if field.startswith('evaluation.') and saved[field] != current.get(field)]
@@ -86,8 +89,8 @@ def continue_run(workdir: pathlib.Path, values: Mapping[str, Any], update: int) 
     _write_config(workdir, values)
 
 
-def start_again(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Keeps the records of an attempt without a checkpoint under other names, and writes config.json."""
+def start_again(workdir: pathlib.Path, values: Values) -> None:
+    """Renames the files of an earlier attempt that left no checkpoint, and writes config.json."""
     names = _put_aside(workdir, _RECORDS)
     kept = f'; the records of the attempt before are now {", ".join(names)}' if names else ''
     print(f'--resume found no checkpoint in {workdir}: the run starts at update 0{kept}', flush=True)
@@ -110,7 +113,7 @@ def read_prolongations(workdir: pathlib.Path) -> list[dict[str, int]]:
     return files.read_json(path, _RESTORE)['prolongations'] if path.exists() else []
 
 
-def read_report(workdir: pathlib.Path, steps: int) -> dict[str, Any] | None:
+def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
     """report.json of a run that has made all its `steps` updates; None where it was not written."""
     path = workdir / report.FILE
     found = files.read_json(path, 'remove it: --resume writes it again') if path.exists() else {}
@@ -137,8 +140,8 @@ def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: 
 def sample_digest(source: pathlib.Path) -> str:
     """SHA-256 over name, size and 256 evenly spaced blocks of 4 KiB of a file, or of each safetensors in a directory.
 
-    Weights of another training differ in nearly every block; to read 60 GB at every start would show no more. Of a
-    checkpoint it is that of the table of contents, which has the checksum of every array.
+    Blocks are enough: other weights differ in nearly every one, and reading 60 GB at every start would take minutes.
+    For a checkpoint, the digest is that of its table of contents, which holds the checksum of every array.
     """
     if (source / CONTENTS).is_file():
         return hashlib.sha256((source / CONTENTS).read_bytes()).hexdigest()
@@ -154,22 +157,22 @@ def sample_digest(source: pathlib.Path) -> str:
 
 
 def _holds_updates(workdir: pathlib.Path) -> bool:
-    """Whether something would be lost; an attempt that ended before its first update is simply replaced."""
+    """Whether there is a checkpoint or an update; an attempt that ended before its first update may be overwritten."""
     written = workdir / metrics.FILE
     return any((workdir / CHECKPOINTS).glob('step_*')) or (written.exists() and written.stat().st_size > 0)
 
 
-def _read_config(workdir: pathlib.Path) -> dict[str, Any]:
+def _read_config(workdir: pathlib.Path) -> Values:
     """By 'section.field'; empty where no run has begun."""
     path = workdir / CONFIG
     return dict(flatten(files.read_json(path, _RESTORE))) if path.exists() else {}
 
 
-def _write_config(workdir: pathlib.Path, values: Mapping[str, Any]) -> None:
+def _write_config(workdir: pathlib.Path, values: Values) -> None:
     files.write_json(workdir / CONFIG, values, allow_nan=True)  # eta may be infinite
 
 
-def _require_continuable(workdir: pathlib.Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _require_continuable(workdir: pathlib.Path, saved: Values, current: Values) -> None:
     if not saved:
         return
     fixed = [field for field in current if not field.startswith(_MAY_CHANGE) and field != _STEPS]
@@ -189,9 +192,9 @@ def _require_continuable(workdir: pathlib.Path, saved: Mapping[str, Any], curren
         )
 
 
-def _note_prolongation(workdir: pathlib.Path, saved: Mapping[str, Any], steps: int, update: int) -> None:
+def _note_prolongation(workdir: pathlib.Path, saved: Values, steps: int, update: int) -> None:
     known = read_prolongations(workdir)
-    # after a fallback to an older checkpoint the updates in between are made again, with the steps of now
+    # after a fallback to an older checkpoint, the updates since it are repeated under the new run.steps
     noted = [entry | {'at_update': min(entry['at_update'], update)} for entry in known]
     before = saved.get(_STEPS, steps)
     if before < steps and (not noted or noted[-1]['to_steps'] != steps):
@@ -202,7 +205,7 @@ def _note_prolongation(workdir: pathlib.Path, saved: Mapping[str, Any], steps: i
 
 
 def _remove_score_after(path: pathlib.Path) -> None:
-    """It is of weights that are not the last ones any more."""
+    """Removes the score 'after': it was measured on weights that are no longer the last ones."""
     scores = files.read_json(path, _RESTORE) if path.exists() else {}
     if scores.pop('after', None) is not None:
         files.write_json(path, scores, indent=None)

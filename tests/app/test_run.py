@@ -13,6 +13,7 @@ from jax._src import monitoring
 
 from areal_jax.app.session import Session
 from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.control.events import EventLog
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
@@ -96,8 +97,10 @@ def inject(monkeypatch, step):
 
 
 def build(kind, workdir, resume=False, **fields):
-    run, config, own = KINDS[kind]
-    return run(config(**own | fields), workdir, resume=resume)
+    expected, config, own = KINDS[kind]
+    run = build_run(config(**own | fields), workdir, resume=resume)
+    assert isinstance(run, expected)
+    return run
 
 
 def require_unlocked(workdir):
