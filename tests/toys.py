@@ -21,9 +21,10 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.events import engine_lane, publish_lane
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeOutput, SlotInit
-from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
@@ -53,6 +54,7 @@ class ToyBackend:
     """Weights are (w, version); the state is a tuple with one entry per slot: None, or where the slot stands."""
 
     context_tokens = 32
+    devices = ('toy',)
 
     def __init__(self, slots: int):
         self.slots = slots
@@ -220,10 +222,12 @@ class ToyRun:
         self.log = log or EventLog(next_seq=state['next_seq'] if state else 0)
         self.steps: list[StepRecord] = []
         self.checkpoints: list[dict[str, Any]] = []
-        lanes = {'learner': 1, 'reward': 2, 'publish': 1, 'disk': 1} | {f'engine/{i}': 1 for i in range(engines)}
+        lanes = {'learner': 1, 'reward': 2, 'disk': 1}
+        lanes |= {lane(i): 1 for i in range(engines) for lane in (engine_lane, publish_lane)}
         self.clock = VirtualClock(lanes, self.log, prices, start_s=state['clock_s'] if state else 0.0)
         self.supervisor = Supervisor(self.clock)
-        self.learner, channel = ToyLearner(), ToyChannel()
+        self.learner, self.channel = ToyLearner(), ToyChannel()
+        channel = self.channel
         self.gate = StalenessGate(
             groups_per_update=groups_per_update, eta=eta, max_running=max_running, buffer_capacity=buffer_capacity,
             max_admitted=steps * groups_per_update,
@@ -241,13 +245,13 @@ class ToyRun:
             published = ring.in_use(state['generated_update'] if state else None)
         self.backends = [ToyBackend(slots) for _ in range(engines)]
         self.engines = [
-            Engine(
-                f'engine/{i}', backend, self.clock, self.log, receive=channel.receive,
+            LocalEngine(
+                i, backend, self.clock, self.log, receive=channel.receive,
                 version=published.version, params=published.handle, kv_policy=kv_policy, decode_steps=decode_steps,
             )
             for i, backend in enumerate(self.backends)
         ]  # fmt: skip
-        pool = Pool(self.engines, self.log)
+        pool = Pool(self.engines, self.clock, self.log, self.supervisor)
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
         self.controller = Controller(
             LoopSettings(

@@ -20,6 +20,7 @@ from areal_jax.control.controller import LoopSettings
 from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
+from areal_jax.events import DISK, LEARNER, REWARD, engine_lane, publish_lane
 from areal_jax.formats.gguf import find_package_file, load_gguf, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
@@ -203,8 +204,8 @@ def build_log_and_clock(
     config: TrackedConfig, path: pathlib.Path, next_seq: int, start_s: float
 ) -> tuple[EventLog, LoopClock]:
     log = EventLog(path, next_seq)
-    engines = {engine_name(index): 1 for index in range(config.rollout.engines)}
-    lanes = engines | {'learner': 1, 'reward': config.task.verifier_workers, 'publish': 1, 'disk': 1}
+    lanes = {lane(index): 1 for index in range(config.rollout.engines) for lane in (engine_lane, publish_lane)}
+    lanes |= {LEARNER: 1, REWARD: config.task.verifier_workers, DISK: 1}
     if config.run.clock == 'real':
         return log, RealClock(lanes, log, config.run.stall_timeout_s, start_s)
     prices = config.virtual
@@ -217,10 +218,6 @@ def build_log_and_clock(
         'save': prices.save_s,
     }
     return log, VirtualClock(lanes, log, per_unit, start_s)
-
-
-def engine_name(index: int) -> str:
-    return f'engine/{index}'
 
 
 def build_verifier(

@@ -48,7 +48,7 @@ from areal_jax.files import DirectoryLock
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.report import write_report
-from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import FILE as EVENTS
@@ -143,7 +143,7 @@ class Session:
         self._build_learner(model, arrays)
         self._channel = build.build_channel(config, self.workdir, model.decoder)
         ring, self._engines = self._build_engines(model, snapshot, arrays)
-        self.pool = Pool(self._engines, self.log)
+        self.pool = Pool(self._engines, self.clock, self.log, self.supervisor)
         self.metrics = MetricsWriter(self.workdir, config.telemetry.tensorboard)
         self.metrics.truncate(self.version_at_start)
         self.observer = StepObserver(
@@ -177,7 +177,7 @@ class Session:
 
     def _build_engines(
         self, model: build.Model, snapshot: Mapping[str, Any] | None, arrays: Any
-    ) -> tuple[VersionRing | None, list[Engine]]:
+    ) -> tuple[VersionRing | None, list[LocalEngine]]:
         config, version = self.config, self.version_at_start
         ring = build.build_ring(config)
         if ring and snapshot:
@@ -190,8 +190,8 @@ class Session:
             published = ring.in_use(snapshot['generated_update'] if snapshot else None)
         backend = build.build_backend(config, model.decoder)
         engines = [
-            Engine(
-                build.engine_name(index),
+            LocalEngine(
+                index,
                 backend,
                 self.clock,
                 self.log,

@@ -21,7 +21,7 @@ class Limit:
 
     generate: float | None  # lane seconds, mean over the engine lanes
     train: float | None  # lane seconds of the learner
-    publish: float | None  # lane seconds of publication
+    publish: float | None  # lane seconds of publication, of the busiest engine's lane
     ideal: float | None
     achieved: float | None  # window seconds / updates
     ideal_rule: str
@@ -42,12 +42,13 @@ def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Lim
         )
     per_update = {lane: seconds / updates for lane, seconds in lane_seconds(intervals, within).items()}
     engines = [seconds for lane, seconds in per_update.items() if lane.startswith('engine/')]
+    published = [seconds for lane, seconds in per_update.items() if lane.startswith('publish')]
     bounds = per_update if _rule(facts) != SHARED else _shared_bounds(updates, facts)
     bound = max(bounds, key=lambda name: bounds[name], default='')
     ideal, achieved = bounds.get(bound), within.seconds / updates
     fill = fill_seconds(intervals, within) / updates
     return Limit(
-        sum(engines) / len(engines) if engines else None, per_update.get('learner'), per_update.get('publish'),
+        sum(engines) / len(engines) if engines else None, per_update.get('learner'), max(published, default=None),
         ideal, achieved, _rule(facts), bound, explain_gap(ideal, achieved, bound, fill),
     )  # fmt: skip
 

@@ -399,6 +399,7 @@ def test_a_finished_run_whose_last_evaluation_is_stopped_can_be_saved_and_resume
 def test_an_error_of_any_part_ends_the_run_with_nothing_half_published(part, method, call):
     run = ToyRun(steps=5, engines=2, checkpoint_every=1)
     parts = {'learner': run.learner, 'backend': run.backends[1], 'engine': run.engines[1], 'controller': run.controller}
+    parts |= {'channel': run.channel, 'verifier': run.controller._groups._verifier}
     owner = parts.get(part) or getattr(run.controller, f'_{part}')
     answer, calls = getattr(owner, method), itertools.count(1)
 
