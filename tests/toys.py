@@ -1,7 +1,7 @@
 """A toy engine and learner whose tokens can be worked out by hand.
 
 Weights are one integer w. The token at position p of (draw, sample) is 1 + (7 w + 3 draw + sample + p) % 9, except
-that the answer ends with token 0 when it has `length(draw, sample)` tokens. The log-prob is -(1 + w % 5) - p / 100,
+that the answer ends with token 0 when it has `length(draw, sample)` tokens, if 0 is a stop token. The log-prob is -(1 + w % 5) - p / 100,
 minus 1000 for every version by which the KV cache is stale; where a request cuts the softmax, half of the mass is kept.
 The learner turns w into a hash of all that it trains on, so equal weights mean equal batches, tokens, log-probs and
 versions.
@@ -92,7 +92,7 @@ class ToyBackend:
                 request, position = init.request, len(tokens)
                 assert position < width or width == self.context_tokens
                 answered = position + 1 - len(request.prompt_tokens)
-                last = answered == length(request.draw, request.sample)
+                last = STOP in request.sampling.stop_tokens and answered == length(request.draw, request.sample)
                 tokens.append(STOP if last else token(weights[0], request.draw, request.sample, position))
                 output.tokens[step, slot] = tokens[-1]
                 output.logprobs[step, slot] = logprob(weights[0], position, weights[1] - entry['kv'])
