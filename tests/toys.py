@@ -1,8 +1,9 @@
 """A toy engine and learner whose tokens can be worked out by hand.
 
 Weights are one integer w. The token at position p of (draw, sample) is 1 + (7 w + 3 draw + sample + p) % 9, except
-that the answer ends with token 0 when it has `length(draw, sample)` tokens, if 0 is a stop token. The log-prob is -(1 + w % 5) - p / 100,
-minus 1000 for every version by which the KV cache is stale; where a request cuts the softmax, half of the mass is kept.
+that the answer ends with token 0 when it has `length(draw, sample)` tokens, if 0 is a stop token. The log-prob is
+-(1 + w % 5) - p / 100, minus 1000 for every version by which the KV cache is stale; where a request cuts the softmax,
+half of the mass is kept.
 The learner turns w into a hash of all that it trains on, so equal weights mean equal batches, tokens, log-probs and
 versions.
 """
