@@ -263,6 +263,8 @@ class JoinEvent(Header):
 
     kind: Literal['join']
     engine: Engine
+    version: NotRequired[Annotated[int, 'policy version of its weights; from version 2 of the log on']]
+    devices: NotRequired[Annotated[list[str], 'the devices that it decodes on; from version 2 of the log on']]
 
 
 class LeaveEvent(Header):

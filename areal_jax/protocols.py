@@ -1,17 +1,20 @@
-"""Who the controller drives: clock, engines, learner, channel, verifier and prompt stream.
+"""The interfaces of the loop's parts: clock, engines, pool, workflow, learner, channel, verifier and prompt stream.
 
-Nothing here imports jax. The implementations are in control/clocks/, rollout/, learning/, publication/ and tasks/.
+The controller (control/) and the pool (rollout/) are typed on these alone. The implementations are in control/clocks/,
+rollout/, learning/, publication/ and tasks/. Nothing here imports jax.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from areal_jax.types import (
+    EngineCapabilities,
+    EngineFinish,
     EngineStatus,
     FinishReason,
     GenerationRequest,
@@ -20,8 +23,11 @@ from areal_jax.types import (
     Segment,
     TrajectoryGroup,
     Verdict,
+    Weights,
     Work,
 )
+
+Result = TypeVar('Result')
 
 
 class Event(Protocol):
@@ -38,7 +44,7 @@ class Event(Protocol):
 
 
 class Clock(Protocol):
-    """The four calls through which the host side waits (control/clock.py), and what they need."""
+    """Everything that the host side waits for goes through these calls (control/clocks/)."""
 
     def now(self) -> float:
         """Clock seconds: the time of the last completion released."""
@@ -46,7 +52,7 @@ class Clock(Protocol):
 
     def event(self, name: str) -> Event: ...
 
-    async def run(self, lane: str, fn: Callable[[], Any], work: Work) -> Any:
+    async def run(self, lane: str, fn: Callable[[], Result], work: Work) -> Result:
         """Blocking work on the lane's own thread; `fn` touches nothing that another lane reads."""
         ...
 
@@ -54,7 +60,7 @@ class Clock(Protocol):
         """True when the event is set, False at the deadline."""
         ...
 
-    async def call(self, lane: str, fn: Callable[[], Awaitable[Any]], work: Work, deadline_s: float) -> Any:
+    async def call(self, lane: str, fn: Callable[[], Awaitable[Result]], work: Work, deadline_s: float) -> Result:
         """I/O: `fn` is called and awaited on the I/O loop; TimeoutError that names the call at its wall-time deadline.
 
         `fn` touches nothing that the host's loop or a lane reads.
@@ -63,60 +69,148 @@ class Clock(Protocol):
 
 
 class Generation(Protocol):
-    """One running request: iterate for segments; `finish_reason` and `engine` are set when it ends."""
+    """One open request: iterate for its segments. An iterator object: nothing depends on when it is collected."""
 
-    finish_reason: FinishReason | None
-    engine: str
+    @property
+    def finish_reason(self) -> EngineFinish | None:
+        """None until the request ends."""
+        ...
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that generates."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Segment]: ...
 
+    async def __anext__(self) -> Segment: ...
+
 
 class RolloutEngine(Protocol):
-    """A server or an in-process engine that generates and can be interrupted to load weights."""
+    """What the pool drives, in this process or behind a network; tests/rollout/engine_contract.py is its contract.
 
-    name: str
+    Nothing is lost or repeated: every token that was generated is in exactly one segment. An action that an engine
+    refuses, or whose outcome it does not know, raises an error of its own; returning means that it was done.
+    """
 
-    def generate(self, request: GenerationRequest) -> Generation: ...
+    @property
+    def name(self) -> str: ...
 
-    async def load_weights(self, published: PublishedWeights) -> None:
-        """Returns when the engine decodes with `published` (or newer) weights."""
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Accepts the request; raises UserError for one that cannot fit the engine."""
         ...
 
-    def cancel(self, request_id: str) -> None: ...
+    def cancel(self, request_id: str) -> None:
+        """Ends the request with the reason 'cancelled'; what was delivered stays. An unknown request is ignored."""
+        ...
+
+    async def stage(self, published: PublishedWeights) -> None:
+        """Fetches the weights while decoding goes on; returns when they can be swapped in."""
+        ...
+
+    async def swap(self, version: int) -> float:
+        """Decodes with the staged weights of this version from now on; returns the pause of decoding in seconds."""
+        ...
+
+    async def pause(self) -> None:
+        """Returns when no token is being generated and every token generated so far is delivered."""
+        ...
+
+    def resume(self) -> None:
+        """Ends a pause. Nobody waits for it: an engine that cannot continue fails on its own."""
+        ...
+
+    def open_requests(self) -> Sequence[GenerationRequest]:
+        """Requests that have not ended, in the order in which they are served."""
+        ...
 
     def status(self) -> EngineStatus: ...
+
+
+class Pool(Protocol):
+    """The engines of a run as one (rollout/pool.py)."""
+
+    def generate(self, request: GenerationRequest, prefer: str = '') -> Generation:
+        """Starts the request; on the engine `prefer` where there is one of that name."""
+        ...
+
+    def cancel_all(self) -> None:
+        """Ends every open request with the reason 'cancelled'."""
+        ...
+
+    async def load_weights(self, published: PublishedWeights) -> float:
+        """Every engine fetches the weights and swaps them in; returns the longest pause of decoding in seconds."""
+        ...
+
+    async def pause(self) -> None:
+        """Returns when no engine decodes and every token generated so far is delivered."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def order(self) -> list[tuple[str, int, int]]:
+        """(engine, draw, sample) of every open request, in the order in which engines serve them."""
+        ...
+
+
+class Episode(Protocol):
+    """One answer in the making, as a workflow sees it (control/episode.py)."""
+
+    sample: int
+    segments: list[Segment]
+    finish_reason: FinishReason | None
+    engine: str
+
+    def append(self, segment: Segment) -> None: ...
+
+
+class Workflow(Protocol):
+    """How a prompt becomes an answer: one turn, several turns, tools (rollout/workflow.py)."""
+
+    async def run(self, prompt: Prompt, episode: Episode) -> None:
+        """Appends segments to the episode and sets its engine and finish reason; an episode with segments continues.
+
+        The finish reason stays None where a request was cancelled: such an episode has no answer.
+        """
+        ...
 
 
 class Learner(Protocol):
     """The trainer: plain blocking calls that the controller runs on the lane `learner`, in order."""
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
-        """Train on one batch; `version` is that of the weights before it. Returns metrics, also for empty data."""
+        """Trains on one batch; `version` is that of the weights before it. Returns metrics, also for empty data."""
         ...
 
-    def publish(self, version: int) -> Any:
+    def publish(self, version: int) -> Weights:
         """A copy of the weights that no later update can touch, for Channel.transfer."""
         ...
 
-    def save(self) -> Any:
+    def save(self) -> Weights:
         """A host-safe copy of weights and optimizer state, for the checkpoint's writer on the lane `disk`.
 
-        Over several processes what this one has to write of it; the others write theirs when the writer says so.
+        Over several processes it holds this process's part; the others write theirs when the writer tells them to.
         """
         ...
 
-    def restore(self, saved: Any) -> None: ...
+    def restore(self, saved: Weights) -> None: ...
 
 
 class Channel(Protocol):
     """Carries weights from the learner to the engines."""
 
-    def transfer(self, version: int, copy: Any) -> PublishedWeights:
-        """On the lane `publish`: make the copy of Learner.publish available to every engine."""
+    def transfer(self, version: int, copy: Weights) -> PublishedWeights:
+        """Makes the copy of Learner.publish available to every engine; runs on the lane `publish/0`."""
         ...
 
-    def receive(self, published: PublishedWeights) -> Any:
-        """On the lane `publish`: weights in the form an engine's backend takes, checked against the manifest."""
+    def receive(self, published: PublishedWeights) -> Weights:
+        """The weights as an engine's backend takes them, checked against the manifest.
+
+        Runs on the lane `publish/K` of engine K: from several threads at the same time.
+        """
         ...
 
     def release(self, version: int) -> None:

@@ -15,7 +15,12 @@ import numpy as np
 
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
 Tree = Any
-FinishReason = Literal['stop', 'length']
+Weights = Tree  # on any device; only learning/, publication/ and the backend of an engine look inside
+FinishReason = Literal['stop', 'length']  # of an answer that is verified and trained
+EngineFinish = Literal['stop', 'length', 'cancelled']  # of a request: what engines, pool and event log know
+LogprobKind = Literal['behavior', 'sampling']
+PauseMode = Literal['retract', 'in_place', 'abort']
+KvPolicy = Literal['recompute', 'keep']
 NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
 LARGEST_LOGPROB = 1e-2  # rounding gives some almost certain tokens a log-prob above 0, never above this
 
@@ -202,14 +207,28 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStatus:
-    """A look at one engine. Producer: rollout/engine.py."""
+    """A look at one engine. Producer: the engine."""
 
     name: str
-    policy_version: int
-    running: int  # requests in slots
-    waiting: int  # requests without a slot
-    slots: int
-    alive: bool = True
+    policy_version: int  # of the weights that it decodes with
+    running: int  # requests that are decoded
+    waiting: int  # requests that wait for a place
+    tokens_per_s: float  # decoded tokens per clock second of decoding since the start; 0 before the first
+    devices: tuple[str, ...]  # names of the devices that it decodes on
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine can do; tests/rollout/engine_contract.py holds it to each field. Producer: the engine."""
+
+    logprobs: tuple[LogprobKind, ...]  # 'sampling': also the log-probs of the softmax that top-k or top-p cut
+    spans: bool  # an answer that saw a swap comes in one segment per version
+    abort: bool  # `cancel` ends a request that is being decoded
+    # what a pause does to a request that is being decoded: 'retract' returns it to the queue and rebuilds its KV after
+    # the resume, 'in_place' keeps its KV, 'abort' returns it to the caller
+    pause_modes: tuple[PauseMode, ...]
+    staging: bool  # `stage` leaves decoding undisturbed
+    update: tuple[KvPolicy, ...]  # what a swap can do to the KV of unfinished answers
 
 
 def concatenate(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

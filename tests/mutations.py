@@ -43,9 +43,9 @@ MUTATIONS = [
     ),
     Mutation(
         'tag tokens with the version before',
-        'areal_jax/rollout/engine.py',
-        'running.extend(tokens, logprobs, weights.version, cut)',
-        'running.extend(tokens, logprobs, max(0, weights.version - 1), cut)',
+        'areal_jax/rollout/local_engine.py',
+        'output.logprobs[slot, :count], version, cut)',
+        'output.logprobs[slot, :count], max(0, version - 1), cut)',
         'tests/control/test_controller.py',
     ),
     Mutation(
@@ -64,18 +64,18 @@ MUTATIONS = [
     ),
     Mutation(
         'keep stale KV',
-        'areal_jax/rollout/engine.py',
-        'self._stale = interrupted',
+        'areal_jax/rollout/local_engine.py',
+        'self._stale = [slot for slot, _ in interrupted]',
         'self._stale = []',
-        'tests/control/test_controller.py tests/rollout/test_engine.py',
+        'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'reuse prefixes of another version',
-        'areal_jax/rollout/engine.py',
+        'areal_jax/rollout/local_engine.py',
         '        self._prefixes.clear()\n        self._swapped_s',
         '        self._prefixes = {(weights.version, k): p for (_, k), p in self._prefixes.items()}\n'
         '        self._swapped_s',
-        'tests/control/test_controller.py tests/rollout/test_engine.py',
+        'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'denominator of the micro-batch',
@@ -93,10 +93,10 @@ MUTATIONS = [
     ),
     Mutation(
         'drop EOS while decoding',
-        'areal_jax/rollout/engine.py',
-        'valid = output.valid[:, slot]',
-        'valid = output.valid[:, slot] & ~np.isin(output.tokens[:, slot], running.request.sampling.stop_tokens)',
-        'tests/control/test_controller.py tests/rollout/test_engine.py',
+        'areal_jax/rollout/backend.py',
+        'return self.valid.sum(axis=0)',
+        'return (self.valid & (self.tokens != 0)).sum(axis=0)',
+        'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'admit one group too many',
@@ -108,8 +108,8 @@ MUTATIONS = [
     Mutation(
         'train a group twice',
         'areal_jax/control/buffer.py',
-        'return [heapq.heappop(self._heap)[1] for _ in range(count)]',
-        'return [group for _, group in heapq.nsmallest(count, self._heap)]',
+        'return taken',
+        'return [self.put(group) or group for group in taken]',
         'tests/control',
     ),
     Mutation(
@@ -121,21 +121,21 @@ MUTATIONS = [
     ),
     Mutation(
         'save a lock-step run without its earlier versions',
-        'areal_jax/control/controller.py',
-        'held = self._ring.earlier() if self._ring else []',
+        'areal_jax/control/lock_step.py',
+        'held = self._ring.earlier()',
         'held = []',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'admit to a lock-step batch while a checkpoint is taken',
-        'areal_jax/control/controller.py',
-        "bound = self._closed_by() if self._gate.admitted < wanted else 'schedule'",
+        'areal_jax/control/lock_step.py',
+        "bound = self._admission.closed_by() if self._gate.admitted < wanted else 'schedule'",
         "bound = self._gate.closed_by() if self._gate.admitted < wanted else 'schedule'",
         'tests/control/test_controller.py',
     ),
     Mutation(
         'take a checkpoint while a lock-step version is loaded',
-        'areal_jax/control/controller.py',
+        'areal_jax/control/lock_step.py',
         'while self._loading:',
         'while False:',
         'tests/control/test_controller.py',
@@ -170,10 +170,10 @@ MUTATIONS = [
     ),
     Mutation(
         'ask engines that stand still to stand still',
-        'areal_jax/rollout/engine.py',
+        'areal_jax/rollout/local_engine.py',
         'self._pausing = True',
         'self._pausing = True; self._parked.clear()',
-        'tests/rollout/test_engine.py',
+        'tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'flatten rows as if their tokens were not cut',
@@ -212,7 +212,7 @@ MUTATIONS = [
     ),
     Mutation(
         'look at the tokens of a finished answer one by one',
-        'areal_jax/control/controller.py',
+        'areal_jax/control/groups.py',
         'tokens = sum(len(segment.tokens) for segment in episode.segments)',
         'tokens = sum(1 for segment in episode.segments for _ in segment.tokens)',
         'tests/control/test_work_per_token.py',
@@ -227,14 +227,14 @@ MUTATIONS = [
     Mutation(
         'forget at a resume why admission was closed',
         'areal_jax/control/controller.py',
-        "self._held.restore(state['admission'])",
+        "self._admission.held.restore(state['admission'])",
         'pass',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'put a checkpoint down to the bound before it',
         'areal_jax/control/controller.py',
-        '        self._held.note(self._closed_by(), self._clock.now())\n        await self._pool.pause()',
+        '        self._admission.note_bound(self._admission.closed_by())\n        await self._pool.pause()',
         '        await self._pool.pause()',
         'tests/control/test_controller.py',
     ),
@@ -327,7 +327,7 @@ MUTATIONS = [
         'areal_jax/rollout/backend.py',
         'wrong = self.valid & ~((logprobs > -np.inf) & (logprobs <= LARGEST_LOGPROB))',
         'wrong = self.valid & (logprobs > LARGEST_LOGPROB)',
-        'tests/rollout/test_engine.py',
+        'tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'leave filtered groups out of every denominator',
@@ -377,6 +377,49 @@ MUTATIONS = [
         'failures.note_verified()',
         'pass',
         'tests/evaluation',
+    ),
+    Mutation(
+        'verify a cancelled answer',
+        'areal_jax/rollout/workflow.py',
+        "        if generation.finish_reason != 'cancelled':\n"
+        '            episode.finish_reason = generation.finish_reason',
+        "        episode.finish_reason = generation.finish_reason or 'length'",
+        'tests/control/test_controller.py -k cancelled',
+    ),
+    Mutation(
+        'leave the requests of a group where least is outstanding',
+        'areal_jax/rollout/pool.py',
+        'self._ledger.engine_of_group(request)',
+        'None',
+        'tests/rollout/test_pool.py',
+    ),
+    Mutation(
+        'forget in the ledger what was delivered',
+        'areal_jax/rollout/ledger.py',
+        'entry.outstanding -= tokens\n            self._add(entry.engine, -tokens)',
+        'pass',
+        'tests/rollout/test_pool.py',
+    ),
+    Mutation(
+        'load one engine after another',
+        'areal_jax/rollout/local_engine.py',
+        'self.name, self._publish_lane = engine_lane(index), publish_lane(index)',
+        'self.name, self._publish_lane = engine_lane(index), publish_lane(0)',
+        'tests/control/test_controller.py -k lane_of_its_own',
+    ),
+    Mutation(
+        'lose what was generated before a pause',
+        'areal_jax/rollout/local_engine.py',
+        '        self._flush()\n        self._table.requeue()',
+        '        self._table.requeue()',
+        'tests/rollout/test_engines.py',
+    ),
+    Mutation(
+        'keep a cancelled slot alive',
+        'areal_jax/rollout/slot_table.py',
+        '        self.free(running)\n        self._dead.append(slot)\n        return running',
+        '        self.free(running)\n        return running',
+        'tests/rollout',
     ),
 ]
 

@@ -112,7 +112,9 @@ def test_host_code_is_free_of_jax(package):
     assert done.stdout.strip() == 'set()'
 
 
-@pytest.mark.parametrize('module', ['engine', 'pool', 'workflow', 'backend'])
+@pytest.mark.parametrize(
+    'module', ['local_engine', 'running_request', 'slot_table', 'ledger', 'pool', 'workflow', 'backend']
+)
 def test_rollout_outside_decode_is_free_of_jax(module):
     program = f'import sys, areal_jax.rollout.{module}\nprint("jax" in sys.modules)'
     done = subprocess.run(

@@ -1,8 +1,9 @@
 """A toy engine and learner whose tokens can be worked out by hand.
 
 Weights are one integer w. The token at position p of (draw, sample) is 1 + (7 w + 3 draw + sample + p) % 9, except
-that the answer ends with token 0 when it has `length(draw, sample)` tokens. The log-prob is -(1 + w % 5) - p / 100,
-minus 1000 for every version by which the KV cache is stale; where a request cuts the softmax, half of the mass is kept.
+that the answer ends with token 0 when it has `length(draw, sample)` tokens, if 0 is a stop token. The log-prob is
+-(1 + w % 5) - p / 100, minus 1000 for every version by which the KV cache is stale; where a request cuts the softmax,
+half of the mass is kept.
 The learner turns w into a hash of all that it trains on, so equal weights mean equal batches, tokens, log-probs and
 versions.
 """
@@ -21,9 +22,10 @@ from areal_jax.control.events import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.events import engine_lane, publish_lane
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeOutput, SlotInit
-from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
@@ -53,6 +55,7 @@ class ToyBackend:
     """Weights are (w, version); the state is a tuple with one entry per slot: None, or where the slot stands."""
 
     context_tokens = 32
+    devices = ('toy',)
 
     def __init__(self, slots: int):
         self.slots = slots
@@ -90,7 +93,7 @@ class ToyBackend:
                 request, position = init.request, len(tokens)
                 assert position < width or width == self.context_tokens
                 answered = position + 1 - len(request.prompt_tokens)
-                last = answered == length(request.draw, request.sample)
+                last = STOP in request.sampling.stop_tokens and answered == length(request.draw, request.sample)
                 tokens.append(STOP if last else token(weights[0], request.draw, request.sample, position))
                 output.tokens[step, slot] = tokens[-1]
                 output.logprobs[step, slot] = logprob(weights[0], position, weights[1] - entry['kv'])
@@ -221,10 +224,12 @@ class ToyRun:
         self.log.listeners.append(check_types)
         self.steps: list[StepRecord] = []
         self.checkpoints: list[dict[str, Any]] = []
-        lanes = {'learner': 1, 'reward': 2, 'publish': 1, 'disk': 1} | {f'engine/{i}': 1 for i in range(engines)}
+        lanes = {'learner': 1, 'reward': 2, 'disk': 1}
+        lanes |= {lane(i): 1 for i in range(engines) for lane in (engine_lane, publish_lane)}
         self.clock = VirtualClock(lanes, self.log, prices, start_s=state['clock_s'] if state else 0.0)
         self.supervisor = Supervisor(self.clock)
-        self.learner, channel = ToyLearner(), ToyChannel()
+        self.learner, self.channel = ToyLearner(), ToyChannel()
+        channel = self.channel
         self.gate = StalenessGate(
             groups_per_update=groups_per_update, eta=eta, max_running=max_running, buffer_capacity=buffer_capacity,
             max_admitted=steps * groups_per_update,
@@ -242,13 +247,13 @@ class ToyRun:
             published = ring.in_use(state['generated_update'] if state else None)
         self.backends = [ToyBackend(slots) for _ in range(engines)]
         self.engines = [
-            Engine(
-                f'engine/{i}', backend, self.clock, self.log, receive=channel.receive,
+            LocalEngine(
+                i, backend, self.clock, self.log, receive=channel.receive,
                 version=published.version, params=published.handle, kv_policy=kv_policy, decode_steps=decode_steps,
             )
             for i, backend in enumerate(self.backends)
         ]  # fmt: skip
-        pool = Pool(self.engines, self.log)
+        pool = Pool(self.engines, self.clock, self.log, self.supervisor)
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
         self.controller = Controller(
             LoopSettings(

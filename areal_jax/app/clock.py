@@ -11,8 +11,9 @@ from areal_jax.control.events import EventLog
 
 
 def build_clock(config: TrackedConfig, log: EventLog, start_s: float) -> LoopClock:
-    lanes = {events.engine_lane(index): 1 for index in range(config.rollout.engines)}
-    lanes |= {events.LEARNER: 1, events.REWARD: config.task.verifier_workers, events.PUBLISH: 1, events.DISK: 1}
+    of_engine = (events.engine_lane, events.publish_lane)
+    lanes = {lane(index): 1 for index in range(config.rollout.engines) for lane in of_engine}
+    lanes |= {events.LEARNER: 1, events.REWARD: config.task.verifier_workers, events.DISK: 1}
     if config.run.clock == 'real':
         return RealClock(lanes, log, config.run.stall_timeout_s, start_s)
     prices = config.virtual

@@ -13,13 +13,12 @@ from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.schedule import VersionRing
-from areal_jax.events import engine_lane
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
-from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import PublishedWeights
 
 
@@ -55,11 +54,11 @@ def build_engines(
     published: PublishedWeights,
     clock: LoopClock,
     log: EventLog,
-) -> list[Engine]:
+) -> list[LocalEngine]:
     """rollout.engines engines with the weights `published`."""
     return [
-        Engine(
-            engine_lane(index),
+        LocalEngine(
+            index,
             backend,
             clock,
             log,

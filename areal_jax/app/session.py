@@ -33,7 +33,7 @@ from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
 from areal_jax.report.window import window
-from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.task import Task
@@ -71,7 +71,7 @@ class Session(Run):
         self.supervisor = Supervisor(self.clock)
         self._build_learner(model, checkpoint)
         ring, self._engines = self._build_engines(checkpoint, snapshot)
-        self.pool = Pool(self._engines, self.log)
+        self.pool = Pool(self._engines, self.clock, self.log, self.supervisor)
         self.metrics = self._open_metrics(self.version_at_start)
         self.observer = StepObserver(
             self.metrics, self._progress(start_s), self.compilations, self.resources.cpu_seconds, start_s
@@ -103,7 +103,7 @@ class Session(Run):
 
     def _build_engines(
         self, checkpoint: Checkpoint | None, snapshot: State | None
-    ) -> tuple[VersionRing | None, list[Engine]]:
+    ) -> tuple[VersionRing | None, list[LocalEngine]]:
         config, version = self.config, self.version_at_start
         self._channel = build_channel(config, self.workdir, self.decoder)
         ring = build.build_ring(config)

@@ -1,4 +1,7 @@
-"""The trajectory buffer: whole groups, lowest draw first, each used once; what is too old leaves with a reason."""
+"""The trajectory buffer: whole groups, lowest draw first, each used once; a group that is too old leaves with a reason.
+
+The controller fills it and forms batches from it.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,50 @@ import heapq
 
 from areal_jax.types import Dropped, TrajectoryGroup
 
+_SLACK = 64  # entries of groups that left, beyond which they are cleared away
+
 
 class TrajectoryBuffer:
-    """Finished groups in the order of their draws."""
+    """Finished groups in the order of their draws; every change costs O(log groups)."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, TrajectoryGroup]] = []
+        self._groups: dict[int, TrajectoryGroup] = {}  # by draw
+        self._draws: list[int] = []  # heap; a draw that is not in `_groups` any more was dropped
+        self._ages: list[tuple[int, int]] = []  # heap of (oldest version, draw); also of groups that were taken
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._groups)
 
     def put(self, group: TrajectoryGroup) -> None:
-        if any(draw == group.draw for draw, _ in self._heap):
+        if group.draw in self._groups:
             raise ValueError(f'draw {group.draw} is in the buffer already')
-        heapq.heappush(self._heap, (group.draw, group))
+        self._groups[group.draw] = group
+        heapq.heappush(self._draws, group.draw)
+        heapq.heappush(self._ages, (group.oldest_version(), group.draw))
+        if len(self._ages) > 2 * len(self._groups) + _SLACK:
+            self._ages = [entry for entry in self._ages if entry[1] in self._groups]
+            heapq.heapify(self._ages)
 
     def take(self, count: int) -> list[TrajectoryGroup]:
         """The `count` groups with the lowest draws; each is handed out once."""
-        if count > len(self._heap):
-            raise ValueError(f'{count} groups asked for, {len(self._heap)} buffered')
-        return [heapq.heappop(self._heap)[1] for _ in range(count)]
+        if count > len(self._groups):
+            raise ValueError(f'{count} groups asked for, {len(self._groups)} buffered')
+        taken: list[TrajectoryGroup] = []
+        while len(taken) < count:
+            group = self._groups.pop(heapq.heappop(self._draws), None)
+            if group is not None:
+                taken.append(group)
+        return taken
 
     def drop_over_age(self, version: int, max_token_age: int) -> list[Dropped]:
-        """Remove the groups with a token older than `max_token_age` versions at `version`."""
-        dropped = [
-            Dropped(draw, 'over_age', f'age {version - group.oldest_version()} > {max_token_age}')
-            for draw, group in sorted(self._heap, key=lambda entry: entry[0])
-            if version - group.oldest_version() > max_token_age
-        ]
-        gone = {drop.draw for drop in dropped}
-        self._heap = [entry for entry in self._heap if entry[0] not in gone]
-        heapq.heapify(self._heap)
-        return dropped
+        """Removes the groups with a token older than `max_token_age` versions at `version`; lowest draw first."""
+        ages: dict[int, int] = {}  # by draw
+        while self._ages and version - self._ages[0][0] > max_token_age:
+            oldest, draw = heapq.heappop(self._ages)
+            if self._groups.pop(draw, None) is not None:
+                ages[draw] = version - oldest
+        return [Dropped(draw, 'over_age', f'age {ages[draw]} > {max_token_age}') for draw in sorted(ages)]
 
     def groups(self) -> list[TrajectoryGroup]:
-        """What is inside, lowest draw first."""
-        return [group for _, group in sorted(self._heap, key=lambda entry: entry[0])]
+        """The content, lowest draw first."""
+        return [self._groups[draw] for draw in sorted(self._groups)]

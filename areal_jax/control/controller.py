@@ -1,6 +1,8 @@
-"""The loop on the host: admission, episodes, groups, batches, updates and publications, joined by bounded queues.
+"""The loop on the host: batches, updates, stops and checkpoints around its parts, joined by bounded queues.
 
-It imports no jax and holds no array larger than a trajectory. Every coroutine below is one arrow of the loop.
+app/session.py builds and runs it. Its parts are admission (admission.py, lock_step.py), groups on their way through
+generation and reward (groups.py), publication (publisher.py) and the writing of checkpoints (checkpoint_writer.py).
+It imports no jax and holds no array larger than a trajectory.
 """
 
 from __future__ import annotations
@@ -8,26 +10,28 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-import numpy as np
-
+from areal_jax import events
+from areal_jax.control.admission import Admission
 from areal_jax.control.buffer import TrajectoryBuffer
-from areal_jax.control.episode import Episode, Pool, RunningGroup, Workflow
+from areal_jax.control.checkpoint_writer import CheckpointWriter
+from areal_jax.control.episode import CANCELLED, RunningGroup
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import FailureCount
-from areal_jax.control.gate import Bound, HeldTimes, StalenessGate
-from areal_jax.control.queues import BoundedQueue
+from areal_jax.control.gate import HeldState, StalenessGate
+from areal_jax.control.groups import RunningGroups
+from areal_jax.control.lock_step import CopyVersion, LockStep
+from areal_jax.control.publisher import Publisher, Update
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import DISK, LEARNER, PUBLISH
-from areal_jax.protocols import Channel, Clock, Learner, PromptStream, Verifier
-from areal_jax.types import Dropped, Prompt, PublishedWeights, TrajectoryGroup, Verdict, Work, concatenate
+from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Verifier, Workflow
+from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
-    """What the loop does, in plain numbers (config.py has the comments)."""
+    """The settings of the loop (config.py has the comments)."""
 
     steps: int
     group_size: int
@@ -45,26 +49,33 @@ class StepRecord:
     step: int  # the version published
     time_s: float
     groups: Sequence[TrajectoryGroup]
-    metrics: Mapping[str, Any]  # of the learner, as they are
+    metrics: Mapping[str, float]  # of the learner, unchanged
     publish_pause_s: float | None  # None: in lock-step engines load weights apart from publications
     buffered: int
     held_s: Mapping[str, float]  # clock seconds in which admission was closed since the last update, by gate.Bound
     dropped: Mapping[str, int]  # by reason, since the start
 
 
-@dataclasses.dataclass
-class _Update:
-    """An update on its way from the learner to the engines."""
+class HostState(TypedDict):
+    """The host side at one instant; checkpoint/state.py writes it down."""
 
-    version: int
-    groups: list[TrajectoryGroup]
-    metrics: Mapping[str, Any]
-    copy: Any
+    version: int  # of the learner's weights
+    clock_s: float
+    next_seq: int  # of the event log
+    next_run: int  # number of the next run of a lane
+    stream: Mapping[str, Any]
+    gate: dict[str, int]
+    buffer: list[TrajectoryGroup]
+    running: list[RunningGroup]
+    order: list[tuple[str, int, int]]  # Pool.order
+    dropped: dict[str, int]
+    generated_update: int | None  # LockStep.generated_update
+    admission: HeldState
+    observer: dict[str, Any]
 
 
-# step, arrays of the learner, weights of earlier versions (lock-step schedules), run state; on the lane `disk`
-SaveCheckpoint = Callable[[int, Any, Mapping[int, Any], Mapping[str, Any]], None]
-CopyVersion = Callable[[PublishedWeights], Any]  # the weights as a checkpoint can hold them; on the lane `publish`
+# step, arrays of the learner, weights of earlier versions (lock-step schedules), state of the host; on the lane `disk`
+SaveCheckpoint = Callable[[int, Weights, Mapping[int, Weights], HostState], None]
 PriceUpdate = Callable[[Sequence[TrajectoryGroup]], int]  # tokens of an update, for Work('train')
 
 
@@ -93,139 +104,56 @@ class Controller:
         observer_state: Callable[[], Mapping[str, Any]] = dict,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
-        self._stream, self._pool, self._workflow, self._verifier = stream, pool, workflow, verifier
-        self._learner, self._channel, self._gate = learner, channel, gate
+        self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
-        self._observer_state = observer_state  # of whoever listens to the steps: saved at the instant of a snapshot
-        self._ring, self._copy_version = ring, copy_version
-        self._generated_update: int | None = None  # lock-step: the update whose batch the engines generate
-        self._loading = False  # lock-step: the engines are given the version of the next batch
+        self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
         self._buffer = TrajectoryBuffer()
-        self._held = HeldTimes()
-        self._running: dict[int, RunningGroup] = {}  # by draw
         self._dropped: collections.Counter[str] = collections.Counter()
         self._trained_version = 0  # of the learner's weights; publication follows
-        self._admission_closed = False
-        self._verifying = 0
         self._failures = FailureCount(settings.max_failed_groups, 'groups')
-        self._saving = False
+        self._resumed_in_save = False
         self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
-        self._admission = clock.event('admission (staleness, memory or checkpoint)')
+        self.stop_requested = clock.event('stop requested')
         self._filled = clock.event('a full batch in the buffer, or a stop')
         self._published = clock.event('publication of the last update')
-        self._settled = clock.event('verifications or a load under way')
-        self._saved = clock.event('the checkpoint before')
-        self.stop_requested = clock.event('stop requested')
-        self._finished: BoundedQueue[tuple[RunningGroup, Episode, Verdict]] = BoundedQueue(
-            clock, 'episodes to groups', max(1, gate.max_running * settings.group_size)
-        )
-        self._updates: BoundedQueue[_Update] = BoundedQueue(clock, 'updates to publication', 1)
+        self._groups = RunningGroups(
+            clock, log, supervisor, workflow=workflow, verifier=verifier,
+            most_episodes=gate.max_running * settings.group_size, on_complete=self._finish_group,
+        )  # fmt: skip
+        self._admission = Admission(clock, gate, self.stop_requested, self._start_group)
+        self._lock_step = LockStep(clock, pool, gate, self._admission, ring, copy_version) if ring else None
+        self._publisher = Publisher(clock, log, channel, self._install, self._note_published)
+        self._writer = CheckpointWriter(clock, supervisor)
 
     async def run(self) -> bool:
         """The loop until `steps` updates are published (True) or a stop is requested and saved (False)."""
-        if self._saving:  # resumed: at this instant the checkpoint was being written, which holds up the next one
-            self._supervisor.start('save', self._write_checkpoint(self._trained_version, lambda: None))
-        self._supervisor.start('groups', self._collect_groups())
-        self._supervisor.start('publication', self._publish_updates())
+        if self._resumed_in_save:  # the checkpoint was being written at this point of the run: the next one waits
+            self._writer.start(self._trained_version, lambda: None)
+        self._supervisor.start('groups', self._groups.collect())
+        self._supervisor.start('publication', self._publisher.run())
         self._supervisor.start('stop watch', self._watch_stop())
-        self._resume_episodes()
-        self._supervisor.start('admission', self._admit_by_schedule() if self._ring else self._admit())
+        self._groups.resume()
+        self._supervisor.start('admission', self._admit())
         return await self._train()
 
-    # 2 admission
-
     async def _admit(self) -> None:
-        while True:
-            while bound := self._closed_by():
-                await self._wait_for_admission(bound)
-            self._start_group(self._draw())
+        settings = self._settings
+        if self._lock_step:
+            await self._lock_step.run(self._trained_version, settings.steps, settings.groups_per_update)
+        else:
+            await self._admission.run()
 
-    def _closed_by(self) -> Bound | None:
-        if self._admission_closed:
-            return 'stop' if self.stop_requested.is_set() else 'checkpoint'
-        return self._gate.closed_by()
+    # Groups: from admission to the buffer.
 
-    async def _wait_for_admission(self, bound: Bound) -> None:
-        self._held.note(bound, self._clock.now())
-        self._admission.clear()
-        await self._clock.wait(self._admission)
-
-    async def _admit_by_schedule(self) -> None:
-        """Lock-step: the batch of one update is generated wholly with the version that the schedule names."""
-        assert self._ring is not None
-        resumed = self._generated_update  # the engines hold the version of this one already
-        for update in range(self._trained_version if resumed is None else resumed, self._settings.steps):
-            if update != resumed:
-                await self._load_for(update)
-            wanted = (update + 1) * self._settings.groups_per_update  # a group that fails leaves the count: refilled
-            while self._running or self._gate.admitted < wanted:
-                bound = self._closed_by() if self._gate.admitted < wanted else 'schedule'
-                if bound is None:
-                    self._start_group(self._draw())
-                else:
-                    await self._wait_for_admission(bound)
-        self._held.note('steps', self._clock.now())
-
-    async def _load_for(self, update: int) -> None:
-        """Lock-step: every engine gets the version that the batch of this update is generated with."""
-        assert self._ring is not None
-        version = self._ring.version_for(update)
-        while self._admission_closed or self._gate.version < version:
-            await self._wait_for_admission('schedule')
-        self._held.note('schedule', self._clock.now())
-        self._loading = True
-        await self._pool.load_weights(self._ring.weights(version))
-        self._loading, self._generated_update = False, update
-        self._settled.set()
-
-    def _draw(self) -> Prompt:
+    def _start_group(self) -> None:
         prompt = self._stream.draw()
         self._log.write('draw', draw=prompt.draw)
-        return prompt
-
-    def _start_group(self, prompt: Prompt) -> None:
         self._gate.admit()
         self._log.write('admit', draw=prompt.draw)
-        episodes = [Episode(sample) for sample in range(self._settings.group_size)]
-        group = self._running[prompt.draw] = RunningGroup(prompt, self._clock.now(), episodes)
-        for episode in episodes:
-            self._start_episode(group, episode)
-
-    # 3 generation, 4 reward
-
-    def _start_episode(self, group: RunningGroup, episode: Episode) -> None:
-        self._supervisor.start(f'episode {group.prompt.draw}.{episode.sample}', self._run_episode(group, episode))
-
-    async def _run_episode(self, group: RunningGroup, episode: Episode) -> None:
-        await self._workflow.run(group.prompt, episode)
-        draw, sample = group.prompt.draw, episode.sample
-        versions = [segment.policy_version for segment in episode.segments]
-        tokens = sum(len(segment.tokens) for segment in episode.segments)
-        self._log.write(
-            'finish', draw=draw, sample=sample, tokens=tokens, reason=episode.finish_reason, versions=versions
-        )
-        self._verifying += 1
-        answer = concatenate([segment.tokens for segment in episode.segments], np.int32)
-        assert episode.finish_reason is not None
-        verdict = await self._verifier.verify(group.prompt, answer, episode.finish_reason)
-        fields: dict[str, Any] = {'value': verdict.reward, 'label': verdict.label, 'attempts': verdict.attempts}
-        self._log.write('reward', draw=draw, sample=sample, **fields)
-        await self._finished.put((group, episode, verdict))
-
-    async def _collect_groups(self) -> None:
-        """5 buffer: whole groups, with what could not be verified left out."""
-        while True:
-            group, episode, verdict = await self._finished.get()
-            self._verifying -= 1
-            group.record(episode, verdict, self._clock.now())
-            if group.complete:
-                self._finish_group(group)
-            if self._verifying == 0:
-                self._settled.set()
+        self._groups.start(prompt, self._settings.group_size)
 
     def _finish_group(self, group: RunningGroup) -> None:
         draw = group.prompt.draw
-        del self._running[draw]
         if group.trajectories:
             self._gate.buffer()
             self._buffer.put(group.group())
@@ -234,11 +162,17 @@ class Controller:
             self._failures.note_verified()
         else:
             self._gate.drop_running()
-            self._note_drop(Dropped(draw, 'verifier_failed', ','.join(group.failed.values())))
-            self._failures.note_failed(f'draw {draw}', group.failed.values())
-        self._admission.set()
+            reason = CANCELLED if group.all_cancelled else 'verifier_failed'
+            self._note_drop(Dropped(draw, reason, ','.join(group.failed.values())))
+            if not group.all_cancelled:
+                self._failures.note_failed(f'draw {draw}', group.failed.values())
+        self._admission.note_change()
 
-    # 6 packing, 7 update
+    def _note_drop(self, drop: Dropped) -> None:
+        self._dropped[drop.reason] += 1
+        self._log.write('drop', draw=drop.draw, reason=drop.reason, detail=drop.detail)
+
+    # Batches and updates.
 
     async def _train(self) -> bool:
         while self._trained_version < self._settings.steps:
@@ -253,9 +187,9 @@ class Controller:
         await self._publication_of(self._trained_version)
         if self.stop_requested.is_set():
             await self.save_for_good()
-        elif self._ring:  # the engines may stand at an earlier version; an evaluation is of the last one
-            await self._pool.load_weights(self._ring.weights(self._trained_version))
-        await self._wait_saved()
+        elif self._lock_step:  # the engines may have an earlier version
+            await self._lock_step.load_newest(self._trained_version)
+        await self._writer.wait()
         return True
 
     def _is_checkpoint_due(self) -> bool:
@@ -272,7 +206,7 @@ class Controller:
                 for drop in self._buffer.drop_over_age(self._trained_version, self._settings.max_token_age):
                     self._gate.drop_buffered()
                     self._note_drop(drop)
-                    self._admission.set()
+                    self._admission.note_change()
             if len(self._buffer) >= self._settings.groups_per_update:
                 return self._take_batch()
             self._filled.clear()
@@ -283,43 +217,28 @@ class Controller:
         groups = [_stamp_consumed(group, now) for group in self._buffer.take(self._settings.groups_per_update)]
         self._gate.consume(len(groups))
         self._log.write('consume', update=self._trained_version + 1, draws=[group.draw for group in groups])
-        self._admission.set()
+        self._admission.note_change()
         return groups
 
     async def _update(self, groups: list[TrajectoryGroup]) -> None:
-        version = self._trained_version
+        version, learner, run = self._trained_version, self._learner, self._clock.run
         detail = {'update': version + 1}
         work = Work('train', self._update_tokens(groups), detail)
-        metrics = await self._clock.run(LEARNER, lambda: self._learner.update(groups, version), work)
-        copy = await self._clock.run(LEARNER, lambda: self._learner.publish(version + 1), Work('snapshot', 1, detail))
+        metrics = await run(events.LEARNER, lambda: learner.update(groups, version), work)
+        copy = await run(events.LEARNER, lambda: learner.publish(version + 1), Work('snapshot', 1, detail))
         self._trained_version = version + 1
-        await self._updates.put(_Update(version + 1, groups, metrics, copy))
+        await self._publisher.put(Update(version + 1, groups, metrics, copy))
 
-    # 8 publication
+    # Publication; the learner goes on meanwhile.
 
-    async def _publish_updates(self) -> None:
-        """The learner goes on while the engines receive the weights; admission follows when they decode with them."""
-        while True:
-            update = await self._updates.get()
-            version, copy = update.version, update.copy
-            update.copy = None
-            published = await self._clock.run(
-                PUBLISH, lambda: self._channel.transfer(version, copy), Work('publish', 1, {'version': version})
-            )
-            del copy
-            self._log.write('publish', version=version, manifest=published.manifest_hash)
-            pause_s = None
-            if self._ring:
-                self._channel.release(self._ring.add(published))
-            else:
-                pause_s = await self._pool.load_weights(published)
-                self._channel.release(version)
-            self._gate.publish(version)
-            self._record_step(update, pause_s)
-            self._admission.set()
-            self._published.set()
+    async def _install(self, published: PublishedWeights) -> tuple[int, float | None]:
+        """For Publisher: every engine loads the version; in lock-step it is kept for the batches that ask for it."""
+        if self._lock_step:
+            return self._lock_step.add(published), None
+        return published.version, await self._pool.load_weights(published)
 
-    def _record_step(self, update: _Update, pause_s: float | None) -> None:
+    def _note_published(self, update: Update, pause_s: float | None) -> None:
+        self._gate.publish(update.version)
         now = self._clock.now()
         step = StepRecord(
             step=update.version,
@@ -328,77 +247,61 @@ class Controller:
             metrics=update.metrics,
             publish_pause_s=pause_s,
             buffered=len(self._buffer),
-            held_s=self._held.take(now),
+            held_s=self._admission.held.take(now),
             dropped=dict(self._dropped),
         )
         self._on_step(step)
+        self._admission.note_change()
+        self._published.set()
 
     async def _publication_of(self, version: int) -> None:
         while self._gate.version < version:
             self._published.clear()
             await self._clock.wait(self._published)
 
-    # Stop, checkpoint, resume: see docs/design/checkpoint.md
+    # Stop, checkpoint, resume: see docs/design/checkpoint.md.
 
     async def _watch_stop(self) -> None:
         await self._clock.wait(self.stop_requested)
-        self._admission_closed = True
-        self._held.note('stop', self._clock.now())
+        self._admission.close()
+        self._admission.note_bound('stop')
         self._filled.set()
 
     async def save_for_good(self) -> None:
         """The last checkpoint of a run that was asked to stop; returns when it is written."""
         await self._publication_of(self._trained_version)
         await self._checkpoint()
-        await self._wait_saved()
+        await self._writer.wait()
 
     async def _checkpoint(self) -> None:
-        """Stand still between two dispatches, take the whole state at one instant, and write it while going on."""
+        """Pauses the loop, takes the whole state at one instant, and continues while the state is being written."""
         if self._saved_for_good:
             return
-        await self._wait_saved()
-        self._admission_closed = True
-        while self._loading:
-            self._settled.clear()
-            await self._clock.wait(self._settled)
-        self._held.note(self._closed_by(), self._clock.now())
-        await self._pool.pause()
-        while self._verifying:
-            self._settled.clear()
-            await self._clock.wait(self._settled)
-        arrays = await self._clock.run(LEARNER, self._learner.save, Work('snapshot'))
-        earlier = await self._copy_earlier_versions()
-        self._saving = True
+        await self._writer.wait()
+        await self._pause()
+        arrays = await self._clock.run(events.LEARNER, self._learner.save, Work('snapshot'))
+        earlier = await self._lock_step.copy_earlier_versions() if self._lock_step else {}
         self._log.write('save', update=self._trained_version)
-        save, step, run_state = self._save_checkpoint, self._trained_version, self.snapshot()
-        self._supervisor.start('save', self._write_checkpoint(step, lambda: save(step, arrays, earlier, run_state)))
+        save, step, state = self._save_checkpoint, self._trained_version, self.snapshot()
+        self._writer.start(step, lambda: save(step, arrays, earlier, state))
         stopped = self.stop_requested.is_set()
         self._saved_for_good = stopped or self._trained_version == self._settings.steps
         if not stopped:
-            self._admission_closed = False
+            self._admission.open()
             self._pool.resume()
-            self._admission.set()
+            self._admission.note_change()
 
-    async def _copy_earlier_versions(self) -> dict[int, Any]:
-        """Lock-step: the weights of the ring by version, without the newest, which the learner's own are."""
-        held = self._ring.earlier() if self._ring else []
-        if not held:
-            return {}
-        copy = lambda: {published.version: self._copy_version(published) for published in held}
-        return await self._clock.run(PUBLISH, copy, Work('snapshot', len(held)))
+    async def _pause(self) -> None:
+        """Returns when no group can start, every generated token is delivered and every answer is recorded."""
+        self._admission.close()
+        if self._lock_step:
+            await self._lock_step.wait_loaded()
+        self._admission.note_bound(self._admission.closed_by())
+        await self._pool.pause()
+        await self._groups.wait_recorded()
 
-    async def _write_checkpoint(self, step: int, write: Callable[[], None]) -> None:
-        await self._clock.run(DISK, write, Work('save', 1, {'update': step}))
-        self._saving = False
-        self._saved.set()
-
-    async def _wait_saved(self) -> None:
-        while self._saving:
-            self._saved.clear()
-            await self._clock.wait(self._saved)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The host side at this instant; checkpoint/state.py writes it down."""
+    def snapshot(self) -> HostState:
+        """The host side at this instant."""
         return {
             'version': self._trained_version,
             'clock_s': self._clock.now(),
@@ -407,39 +310,27 @@ class Controller:
             'stream': self._stream.state(),
             'gate': self._gate.state(),
             'buffer': self._buffer.groups(),
-            'running': [group.copy() for group in self._running.values()],
+            'running': self._groups.copies(),
             'order': self._pool.order(),
             'dropped': dict(self._dropped),
-            'generated_update': self._generated_update,
-            'admission': self._held.state(self._clock.now()),
+            'generated_update': self._lock_step.generated_update if self._lock_step else None,
+            'admission': self._admission.held.state(self._clock.now()),
             'observer': dict(self._observer_state()),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot; call before `run`."""
-        self._trained_version, self._saving = state['version'], True
-        self._generated_update = state['generated_update']
+        """Continues from a snapshot; call before `run`."""
+        self._trained_version, self._resumed_in_save = state['version'], True
+        if self._lock_step:
+            self._lock_step.generated_update = state['generated_update']
         self._stream.restore(state['stream'])
         self._gate.restore(state['gate'])
         for group in state['buffer']:
             self._buffer.put(group)
-        self._running = {group.prompt.draw: group for group in state['running']}
+        self._groups.restore(state['running'], state['order'])
         self._dropped.update(state['dropped'])
-        self._held.restore(state['admission'])
-        self._restored_order = [(draw, sample) for _, draw, sample in state['order']]
+        self._admission.held.restore(state['admission'])
         self._log.write('restore', update=self._trained_version)
-
-    _restored_order: Sequence[tuple[int, int]] = ()
-
-    def _resume_episodes(self) -> None:
-        """Start the open episodes of restored groups in the order in which the engines would have served them."""
-        for draw, sample in self._restored_order:
-            group = self._running[draw]
-            self._start_episode(group, group.episodes[sample])
-
-    def _note_drop(self, drop: Dropped) -> None:
-        self._dropped[drop.reason] += 1
-        self._log.write('drop', draw=drop.draw, reason=drop.reason, detail=drop.detail)
 
 
 def _stamp_consumed(group: TrajectoryGroup, now: float) -> TrajectoryGroup:

@@ -1,13 +1,17 @@
-"""Groups on their way from admission to the buffer: what is running, and what has come of it so far."""
+"""Admitted groups until they enter the buffer: their episodes and what has become of each.
+
+The controller drives them, workflows fill episodes (protocols.Episode), checkpoint/state.py writes them down.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 import numpy as np
 
-from areal_jax.types import FinishReason, Prompt, PublishedWeights, Segment, Trajectory, TrajectoryGroup, Verdict
+from areal_jax.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
+
+CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
 
 
 @dataclasses.dataclass(eq=False)
@@ -16,11 +20,11 @@ class Episode:
 
     sample: int
     segments: list[Segment] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    engine: str = ''  # where the last segment came from; a resumed episode goes back there
+    finish_reason: FinishReason | None = None  # None: the answer is unfinished, or was cancelled
+    engine: str = ''  # the engine of the last request; a resumed episode prefers it
 
     def append(self, segment: Segment) -> None:
-        """Adds the segment; joins it to the last one when both are of one version, and both cut or both not."""
+        """Adds the segment; joins it to the last one if both have the same version and the same kinds of log-probs."""
         last = self.segments[-1] if self.segments else None
         if last and last.policy_version == segment.policy_version and _cut(last) == _cut(segment):
             segment = join_segments(self.segments.pop(), segment)
@@ -29,16 +33,16 @@ class Episode:
 
 @dataclasses.dataclass(eq=False)
 class RunningGroup:
-    """An admitted group: its episodes, and the trajectories of those that are finished and verified."""
+    """An admitted group: its episodes, and a trajectory or the label of a failure for each that has ended."""
 
     prompt: Prompt
     admitted_s: float
     episodes: list[Episode]
     trajectories: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # by sample
-    failed: dict[int, str] = dataclasses.field(default_factory=dict)  # sample -> label of the verifier
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)  # sample -> label of the verdict, or CANCELLED
 
     def copy(self) -> RunningGroup:
-        """The group at this instant; what happens later does not show in it."""
+        """The group at this instant; later changes to the group do not reach the copy."""
         episodes = [dataclasses.replace(episode, segments=list(episode.segments)) for episode in self.episodes]
         return RunningGroup(self.prompt, self.admitted_s, episodes, dict(self.trajectories), dict(self.failed))
 
@@ -50,12 +54,12 @@ class RunningGroup:
         done = {*self.trajectories, *self.failed}
         return [episode for episode in self.episodes if episode.sample not in done]
 
-    def record(self, episode: Episode, verdict: Verdict, finished_s: float) -> None:
-        """The verdict on an episode: a trajectory, or a failure with its label."""
-        assert episode.finish_reason is not None
-        if verdict.failed:
-            self.failed[episode.sample] = verdict.label
+    def record(self, episode: Episode, verdict: Verdict | None, finished_s: float) -> None:
+        """The end of an episode: a trajectory, or a failure with its label; no verdict = it was cancelled."""
+        if verdict is None or verdict.failed:
+            self.failed[episode.sample] = CANCELLED if verdict is None else verdict.label
             return
+        assert episode.finish_reason is not None
         self.trajectories[episode.sample] = Trajectory(
             prompt=self.prompt,
             sample=episode.sample,
@@ -67,39 +71,18 @@ class RunningGroup:
             finished_s=finished_s,
         )
 
+    @property
+    def all_cancelled(self) -> bool:
+        """Whether every episode was cancelled."""
+        return len(self.failed) == len(self.episodes) and set(self.failed.values()) == {CANCELLED}
+
     def group(self) -> TrajectoryGroup:
         ordered = tuple(self.trajectories[sample] for sample in sorted(self.trajectories))
         return TrajectoryGroup(self.prompt.draw, ordered)
 
 
-class Workflow(Protocol):
-    """How a prompt becomes an answer: one turn, several turns, tools (rollout/workflow.py)."""
-
-    async def run(self, prompt: Prompt, episode: Episode) -> None:
-        """Appends segments to the episode and sets its finish reason and engine; goes on where an episode stands."""
-        ...
-
-
-class Pool(Protocol):
-    """The engines, as the controller drives them (rollout/pool.py)."""
-
-    async def load_weights(self, published: PublishedWeights) -> float:
-        """Swaps every engine; returns the longest pause of decoding, in seconds."""
-        ...
-
-    async def pause(self) -> None:
-        """Returns when every engine stands between two dispatches with all partial output delivered."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def order(self) -> list[tuple[str, int, int]]:
-        """(engine, draw, sample) of every open request, in the order in which engines serve them."""
-        ...
-
-
 def join_segments(first: Segment, second: Segment) -> Segment:
-    """Two segments of one policy version and one kind of sampling as one."""
+    """Two segments of the same policy version and the same kinds of log-probs as one."""
     cut = None
     if first.sampling_logprobs is not None and second.sampling_logprobs is not None:
         cut = np.concatenate([first.sampling_logprobs, second.sampling_logprobs])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 # why no group may start: fields of the config, or what the controller does meanwhile
 Bound = Literal['steps', 'eta', 'max_running_groups', 'buffer_capacity', 'schedule', 'checkpoint', 'stop']
@@ -89,7 +89,7 @@ class StalenessGate:
     def state(self) -> dict[str, int]:
         return {'version': self.version, 'admitted': self.admitted, 'running': self.running, 'buffered': self.buffered}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, int]) -> None:
         self.version, self.admitted = state['version'], state['admitted']
         self.running, self.buffered = state['running'], state['buffered']
 
@@ -99,6 +99,14 @@ class StalenessGate:
             f'admitted={self.admitted}, running={self.running}/{self.max_running}, '
             f'buffered={self.buffered}/{self.buffer_capacity})'
         )
+
+
+class HeldState(TypedDict):
+    """HeldTimes at one instant, JSON-able."""
+
+    seconds: dict[str, float]  # by bound
+    bound: Bound | None
+    since_s: float
 
 
 class HeldTimes:
@@ -121,10 +129,10 @@ class HeldTimes:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    def state(self, now_s: float) -> dict[str, Any]:
-        """JSON-able; splits the interval under way, so that a resumed run adds the same terms in the same order."""
+    def state(self, now_s: float) -> HeldState:
+        """Ends the interval under way here, so that a resumed run adds the same terms in the same order."""
         self.note(self._bound, now_s)
         return {'seconds': dict(self._seconds), 'bound': self._bound, 'since_s': self._since_s}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: HeldState) -> None:
         self._seconds, self._bound, self._since_s = dict(state['seconds']), state['bound'], state['since_s']

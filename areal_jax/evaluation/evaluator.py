@@ -14,8 +14,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import FailureCount
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.protocols import Clock, Event, Verifier
-from areal_jax.rollout.pool import Pool
+from areal_jax.protocols import Clock, Event, Pool, Verifier
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.integers import last_integer
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
@@ -68,7 +67,10 @@ class Evaluator:
 
         async def job(row: int, column: int) -> None:
             nonlocal left
-            verdict, answer = await self._answer(self._problems[row], column)
+            scored = await self._answer(self._problems[row], column)
+            if scored is None:
+                return
+            verdict, answer = scored
             scores[row, column] = verdict.reward
             if verdict.failed:
                 failed.append(verdict.label)
@@ -99,12 +101,13 @@ class Evaluator:
         sampled = tuple(tuple(row) for row in scores[:, 1:].tolist())
         return EvaluationScores(tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers))
 
-    async def _answer(self, prompt: Prompt, column: int) -> tuple[Verdict, str]:
-        """(verdict, what counts as the answer) of the greedy (0) or a sampled answer."""
+    async def _answer(self, prompt: Prompt, column: int) -> tuple[Verdict, str] | None:
+        """(verdict, what counts as the answer) of the greedy (0) or a sampled answer; None for a cancelled one."""
         episode = Episode(column)
         await (self._sampled if column else self._greedy).run(prompt, episode)
+        if episode.finish_reason is None:
+            return None
         tokens = concatenate([segment.tokens for segment in episode.segments], np.int32)
-        assert episode.finish_reason is not None
         verdict = await self._verifier.verify(prompt, tokens, episode.finish_reason)
         text = self._decode(tokens)
         return verdict, last_integer(text) or text

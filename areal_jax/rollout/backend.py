@@ -1,4 +1,7 @@
-"""What an engine drives: prefill, insert, generate as pure functions of weights and state (JetStream's contract)."""
+"""What local_engine.py drives: prefill, insert and generate as pure functions of weights and state, as in JetStream.
+
+decode/backend.py implements it in JAX; tests/toys.py implements it on the host.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from areal_jax.types import LARGEST_LOGPROB, GenerationRequest
+from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, Weights
+
+State = Any  # a backend's own: its KV cache and what it knows of its slots, a tree of arrays
+Prefix = Any  # a backend's own: the KV of one sequence, a tree of arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +33,19 @@ class DecodeOutput:
 
     tokens: np.ndarray  # int32 [steps, slots]
     logprobs: np.ndarray  # float32 [steps, slots], of the full softmax at the temperature
-    valid: np.ndarray  # bool [steps, slots]; False after a slot's stop token (itself valid) or its limit
-    sampling_logprobs: np.ndarray | None = (
-        None  # float32 [steps, slots], of the cut softmax; None = a backend without cuts
-    )
+    valid: np.ndarray  # bool [steps, slots]; False from a slot's stop token (itself valid) or its limit on
+    # float32 [steps, slots], of the cut softmax; None = a backend without cuts
+    sampling_logprobs: np.ndarray | None = None
+
+    def counts(self) -> np.ndarray:
+        """int [slots]: valid tokens, the first of each slot."""
+        return self.valid.sum(axis=0)
+
+    def by_slot(self) -> DecodeOutput:
+        """The same with arrays [slots, steps], so that the tokens of one slot are contiguous."""
+        cut = None if self.sampling_logprobs is None else np.ascontiguousarray(self.sampling_logprobs.T)
+        tokens, logprobs, valid = (np.ascontiguousarray(array.T) for array in (self.tokens, self.logprobs, self.valid))
+        return DecodeOutput(tokens, logprobs, valid, cut)
 
     def unsound(self) -> list[tuple[int, float]]:
         """(slot, log-prob) of every valid token whose log-prob is NaN, infinite, or above 0 by more than rounding."""
@@ -43,27 +58,28 @@ class DecodeOutput:
 
 
 class DecodeBackend(Protocol):
-    """Runs on the engine's lane; holds compiled programs and no weights, no state."""
+    """Runs on the engine's lane; holds compiled programs, but neither weights nor state."""
 
     slots: int
     context_tokens: int
+    devices: tuple[str, ...]  # names of those that hold the KV cache
 
-    def initial_state(self) -> Any: ...
+    def initial_state(self) -> State: ...
 
-    def prefill(self, weights: Any, sequences: Sequence[np.ndarray]) -> list[Any]:
+    def prefill(self, weights: Weights, sequences: Sequence[np.ndarray]) -> list[Prefix]:
         """The KV of each int32 [L] sequence (L may be 0), at most `slots` of them, padded to a declared bucket."""
         ...
 
-    def insert(self, prefix: Any, state: Any, inits: Sequence[SlotInit]) -> Any:
-        """One prefix, the KV of `tokens[:-1]`, goes to the slots of all `inits`; they are live afterwards."""
+    def insert(self, prefix: Prefix, state: State, inits: Sequence[SlotInit]) -> State:
+        """Copies one prefix, the KV of `tokens[:-1]`, to the slots of all `inits`, which are decoded from then on."""
         ...
 
-    def generate(self, weights: Any, state: Any, steps: int, width: int) -> tuple[Any, DecodeOutput]:
+    def generate(self, weights: Weights, state: State, steps: int, width: int) -> tuple[State, DecodeOutput]:
         """Up to `steps` tokens for every live slot, attending to the first `width` cache positions."""
         ...
 
-    def release(self, state: Any, slots: Sequence[int]) -> Any:
-        """The slots are dead: finished by the scheduler, cancelled or about to be rebuilt."""
+    def release(self, state: State, slots: Sequence[int]) -> State:
+        """The state in which these slots are not decoded: they are cancelled, requeued or about to be rebuilt."""
         ...
 
     def width_for(self, longest: int) -> int:
@@ -74,6 +90,6 @@ class DecodeBackend(Protocol):
         """The smallest declared prefill bucket that holds `longest` tokens."""
         ...
 
-    def warm_up(self, weights: Any, announce: Callable[[int, int], None] = ...) -> int:
+    def warm_up(self, weights: Weights, announce: Callable[[int, int], None] = ...) -> int:
         """Compile every declared program; returns how many. `announce` gets (done, of how many) before each."""
         ...

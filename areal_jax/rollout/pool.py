@@ -1,69 +1,113 @@
-"""The engines of a run: which of them generates a request, and what is done to all of them."""
+"""The engines of a run: which of them generates a request, and what is done to all of them.
+
+The controller and the workflows use it; it knows engines by protocols.RolloutEngine alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TypeVar
 
 from areal_jax.control.events import EventLog
-from areal_jax.rollout.engine import Engine, RunningRequest
-from areal_jax.types import GenerationRequest, PublishedWeights
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.protocols import Clock, Generation, RolloutEngine
+from areal_jax.rollout.ledger import Entry, Ledger
+from areal_jax.types import EngineFinish, GenerationRequest, PublishedWeights, Segment
+
+Result = TypeVar('Result')
+
+
+class PooledGeneration:
+    """A generation that keeps the ledger: delivered tokens are no longer outstanding. Implements Generation."""
+
+    def __init__(self, generation: Generation, entry: Entry, ledger: Ledger):
+        self._generation, self._entry, self._ledger = generation, entry, ledger
+
+    @property
+    def finish_reason(self) -> EngineFinish | None:
+        return self._generation.finish_reason
+
+    @property
+    def engine(self) -> str:
+        return self._entry.engine
+
+    def __aiter__(self) -> PooledGeneration:
+        return self
+
+    async def __anext__(self) -> Segment:
+        try:
+            segment = await self._generation.__anext__()
+        except StopAsyncIteration:
+            self._ledger.close(self._entry)
+            raise
+        self._ledger.note_generated(self._entry, len(segment.tokens))
+        return segment
 
 
 class Pool:
-    """Prefers one engine per group, whose samples share a prefill; a new group goes where there is least to do."""
+    """Routes requests: the samples of a group share an engine, and with it a prefill; a new group goes to the engine
+    with the fewest outstanding tokens. Implements protocols.Pool.
+    """
 
-    def __init__(self, engines: Sequence[Engine], log: EventLog):
+    def __init__(self, engines: Sequence[RolloutEngine], clock: Clock, log: EventLog, supervisor: Supervisor):
         if not engines:
             raise ValueError('the pool has no engine; set rollout.engines >= 1')
-        self.engines = {engine.name: engine for engine in engines}
-        self._log = log
-        for name in self.engines:
-            log.write('join', name, engine=name)
+        self._engines = {engine.name: engine for engine in engines}
+        self._clock, self._log, self._supervisor = clock, log, supervisor
+        self._ledger = Ledger(self._engines)
+        for name, engine in self._engines.items():
+            status = engine.status()
+            log.write('join', name, engine=name, version=status.policy_version, devices=list(status.devices))
 
-    def generate(self, request: GenerationRequest, prefer: str = '') -> RunningRequest:
-        """Start the request on the engine `prefer` if it is here, else where its group is, else where least waits."""
-        engine = self.engines.get(prefer) or self._engine_of_group(request) or self._least_loaded()
-        self._log.write(
-            'route', request=request.request_id, draw=request.draw, sample=request.sample, engine=engine.name
-        )
-        return engine.generate(request)
-
-    async def load_weights(self, published: PublishedWeights) -> float:
-        """Swap every engine; returns the longest pause of decoding in seconds."""
-        for engine in self.engines.values():
-            await engine.receive_weights(published)
-        return max([await engine.loaded(published.version) for engine in self.engines.values()])
-
-    async def pause(self) -> None:
-        """Returns when every engine stands between two dispatches with all partial output delivered."""
-        for engine in self.engines.values():
-            engine.request_pause()
-        for engine in self.engines.values():
-            await engine.paused()
+    def generate(self, request: GenerationRequest, prefer: str = '') -> PooledGeneration:
+        """Starts the request on the engine `prefer` if there is one of that name."""
+        name = prefer if prefer in self._engines else self._ledger.engine_of_group(request)
+        name = name or self._ledger.least_outstanding()
+        self._log.write('route', request=request.request_id, draw=request.draw, sample=request.sample, engine=name)
+        generation = self._engines[name].generate(request)
+        return PooledGeneration(generation, self._ledger.open(request, name), self._ledger)
 
     def cancel_all(self) -> None:
-        """Forget every open request."""
-        for engine in self.engines.values():
-            for request in engine.open_requests():
-                engine.cancel(request.request_id)
+        for entry in self._ledger.entries():
+            self._engines[entry.engine].cancel(entry.request_id)
+            self._ledger.close(entry)  # also where nobody iterates any more
+
+    async def load_weights(self, published: PublishedWeights) -> float:
+        """All engines fetch at the same time; each swaps as soon as its weights are there."""
+
+        async def load(engine: RolloutEngine) -> float:
+            await engine.stage(published)
+            return await engine.swap(published.version)
+
+        return max(await self._on_every_engine(f'load of version {published.version}', load))
+
+    async def pause(self) -> None:
+        await self._on_every_engine('pause', lambda engine: engine.pause())
 
     def resume(self) -> None:
-        for engine in self.engines.values():
+        for engine in self._engines.values():
             engine.resume()
 
     def order(self) -> list[tuple[str, int, int]]:
-        """(engine, draw, sample) of every open request, in the order in which engines serve them."""
         return [
             (name, request.draw, request.sample)
-            for name, engine in self.engines.items()
+            for name, engine in self._engines.items()
             for request in engine.open_requests()
         ]
 
-    def _engine_of_group(self, request: GenerationRequest) -> Engine | None:
-        for engine in self.engines.values():
-            if any(r.draw == request.draw and r.seed == request.seed for r in engine.open_requests()):
-                return engine
-        return None
+    async def _on_every_engine(
+        self, action: str, act: Callable[[RolloutEngine], Coroutine[object, object, Result]]
+    ) -> list[Result]:
+        """The result of every engine, in their order; they act at the same time, and all have when this returns."""
+        results: dict[str, Result] = {}
+        done = self._clock.event(f'{action} of every engine')
 
-    def _least_loaded(self) -> Engine:
-        return min(self.engines.values(), key=lambda engine: len(engine.open_requests()))
+        async def act_on(engine: RolloutEngine) -> None:
+            results[engine.name] = await act(engine)
+            if len(results) == len(self._engines):
+                done.set()
+
+        for name, engine in self._engines.items():
+            self._supervisor.start(f'{name}: {action}', act_on(engine))
+        await self._clock.wait(done)
+        return [results[name] for name in self._engines]

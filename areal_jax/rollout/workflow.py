@@ -1,9 +1,8 @@
-"""How a prompt becomes an answer."""
+"""How a prompt becomes an answer; the controller and the evaluator run workflows, which generate through the pool."""
 
 from __future__ import annotations
 
-from areal_jax.control.episode import Episode
-from areal_jax.rollout.pool import Pool
+from areal_jax.protocols import Episode, Pool
 from areal_jax.types import GenerationRequest, Prompt, SamplingParams
 
 
@@ -14,7 +13,7 @@ class SingleTurn:
         self._pool, self._sampling, self._seed = pool, sampling, seed
 
     async def run(self, prompt: Prompt, episode: Episode) -> None:
-        """Generate until the answer ends; an episode that has segments already goes on after them."""
+        """Generates until the answer ends or is cancelled; an episode with segments continues after them."""
         request = GenerationRequest(
             draw=prompt.draw,
             sample=episode.sample,
@@ -27,4 +26,5 @@ class SingleTurn:
         episode.engine = generation.engine
         async for segment in generation:
             episode.append(segment)
-        episode.finish_reason = generation.finish_reason
+        if generation.finish_reason != 'cancelled':
+            episode.finish_reason = generation.finish_reason

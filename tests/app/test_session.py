@@ -114,7 +114,7 @@ def plain_synchronous_loop(workdir):
     session = SmallRun(workdir, staleness__eta=0.0).session
     session.verifier.close()
     learner, backend, stream = session.learner, session._backend, session.controller._stream
-    score, sampling = session.verifier._score, session.controller._workflow._sampling
+    score, sampling = session.verifier._score, session.controller._groups._workflow._sampling
     for version in range(5):
         weights = learner.publish(version)
         groups = []

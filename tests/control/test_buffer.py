@@ -40,3 +40,23 @@ def test_age_counts_from_the_oldest_token_and_not_from_environment_tokens():
     (dropped,) = buffer.drop_over_age(5, 1)
     assert (dropped.draw, dropped.reason, dropped.detail) == (7, 'over_age', 'age 2 > 1')
     assert [g.draw for g in buffer.groups()] == [8]
+
+
+def test_a_group_that_was_taken_is_not_dropped_and_one_that_was_dropped_is_not_taken():
+    buffer = TrajectoryBuffer()
+    for draw, version in enumerate([0, 4, 1, 5, 0]):
+        buffer.put(group(draw, version))
+    assert [g.draw for g in buffer.take(1)] == [0]
+    assert [d.draw for d in buffer.drop_over_age(5, 3)] == [2, 4]  # ages 4 and 5, lowest draw first
+    assert [g.draw for g in buffer.take(2)] == [1, 3]
+    assert (len(buffer), buffer.groups(), buffer.drop_over_age(99, 0)) == (0, [], [])
+
+
+def test_what_a_long_run_leaves_behind_is_cleared_away():
+    buffer = TrajectoryBuffer()
+    for draw in range(1000):  # nothing is ever dropped
+        buffer.put(group(draw, draw))
+        buffer.take(1)
+    assert len(buffer._ages) < 100
+    buffer.put(group(1000, 3))
+    assert [d.draw for d in buffer.drop_over_age(9, 5)] == [1000]

@@ -400,6 +400,7 @@ def test_a_finished_run_whose_last_evaluation_is_stopped_can_be_saved_and_resume
 def test_an_error_of_any_part_ends_the_run_with_nothing_half_published(part, method, call):
     run = ToyRun(steps=5, engines=2, checkpoint_every=1)
     parts = {'learner': run.learner, 'backend': run.backends[1], 'engine': run.engines[1], 'controller': run.controller}
+    parts |= {'channel': run.channel, 'verifier': run.controller._groups._verifier}
     owner = parts.get(part) or getattr(run.controller, f'_{part}')
     answer, calls = getattr(owner, method), itertools.count(1)
 
@@ -415,3 +416,42 @@ def test_an_error_of_any_part_ends_the_run_with_nothing_half_published(part, met
     assert len(run.steps) <= run.gate.version <= len(run.learner.trained)
     assert [checkpoint['step'] for checkpoint in run.checkpoints] == list(range(1, len(run.checkpoints) + 1))
     assert_conserved(run.log.events)
+
+
+@pytest.mark.parametrize('samples', [(1,), (0, 1)])
+def test_a_cancelled_answer_reaches_neither_verifier_nor_buffer(samples):
+    """A group of two: with one cancelled it is partial, with both it is dropped and refilled."""
+    run = ToyRun(steps=4, slots=2, decode_steps=1)
+    verified, verify = [], run.controller._groups._verifier.verify
+
+    async def note(prompt, answer_tokens, finish_reason):
+        verified.append((prompt.draw, finish_reason))
+        return await verify(prompt, answer_tokens, finish_reason)
+
+    def cancel(event):
+        if event['kind'] == 'admit' and event['draw'] == 2:
+            cancel.due = True
+        elif event['kind'] == 'decode' and cancel.due:
+            cancel.due = False
+            for sample in samples:
+                run.engines[0].cancel(f'0/2/{sample}')
+
+    cancel.due = False
+    run.controller._groups._verifier.verify = note
+    run.log.listeners.append(cancel)
+    run.run()
+    ends = [(e['sample'], e['reason']) for e in run.log.events if e['kind'] == 'finish' and e['draw'] == 2]
+    assert sorted(ends) == [(s, 'cancelled' if s in samples else 'stop') for s in (0, 1)]
+    assert len([draw for draw, _ in verified if draw == 2]) == 2 - len(samples)
+    assert {reason for _, reason in verified} == {'stop'}
+    trained = [t.sample for g in run.groups if g.draw == 2 for t in g.trajectories]
+    assert trained == [s for s in (0, 1) if s not in samples]
+    assert run.steps[-1].dropped == ({'cancelled': 1} if len(samples) == 2 else {})
+    assert assert_conserved(run.log.events)['trained'] == 12
+
+
+def test_every_engine_fetches_weights_on_a_lane_of_its_own():
+    run = ToyRun(steps=3, engines=3).run()
+    loads = [(e['time'], e['lane']) for e in run.log.events if e['kind'] == 'run_start' and e['work'] == 'load']
+    assert [lane for _, lane in loads] == ['publish/0', 'publish/1', 'publish/2'] * 3
+    assert len({time for time, _ in loads}) == 3  # all three at the same time, after each update

@@ -60,8 +60,8 @@ def lines_run(tokens):
         ('decode', 'prefill', 'train', 'publish', 'load', 'snapshot', 'reward', 'save'), 0.01
     ))  # fmt: skip
     controller = run.controller
-    controller._workflow, controller._learner = LongAnswers(run.gate, tokens), BlindLearner()
-    controller._verifier.verify = verdict
+    controller._groups._workflow, controller._learner = LongAnswers(run.gate, tokens), BlindLearner()
+    controller._groups._verifier.verify = verdict
     controller._update_tokens = lambda groups: len(groups)
     counted = 0
 

@@ -8,7 +8,7 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.failures import UnverifiedError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
-from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.types import SamplingParams, Verdict, Work
 from tests.toys import LONGEST, PRICES, STOP, ToyBackend, length, toy_prompt
@@ -23,13 +23,13 @@ class LengthVerifier:
 
 def evaluate(stop_after_s=None, slots=4, verifier=None, max_failed=32):
     log = EventLog()
-    clock = VirtualClock({'engine/0': 1, 'publish': 1, 'script': 1}, log, PRICES | {'script': 1.0})
+    clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, log, PRICES | {'script': 1.0})
     supervisor = Supervisor(clock)
-    engine = Engine(
-        'engine/0', ToyBackend(slots), clock, log, receive=None, version=0, params=(0, 0), kv_policy='recompute',
+    engine = LocalEngine(
+        0, ToyBackend(slots), clock, log, receive=None, version=0, params=(0, 0), kv_policy='recompute',
         decode_steps=1,
     )  # fmt: skip
-    pool = Pool([engine], log)
+    pool = Pool([engine], clock, log, supervisor)
     evaluator = Evaluator(
         pool=pool, verifier=verifier or LengthVerifier(), clock=clock, supervisor=supervisor, log=log,
         problems=[toy_prompt(draw) for draw in range(5)],

@@ -79,3 +79,14 @@ def test_the_cause_of_the_gap_adds_up():
     assert explain_gap(9.9, 10.0, 'learner', 1.0).endswith('no gap to speak of.')
     assert 'filling' not in explain_gap(6.0, 10.0, 'engine/0', 1.0)  # engines work while the pipeline fills
     assert explain_gap(6.0, 10.0, 'learner', 9.0).count('4 s') == 2  # filling explains the whole gap, no more
+
+
+def test_publication_takes_what_the_busiest_engine_takes():
+    # publish/0 transfers 2 s and fetches 1 s, publish/1 fetches 5 s, in one update
+    entries = [
+        *work('publish/0', 'publish', 0, 2, 0),
+        *work('publish/0', 'load', 2, 3, 1),
+        *work('publish/1', 'load', 2, 7, 2),
+    ]
+    events = event_log((0, 'admit', {'draw': 0}), *entries, publish(10, 1))
+    assert measure_limit(events, 1, two_facts()).publish == pytest.approx(5)

@@ -9,7 +9,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.backend import DecodeOutput
-from areal_jax.rollout.engine import Engine, LogprobError
+from areal_jax.rollout.local_engine import LocalEngine, LogprobError
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.toys import PRICES, STOP, ToyBackend, length, token
 
@@ -26,10 +26,10 @@ class Rig:
 
     def __init__(self, slots=4, kv_policy='recompute', decode_steps=1):
         self.log = EventLog()
-        self.clock = VirtualClock({'engine/0': 1, 'publish': 1, 'script': 1}, self.log, PRICES | {'script': 1.0})
+        self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, self.log, PRICES | {'script': 1.0})
         self.backend = ToyBackend(slots)
-        self.engine = Engine(
-            'engine/0', self.backend, self.clock, self.log, receive=lambda p: p.handle, version=0, params=(0, 0),
+        self.engine = LocalEngine(
+            0, self.backend, self.clock, self.log, receive=lambda p: p.handle, version=0, params=(0, 0),
             kv_policy=kv_policy, decode_steps=decode_steps,
         )  # fmt: skip
 
@@ -41,6 +41,11 @@ class Rig:
             return await script(self)
 
         return self.clock.execute(supervisor.run(program()))
+
+    async def load(self, version, handle):
+        """`handle` is (w, version by which a stale cache shows)."""
+        await self.engine.stage(PublishedWeights(version, '', handle))
+        return await self.engine.swap(version)
 
     async def pass_time(self, seconds):
         await self.clock.run('script', lambda: None, Work('script', seconds))
@@ -81,7 +86,7 @@ def test_new_weights_split_the_answer_into_segments_at_a_dispatch(kv_policy, aft
     async def script(rig):
         running = rig.engine.generate(request(0))
         await rig.pass_time(after * PRICES['decode'])
-        await rig.engine.load_weights(PublishedWeights(1, '', (3, 1)))
+        await rig.load(1, (3, 1))
         return await collect(running)
 
     rig = Rig(kv_policy=kv_policy)
@@ -105,7 +110,7 @@ def test_interrupting_with_equal_weights_changes_nothing_but_versions(kv_policy)
         running = [rig.engine.generate(request(sample)) for sample in range(5)]
         for version in range(times):
             await rig.pass_time(0.013)
-            await rig.engine.load_weights(PublishedWeights(version + 1, '', (0, 0)))
+            await rig.load(version + 1, (0, 0))
         return [np.concatenate([s.tokens for s in await collect(r)]).tolist() for r in running]
 
     rig = Rig(slots=3, kv_policy=kv_policy)
@@ -128,9 +133,8 @@ def test_a_paused_engine_has_delivered_everything_and_goes_on_in_the_same_order(
     async def script(rig):
         running = [rig.engine.generate(request(sample)) for sample in range(3)]
         await rig.pass_time(0.025)
-        rig.engine.request_pause()
-        await rig.engine.paused()
-        before, dispatches = [r.tokens[3:] for r in running], len(rig.kinds('decode'))
+        await rig.engine.pause()
+        before, dispatches = [r.tokens[3:].tolist() for r in running], len(rig.kinds('decode'))
         delivered = [[int(t) for s in r._segments for t in s.tokens] for r in running]
         await rig.pass_time(1.0)
         assert len(rig.kinds('decode')) == dispatches
@@ -148,13 +152,11 @@ def test_an_engine_that_stands_is_paused_at_once_and_after_a_resume_again():
     async def script(rig):
         running = rig.engine.generate(request(0))
         for resume in (False, True, True):
-            rig.engine.request_pause()
-            await rig.engine.paused()
+            await rig.engine.pause()
             assert not rig.engine.status().running
             if resume:
                 rig.engine.resume()
-        rig.engine.request_pause()  # before the engine has noticed that it may go on
-        await rig.engine.paused()
+        await rig.engine.pause()  # before the engine has noticed that it may continue
         await rig.pass_time(1.0)
         assert not rig.kinds('decode')
         rig.engine.resume()
@@ -163,16 +165,59 @@ def test_an_engine_that_stands_is_paused_at_once_and_after_a_resume_again():
     assert sum(len(s.tokens) for s in Rig().run(script)) == length(DRAW, 0)
 
 
-def test_cancel_frees_the_slot():
+@pytest.mark.parametrize('after_s', [0.0, 0.025])  # before and between its dispatches
+def test_cancel_frees_the_slot_and_keeps_what_was_generated(after_s):
     async def script(rig):
         first, second = rig.engine.generate(request(0)), rig.engine.generate(request(2))
-        await rig.pass_time(0.025)
-        rig.engine.cancel(first.request.request_id)
-        return await collect(first), await collect(second)
+        await rig.pass_time(after_s)
+        rig.engine.cancel(first.request_id)
+        rig.engine.cancel('0/4/99')  # not here: ignored
+        again = rig.engine.generate(request(0))  # of the same id, and not cancelled
+        return [await collect(running) for running in (first, second, again)], first.finish_reason, again.finish_reason
 
-    first, second = Rig(slots=1).run(script)
-    assert 0 < sum(len(s.tokens) for s in first) < 7
+    (first, second, again), reason, reason_of_again = Rig(slots=1).run(script)
+    # 8 ms of prefill, 10 ms a token: after 25 ms one dispatch is complete, and the one under way is lost
+    assert sum(len(s.tokens) for s in first) == (1 if after_s else 0)
     assert sum(len(s.tokens) for s in second) == length(DRAW, 2)
+    assert sum(len(s.tokens) for s in again) == length(DRAW, 0)
+    assert (reason, reason_of_again) == ('cancelled', 'stop')
+
+
+def test_a_request_that_is_open_is_not_accepted_again():
+    async def script(rig):
+        rig.engine.generate(request(0))
+        with pytest.raises(RuntimeError, match=r'engine/0: request 0/4/0 is open already'):
+            rig.engine.generate(request(0))
+
+    Rig().run(script)
+
+
+def test_only_the_staged_version_is_swapped_in():
+    async def script(rig):
+        with pytest.raises(RuntimeError, match=r'engine/0: version 1 is to be swapped in, and nothing is staged'):
+            await rig.engine.swap(1)
+        await rig.engine.stage(PublishedWeights(2, '', (3, 2)))
+        with pytest.raises(RuntimeError, match='and version 2 is staged'):
+            await rig.engine.swap(1)
+
+    Rig().run(script)
+
+
+def test_the_status_counts_requests_and_the_speed_of_decoding():
+    async def script(rig):
+        running = [rig.engine.generate(request(sample)) for sample in range(3)]
+        await rig.pass_time(0.02)  # 8 ms of prefill, one dispatch of 10 ms
+        before = rig.engine.status()
+        for one in running:
+            await collect(one)
+        return before, rig.engine.status()
+
+    before, after = Rig(slots=2).run(script)
+    assert (before.name, before.policy_version, before.running, before.waiting) == ('engine/0', 0, 2, 1)
+    assert (before.tokens_per_s, before.devices) == (pytest.approx(200), ('toy',))  # 2 tokens in 10 ms
+    # lengths 7, 3, 6: slots decode 7 and 3 + 6 = 9 tokens in 9 dispatches of 10 ms
+    assert after.tokens_per_s == pytest.approx(16 / 0.09)
+    assert (after.running, after.waiting) == (0, 0)
 
 
 def test_a_prompt_that_does_not_fit_is_named_with_the_fix():
@@ -185,11 +230,11 @@ def test_a_cut_request_has_both_logprobs_and_any_other_has_one():
     async def script(rig):
         cut = rig.engine.generate(request(0, sampling=dataclasses.replace(SAMPLING, top_k=2)))
         whole, greedy = (
-            rig.engine.generate(request(1, sampling=dataclasses.replace(SAMPLING, **fields)))
-            for fields in ({}, {'top_p': 0.5, 'temperature': 0.0})
+            rig.engine.generate(request(sample, sampling=dataclasses.replace(SAMPLING, **fields)))
+            for sample, fields in ((1, {}), (3, {'top_p': 0.5, 'temperature': 0.0}))
         )
         await rig.pass_time(0.025)
-        await rig.engine.load_weights(PublishedWeights(1, '', (3, 1)))
+        await rig.load(1, (3, 1))
         return [await collect(running) for running in (cut, whole, greedy)]
 
     cut, whole, greedy = Rig().run(script)
@@ -217,7 +262,7 @@ def test_a_logprob_that_no_policy_has_ends_the_run_before_it_is_delivered(value,
         rig.backend.generate = broken
         first, second = rig.engine.generate(request(0)), rig.engine.generate(request(2))
         await rig.pass_time(0.015)
-        await rig.engine.load_weights(PublishedWeights(2, '', (3, 2)))
+        await rig.load(2, (3, 2))
         async for segment in second:
             delivered.append(segment.policy_version)
         await collect(first)

@@ -1,0 +1,65 @@
+"""Admission: starts groups as soon as the staleness gate, the bounds on memory, a checkpoint and a stop allow it.
+
+The controller runs it; lock_step.py admits by a schedule on top of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal_jax.control.gate import Bound, HeldTimes, StalenessGate
+from areal_jax.protocols import Clock, Event
+
+
+class Admission:
+    """Starts groups while nothing holds admission closed, and measures how long each bound does."""
+
+    def __init__(self, clock: Clock, gate: StalenessGate, stop_requested: Event, start_group: Callable[[], None]):
+        """`start_group` draws a prompt and starts its episodes."""
+        self._clock, self._gate, self._stop_requested, self._start_group = clock, gate, stop_requested, start_group
+        self._closed = False  # by a checkpoint or a stop
+        self._changed = clock.event('admission (staleness, memory or checkpoint)')
+        self.held = HeldTimes()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a checkpoint or a stop keeps admission closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """No group starts until `open`."""
+        self._closed = True
+
+    def open(self) -> None:
+        """Takes effect at the next `note_change`."""
+        self._closed = False
+
+    def note_change(self) -> None:
+        """Something happened after which a group may be allowed to start."""
+        self._changed.set()
+
+    def closed_by(self) -> Bound | None:
+        """What keeps the next group from starting; None where it may start."""
+        if self._closed:
+            return 'stop' if self._stop_requested.is_set() else 'checkpoint'
+        return self._gate.closed_by()
+
+    def note_bound(self, bound: Bound | None) -> None:
+        """From this instant on admission is held closed by `bound`."""
+        self.held.note(bound, self._clock.now())
+
+    async def wait(self, bound: Bound) -> None:
+        """Returns at the next change; the time until then is put down to `bound`."""
+        self.note_bound(bound)
+        self._changed.clear()
+        await self._clock.wait(self._changed)
+
+    def start_group(self) -> None:
+        self._start_group()
+
+    async def run(self) -> None:
+        """Starts groups for ever."""
+        while True:
+            while bound := self.closed_by():
+                await self.wait(bound)
+            self._start_group()

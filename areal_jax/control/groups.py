@@ -1,0 +1,111 @@
+"""The admitted groups: runs their episodes through generation and reward until a group is complete.
+
+The controller starts groups and is called for each complete one; workflows generate, the verifier scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from areal_jax.control.episode import CANCELLED, Episode, RunningGroup
+from areal_jax.control.events import EventLog
+from areal_jax.control.queues import BoundedQueue
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.protocols import Clock, Verifier, Workflow
+from areal_jax.types import Prompt, Verdict, concatenate
+
+
+class RunningGroups:
+    """Groups from their admission to the end of their last episode.
+
+    Args:
+      most_episodes: bound on the episodes that wait to be recorded in their groups.
+      on_complete: called with each group whose episodes have all ended.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        log: EventLog,
+        supervisor: Supervisor,
+        *,
+        workflow: Workflow,
+        verifier: Verifier,
+        most_episodes: int,
+        on_complete: Callable[[RunningGroup], None],
+    ):
+        self._clock, self._log, self._supervisor = clock, log, supervisor
+        self._workflow, self._verifier, self._on_complete = workflow, verifier, on_complete
+        self._groups: dict[int, RunningGroup] = {}  # by draw
+        self._order: list[tuple[int, int]] = []  # (draw, sample) of restored episodes that were open
+        self._unrecorded = 0  # answers that are generated and not yet recorded in their group
+        self._settled = clock.event('verifications under way')
+        self._finished: BoundedQueue[tuple[RunningGroup, Episode, Verdict | None]] = BoundedQueue(
+            clock, 'episodes to groups', max(1, most_episodes)
+        )
+
+    def start(self, prompt: Prompt, group_size: int) -> None:
+        """Starts the episodes of a new group."""
+        episodes = [Episode(sample) for sample in range(group_size)]
+        group = self._groups[prompt.draw] = RunningGroup(prompt, self._clock.now(), episodes)
+        for episode in episodes:
+            self._start_episode(group, episode)
+
+    def copies(self) -> list[RunningGroup]:
+        """The groups at this instant."""
+        return [group.copy() for group in self._groups.values()]
+
+    def restore(self, groups: Iterable[RunningGroup], order: Iterable[tuple[str, int, int]]) -> None:
+        """Takes the groups of a snapshot; `order` is Pool.order of the same instant."""
+        self._groups = {group.prompt.draw: group for group in groups}
+        self._order = [(draw, sample) for _, draw, sample in order]
+
+    def resume(self) -> None:
+        """Starts the open episodes of restored groups in the order in which the engines would have served them."""
+        for draw, sample in self._order:
+            group = self._groups[draw]
+            self._start_episode(group, group.episodes[sample])
+
+    async def collect(self) -> None:
+        """Records the episodes that end in their groups, for ever."""
+        while True:
+            group, episode, verdict = await self._finished.get()
+            self._unrecorded -= 1
+            group.record(episode, verdict, self._clock.now())
+            if group.complete:
+                del self._groups[group.prompt.draw]
+                self._on_complete(group)
+            if self._unrecorded == 0:
+                self._settled.set()
+
+    async def wait_recorded(self) -> None:
+        """Returns when every generated answer is recorded in its group."""
+        while self._unrecorded:
+            self._settled.clear()
+            await self._clock.wait(self._settled)
+
+    def _start_episode(self, group: RunningGroup, episode: Episode) -> None:
+        self._supervisor.start(f'episode {group.prompt.draw}.{episode.sample}', self._run_episode(group, episode))
+
+    async def _run_episode(self, group: RunningGroup, episode: Episode) -> None:
+        await self._workflow.run(group.prompt, episode)
+        versions = [segment.policy_version for segment in episode.segments]
+        tokens = sum(len(segment.tokens) for segment in episode.segments)
+        draw, sample, reason = group.prompt.draw, episode.sample, episode.finish_reason or CANCELLED
+        self._log.write('finish', draw=draw, sample=sample, tokens=tokens, reason=reason, versions=versions)
+        self._unrecorded += 1
+        await self._finished.put((group, episode, await self._verify(group, episode)))
+
+    async def _verify(self, group: RunningGroup, episode: Episode) -> Verdict | None:
+        """The verdict on the answer; None for a cancelled one, which no verifier sees."""
+        if episode.finish_reason is None:
+            return None
+        answer = concatenate([segment.tokens for segment in episode.segments], np.int32)
+        verdict = await self._verifier.verify(group.prompt, answer, episode.finish_reason)
+        self._log.write(
+            'reward', draw=group.prompt.draw, sample=episode.sample, value=verdict.reward, label=verdict.label,
+            attempts=verdict.attempts,
+        )  # fmt: skip
+        return verdict

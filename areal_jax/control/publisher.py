@@ -1,0 +1,66 @@
+"""Publication: carries the copy of each update to the engines while the learner trains the next one.
+
+The controller puts updates in and learns through a callback when the engines decode with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+
+from areal_jax.control.events import EventLog
+from areal_jax.control.queues import BoundedQueue
+from areal_jax.events import publish_lane
+from areal_jax.protocols import Channel, Clock
+from areal_jax.types import PublishedWeights, TrajectoryGroup, Weights, Work
+
+
+@dataclasses.dataclass
+class Update:
+    """An update on its way from the learner to the engines."""
+
+    version: int
+    groups: list[TrajectoryGroup]
+    metrics: Mapping[str, float]
+    copy: Weights  # None once the channel has it
+
+
+class Publisher:
+    """Publishes one update after another.
+
+    Args:
+      install: brings published weights to the engines; returns the lowest version still needed and the longest pause
+        of decoding in seconds (None: the engines do not load it now).
+      published: called with the update and that pause when its version is published.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        log: EventLog,
+        channel: Channel,
+        install: Callable[[PublishedWeights], Awaitable[tuple[int, float | None]]],
+        published: Callable[[Update, float | None], None],
+    ):
+        self._clock, self._log, self._channel = clock, log, channel
+        self._install, self._published = install, published
+        self._updates: BoundedQueue[Update] = BoundedQueue(clock, 'updates to publication', 1)
+
+    async def put(self, update: Update) -> None:
+        """Hands the update over; waits while another one waits."""
+        await self._updates.put(update)
+
+    async def run(self) -> None:
+        """Publishes for ever. The transfer shares the lane of engine 0's fetch, which only starts when it is done."""
+        while True:
+            update = await self._updates.get()
+            published = await self._transfer(update.version, update)
+            self._log.write('publish', version=update.version, manifest=published.manifest_hash)
+            lowest, pause_s = await self._install(published)
+            self._channel.release(lowest)
+            self._published(update, pause_s)
+
+    async def _transfer(self, version: int, update: Update) -> PublishedWeights:
+        copy, update.copy = update.copy, None  # the last reference goes when the channel has its own
+        work = Work('publish', 1, {'version': version})
+        return await self._clock.run(publish_lane(0), lambda: self._channel.transfer(version, copy), work)

@@ -1,0 +1,124 @@
+"""A request inside an engine of this process: what it has generated, and the iterator that delivers it.
+
+local_engine.py extends and ends it; the pool iterates over it. Work here is per dispatch and per segment: tokens stay
+in numpy arrays.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+
+import numpy as np
+
+from areal_jax.protocols import Clock
+from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate
+
+_NO_LOGPROBS = np.zeros(0, np.float32)
+_DIGEST_BYTES = 16  # of a prefix key: two different prefixes share one with a chance of 2^-128
+
+
+class GrowingArray:
+    """A one-dimensional array with an append whose cost does not depend on the length."""
+
+    def __init__(self, values: np.ndarray):
+        self._array, self._length = values, len(values)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, values: np.ndarray) -> None:
+        end = self._length + len(values)
+        if end > len(self._array):
+            grown = np.empty(2 * end, self._array.dtype)
+            grown[: self._length] = self._array[: self._length]
+            self._array = grown
+        self._array[self._length : end] = values
+        self._length = end
+
+    def view(self, start: int = 0) -> np.ndarray:
+        """Elements from `start` on; nothing that follows changes them."""
+        return self._array[start : self._length]
+
+
+class RunningRequest:
+    """One request from its arrival to its end; iterate for its segments. Implements protocols.Generation."""
+
+    def __init__(self, request: GenerationRequest, clock: Clock, engine: str, limit: int):
+        """`limit` is the number of tokens, prompt included, at which the request ends with the reason 'length'."""
+        self.request, self.engine, self.limit, self._clock = request, engine, limit, clock
+        self.request_id = request.request_id
+        self.finish_reason: EngineFinish | None = None
+        self._given = np.asarray(request.prompt_tokens, np.int32)  # the samples of a group share it
+        if request.prefix:
+            self._given = concatenate([self._given, request.prefix_tokens], np.int32)
+        self._tokens: GrowingArray | None = None  # made when the first token is generated
+        self._delivered = len(self._given)  # tokens that are not part of the segment under way
+        self._version = 0  # of the segment under way
+        self._logprobs = GrowingArray(_NO_LOGPROBS)  # of the segment under way, as the next
+        self._cut_logprobs = GrowingArray(_NO_LOGPROBS)  # empty where the request cuts nothing
+        self._prefix_key = b''
+        self._segments: collections.deque[Segment] = collections.deque()
+        self._news = clock.event(f'segments of request {self.request_id}')
+
+    def __len__(self) -> int:
+        return len(self._given) if self._tokens is None else len(self._tokens)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [T]: prompt, and everything generated; a view that does not change when more is generated."""
+        return self._given if self._tokens is None else self._tokens.view()
+
+    @property
+    def prefix_key(self) -> bytes:
+        """Equal for two requests whose tokens, without the last of each, are equal; computed once per length."""
+        if not self._prefix_key:
+            content = np.ascontiguousarray(self.tokens[:-1])
+            self._prefix_key = hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).digest()
+        return self._prefix_key
+
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, cut: np.ndarray | None = None) -> None:
+        """Adds n >= 1 tokens of one version to the segment under way.
+
+        `tokens` int32 [n]; `logprobs` and `cut`, the log-probs of the cut softmax, float32 [n].
+        Raises RuntimeError where the segment under way has another version.
+        """
+        if len(self) > self._delivered and self._version != version:
+            raise RuntimeError(f'request {self.request_id}: flush version {self._version} before {version}')
+        if self._tokens is None:
+            self._tokens = GrowingArray(self._given)
+            self._given = self._given[:0]
+        self._version, self._prefix_key = version, b''
+        self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs)
+        if self.request.sampling.cuts:
+            assert cut is not None, 'the backend was built without cuts'
+            self._cut_logprobs.extend(cut)
+
+    def flush(self) -> None:
+        """Delivers the segment under way."""
+        if len(self) == self._delivered:
+            return
+        tokens = self.tokens[self._delivered :].copy()
+        cut = self._cut_logprobs.view().copy() if self.request.sampling.cuts else None
+        self._segments.append(Segment(tokens, self._logprobs.view().copy(), self._version, cut))
+        self._logprobs, self._cut_logprobs = GrowingArray(_NO_LOGPROBS), GrowingArray(_NO_LOGPROBS)
+        self._delivered = len(self)
+        self._news.set()
+
+    def finish(self, reason: EngineFinish) -> None:
+        """Delivers the segment under way and ends the iteration."""
+        self.flush()
+        self.finish_reason = reason
+        self._news.set()
+
+    def __aiter__(self) -> RunningRequest:
+        return self
+
+    async def __anext__(self) -> Segment:
+        while not self._segments:
+            if self.finish_reason is not None:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._clock.wait(self._news)
+        return self._segments.popleft()

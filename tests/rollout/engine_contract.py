@@ -1,0 +1,275 @@
+"""What every RolloutEngine must keep: a list of checks, each put to an engine that a factory makes.
+
+A test module parametrizes over CHECKS and gives each check a factory `make(clock, log) -> Subject`. A check that needs
+what the engine does not declare in its `capabilities` returns at once. Time is virtual: one token takes 10 ms or less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.protocols import RolloutEngine
+from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
+from tests.toys import PRICES
+
+LONGEST = 12
+SAMPLING = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=())
+
+
+@dataclasses.dataclass
+class Subject:
+    """An engine that holds version 0.
+
+    `published(version, equal)` gives weights for it, those of version 0 again if `equal`; answers to SAMPLING have
+    LONGEST tokens, and a version whose weights differ gives other tokens.
+    """
+
+    engine: RolloutEngine
+    start: Callable[[Supervisor], None]
+    published: Callable[[int, bool], PublishedWeights]
+
+
+class Bench:
+    """One engine under a virtual clock, and what a check does to it."""
+
+    def __init__(self, make):
+        self.log = EventLog()
+        self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'time': 1}, self.log, PRICES | {'time': 1.0})
+        self.subject = make(self.clock, self.log)
+        self.engine = self.subject.engine
+
+    def run(self, script):
+        supervisor = Supervisor(self.clock)
+
+        async def program():
+            self.subject.start(supervisor)
+            return await script(self)
+
+        self.supervisor = supervisor
+        return self.clock.execute(supervisor.run(program()))
+
+    async def pass_time(self, seconds):
+        await self.clock.run('time', lambda: None, Work('time', seconds))
+
+    async def load(self, version, equal=False):
+        await self.engine.stage(self.subject.published(version, equal))
+        return await self.engine.swap(version)
+
+    def collect(self, *samples, **fields):
+        """Requests whose segments are collected by coroutines of their own."""
+        found = [Collected(sample, self.engine.generate(request(sample, **fields))) for sample in samples]
+        for one in found:
+            self.supervisor.start('collect', one.run())
+        return found
+
+    async def end_of(self, *found):
+        while any(one.generation.finish_reason is None for one in found):
+            await self.pass_time(0.5)
+
+
+class Collected:
+    def __init__(self, sample, generation):
+        self.sample, self.generation, self.segments = sample, generation, []
+        self.on_end = lambda one: None
+
+    async def run(self):
+        async for segment in self.generation:
+            self.segments.append(segment)
+        self.on_end(self)
+
+    def tokens(self):
+        return [int(token) for segment in self.segments for token in segment.tokens]
+
+    def versions(self):
+        return [segment.policy_version for segment in self.segments for _ in segment.tokens]
+
+
+def request(sample, draw=0, prefix=(), **sampling):
+    prompt = np.array([1, 2, 3], np.int32)
+    return GenerationRequest(draw, sample, 0, prompt, dataclasses.replace(SAMPLING, **sampling), tuple(prefix))
+
+
+def an_answer_is_whole_and_aligned(make):
+    async def script(bench):
+        found = bench.collect(0, 1, 2)
+        await bench.end_of(*found)
+        for one in found:
+            assert one.generation.finish_reason == 'length'
+            assert one.generation.engine == bench.engine.name
+            assert len(one.tokens()) == LONGEST
+            assert set(one.versions()) == {0}
+            for segment in one.segments:
+                assert len(segment.tokens) == len(segment.behavior_logprobs) >= 1
+                assert (segment.tokens.dtype, segment.behavior_logprobs.dtype) == (np.int32, np.float32)
+                assert segment.sampling_logprobs is None
+                assert (segment.behavior_logprobs <= 0).all()
+        assert list(bench.engine.open_requests()) == []
+
+    Bench(make).run(script)
+
+
+def a_cut_softmax_has_its_logprobs_where_they_are_declared(make):
+    async def script(bench):
+        (one,) = bench.collect(0, top_k=2)
+        await bench.end_of(one)
+        for segment in one.segments:
+            assert len(segment.sampling_logprobs) == len(segment.tokens)
+
+    bench = Bench(make)
+    assert 'behavior' in bench.engine.capabilities.logprobs
+    if 'sampling' in bench.engine.capabilities.logprobs:
+        bench.run(script)
+
+
+def a_cancelled_request_ends_as_cancelled_and_the_others_go_on(make):
+    async def script(bench):
+        first, second, third = bench.collect(0, 1, 2)
+        await bench.pass_time(0.045)
+        bench.engine.cancel(request(0).request_id)
+        bench.engine.cancel(request(2).request_id)
+        bench.engine.cancel('0/0/99')  # not here
+        await bench.end_of(first, second, third)
+        assert [one.generation.finish_reason for one in (first, second, third)] == ['cancelled', 'length', 'cancelled']
+        assert len(first.tokens()) < LONGEST
+        assert len(second.tokens()) == LONGEST
+        (again,) = bench.collect(0)
+        await bench.end_of(again)
+        assert len(again.tokens()) == LONGEST
+
+    if Bench(make).engine.capabilities.abort:
+        Bench(make).run(script)
+
+
+def a_pause_delivers_everything_and_a_resume_continues(make):
+    async def script(bench):
+        found = bench.collect(0, 1, 2)
+        await bench.pass_time(0.045)
+        await bench.engine.pause()
+        await bench.pass_time(0.001)  # the coroutines take what was delivered
+        before = [one.tokens() for one in found]
+        assert any(before)
+        await bench.pass_time(1.0)
+        assert [one.tokens() for one in found] == before
+        bench.engine.resume()
+        await bench.end_of(*found)
+        return [one.tokens() for one in found]
+
+    async def undisturbed(bench):
+        found = bench.collect(0, 1, 2)
+        await bench.end_of(*found)
+        return [one.tokens() for one in found]
+
+    if set(Bench(make).engine.capabilities.pause_modes) & {'retract', 'in_place'}:
+        assert Bench(make).run(script) == Bench(make).run(undisturbed)
+
+
+def staging_does_not_disturb_decoding(make):
+    async def script(bench, stages):
+        found = bench.collect(0, 1, 2)
+        await bench.pass_time(0.025)
+        if stages:
+            await bench.engine.stage(bench.subject.published(1, False))
+        await bench.end_of(*found)
+        assert bench.engine.status().policy_version == 0
+        decoded = [(e['time'], e['kind']) for e in bench.log.events if e['lane'] == bench.engine.name]
+        return decoded, [(one.tokens(), one.versions()) for one in found]
+
+    if Bench(make).engine.capabilities.staging:
+        assert Bench(make).run(lambda b: script(b, True)) == Bench(make).run(lambda b: script(b, False))
+
+
+def a_swap_changes_the_version_of_later_tokens_and_tells_the_pause(make):
+    async def script(bench):
+        found = bench.collect(0, 1, 2)
+        await bench.pass_time(0.045)
+        before = bench.clock.now()
+        pause_s = await bench.load(1)
+        assert 0 <= pause_s <= bench.clock.now() - before
+        assert bench.engine.status().policy_version == 1
+        await bench.end_of(*found)
+        assert {version for one in found for version in one.versions()} == {0, 1}
+        for one in found:
+            assert one.versions() == sorted(one.versions())
+            assert len(one.tokens()) == LONGEST
+        (plain,) = bench.collect(3)
+        await bench.end_of(plain)
+        assert set(plain.versions()) == {1}
+        return [one.tokens() for one in found]
+
+    async def undisturbed(bench):
+        found = bench.collect(0, 1, 2)
+        await bench.end_of(*found)
+        return [one.tokens() for one in found]
+
+    if Bench(make).engine.capabilities.spans:
+        assert Bench(make).run(script) != Bench(make).run(undisturbed)
+
+
+def interruptions_by_equal_weights_change_no_token(make):
+    async def script(bench, times):
+        found = bench.collect(0, 1, 2, 3)
+        for version in range(times):
+            await bench.pass_time(0.02)
+            await bench.load(version + 1, equal=True)
+        await bench.end_of(*found)
+        return [one.tokens() for one in found]
+
+    assert Bench(make).run(lambda b: script(b, 3)) == Bench(make).run(lambda b: script(b, 0))
+
+
+def a_prefix_is_continued_and_not_repeated(make):
+    async def whole(bench):
+        (one,) = bench.collect(0)
+        await bench.end_of(one)
+        return one.segments, one.tokens()
+
+    segments, tokens = Bench(make).run(whole)
+    first = dataclasses.replace(
+        segments[0], tokens=np.array(tokens[:1], np.int32), behavior_logprobs=segments[0].behavior_logprobs[:1]
+    )
+
+    async def rest(bench):
+        (one,) = bench.collect(0, prefix=[first])
+        await bench.end_of(one)
+        return one.tokens()
+
+    assert Bench(make).run(rest) == tokens[1:]
+
+
+def open_requests_are_in_the_order_of_service(make):
+    async def script(bench):
+        found, ended = bench.collect(*range(9)), []
+        for one in found:
+            one.on_end = lambda one: ended.append(one.sample)
+        await bench.pass_time(0.16)
+        await bench.engine.pause()
+        await bench.pass_time(0.001)
+        order = [request.sample for request in bench.engine.open_requests()]
+        assert sorted([*ended, *order]) == list(range(9))  # none lost, none twice
+        assert 1 < len(order) < 9
+        bench.engine.resume()
+        await bench.end_of(*found)
+        await bench.pass_time(0.001)
+        assert ended == list(range(9))  # answers of one length end in the order of service
+        assert ended[-len(order) :] == order
+
+    Bench(make).run(script)
+
+
+CHECKS = [
+    an_answer_is_whole_and_aligned,
+    a_cut_softmax_has_its_logprobs_where_they_are_declared,
+    a_cancelled_request_ends_as_cancelled_and_the_others_go_on,
+    a_pause_delivers_everything_and_a_resume_continues,
+    staging_does_not_disturb_decoding,
+    a_swap_changes_the_version_of_later_tokens_and_tells_the_pause,
+    interruptions_by_equal_weights_change_no_token,
+    a_prefix_is_continued_and_not_repeated,
+    open_requests_are_in_the_order_of_service,
+]

@@ -1,0 +1,75 @@
+"""A request inside the local engine: growing arrays, segments and the key of its prefix."""
+
+import numpy as np
+import pytest
+
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog
+from areal_jax.rollout.running_request import GrowingArray, RunningRequest
+from areal_jax.types import GenerationRequest, SamplingParams, Segment
+
+
+def running(prompt=(1, 2, 3), prefix=(), top_k=0):
+    request = GenerationRequest(0, 0, 0, np.array(prompt, np.int32), SamplingParams(99, 1.0, top_k, 1.0, ()), prefix)
+    return RunningRequest(request, VirtualClock({}, EventLog(), {}), 'engine/0', 102)
+
+
+def chunk(*tokens):
+    return np.array(tokens, np.int32), -np.array(tokens, np.float32)
+
+
+def test_an_array_grows_by_any_steps_and_leaves_earlier_views_and_its_source_alone():
+    source = np.arange(3, dtype=np.int32)
+    array, expected = GrowingArray(source), [0, 1, 2]
+    for length in (0, 1, 5, 2, 40, 1):
+        view, before = array.view(), list(expected)
+        array.extend(np.arange(length, dtype=np.int32))
+        expected += range(length)
+        assert view.tolist() == before
+        assert (len(array), array.view().tolist(), array.view(2).tolist()) == (len(expected), expected, expected[2:])
+    assert source.tolist() == [0, 1, 2]
+
+
+def test_segments_carry_what_was_generated_since_the_last_one():
+    one = running(top_k=2)
+    for tokens, version in (((4, 5), 0), ((6,), 0), ((7,), 1)):
+        if version:
+            one.flush()
+        one.extend(*chunk(*tokens), version, cut=np.array(tokens, np.float32))
+    one.finish('stop')
+    one.flush()  # nothing is left
+    assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    segments = list(one._segments)
+    assert [s.tokens.tolist() for s in segments] == [[4, 5, 6], [7]]
+    assert [s.behavior_logprobs.tolist() for s in segments] == [[-4, -5, -6], [-7]]
+    assert [s.sampling_logprobs.tolist() for s in segments] == [[4, 5, 6], [7]]
+    assert [s.policy_version for s in segments] == [0, 1]
+    assert {s.tokens.dtype for s in segments} == {np.dtype(np.int32)}
+    assert {s.behavior_logprobs.dtype for s in segments} == {np.dtype(np.float32)}
+
+
+def test_a_segment_has_one_version():
+    one = running()
+    one.extend(*chunk(4), 0)
+    with pytest.raises(RuntimeError, match='request 0/0/0: flush version 0 before 1'):
+        one.extend(*chunk(5), 1)
+
+
+def test_the_prefix_key_is_of_the_tokens_but_the_last_however_they_came():
+    prefix = (Segment(*chunk(4, 5), 0),)
+    generated = running()
+    before = generated.prefix_key
+    generated.extend(*chunk(4, 5), 0)
+    keys = [one.prefix_key for one in (generated, running(prefix=prefix), running((1, 2, 3, 4, 9)))]
+    assert len(set(keys)) == 1
+    assert before == running((1, 2, 8)).prefix_key != keys[0]
+    assert running((1,)).prefix_key == running((2,)).prefix_key  # of no tokens
+
+
+def test_the_samples_of_a_group_share_the_prompt():
+    prompt = np.arange(5, dtype=np.int32)
+    request = GenerationRequest(0, 0, 0, prompt, SamplingParams(9, 1.0, 0, 1.0, ()))
+    one = RunningRequest(request, VirtualClock({}, EventLog(), {}), 'engine/0', 14)
+    assert np.shares_memory(one.tokens, prompt)
+    one.extend(*chunk(7), 0)
+    assert prompt.tolist() == [0, 1, 2, 3, 4]
