@@ -78,8 +78,7 @@ def pack(
         shares = np.array([row.share(capacity) for row in rows])  # [rows]
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
         if round_microbatches:
-            missing = (1 << (len(placement) - 1).bit_length()) - len(placement)
-            placement = np.pad(placement, ((0, missing), (0, 0)), constant_values=EMPTY)
+            placement = _round_up(placement)
         batch = empty_batch(len(placement), rows_per_microbatch, row_tokens, row_loss_tokens)
         write_rows(batch, rows, placement, oldest_version)
         if batch.loss_mask.any():
@@ -145,6 +144,12 @@ def require_known(mode: str, fill: str) -> None:
             "learner.fill='padded' puts one trajectory in a row, so learner.packing='shared_prompt' has no prompt to "
             "share: set learner.packing='ordinary'"
         )
+
+
+def _round_up(placement: np.ndarray) -> np.ndarray:
+    """Adds empty micro-batches to a placement [M, R] until their number is a power of two."""
+    missing = (1 << (len(placement) - 1).bit_length()) - len(placement)
+    return np.pad(placement, ((0, missing), (0, 0)), constant_values=EMPTY)
 
 
 def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> list[Unit]:
