@@ -381,8 +381,8 @@ MUTATIONS = [
     Mutation(
         'verify a cancelled answer',
         'areal_jax/rollout/workflow.py',
-        "        if generation.finish_reason != 'cancelled':\n            episode.finish_reason = generation.finish_reason",
-        "        episode.finish_reason = generation.finish_reason or 'length'",
+        "if generation.finish_reason != 'cancelled':",
+        'if True:',
         'tests/control/test_controller.py -k cancelled',
     ),
     Mutation(

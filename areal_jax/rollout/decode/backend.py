@@ -71,7 +71,7 @@ class JaxDecodeBackend:
         self.slots, self.context_tokens = slots, context_tokens
         self._decoder, self._steps, self._stops, self._filtered = decoder, decode_steps, max_stop_tokens, filtered
         self._dtype = jnp.dtype(dtype)
-        self.devices = (str(device or jax.devices()[0]),)
+        self.devices: tuple[str, ...] = (str(device or jax.devices()[0]),)
         self._buckets = tuple(prefill_buckets)
         self._widths = (context_tokens,) if decode_widths is None else tuple(decode_widths)
         self._check()
