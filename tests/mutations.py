@@ -418,7 +418,7 @@ MUTATIONS = [
         'areal_jax/rollout/slot_table.py',
         '        self.free(running)\n        self._dead.append(slot)\n        return running',
         '        self.free(running)\n        return running',
-        'tests/rollout',
+        'tests/rollout/test_slot_table.py',
     ),
 ]
 
