@@ -381,9 +381,8 @@ MUTATIONS = [
     Mutation(
         'verify a cancelled answer',
         'areal_jax/rollout/workflow.py',
-        "        if generation.finish_reason != 'cancelled':\n"
-        '            episode.finish_reason = generation.finish_reason',
-        "        episode.finish_reason = generation.finish_reason or 'length'",
+        "if generation.finish_reason != 'cancelled':",
+        'if True:',
         'tests/control/test_controller.py -k cancelled',
     ),
     Mutation(
@@ -419,7 +418,7 @@ MUTATIONS = [
         'areal_jax/rollout/slot_table.py',
         '        self.free(running)\n        self._dead.append(slot)\n        return running',
         '        self.free(running)\n        return running',
-        'tests/rollout',
+        'tests/rollout/test_slot_table.py',
     ),
 ]
 

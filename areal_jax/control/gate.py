@@ -1,4 +1,7 @@
-"""Admission: may one more group start now? Equation 3 of arXiv 2505.24298, counted in groups."""
+"""The staleness gate: may one more group start now? Equation 3 of arXiv 2505.24298, counted in groups.
+
+admission.py and the controller use it; it knows counts only, no clock and no group.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,23 @@ import math
 from collections.abc import Mapping
 from typing import Literal, TypedDict
 
-# why no group may start: fields of the config, or what the controller does meanwhile
+# why no group may start: a field of the config, or what the controller is doing
 Bound = Literal['steps', 'eta', 'max_running_groups', 'buffer_capacity', 'schedule', 'checkpoint', 'stop']
 
 
 class StalenessGate:
     """Counts admitted groups against the published policy version.
 
-    A group may start only if floor((N - 1) / B) <= version + eta, N counting admitted groups with the new one. A group
-    dropped before its batch is formed is subtracted; one filtered inside a batch used its place and stays counted.
+    A group may start only if floor((N - 1) / B) <= version + eta, where N counts the admitted groups and the new one. A
+    group that is dropped before its batch is formed is subtracted. A group that is filtered inside a batch stays
+    counted: the update used its place.
 
     Args:
       groups_per_update: B >= 1.
-      eta: versions, >= 0; inf leaves the bounds on memory alone.
-      max_running: groups admitted and unfinished at most.
-      buffer_capacity: finished groups at most; an admitted group has its place in the buffer reserved.
-      max_admitted: groups that the run can train in all.
+      eta: versions, >= 0; with inf only the bounds on memory remain.
+      max_running: most groups that are admitted and unfinished.
+      buffer_capacity: most finished groups; each admitted group has a place in the buffer reserved.
+      max_admitted: groups that the run can train in total.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class StalenessGate:
         return math.floor(self.version + self.eta + 1) * self.groups_per_update - self.admitted
 
     def closed_by(self) -> Bound | None:
-        """The bound that lets no group start, None where admission is open; of several the first in this order."""
+        """The bound that keeps admission closed; None where it is open. If several do, the first in this order."""
         if self.admitted >= self.max_admitted:
             return 'steps'
         if self.stale_capacity() <= 0:
@@ -110,7 +114,7 @@ class HeldState(TypedDict):
 
 
 class HeldTimes:
-    """Clock seconds in which admission was closed, by the bound that closed it; constant work per change."""
+    """Clock seconds in which admission was closed, by the bound that closed it; each change costs constant time."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}  # since the last `take`

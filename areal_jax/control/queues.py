@@ -1,4 +1,4 @@
-"""A bounded queue between two coroutines, named after its edge and built on the clock's wait."""
+"""A bounded queue between two coroutines, built on the clock's wait; the edges of the loop are such queues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar('Item')
 
 
 class BoundedQueue(Generic[Item]):
-    """First in, first out; `put` waits while `capacity` items are inside."""
+    """First in, first out; `put` waits while the queue holds `capacity` items."""
 
     def __init__(self, clock: Clock, edge: str, capacity: int):
         if capacity < 1:

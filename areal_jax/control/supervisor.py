@@ -1,4 +1,7 @@
-"""Starts every coroutine of the run, keeps them in start order and ends the run at the first exception."""
+"""Starts every coroutine of the run, keeps them in start order and ends the run at the first exception.
+
+Controller, pool, engines and evaluator start their coroutines here.
+"""
 
 from __future__ import annotations
 

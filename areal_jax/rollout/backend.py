@@ -44,7 +44,7 @@ class DecodeOutput:
     def by_slot(self) -> DecodeOutput:
         """The same with arrays [slots, steps], so that the tokens of one slot are contiguous."""
         cut = None if self.sampling_logprobs is None else np.ascontiguousarray(self.sampling_logprobs.T)
-        tokens, logprobs, valid = (np.ascontiguousarray(array.T) for array in (self.tokens, self.logprobs, self.valid))
+        tokens, logprobs, valid = map(np.ascontiguousarray, (self.tokens.T, self.logprobs.T, self.valid.T))
         return DecodeOutput(tokens, logprobs, valid, cut)
 
     def unsound(self) -> list[tuple[int, float]]:
