@@ -8,6 +8,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from areal_jax.cluster import describe_former, parse_engines, parse_learner
 from areal_jax.fields import require_declared
 from areal_jax.ranges import RANGES, ConfigError, require_in_range
 
@@ -66,7 +67,6 @@ def _declare_run(c: config_dict.ConfigDict) -> None:
 def _declare_rollout(c: config_dict.ConfigDict) -> None:
     """Generation, and how stale its data may get."""
     c.rollout = config_dict.ConfigDict()
-    c.rollout.engines = 1  # engines in this process, each with its own lane
     c.rollout.slots = 8  # answers decoded at once by one engine
     c.rollout.decode_steps = 4  # tokens per slot in one dispatch: the pause of an interruption
     c.rollout.context_tokens = 64  # cache positions per slot: prompt + answer
@@ -147,13 +147,11 @@ def _declare_objective(c: config_dict.ConfigDict) -> None:
 
 
 def _declare_devices(c: config_dict.ConfigDict) -> None:
-    """Where an update is computed."""
-    c.mesh = config_dict.ConfigDict()
-    c.mesh.data = 1  # replicas
-    c.mesh.fsdp = 1  # shards of parameters, optimizer state and batch rows
-    c.mesh.context = 1  # slices of a row's tokens
-    c.mesh.tensor = 1  # slices of heads, MLP and vocabulary
-    c.mesh.strategy = 'fsdp'  # 'fsdp' | 'fsdp_tensor' | 'tensor' | 'replicated': see sharding/rules.py
+    """Which devices train and which generate; cluster.py has the parsers."""
+    c.cluster = config_dict.ConfigDict()
+    c.cluster.learner = 'data=1'  # sizes of its mesh over the axes data, fsdp, context, tensor: 'data=2,fsdp=2'
+    c.cluster.engines = '1 x shared'  # 'N x shared' with the learner's first device | 'N x tensor=1': one device each
+    c.cluster.strategy = 'fsdp'  # 'fsdp' | 'fsdp_tensor' | 'tensor' | 'replicated': see sharding/rules.py
 
     c.distributed = config_dict.ConfigDict()  # the learner's mesh over several processes
     c.distributed.processes = 1  # each started with the same config; process 0 drives
@@ -208,6 +206,8 @@ def flatten(config: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, 
 def validate(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for what cannot run, naming the fields, their values and the fix."""
     resolved = config.copy_and_resolve_references()
+    if former := describe_former(dict(flatten(resolved))):
+        raise ConfigError(former)
     require_declared(resolved, default_config())
     require_in_range({path: value for path, value in flatten(resolved) if path in RANGES})
     for problem in _problems(resolved):
@@ -241,7 +241,7 @@ CHOICES = {
     'optimizer.decay': ('all', 'matrices'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
     'optimizer.moment_dtype': ('float32', 'bfloat16'),
-    'mesh.strategy': ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'),
+    'cluster.strategy': ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'),
     'publication.dtype': DTYPES,
     'publication.channel': ('device', 'files'),
     'sft.export_dtype': DTYPES,
@@ -268,6 +268,7 @@ def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def _rollout_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """Pairs of fields of the asynchronous loop, each legal alone, that cannot go together."""
+    parse_engines(c.cluster.engines)
     lock_step = c.staleness.schedule != 'natural'
     if lock_step and c.staleness.eta != default_config().staleness.eta:
         yield (
@@ -329,10 +330,11 @@ def _training_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """The same of task, model, learner and mesh."""
     if c.task.name == 'jsonl' and not c.task.path:
         yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"
-    if c.learner.rows_per_microbatch % (c.mesh.data * c.mesh.fsdp):
+    layout = parse_learner(c.cluster.learner)
+    if c.learner.rows_per_microbatch % layout.data_shards:
         yield (
-            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of mesh.data * mesh.fsdp '
-            f'= {c.mesh.data * c.mesh.fsdp}'
+            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of data * fsdp = '
+            f'{layout.data_shards} of cluster.learner={c.cluster.learner!r}'
         )
     if c.model.source == 'gguf' and not c.model.path:
         yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
@@ -344,13 +346,17 @@ def _training_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f'model.n_heads={c.model.n_heads} must be a multiple of model.n_kv_heads={c.model.n_kv_heads}'
     if c.model.source == 'random' and c.model.head_dim % 2:
         yield f'model.head_dim={c.model.head_dim} must be even: rotary positions need pairs'
-    if c.mesh.tensor > 1 and 'tensor' not in c.mesh.strategy:
+    if layout.tensor > 1 and 'tensor' not in c.cluster.strategy:
         yield (
-            f'mesh.tensor={c.mesh.tensor} is left idle by mesh.strategy={c.mesh.strategy!r}; use fsdp_tensor or tensor'
+            f'tensor={layout.tensor} of cluster.learner={c.cluster.learner!r} is left idle by cluster.strategy='
+            f'{c.cluster.strategy!r}; use fsdp_tensor or tensor'
         )
     for field, size in (('row_tokens', c.learner.row_tokens), ('row_loss_tokens', c.learner.row_loss_tokens)):
-        if size % c.mesh.context:
-            yield f'learner.{field}={size} must be a multiple of mesh.context={c.mesh.context}'
+        if size % layout.context:
+            yield (
+                f'learner.{field}={size} must be a multiple of context={layout.context} of cluster.learner='
+                f'{c.cluster.learner!r}'
+            )
 
 
 class TrackedConfig:

@@ -65,7 +65,6 @@ RANGES: Mapping[str, Range] = {
     'task.verifier_memory_mb': Range(0, 2**40, 'lie in [0, 2^40]'),
     'task.max_failed_groups': COUNT,
     **dict.fromkeys((f'rollout.{name}' for name in ('slots', 'decode_steps', 'context_tokens')), COUNT),
-    'rollout.engines': THREADS,  # each has one
     **dict.fromkeys((f'rollout.{name}' for name in ('group_size', 'max_running_groups', 'max_new_tokens')), COUNT),
     'rollout.temperature': POSITIVE,  # training needs a sampled policy
     'rollout.top_k': COUNT_OR_OFF,
@@ -92,7 +91,6 @@ RANGES: Mapping[str, Range] = {
     'optimizer.weight_decay': NOT_NEGATIVE,
     'optimizer.clip_norm': NOT_NEGATIVE,
     'optimizer.warmup_steps': COUNT_OR_OFF,
-    **dict.fromkeys((f'mesh.{name}' for name in ('data', 'fsdp', 'context', 'tensor')), COUNT),
     'distributed.processes': COUNT,
     'distributed.command_deadline_s': SECONDS,
     'checkpoint.every': COUNT_OR_OFF,

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'events', 'fields', 'files', 'types', 'protocols', 'config', 'ranges'},
+    {'cluster', 'errors', 'events', 'fields', 'files', 'types', 'protocols', 'config', 'ranges'},
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -19,6 +19,7 @@ LAYERS = [
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
 JAX_FREE = [
+    'cluster',
     'errors',
     'fields',
     'files',

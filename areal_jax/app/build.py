@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.app.earlier_run import EarlierRun, read_run_config
+from areal_jax.cluster import parse_engines, parse_learner
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
@@ -34,6 +35,7 @@ from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.ranges import ConfigError
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.sharding.allocation import Allocation, allocate
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.rules import param_shardings
 from areal_jax.tasks.registry import make_task, value_names
@@ -152,7 +154,7 @@ def _describe_model(config: TrackedConfig) -> Model:
 def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Any], Any]:
     """Where the learner has the leaves of a tree in list form."""
     units = {'heads': shape.n_heads, 'kv_heads': shape.n_kv_heads}
-    return lambda tree: param_shardings(tree, build_mesh(config), config.mesh.strategy, units)
+    return lambda tree: param_shardings(tree, build_mesh(config), config.cluster.strategy, units)
 
 
 def _random_decoder(config: TrackedConfig) -> tuple[Decoder, Tokenizer]:
@@ -203,7 +205,7 @@ def build_log_and_clock(
     config: TrackedConfig, path: pathlib.Path, next_seq: int, start_s: float
 ) -> tuple[EventLog, LoopClock]:
     log = EventLog(path, next_seq)
-    engines = {engine_name(index): 1 for index in range(config.rollout.engines)}
+    engines = {engine_name(index): 1 for index in range(parse_engines(config.cluster.engines).count)}
     lanes = engines | {'learner': 1, 'reward': config.task.verifier_workers, 'publish': 1, 'disk': 1}
     if config.run.clock == 'real':
         return log, RealClock(lanes, log, config.run.stall_timeout_s, start_s)
@@ -268,8 +270,14 @@ def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | Command
 
 
 def build_mesh(config: TrackedConfig) -> Mesh:
-    mesh = config.mesh
-    return make_mesh(mesh.data, mesh.fsdp, context=mesh.context, tensor=mesh.tensor)
+    """The learner's mesh; `build_allocation` has the same one."""
+    layout = parse_learner(config.cluster.learner)
+    return make_mesh(layout.data, layout.fsdp, context=layout.context, tensor=layout.tensor)
+
+
+def build_allocation(config: TrackedConfig) -> Allocation:
+    """The devices of the learner and of every engine."""
+    return allocate(parse_learner(config.cluster.learner), parse_engines(config.cluster.engines))
 
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Any]:
@@ -328,7 +336,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         tail_buckets=learner.tail_buckets,
         accumulate=learner.accumulate,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
-        strategy=config.mesh.strategy,
+        strategy=config.cluster.strategy,
         dtype=learner.dtype,
         loss_scale=learner.loss_scale,
         objective=loss.objective,
@@ -361,14 +369,13 @@ def _add_policy_settings(config: TrackedConfig, settings: LearnerSettings) -> Le
     )
 
 
-def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
+def build_channel(
+    config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder, allocation: Allocation
+) -> DeviceChannel | FilesChannel:
     verify = config.publication.verify
     if config.publication.channel == 'device':
-        # a learner on one device makes its copy where the engines decode
-        mesh = config.mesh
-        spread = mesh.data * mesh.fsdp * mesh.context * mesh.tensor > 1
-        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if spread else None
-        return DeviceChannel(place, verify=verify)
+        # engines that share a device decode with the copy that the channel holds there
+        return DeviceChannel(allocation.engines[0] if allocation.engine_shares(0) else None, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
     return FilesChannel(directory, decoder.config, verify=verify)
 
@@ -378,7 +385,14 @@ def cuts_softmax(config: TrackedConfig) -> bool:
     return config.rollout.top_k > 0 or config.rollout.top_p < 1
 
 
-def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
+def build_backends(
+    config: TrackedConfig, decoder: Decoder, allocation: Allocation
+) -> dict[jax.Device, JaxDecodeBackend]:
+    """The compiled programs of every device on which engines decode; its engines share them."""
+    return {device: build_backend(config, decoder, device) for device in allocation.by_device()}
+
+
+def build_backend(config: TrackedConfig, decoder: Decoder, device: jax.Device | None = None) -> JaxDecodeBackend:
     rollout = config.rollout
     return JaxDecodeBackend(
         decoder,
@@ -388,6 +402,7 @@ def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
         decode_steps=rollout.decode_steps,
         filtered=cuts_softmax(config),
         dtype=config.publication.dtype,
+        device=device,
     )
 
 

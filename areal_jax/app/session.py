@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import platform
 import time
@@ -141,7 +142,8 @@ class Session:
         self.supervisor = Supervisor(self.clock)
         self._start.begin('building the learner')
         self._build_learner(model, arrays)
-        self._channel = build.build_channel(config, self.workdir, model.decoder)
+        self.allocation = build.build_allocation(config)
+        self._channel = build.build_channel(config, self.workdir, model.decoder, self.allocation)
         ring, self._engines = self._build_engines(model, snapshot, arrays)
         self.pool = Pool(self._engines, self.log)
         self.metrics = MetricsWriter(self.workdir, config.telemetry.tensorboard)
@@ -188,22 +190,22 @@ class Session:
         if ring:
             ring.add(published)
             published = ring.in_use(snapshot['generated_update'] if snapshot else None)
-        backend = build.build_backend(config, model.decoder)
+        self._backends = build.build_backends(config, model.decoder, self.allocation)
+        receive = self._channel.receive
         engines = [
             Engine(
                 build.engine_name(index),
-                backend,
+                self._backends[device],
                 self.clock,
                 self.log,
-                receive=self._channel.receive,
+                receive=functools.partial(receive, device=device),
                 version=published.version,
-                params=self._channel.receive(published),
+                params=receive(published, device),
                 kv_policy=config.rollout.kv_policy,
                 decode_steps=config.rollout.decode_steps,
             )
-            for index in range(config.rollout.engines)
+            for index, device in enumerate(self.allocation.engines)
         ]
-        self._backend = backend
         return ring, engines
 
     def _build_controller(self, task: Any, sampling: SamplingParams, ring: VersionRing | None) -> None:
@@ -309,7 +311,12 @@ class Session:
         self._start.begin('compiling what trains:')
         programs = self.learner.warm_up()
         self._start.begin('compiling what generates:')
-        programs += self._backend.warm_up(self._engines[0].params, self._start.count_programs)
+        by_device = self.allocation.by_device()
+        for index, (device, engines) in enumerate(by_device.items()):  # a program is compiled for one device
+            announce = lambda done, total, index=index: self._start.count_programs(
+                index * total + done, len(by_device) * total
+            )
+            programs += self._backends[device].warm_up(self._engines[engines[0]].params, announce)
         self._start.end()
         self.compilations.reset()
         if isinstance(self.clock, RealClock):
@@ -405,7 +412,8 @@ class Session:
             alone_seconds=alone,
             cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
-            lanes_own_devices=False,
+            lanes_own_devices=self.allocation.lanes_own_devices,
+            devices=self.allocation.describe(),
             prolonged=read_prolongations(self.workdir),
             idle_fields=self._idle_fields,
             problems=self._problems,

@@ -26,7 +26,7 @@ class LearnerSettings:
 
     row_tokens: int  # static length of a row; a trajectory must fit one
     row_loss_tokens: int
-    rows_per_microbatch: int = 1  # over all devices, a multiple of mesh.data * mesh.fsdp
+    rows_per_microbatch: int = 1  # over all devices, a multiple of data * fsdp of the mesh
     n_minibatches: int = 1
     epochs: int = 1
     packing: str = 'shared_prompt'

@@ -9,6 +9,8 @@ import re
 import shutil
 from typing import Any
 
+import jax
+
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.directory import remove_directory, write_hf_directory
@@ -71,8 +73,8 @@ class FilesChannel:
         write_hf_directory(target, copy, self._config, {MANIFEST: record})
         return PublishedWeights(version, digest, handle=str(target))
 
-    def receive(self, published: PublishedWeights) -> Any:
-        """The weights as a nested dict of jax arrays.
+    def receive(self, published: PublishedWeights, device: jax.Device | None = None) -> Any:
+        """The weights as a nested dict of jax arrays, on `device`; None = with the channel's shardings.
 
         Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
         """
@@ -80,7 +82,8 @@ class FilesChannel:
         try:
             record = json.loads((directory / MANIFEST).read_text())
             manifest = decode_manifest(record['leaves'])
-            params = load_hf_weights(directory, self._config, shardings=self._shardings)
+            place = self._shardings if device is None else jax.sharding.SingleDeviceSharding(device)
+            params = load_hf_weights(directory, self._config, shardings=place)
         except Exception as error:  # whatever a torn file makes the readers raise
             raise PublicationError(
                 f'{directory} does not hold version {published.version} as it was published '

@@ -96,6 +96,7 @@ def build_report(events: Sequence[Event], metrics: Records, facts: RunFacts) -> 
         'idle_fields': list(facts.idle_fields),
         'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
         'hardware': dict(facts.hardware),
+        'devices': dict(facts.devices),
         'window_seconds': event_log.window(events).seconds,
         'cause_of_gap': limit.cause,
     }

@@ -14,7 +14,7 @@ class Pool:
 
     def __init__(self, engines: Sequence[Engine], log: EventLog):
         if not engines:
-            raise ValueError('the pool has no engine; set rollout.engines >= 1')
+            raise ValueError('the pool has no engine; set cluster.engines')
         self.engines = {engine.name: engine for engine in engines}
         self._log = log
         for name in self.engines:

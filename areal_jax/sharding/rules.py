@@ -1,19 +1,24 @@
-"""Under arrow 7: from a parameter's path to logical axes, and from those to the mesh, one table per strategy."""
+"""From a parameter's path to logical axes, and from those to the axes of the mesh, by one table per strategy.
+
+Used by the learner, by the readers of weights and by the estimate of memory; `cluster.strategy` chooses the table.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
+from areal_jax.cluster import LEARNER, STRATEGY
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES
+from areal_jax.sharding.placement import Tree
 
-# first match of the path, with 'layers/3/' or 'layers/' taken off, wins; a leading axis of layers is never cut
+# The first pattern that matches the path without 'layers/3/' or 'layers/' applies; a leading axis of layers is not sharded
 LOGICAL_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r'embedding|head', ('vocab', 'embed')),
     (r'attention/query/weight', ('embed', 'heads')),
@@ -23,12 +28,12 @@ LOGICAL_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r'mlp/down/weight', ('mlp', 'embed')),
     (r'.*/lora_a', ('embed', 'rank')),
     (r'.*/lora_b', ('rank', 'embed')),
-    (r'value_head|.*norm|.*/bias', ('features',)),  # vectors: cutting them saves nothing
+    (r'value_head|.*norm|.*/bias', ('features',)),  # vectors: sharding them saves nothing
 )
-_ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # where fsdp may cut, best first
-_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # where tensor cuts: what is computed there stays there
+_ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # what fsdp may shard, best first
+_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # what tensor may shard: their products need no exchange before the next layer's sum
 
-# axis of the mesh -> logical axes it may cut, best first; at most one of a leaf
+# axis of the mesh -> logical axes that it may shard, best first; at most one of a leaf
 STRATEGIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     'replicated': {},
     'fsdp': {'fsdp': _ANY},
@@ -37,25 +42,25 @@ STRATEGIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def param_shardings(params: Any, mesh: Mesh, strategy: str, units: Mapping[str, int] | None = None) -> Any:
+def param_shardings(params: Tree, mesh: Mesh, strategy: str, units: Mapping[str, int] | None = None) -> Tree:
     """The sharding of every leaf: a tree like `params`, whose leaves need a shape only.
 
-    `units` is how many indivisible parts a logical axis has ({'heads': 32, 'kv_heads': 8}); without an entry every
-    index is one. An axis that does not divide evenly is not cut.
+    `units` is the number of indivisible parts of a logical axis ({'heads': 32, 'kv_heads': 8}); without an entry every
+    index is a part. An axis whose parts do not divide evenly over the devices is not sharded.
 
-    Raises ValueError for an unknown strategy, an axis of the mesh that the strategy leaves idle, or a path that the
-    table does not know.
+    Raises ValueError for an unknown strategy, for an axis of the mesh that the strategy does not use, and for a path
+    that matches no pattern of LOGICAL_AXES.
     """
     if strategy not in STRATEGIES:
-        raise ConfigError(f'mesh.strategy={strategy!r} is unknown; use one of {", ".join(STRATEGIES)}')
+        raise ConfigError(f'{STRATEGY}={strategy!r} is unknown; use one of {", ".join(STRATEGIES)}')
     if mesh.shape['tensor'] > 1 and 'tensor' not in STRATEGIES[strategy]:
         raise ConfigError(
-            f'mesh.strategy={strategy!r} leaves mesh.tensor={mesh.shape["tensor"]} idle; use fsdp_tensor, tensor, or '
-            'mesh.tensor=1'
+            f'{STRATEGY}={strategy!r} leaves tensor={mesh.shape["tensor"]} of {LEARNER} idle; use fsdp_tensor or tensor, '
+            f'or {LEARNER} without tensor'
         )
     sizes = dict(units or {})
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
+    def sharding(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         axes = logical_axes(path_name(path), len(leaf.shape))
         parts = {name: sizes.get(name, size) for name, size in zip(axes, leaf.shape, strict=True)}
         return NamedSharding(mesh, partition(axes, parts, mesh, strategy))
@@ -75,7 +80,10 @@ def logical_axes(path: str, n_axes: int) -> tuple[str, ...]:
 
 
 def partition(axes: tuple[str, ...], parts: Mapping[str, int], mesh: Mesh, strategy: str) -> PartitionSpec:
-    """Cuts each leaf's best axis for every axis of the mesh that the strategy uses; `parts` must be a multiple."""
+    """The axes of one leaf over the mesh: each axis of the mesh shards the best logical axis that it divides evenly.
+
+    `parts` is the number of indivisible parts of each logical axis.
+    """
     placed: dict[str, str] = {}
     for mesh_axis, candidates in STRATEGIES[strategy].items():
         shards = mesh.shape[mesh_axis]
@@ -90,7 +98,7 @@ def partition(axes: tuple[str, ...], parts: Mapping[str, int], mesh: Mesh, strat
 
 
 def row_sharding(mesh: Mesh, leading_axes: int = 0) -> NamedSharding:
-    """Of arrays [..., R, T]: rows over data and fsdp, their tokens over context; leading axes are not cut."""
+    """The sharding of arrays [..., R, T]: rows over data and fsdp, tokens over context; leading axes are not sharded."""
     return NamedSharding(mesh, PartitionSpec(*[None] * leading_axes, ROW_AXES, 'context'))
 
 
@@ -99,10 +107,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def data_shards(mesh: Mesh) -> int:
-    """Groups of devices over which rows lie: rows of a micro-batch must be a multiple of it."""
+    """Shards of a batch's rows: the rows of a micro-batch must be a multiple of this number."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
-def path_name(path: Any) -> str:
+def path_name(path: KeyPath) -> str:
     """'layers/0/attention/query/weight' of a tree path."""
     return jax.tree_util.keystr(path, simple=True, separator='/')

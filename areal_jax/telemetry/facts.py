@@ -56,6 +56,7 @@ class RunFacts:
     cores: int = 1
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
+    devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # ids: 'learner', 'engines' by name
 
     def save(self, workdir: pathlib.Path | str) -> None:
         """Write WORKDIR/facts.json, all or nothing."""

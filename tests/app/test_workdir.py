@@ -15,7 +15,7 @@ from areal_jax.app.workdir import (
 from areal_jax.ranges import ConfigError
 
 _VALUES = {
-    'mesh': {'fsdp': 8},
+    'cluster': {'learner': 'fsdp=8', 'engines': '1 x shared'},
     'learner': {'layers': 'list', 'rows_per_microbatch': 8, 'epochs': 1},
     'run': {'steps': 6, 'compilation_cache': '', 'seed': 0},
     'optimizer': {'schedule': 'constant'},
@@ -31,7 +31,7 @@ def _changed(section, **fields):
 @pytest.mark.parametrize(
     ('section', 'fields'),
     [
-        ('mesh', {'fsdp': 2}),
+        ('cluster', {'learner': 'fsdp=2'}),
         ('learner', {'layers': 'stacked', 'rows_per_microbatch': 2}),
         ('run', {'steps': 7, 'compilation_cache': '/tmp/cache'}),
         ('task', {'verifier_workers': 3}),
