@@ -101,7 +101,7 @@ def parse_engines(text: str) -> EnginesLayout:
     if where == 'shared':
         return EnginesLayout(int(count))
     if '=' not in where:
-        raise ConfigError(f"{ENGINES}={text!r}: {where!r} is not known{suggest(where, ['shared'])}; write {forms}")
+        raise ConfigError(f'{ENGINES}={text!r}: {where!r} is not known{suggest(where, ["shared"])}; write {forms}')
     axis, size = _parse_axis(where, ENGINES, text, forms)
     if axis != 'tensor' or size > 1:
         raise ConfigError(
@@ -118,7 +118,7 @@ def require_fit(learner: LearnerLayout, engines: EnginesLayout, available: int, 
         return
     own = f' and {ENGINES}={str(engines)!r} needs {engines.devices}, {needed} together' if engines.devices else ''
     more = f', or set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is imported'
-    fix = "lower a size" + (f", share the learner's with {ENGINES}='{engines.count} x shared'" if own else '')
+    fix = 'lower a size' + (f", share the learner's with {ENGINES}='{engines.count} x shared'" if own else '')
     raise ConfigError(
         f'{LEARNER}={str(learner)!r} needs {learner.devices} devices{own}; the platform {platform!r} has {available}: '
         f'{fix}{more if platform == "cpu" else ""}'

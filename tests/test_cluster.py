@@ -37,7 +37,11 @@ def test_engines_share_the_learners_device_or_have_their_own():
 
 
 WRONG = [
-    (parse_learner, 'fdsp=4', "cluster.learner='fdsp=4': there is no axis 'fdsp'; did you mean fsdp?; use data, fsdp, co"),
+    (
+        parse_learner,
+        'fdsp=4',
+        "cluster.learner='fdsp=4': there is no axis 'fdsp'; did you mean fsdp?; use data, fsdp, co",
+    ),
     (parse_learner, 'fsdp=0', "cluster.learner='fsdp=0': the size of fsdp must be a whole number, at least 1"),
     (parse_learner, 'fsdp=-1', 'the size of fsdp must be'),
     (parse_learner, 'fsdp=2.5', 'the size of fsdp must be'),
@@ -46,7 +50,11 @@ WRONG = [
     (parse_learner, 'fsdp', "'fsdp' has no 'AXIS=SIZE'; write 'fsdp=4' or 'data=2,fsdp=2'"),
     (parse_learner, '', "cluster.learner='': '' has no 'AXIS=SIZE'"),
     (parse_learner, 'fsdp=2,', "cluster.learner='fsdp=2,': '' has no 'AXIS=SIZE'"),
-    (parse_engines, '2', "cluster.engines='2' has no 'NUMBER x WHERE'; write '2 x shared' (on the learner's first device)"),
+    (
+        parse_engines,
+        '2',
+        "cluster.engines='2' has no 'NUMBER x WHERE'; write '2 x shared' (on the learner's first device)",
+    ),
     (parse_engines, '', "cluster.engines='' has no 'NUMBER x WHERE'"),
     (parse_engines, '2 x', 'has no'),
     (parse_engines, '2 shared', "has no 'NUMBER x WHERE'"),
@@ -80,7 +88,9 @@ def test_too_few_devices_name_both_fields_the_sizes_and_the_fix():
         "'cpu' has 5: lower a size, share the learner's with cluster.engines='2 x shared', or set "
         'XLA_FLAGS=--xla_force_host_platform_device_count=6 before jax is imported'
     )
-    with pytest.raises(ConfigError, match=r"^cluster.learner='fsdp=4' needs 4 devices; the platform 'tpu' has 3: lower a size$"):
+    with pytest.raises(
+        ConfigError, match=r"^cluster.learner='fsdp=4' needs 4 devices; the platform 'tpu' has 3: lower a size$"
+    ):
         require_fit(learner, parse_engines('2 x shared'), 3, 'tpu')
 
 

@@ -212,7 +212,7 @@ def _guard(source: str, path: pathlib.Path, run: Callable[[], Any]) -> Any:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f'line {lines[-1]} of {path}' if lines else f'get_config() of {path}'
         said = f'{type(error).__name__}: {_first_line(error)}'.rstrip(': ')
-        line = linecache.getline(str(path), lines[-1]) if lines else ''
+        line = linecache.getline(str(path), lines[-1] or 0) if lines else ''
         if former := describe_former(dict(_ASSIGNED.findall(line))):
             said = former
         elif unknown := re.search(r'Key "(\w+)" does not exist', str(error)):  # ml_collections lists all fields

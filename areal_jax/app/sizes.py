@@ -52,7 +52,7 @@ def require_room(config: config_dict.ConfigDict) -> None:
     sizes = measure(tracked, build.read_shape(tracked), allocation)
     trains = [device for device in allocation.learner.devices.flat if device.process_index == jax.process_index()]
     decodes = list(allocation.by_device()) if jax.process_index() == 0 else []
-    on_device = {device: sizes.learner for device in trains}
+    on_device = dict.fromkeys(trains, sizes.learner)
     for device in decodes:
         on_device[device] = _sum(on_device.get(device, {}), sizes.engines)
     if limits := {device: limit for device in on_device if (limit := _device_memory(device))}:
@@ -120,7 +120,7 @@ def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocat
 
 
 def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
-    """Whole copies of the weights on a device where engines decode, beside the one that the learner makes of the newest."""
+    """Whole copies of the weights on a device where engines decode, beside the learner's copy of the newest."""
     if not allocation.engine_shares(0):
         return 2  # those in use, and the next ones while they arrive
     held = _held_versions(config)

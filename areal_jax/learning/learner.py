@@ -230,8 +230,8 @@ class SpmdLearner:
         require_heads(config.n_heads, config.n_kv_heads, tensor)
         if config.vocab_size % tensor:
             raise ConfigError(
-                f'tensor={tensor} of cluster.learner does not divide the {config.vocab_size} tokens of the vocabulary; use a divisor '
-                'of it, or shard with fsdp'
+                f'tensor={tensor} of cluster.learner does not divide the {config.vocab_size} tokens of the vocabulary; '
+                'use a divisor of it, or shard with fsdp'
             )
         if settings.rows_per_microbatch % shards:
             raise ConfigError(

@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh
 from areal_jax.cluster import AXES, LEARNER, EnginesLayout, LearnerLayout, require_fit
 from areal_jax.ranges import ConfigError
 
-# AXES: replicas, shards of weights and rows, slices of a row's tokens, slices of heads, MLP and vocabulary. Neighbouring
-# devices differ in the last axis, which has the heaviest traffic.
+# Neighbouring devices differ in the last axis of AXES, which has the heaviest traffic.
 ROW_AXES = ('data', 'fsdp')  # the rows of a batch are sharded over both
 TOKEN_AXES = ('data', 'fsdp', 'context')  # the flat stream of tokens is sharded over all three
 

@@ -19,7 +19,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 Tree = Any  # nested dicts of arrays; of shardings or shapes where the name of an argument says so
 Leaf = np.ndarray | jax.Array
-Index = tuple[slice, ...]  # one per axis; start and stop may be None
+Index = tuple[slice, ...] | None  # one slice per axis, whose start and stop may be None; as jax describes a shard
 Region = tuple[slice, ...]  # one per axis, start and stop given
 
 
@@ -60,8 +60,8 @@ def place(tree: Tree, shardings: Tree) -> Tree:
 def place_regions(read: Callable[[Region], np.ndarray], shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
     """An array with this sharding; every process reads the part that its own devices hold.
 
-    `read` returns a region of the whole array on the host. It is called once, with the smallest region that contains all
-    shards of this process. No collective.
+    `read` returns a region of the whole array on the host. It is called once, with the smallest region that contains
+    all shards of this process. No collective.
     """
     held = [_region(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()]
     starts = [min(region[axis].start for region in held) for axis in range(len(shape))]
@@ -134,8 +134,8 @@ def copy_shards(leaf: Leaf) -> np.ndarray | HostShards:
 def _copy(leaf: Leaf) -> np.ndarray:
     """The array on the host, in memory of its own.
 
-    On CPU, device_get returns a view that blocks donation of the buffer, so we copy. On accelerators it already returns a
-    host copy (cached by JAX); copying again would double a save's memory.
+    On CPU, device_get returns a view that blocks donation of the buffer, so we copy. On accelerators it already returns
+    a host copy (cached by JAX); copying again would double a save's memory.
     """
     if isinstance(leaf, jax.Array) and all(device.platform != 'cpu' for device in leaf.devices()):
         return jax.device_get(leaf)
@@ -143,6 +143,7 @@ def _copy(leaf: Leaf) -> np.ndarray:
 
 
 def _region(index: Index, shape: tuple[int, ...]) -> Region:
+    assert index is not None  # jax gives None to devices that hold nothing, which are of other processes
     return tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
 
 

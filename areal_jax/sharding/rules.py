@@ -18,7 +18,8 @@ from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES
 from areal_jax.sharding.placement import Tree
 
-# The first pattern that matches the path without 'layers/3/' or 'layers/' applies; a leading axis of layers is not sharded
+# The first pattern that matches the path without 'layers/3/' or 'layers/' applies. A leading axis of layers is not
+# sharded.
 LOGICAL_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r'embedding|head', ('vocab', 'embed')),
     (r'attention/query/weight', ('embed', 'heads')),
@@ -31,7 +32,7 @@ LOGICAL_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r'value_head|.*norm|.*/bias', ('features',)),  # vectors: sharding them saves nothing
 )
 _ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # what fsdp may shard, best first
-_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # what tensor may shard: their products need no exchange before the next layer's sum
+_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # what tensor may shard: each part is computed without the others
 
 # axis of the mesh -> logical axes that it may shard, best first; at most one of a leaf
 STRATEGIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -55,8 +56,8 @@ def param_shardings(params: Tree, mesh: Mesh, strategy: str, units: Mapping[str,
         raise ConfigError(f'{STRATEGY}={strategy!r} is unknown; use one of {", ".join(STRATEGIES)}')
     if mesh.shape['tensor'] > 1 and 'tensor' not in STRATEGIES[strategy]:
         raise ConfigError(
-            f'{STRATEGY}={strategy!r} leaves tensor={mesh.shape["tensor"]} of {LEARNER} idle; use fsdp_tensor or tensor, '
-            f'or {LEARNER} without tensor'
+            f'{STRATEGY}={strategy!r} leaves tensor={mesh.shape["tensor"]} of {LEARNER} idle; use fsdp_tensor or '
+            f'tensor, or {LEARNER} without tensor'
         )
     sizes = dict(units or {})
 
@@ -98,7 +99,7 @@ def partition(axes: tuple[str, ...], parts: Mapping[str, int], mesh: Mesh, strat
 
 
 def row_sharding(mesh: Mesh, leading_axes: int = 0) -> NamedSharding:
-    """The sharding of arrays [..., R, T]: rows over data and fsdp, tokens over context; leading axes are not sharded."""
+    """The sharding of arrays [..., R, T]: rows over data and fsdp, tokens over context, leading axes whole."""
     return NamedSharding(mesh, PartitionSpec(*[None] * leading_axes, ROW_AXES, 'context'))
 
 

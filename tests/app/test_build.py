@@ -53,7 +53,10 @@ def test_a_directory_without_a_model_is_named(tmp_path):
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        ({'cluster.learner': 'tensor=8'}, r'^tensor=8 of cluster\.learner does not divide the 4 query heads and 2 key heads of the model'),
+        (
+            {'cluster.learner': 'tensor=8'},
+            r'^tensor=8 of cluster\.learner does not divide the 4 query heads and 2 key heads of the model',
+        ),
         (
             {'cluster.learner': 'tensor=3', 'model.n_heads': 3, 'model.n_kv_heads': 3},
             r'tensor=3 of cluster\.learner .* 4 tokens of the vocabulary',

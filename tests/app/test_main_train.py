@@ -120,7 +120,10 @@ BAD = {
         ['--config.cluster.learner=fsdp=4', '--config.learner.rows_per_microbatch=4'],
         "cluster.learner='fsdp=4' needs 4 devices; the platform 'cpu' has",
     ),
-    'a former field': (['--config.mesh.fsdp=4', '--config.rollout.engines=2'], "use cluster.learner='fsdp=4', cluster."),
+    'a former field': (
+        ['--config.mesh.fsdp=4', '--config.rollout.engines=2'],
+        "use cluster.learner='fsdp=4', cluster.",
+    ),
 }
 
 

@@ -35,7 +35,12 @@ SUPERVISED = {
     'optimizer.schedule': 'constant', 'optimizer.warmup_steps': 1, 'learner.groups_per_update': 16,
     'learner.row_tokens': 48, 'learner.row_loss_tokens': 32,
 }  # fmt: skip
-ALL = {'cluster.learner': 'fsdp=8', 'learner.rows_per_microbatch': 8, 'learner.layers': 'stacked', 'telemetry.tensorboard': False}
+ALL = {
+    'cluster.learner': 'fsdp=8',
+    'learner.rows_per_microbatch': 8,
+    'learner.layers': 'stacked',
+    'telemetry.tensorboard': False,
+}
 LOST = 'the run ends here, go on from the last checkpoint with --resume'
 DEADLINE_S = 60
 

@@ -60,7 +60,9 @@ def test_virtual_devices_share_the_cores():
 
 
 def test_too_few_devices_are_refused_with_both_fields():
-    with pytest.raises(ConfigError, match=r"'fsdp=7' needs 7 devices and cluster.engines='2 x tensor=1' needs 2, 9 tog"):
+    with pytest.raises(
+        ConfigError, match=r"'fsdp=7' needs 7 devices and cluster.engines='2 x tensor=1' needs 2, 9 tog"
+    ):
         _allocate('fsdp=7', '2 x tensor=1')
 
 

@@ -24,5 +24,7 @@ def test_too_many_devices_names_both_numbers():
 
 
 def test_no_devices_is_refused():
-    with pytest.raises(ValueError, match=r"cluster.learner='context=0': the size of context must be a whole number, at least 1"):
+    with pytest.raises(
+        ValueError, match=r"cluster.learner='context=0': the size of context must be a whole number, at least 1"
+    ):
         make_mesh(context=0)
