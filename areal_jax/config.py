@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
+from areal_jax.cluster import describe_former
 from areal_jax.constraints import find_problems
 from areal_jax.declarations import FIELDS, SECTIONS, require_allowed
 from areal_jax.fields import Value
@@ -41,6 +42,8 @@ def flatten(config: Mapping[str, object], prefix: str = '') -> Iterator[tuple[st
 def validate(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for what cannot run, naming the fields, their values and the fix."""
     resolved = config.copy_and_resolve_references()
+    if former := describe_former(dict(flatten(resolved))):
+        raise ConfigError(former)
     require_declared(resolved)
     require_allowed(dict(flatten(resolved)))
     for problem in find_problems(resolved):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
+from areal_jax.cluster import parse_engines, parse_learner
 from areal_jax.declarations import FIELDS
 
 
@@ -17,11 +18,12 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.loss.objective == 'sft':
         yield from _sft_problems(c)
     else:
+        parse_engines(c.cluster.engines)
         yield from _staleness_problems(c)
         yield from _signal_problems(c)
         yield from _capacity_problems(c)
     yield from _task_and_model_problems(c)
-    yield from _mesh_problems(c)
+    yield from _device_problems(c)
 
 
 def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -113,17 +115,22 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f'model.head_dim={model.head_dim} must be even: rotary positions need pairs'
 
 
-def _mesh_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+def _device_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """What the learner's devices cannot divide evenly among them, or would leave idle."""
-    if c.learner.rows_per_microbatch % (c.mesh.data * c.mesh.fsdp):
+    layout = parse_learner(c.cluster.learner)
+    if c.learner.rows_per_microbatch % layout.data_shards:
         yield (
-            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of mesh.data * mesh.fsdp '
-            f'= {c.mesh.data * c.mesh.fsdp}'
+            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of data * fsdp = '
+            f'{layout.data_shards} of cluster.learner={c.cluster.learner!r}'
         )
-    if c.mesh.tensor > 1 and 'tensor' not in c.mesh.strategy:
+    if layout.tensor > 1 and 'tensor' not in c.cluster.strategy:
         yield (
-            f'mesh.tensor={c.mesh.tensor} is left idle by mesh.strategy={c.mesh.strategy!r}; use fsdp_tensor or tensor'
+            f'tensor={layout.tensor} of cluster.learner={c.cluster.learner!r} is left idle by cluster.strategy='
+            f'{c.cluster.strategy!r}; use fsdp_tensor or tensor'
         )
     for field, size in (('row_tokens', c.learner.row_tokens), ('row_loss_tokens', c.learner.row_loss_tokens)):
-        if size % c.mesh.context:
-            yield f'learner.{field}={size} must be a multiple of mesh.context={c.mesh.context}'
+        if size % layout.context:
+            yield (
+                f'learner.{field}={size} must be a multiple of context={layout.context} of cluster.learner='
+                f'{c.cluster.learner!r}'
+            )

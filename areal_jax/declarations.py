@@ -75,7 +75,6 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'rollout': Section(
         'Generation',
-        engines=Integer(1, THREADS, 'engines in this process, each with a lane of its own'),
         slots=Integer(8, COUNT, 'answers that one engine decodes at once'),
         decode_steps=Integer(4, COUNT, 'tokens per slot in one dispatch; an interruption waits for one dispatch'),
         context_tokens=Integer(64, COUNT, 'cache positions per slot, for prompt and answer'),
@@ -160,12 +159,10 @@ SECTIONS: Mapping[str, Section] = {
         clip_norm=Real(1.0, NOT_NEGATIVE, 'global norm of the gradient; 0 = off'),
         warmup_steps=Integer(0, COUNT_OR_OFF, 'optimizer steps of linear warm-up'),
     ),
-    'mesh': Section(
-        "The learner's devices",
-        data=Integer(1, COUNT, 'replicas'),
-        fsdp=Integer(1, COUNT, 'shards of parameters, optimizer state and batch rows'),
-        context=Integer(1, COUNT, "slices of a row's tokens"),
-        tensor=Integer(1, COUNT, 'slices of heads, MLP and vocabulary'),
+    'cluster': Section(
+        'Which devices train and which generate',
+        learner=Text('data=1', "sizes of the learner's mesh over data, fsdp, context, tensor: 'data=2,fsdp=2'"),
+        engines=Text('1 x shared', "'N x shared' with the learner's first device | 'N x tensor=1': a device for each"),
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
     ),
     'distributed': Section(

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {'errors', 'events', 'files', 'records', 'types', 'protocols'}
-    | {'ranges', 'fields', 'declarations', 'structure', 'constraints', 'config', 'config_page'},
+    | {'ranges', 'fields', 'declarations', 'structure', 'cluster', 'constraints', 'config', 'config_page'},
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -20,6 +20,7 @@ LAYERS = [
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
 JAX_FREE = [
+    'cluster',
     'errors',
     'events',
     'records',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
+from areal_jax.cluster import parse_engines, parse_learner
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
@@ -13,14 +14,21 @@ from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
 from areal_jax.models.lora import Lora
 from areal_jax.ranges import ConfigError
+from areal_jax.sharding.allocation import Allocation, allocate
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import SamplingParams
 
 
 def build_mesh(config: TrackedConfig) -> Mesh:
-    mesh = config.mesh
-    return make_mesh(mesh.data, mesh.fsdp, context=mesh.context, tensor=mesh.tensor)
+    """The learner's mesh; `build_allocation` has the same one."""
+    layout = parse_learner(config.cluster.learner)
+    return make_mesh(layout.data, layout.fsdp, context=layout.context, tensor=layout.tensor)
+
+
+def build_allocation(config: TrackedConfig) -> Allocation:
+    """The devices of the learner and of every engine."""
+    return allocate(parse_learner(config.cluster.learner), parse_engines(config.cluster.engines))
 
 
 def build_lora(config: TrackedConfig) -> Lora | None:
@@ -70,7 +78,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         accumulate=learner.accumulate,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
         filter_equal_rewards=filtered,
-        strategy=config.mesh.strategy,
+        strategy=config.cluster.strategy,
         dtype=learner.dtype,
         publish_dtype=policy.publication.dtype,
         loss_scale=learner.loss_scale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_jax import events
+from areal_jax.cluster import parse_engines
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
@@ -12,7 +13,7 @@ from areal_jax.control.events import EventLog
 
 def build_clock(config: TrackedConfig, log: EventLog, start_s: float) -> LoopClock:
     of_engine = (events.engine_lane, events.publish_lane)
-    lanes = {lane(index): 1 for index in range(config.rollout.engines) for lane in of_engine}
+    lanes = {lane(index): 1 for index in range(parse_engines(config.cluster.engines).count) for lane in of_engine}
     lanes |= {events.LEARNER: 1, events.REWARD: config.task.verifier_workers, events.DISK: 1}
     if config.run.clock == 'real':
         return RealClock(lanes, log, config.run.stall_timeout_s, start_s)

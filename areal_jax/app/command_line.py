@@ -9,6 +9,7 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import inspect
+import linecache
 import os
 import pathlib
 import re
@@ -20,13 +21,16 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from areal_jax.app.extras import require_extras
+from areal_jax.cluster import describe_former
 from areal_jax.config import validate
 from areal_jax.declarations import FIELDS, SECTIONS
 from areal_jax.errors import UserError
+from areal_jax.ranges import ConfigError
 from areal_jax.structure import suggest, unknown_field
 
 _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
+_ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'
 _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
 
 Result = TypeVar('Result')
@@ -68,6 +72,8 @@ def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
     rest, source = _take_config(words)
     config = load_config(source)
     overrides = tuple(dict.fromkeys(path for path, _ in _overrides(rest)))
+    if former := describe_former(dict(_overrides(rest))):
+        raise ConfigError(f'--config.{former}')
     for path, value in _overrides(rest):
         _require_field(path, value, config)
     config_flags.DEFINE_config_dict('config', config, 'FILE or FILE:ARGUMENT', values, sys_argv=rest)
@@ -207,7 +213,10 @@ def _guard(source: str, path: pathlib.Path, run: Callable[[], Result]) -> Result
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f'line {lines[-1]} of {path}' if lines else f'get_config() of {path}'
         said = f'{type(error).__name__}: {_first_line(error)}'.rstrip(': ')
-        if unknown := re.search(r'Key "(\w+)" does not exist', str(error)):  # ml_collections lists all fields
+        line = linecache.getline(str(path), lines[-1] or 0) if lines else ''
+        if former := describe_former(dict(_ASSIGNED.findall(line))):
+            said = former
+        elif unknown := re.search(r'Key "(\w+)" does not exist', str(error)):  # ml_collections lists all fields
             near = suggest(unknown[1], [field for fields in SECTIONS.values() for field in fields])
             said = f'{type(error).__name__}: {unknown[1]!r} is not a field of that section{near}'
         raise CommandLineError(f'--config={source}: {where} raises {said}') from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Mapping
 
@@ -19,22 +20,30 @@ from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.sharding.allocation import Allocation
 from areal_jax.types import PublishedWeights
 
 
-def build_channel(config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder) -> DeviceChannel | FilesChannel:
+def build_channel(
+    config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder, allocation: Allocation
+) -> DeviceChannel | FilesChannel:
     verify = config.publication.verify
     if config.publication.channel == 'device':
-        # on a single device, the learner's copy is already where the engines decode
-        mesh = config.mesh
-        spread = mesh.data * mesh.fsdp * mesh.context * mesh.tensor > 1
-        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if spread else None
-        return DeviceChannel(place, verify=verify)
+        # engines that share a device decode with the copy that the channel holds there
+        return DeviceChannel(allocation.engines[0] if allocation.engine_shares(0) else None, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
     return FilesChannel(directory, decoder.config, verify=verify)
 
 
-def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
+def build_backends(
+    config: TrackedConfig, decoder: Decoder, allocation: Allocation
+) -> dict[jax.Device, JaxDecodeBackend]:
+    """The compiled programs of every device on which engines decode; its engines share them."""
+    return {device: build_backend(config, decoder, device) for device in allocation.by_device()}
+
+
+def build_backend(config: TrackedConfig, decoder: Decoder, device: jax.Device | None = None) -> JaxDecodeBackend:
+    """The decode programs on `device`; None = the first device of this process."""
     rollout = config.rollout
     return JaxDecodeBackend(
         decoder,
@@ -44,31 +53,33 @@ def build_backend(config: TrackedConfig, decoder: Decoder) -> JaxDecodeBackend:
         decode_steps=rollout.decode_steps,
         filtered=cuts_softmax(config),
         dtype=config.publication.dtype,
+        device=device,
     )
 
 
 def build_engines(
     config: TrackedConfig,
-    backend: JaxDecodeBackend,
+    allocation: Allocation,
+    backends: Mapping[jax.Device, JaxDecodeBackend],
     channel: DeviceChannel | FilesChannel,
     published: PublishedWeights,
     clock: LoopClock,
     log: EventLog,
 ) -> list[LocalEngine]:
-    """rollout.engines engines with the weights `published`."""
+    """The engines of cluster.engines with the weights `published`, each on its device."""
     return [
         LocalEngine(
             index,
-            backend,
+            backends[device],
             clock,
             log,
-            receive=channel.receive,
+            receive=functools.partial(channel.receive, device=device),
             version=published.version,
-            params=channel.receive(published),
+            params=channel.receive(published, device),
             kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps,
         )
-        for index in range(config.rollout.engines)
+        for index, device in enumerate(allocation.engines)
     ]
 
 

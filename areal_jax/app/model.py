@@ -116,7 +116,7 @@ def _describe_model(config: TrackedConfig) -> Model:
 
 def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
     """A function from a tree in list form to the learner's sharding of each leaf."""
-    return lambda tree: param_shardings(tree, logical_axes(shape), build_mesh(config), config.mesh.strategy)
+    return lambda tree: param_shardings(tree, logical_axes(shape), build_mesh(config), config.cluster.strategy)
 
 
 def _random_decoder(config: TrackedConfig) -> tuple[Decoder, Tokenizer]:

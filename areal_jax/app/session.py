@@ -10,7 +10,7 @@ import jax
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.clock import build_clock
-from areal_jax.app.engines import build_backend, build_channel, build_engines, restore_ring
+from areal_jax.app.engines import build_backends, build_channel, build_engines, restore_ring
 from areal_jax.app.model import Model
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.provenance import hardware
@@ -70,6 +70,7 @@ class Session(Run):
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
         self._build_learner(model, checkpoint)
+        self.allocation = build.build_allocation(config)
         ring, self._engines = self._build_engines(checkpoint, snapshot)
         self.pool = Pool(self._engines, self.clock, self.log, self.supervisor)
         self.metrics = self._open_metrics(self.version_at_start)
@@ -105,7 +106,7 @@ class Session(Run):
         self, checkpoint: Checkpoint | None, snapshot: State | None
     ) -> tuple[VersionRing | None, list[LocalEngine]]:
         config, version = self.config, self.version_at_start
-        self._channel = build_channel(config, self.workdir, self.decoder)
+        self._channel = build_channel(config, self.workdir, self.decoder, self.allocation)
         ring = build.build_ring(config)
         if ring and checkpoint:
             restore_ring(ring, self._channel, checkpoint.arrays[_RING])
@@ -113,8 +114,9 @@ class Session(Run):
         if ring:
             ring.add(published)
             published = ring.in_use(snapshot['generated_update'] if snapshot else None)
-        self._backend = build_backend(config, self.decoder)
-        return ring, build_engines(config, self._backend, self._channel, published, self.clock, self.log)
+        self._backends = build_backends(config, self.decoder, self.allocation)
+        engines = build_engines(config, self.allocation, self._backends, self._channel, published, self.clock, self.log)
+        return ring, engines
 
     def _build_controller(self, task: Task, sampling: SamplingParams, ring: VersionRing | None) -> None:
         config, seed = self.config, self.config.run.seed
@@ -181,7 +183,13 @@ class Session(Run):
     def _compile(self) -> int:
         programs = super()._compile()
         self._start.begin('compiling what generates:')
-        return programs + self._backend.warm_up(self._engines[0].params, self._start.count_programs)
+        by_device = self.allocation.by_device()
+        for index, (device, engines) in enumerate(by_device.items()):  # a program is compiled for one device
+            announce = lambda done, total, index=index: self._start.count_programs(
+                index * total + done, len(by_device) * total
+            )
+            programs += self._backends[device].warm_up(self._engines[engines[0]].params, announce)
+        return programs
 
     async def _program(self) -> bool:
         for engine in self._engines:
@@ -233,7 +241,8 @@ class Session(Run):
             alone_seconds=alone_seconds(lane_intervals(events), window(events), config.run.steps),
             cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
-            lanes_own_devices=False,
+            lanes_own_devices=self.allocation.lanes_own_devices,
+            devices=self.allocation.describe(),
             problems=self._problems,
         )
         facts.save(self.workdir)

@@ -21,6 +21,7 @@ from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
 from areal_jax.ranges import ConfigError
+from areal_jax.sharding.allocation import Allocation
 from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
 
 SHARE = 0.95  # the fraction of a memory that a run may use
@@ -33,10 +34,10 @@ _KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes by what they are for: on every device of the learner's mesh, and, beside, where engines decode."""
+    """Bytes by what they are for."""
 
-    learner: Mapping[str, int]  # on each device
-    engines: Mapping[str, int]  # in all
+    learner: Mapping[str, int]  # on each device of the learner's mesh
+    engines: Mapping[str, int]  # on each device where engines decode, which may be one of the learner's
     host: Mapping[str, int]
 
 
@@ -47,38 +48,41 @@ def require_room(config: config_dict.ConfigDict) -> None:
     while they run (activations) is counted for the inputs of the layers only, so a run that passes may still not fit.
     """
     tracked = TrackedConfig(config)  # of its own: what is read here is not used by the run
-    mesh = build.build_mesh(tracked)
-    sizes = measure(tracked, read_shape(tracked), mesh)
-    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    limits = [_device_memory(device) for device in local]
-    decodes = jax.process_index() == 0
-    engines = sizes.engines if decodes else {}
-    if limits and all(limits):
-        limit = min(limit for limit in limits if limit)
-        _require(_sum(sizes.learner, engines), limit, f'of {local[0].device_kind}', config)
+    supervised = config.loss.objective == 'sft'
+    allocation = Allocation(build.build_mesh(tracked), ()) if supervised else build.build_allocation(tracked)
+    sizes = measure(tracked, read_shape(tracked), allocation)
+    trains = [device for device in allocation.learner.devices.flat if device.process_index == jax.process_index()]
+    decodes = list(allocation.by_device()) if jax.process_index() == 0 else []
+    on_device = dict.fromkeys(trains, sizes.learner)
+    for device in decodes:
+        on_device[device] = _sum(on_device.get(device, {}), sizes.engines)
+    if limits := {device: limit for device in on_device if (limit := _device_memory(device))}:
+        for device, limit in limits.items():
+            _require(on_device[device], limit, f'of {device.device_kind}', config)
         return
-    whole = {name: size * len(local) for name, size in sizes.learner.items()}
     where = 'of this machine (or the limit of its cgroup)'
-    _require(_sum(whole, engines, sizes.host if decodes else {}), memory_limit_bytes(), where, config)
+    _require(_sum(*on_device.values(), sizes.host if decodes else {}), memory_limit_bytes(), where, config)
 
 
-def measure(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> Sizes:
+def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> Sizes:
     """The sizes of a run with a model of this shape; nothing is allocated."""
-    learner = _learner_sizes(config, shape, mesh)
+    learner = _learner_sizes(config, shape, allocation.learner)
     if config.loss.objective == 'sft':
         return Sizes(learner, {}, {})
+    if not allocation.engine_shares(0):  # the channel holds what a schedule may still ask for as the learner made it
+        learner['publication'] *= _held_versions(config)
     rollout, eta = config.rollout, config.staleness.eta
     admitted = config.learner.groups_per_update * (eta + 1)
     running = int(min(rollout.max_running_groups, admitted, config.learner.groups_per_update * config.run.steps))
     answers = {'answers': running * rollout.group_size * _ANSWER_BYTES}
-    return Sizes(learner, _engine_sizes(config, shape, mesh), answers)
+    return Sizes(learner, _engine_sizes(config, shape, allocation), answers)
 
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
     # all layers have equal shapes, so one is measured: a tree of all of them could itself be too large
     decoder = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0), lora=build.build_lora(config))
     trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
-    cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.mesh.strategy)
+    cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
     count = lambda tree, shardings, dtype: _bytes(tree, shardings, shape.n_layers, dtype)
     optimizer = build.build_optimizer(config)
     state = jax.eval_shape(optimizer.init, trained)
@@ -103,24 +107,32 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     return sizes
 
 
-def _engine_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
+def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> dict[str, int]:
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
+    engines = allocation.engines.count(allocation.engines[0])  # on one device
     position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize
     return {
-        'publication': (_copies(config, mesh) * _parameters(shape)) * itemsize,
-        'KV cache': rollout.engines * rollout.slots * rollout.context_tokens * position,
+        'publication': (_copies(config, allocation, engines) * _parameters(shape)) * itemsize,
+        'KV cache': engines * rollout.slots * rollout.context_tokens * position,
         'prefill': rollout.slots * max(rollout.prefill_buckets) * position,
         'logits': rollout.slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
     }
 
 
-def _copies(config: TrackedConfig, mesh: Mesh) -> int:
-    """Whole copies of the weights where engines decode, beside the one that the learner makes of the newest."""
-    schedule = build.build_schedule(config)
-    held = min(schedule.longest + 1 if schedule else 1, config.run.steps)  # older versions
+def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
+    """Whole copies of the weights on a device where engines decode, beside the learner's copy of the newest."""
+    if not allocation.engine_shares(0):
+        return 2  # those in use, and the next ones while they arrive
+    held = _held_versions(config)
     if config.publication.channel == 'files':
-        return max(held, config.rollout.engines)
-    return held + (mesh.size > 1)  # a learner on one device makes its copy where the engines decode
+        return max(held, engines)
+    return held + (allocation.learner.size > 1)  # a learner on one device makes its copy where the engines decode
+
+
+def _held_versions(config: TrackedConfig) -> int:
+    """Versions before the newest that a schedule may still ask for, or that engines have in use."""
+    schedule = build.build_schedule(config)
+    return min(schedule.longest + 1 if schedule else 1, config.run.steps)
 
 
 def _parameters(shape: ModelConfig) -> int:
@@ -181,7 +193,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     if name == 'publication' and c.publication.dtype == 'float32' and c.loss.objective != 'sft':
         return "set publication.dtype='bfloat16'"
     fields = {
-        'KV cache': 'rollout.slots, rollout.context_tokens or rollout.engines',
+        'KV cache': 'rollout.slots, rollout.context_tokens or cluster.engines',
         'prefill': 'rollout.slots or rollout.prefill_buckets',
         'logits': 'rollout.slots or rollout.decode_steps',
         'rows': 'learner.row_tokens or learner.rows_per_microbatch',

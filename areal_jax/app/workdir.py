@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
+from areal_jax.cluster import describe_former
 from areal_jax.config import CONFIG, flatten
 from areal_jax.events import FILE as EVENTS
 from areal_jax.ranges import ConfigError
@@ -30,7 +31,7 @@ PROLONGATIONS = 'prolongations.json'
 _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
 # where and in which form it is computed may change on the way: checkpoints are read by regions, one leaf per layer
 _MAY_CHANGE = (
-    *('mesh.', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
+    *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
     *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'run.compilation_'),
 )
@@ -175,6 +176,11 @@ def _write_config(workdir: pathlib.Path, values: Values) -> None:
 def _require_continuable(workdir: pathlib.Path, saved: Values, current: Values) -> None:
     if not saved:
         return
+    if former := describe_former(saved):
+        raise ConfigError(
+            f'--resume: {workdir / CONFIG} is of an earlier version. {former} and start anew in another --workdir, or '
+            'finish this run with the version that began it'
+        )
     fixed = [field for field in current if not field.startswith(_MAY_CHANGE) and field != _STEPS]
     if different := sorted(field for field in fixed if saved.get(field) != current[field]):
         changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)

@@ -125,8 +125,8 @@ def require_heads(n_heads: int, n_kv_heads: int, tensor: int) -> None:
     """Raises ConfigError for heads that cannot be sharded over the axis `tensor` of a mesh."""
     if n_heads % tensor or (n_kv_heads % tensor and tensor % n_kv_heads):
         raise ConfigError(
-            f'mesh.tensor={tensor} does not divide the {n_heads} query heads and {n_kv_heads} key heads of the model; '
-            'use a common divisor'
+            f'tensor={tensor} of cluster.learner does not divide the {n_heads} query heads and {n_kv_heads} key heads '
+            'of the model; use a common divisor'
         )
 
 

@@ -112,8 +112,8 @@ def _require_model(config: ModelConfig, mesh: Mesh) -> None:
     require_heads(config.n_heads, config.n_kv_heads, tensor)
     if config.vocab_size % tensor:
         raise ConfigError(
-            f'mesh.tensor={tensor} does not divide the {config.vocab_size} tokens of the vocabulary; use a divisor '
-            'of it, or shard with mesh.fsdp'
+            f'tensor={tensor} of cluster.learner does not divide the {config.vocab_size} tokens of the vocabulary; '
+            'use a divisor of it, or shard with fsdp'
         )
 
 
@@ -122,17 +122,17 @@ def _require_rows(buckets: Sequence[RowShape], rows_per_microbatch: int, mesh: M
     if rows_per_microbatch % shards:
         raise ConfigError(
             f'learner.rows_per_microbatch={rows_per_microbatch} must be a multiple of the {shards} '
-            'devices that rows lie over (mesh.data * mesh.fsdp)'
+            'devices that rows lie over (data * fsdp of cluster.learner)'
         )
     halves = 2 * context if context > 1 else 1  # each device has an early and a late slice of a row
     for bucket in buckets:
         if bucket.tokens % halves:
             raise ConfigError(
                 f'learner.row_tokens (or a tail bucket of it)={bucket.tokens} must be a multiple of {halves}, '
-                f'twice mesh.context={context}'
+                f'twice context={context} of cluster.learner'
             )
         if bucket.loss_tokens % context:
             raise ConfigError(
                 f'learner.row_loss_tokens (or a tail bucket of it)={bucket.loss_tokens} must be a multiple of '
-                f'mesh.context={context}'
+                f'context={context} of cluster.learner'
             )

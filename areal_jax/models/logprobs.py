@@ -99,7 +99,7 @@ def sharded_token_logprobs(
         ('rows of the head (the vocabulary)', len(head), (vocab_axis,), mesh.shape[vocab_axis]),
     ):
         if size % shards:
-            axis_sizes = ' x '.join(f'mesh.{axis}={mesh.shape[axis]}' for axis in axes)
+            axis_sizes = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)
             raise ValueError(f'{size} {name} do not divide over {axis_sizes}: pad them or change the mesh')
     by_token = PartitionSpec(tuple(token_axes))
     compute = jax.shard_map(

@@ -1,50 +1,56 @@
-"""Arrow 8 inside one process: the learner's copy is placed where the engines decode, without leaving the devices."""
+"""Publication inside one process: the learner's copy goes to the devices of the engines without passing the host.
+
+The controller calls `transfer` and `release`, every engine `receive`; manifest.py checks the values.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import LeafDigest, device_manifest, finite_manifest, manifest_hash, require_equal
-from areal_jax.types import PublishedWeights
+from areal_jax.sharding.placement import move_to
+from areal_jax.types import PublishedWeights, Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class _Version:
-    params: Any
+    params: Tree
     manifest: dict[str, LeafDigest]
 
 
 class DeviceChannel:
-    """types.Channel over device memory; one placed copy serves all engines, which must not donate it.
+    """protocols.Channel over device memory.
+
+    The weights of a version are held once until they are released. Engines on the device that holds them share that
+    copy, so they must not donate it; every other engine gets a copy on its own device.
 
     Args:
-      shardings: where the engines want the weights (a sharding, or a tree of them like the weights); None = where the
-        learner made the copy.
+      device: where `transfer` moves the weights; None = they stay on the devices of the learner, sharded as they are.
       verify: `receive` recomputes the digest of every leaf.
     """
 
-    def __init__(self, shardings: Any = None, *, verify: bool = False):
-        self._shardings, self._verify = shardings, verify
+    def __init__(self, device: jax.Device | None = None, *, verify: bool = False):
+        self._device, self._verify = device, verify
         self._versions: dict[int, _Version] = {}
 
-    def transfer(self, version: int, copy: Any) -> PublishedWeights:
-        """Places `copy`, buffers that no later update touches; returns when it has arrived.
+    def transfer(self, version: int, copy: Tree) -> PublishedWeights:
+        """Holds `copy`, buffers that no later update touches; returns when it is on the channel's device.
 
         Raises PublicationError for weights with NaN or infinity.
         """
-        manifest = finite_manifest(copy, version)
-        placed = copy if self._shardings is None else jax.device_put(copy, self._shardings)
-        self._versions[version] = _Version(jax.block_until_ready(placed), manifest)
+        params = copy if self._device is None else move_to(copy, self._device)
+        manifest = finite_manifest(params, version)
+        self._versions[version] = _Version(jax.block_until_ready(params), manifest)
         return PublishedWeights(version, manifest_hash(manifest), handle=version)
 
-    def receive(self, published: PublishedWeights) -> Any:
-        """The placed weights: a nested dict of jax arrays.
+    def receive(self, published: PublishedWeights, device: jax.Device | None = None) -> Tree:
+        """The weights, a nested dict of jax arrays, on `device`; None = where the channel holds them.
 
-        Raises PublicationError for a version released or published by another channel, and for a leaf that changed.
+        Returns when they have arrived. Raises PublicationError for a version released or published by another channel,
+        and for a leaf that changed.
         """
         held = self._versions.get(published.version)
         if held is None or manifest_hash(held.manifest) != published.manifest_hash:
@@ -53,9 +59,10 @@ class DeviceChannel:
                 f'channel, which holds {sorted(self._versions)}: receive a version before it is released, from the '
                 'channel that transferred it'
             )
+        params = held.params if device is None else jax.block_until_ready(move_to(held.params, device))
         if self._verify:
-            require_equal(held.manifest, device_manifest(held.params), published.version)
-        return held.params
+            require_equal(held.manifest, device_manifest(params), published.version)
+        return params
 
     def release(self, version: int) -> None:
         """Drops the channel's references to versions below `version`."""

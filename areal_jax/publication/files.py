@@ -8,6 +8,8 @@ import pathlib
 import re
 import shutil
 
+import jax
+
 from areal_jax import files
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.formats.hf_export import plan_hf_files
@@ -74,8 +76,8 @@ class FilesChannel:
         write_hf_directory(target, plan_hf_files(copy, self._config), {MANIFEST: record})
         return PublishedWeights(version, digest, handle=str(target))
 
-    def receive(self, published: PublishedWeights) -> Params:
-        """The weights as a nested dict of jax arrays.
+    def receive(self, published: PublishedWeights, device: jax.Device | None = None) -> Params:
+        """The weights as a nested dict of jax arrays, on `device`; None = with the channel's shardings.
 
         Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
         """
@@ -83,7 +85,8 @@ class FilesChannel:
         try:
             record = json.loads((directory / MANIFEST).read_text())
             manifest = decode_manifest(record['leaves'])
-            params = load_hf_weights(directory, self._config, shardings=self._shardings)
+            place = self._shardings if device is None else jax.sharding.SingleDeviceSharding(device)
+            params = load_hf_weights(directory, self._config, shardings=place)
         except Exception as error:  # the readers raise many types for damaged files
             raise PublicationError(
                 f'{directory} does not hold version {published.version} as it was published '

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsInt, TypeVar
 
 import jax
@@ -34,10 +35,11 @@ class LeafDigest:
 
 
 Manifest = Mapping[str, LeafDigest]  # by path, 'layers/0/attention/query'
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # of a leaf: where a shard begins in it, the shape of the whole leaf
 
 
 def device_manifest(params: Tree) -> dict[str, LeafDigest]:
-    """The manifest of a tree of jax arrays, computed on their devices by one jitted program.
+    """The manifest of a tree of jax arrays; computed on the devices that hold them, without collectives.
 
     The content of a leaf of words w_i (its bits, widened to 32; i is the position in row-major order) is
         (sum_i w_i,  sum_i mix(w_i + G i))  mod 2^32,  mix = the finalizer of MurmurHash3 (Appleby), a bijection.
@@ -67,10 +69,32 @@ def finite_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
 def _measure(params: Tree) -> dict[str, tuple[LeafDigest, int]]:
     """The digest of every leaf and how many of its values are not finite."""
     leaves = _by_path(params)
-    sums = np.asarray(_device_sums(tuple(leaves.values()))) if leaves else ()
+    sums = _sum_shards(list(leaves.values()))
     return {
         path: (_leaf_digest(leaf, row[:2]), int(row[2])) for (path, leaf), row in zip(leaves.items(), sums, strict=True)
     }
+
+
+def _sum_shards(leaves: Sequence[np.ndarray | jax.Array]) -> np.ndarray:
+    """uint32 [leaves, 3], see `_device_sums`: one program per device over the shards that it holds, added on the host.
+
+    One program over all devices would be a collective, which the lane of publication may not run beside the learner's.
+    """
+    held: dict[jax.Device | None, list[tuple[int, np.ndarray | jax.Array, Part]]] = {}
+    for row, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+            for shard in leaf.addressable_shards:
+                if shard.replica_id == 0:
+                    start = tuple(s.start or 0 for s in shard.index)
+                    held.setdefault(shard.device, []).append((row, shard.data, (start, leaf.shape)))
+        else:
+            held.setdefault(None, []).append((row, leaf, ((0,) * leaf.ndim, leaf.shape)))
+    sums = np.zeros((len(leaves), 3), np.uint32)
+    parts = [tuple(zip(*of_device, strict=True)) for of_device in held.values()]
+    launched = [(rows, _device_sums(shards, regions)) for rows, shards, regions in parts]
+    for rows, found in launched:
+        np.add.at(sums, list(rows), np.asarray(found))
+    return sums
 
 
 def host_manifest(params: Tree) -> dict[str, LeafDigest]:
@@ -134,22 +158,22 @@ def _leaf_digest(leaf: jax.Array | np.ndarray, pair: Iterable[SupportsInt]) -> L
     return LeafDigest(tuple(leaf.shape), str(leaf.dtype), (int(words), int(mixed)))
 
 
-@jax.jit
-def _device_sums(leaves: tuple[jax.Array, ...]) -> jax.Array:
-    """uint32 [leaves, 3]: the two sums of the content, and how many values are not finite."""
-    return jnp.stack([_device_leaf_sums(leaf) for leaf in leaves])
+@functools.partial(jax.jit, static_argnums=1)
+def _device_sums(shards: tuple[jax.Array, ...], parts: tuple[Part, ...]) -> jax.Array:
+    """uint32 [shards, 3]: the two sums of the content, and how many values are not finite."""
+    return jnp.stack([_device_shard_sums(shard, *part) for shard, part in zip(shards, parts, strict=True)])
 
 
-def _device_leaf_sums(leaf: jax.Array) -> jax.Array:
+def _device_shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) -> jax.Array:
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     wrong = jnp.sum(~jnp.isfinite(leaf), dtype=jnp.uint32) if floating else jnp.uint32(0)
-    # one iota per axis instead of a reshape, which would gather a sharded leaf
     if leaf.dtype == bool:
         leaf = leaf.astype(jnp.uint8)
     words = lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize]).astype(jnp.uint32)
-    position = jnp.zeros(leaf.shape, jnp.uint32)
-    for axis, size in enumerate(leaf.shape):
-        position = position * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+    position = jnp.zeros(leaf.shape, jnp.uint32)  # in the whole leaf
+    for axis, (first, size) in enumerate(zip(start, whole, strict=True)):
+        within = lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        position = position * np.uint32(size) + (within + np.uint32(first) if first else within)
     mixed = _mix(words + position * np.uint32(_GOLDEN))
     return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32), wrong])
 

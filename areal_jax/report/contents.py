@@ -5,7 +5,7 @@ Made by report.py and limit.py, read by caveats.py, page.py and plots.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 
@@ -142,6 +142,7 @@ class Report(TypedDict):
     idle_fields: list[str]
     prolonged: list[dict[str, int]]
     hardware: Mapping[str, object]
+    devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]]  # ids by user
     window_seconds: float
     cause_of_gap: str
     warnings: list[str]

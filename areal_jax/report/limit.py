@@ -1,4 +1,7 @@
-"""The limit of a run: where the time of an update went, what it could ideally have been, and why it was not."""
+"""Where the time of an update went, the shortest time that was possible, and the reason for the gap between them.
+
+Used by the report; uses the intervals of the event log and what only the program knows (telemetry/facts.py).
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,20 @@ class Limit:
 
     generate: float | None  # lane seconds, mean over the engine lanes
     train: float | None  # lane seconds of the learner
-    publish: float | None  # lane seconds of publication, of the busiest of its lanes
+    publish: float | None  # lane seconds of publication, the busiest of its lanes
     ideal: float | None
     achieved: float | None  # window seconds / updates
     ideal_rule: str
-    bound: str  # what the ideal is made of: a lane, 'generate alone', 'CPU seconds / cores'; '' without an ideal
+    bound: str  # which quantity the ideal is: a lane, 'generate alone', 'CPU seconds / cores'; '' without an ideal
     cause: str  # of the gap between achieved and ideal, one sentence
 
 
 def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Limit:
     """Lane seconds, ideal and achieved time of an update.
 
-    Ideal where lanes own their devices (or time is virtual) is the busiest lane; where they share cores it is the
-    larger of the lanes' times measured alone and the processor time spread over all cores.
+    If every lane has devices of its own, or the clock is virtual, the ideal is the time of the busiest lane. If lanes
+    share cores, as virtual CPU devices do, a lane that waits for a core counts as busy; so the ideal is then the larger
+    of the lanes' times measured alone and the processor time divided by the number of cores.
     """
     intervals, within = lane_intervals(events), window(events)
     if not updates or not within.seconds:
@@ -57,7 +61,7 @@ def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Lim
 
 
 def busy_shares(events: Sequence[Event]) -> Busy:
-    """Occupied share of the window: 'rollout' (mean over engine lanes) and 'learner'; None without such a lane."""
+    """The share of the window in which a lane was busy: 'rollout' (mean of the engines), 'learner'; None = no lane."""
     intervals, within = lane_intervals(events), window(events)
     lanes = sorted({interval.lane for interval in intervals})
     engines = [busy_share(intervals, lane, within) for lane in lanes if is_engine_lane(lane)]
@@ -69,7 +73,7 @@ def busy_shares(events: Sequence[Event]) -> Busy:
 
 
 def fill_seconds(intervals: Sequence[LaneInterval], within: Window) -> float:
-    """Seconds of the window before the learner first trains: the pipeline fills."""
+    """Seconds of the window before the first training, in which the learner has no data yet."""
     starts = [interval.start for interval in intervals if interval.lane == LEARNER and interval.work == 'train']
     if not starts or not within.spans:
         return 0.0
@@ -77,7 +81,7 @@ def fill_seconds(intervals: Sequence[LaneInterval], within: Window) -> float:
 
 
 def explain_gap(ideal: float | None, achieved: float, bound: str, fill: float) -> str:
-    """One sentence on achieved against ideal, all in seconds of an update."""
+    """One sentence that compares the achieved with the ideal time; all times in seconds of an update."""
     if not ideal:
         return 'No ideal could be computed: neither lane seconds alone nor CPU seconds were measured.'
     start = (
@@ -103,7 +107,7 @@ def _waiting(bound: str) -> str:
     if bound == LEARNER:
         return 'the learner waiting for finished groups'
     if '/ cores' in bound:
-        return 'cores standing idle while a lane waits for another or runs on fewer cores than there are'
+        return 'cores that are idle while a lane waits for another or runs on fewer cores than there are'
     if bound.endswith('alone'):
         return 'lanes slowing each other down on the shared cores or waiting for each other'
     return f'the lane {bound} waiting for work'
@@ -123,6 +127,6 @@ def _shared_bounds(updates: int, facts: RunFacts) -> dict[str, float]:
 
 
 def as_report(limit: Limit) -> Time:
-    """The part of the report called `time`."""
+    """The section `time` of the report."""
     values = dataclasses.asdict(limit).items()
     return cast(Time, {name: value for name, value in values if name not in ('bound', 'cause')})

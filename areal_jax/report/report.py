@@ -103,6 +103,7 @@ def build_report(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> 
         'idle_fields': list(facts.idle_fields),
         'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
         'hardware': dict(facts.hardware),
+        'devices': dict(facts.devices),
         'window_seconds': within.seconds,
         'cause_of_gap': limit.cause,
         'warnings': [],

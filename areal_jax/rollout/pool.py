@@ -51,7 +51,7 @@ class Pool:
 
     def __init__(self, engines: Sequence[RolloutEngine], clock: Clock, log: EventLog, supervisor: Supervisor):
         if not engines:
-            raise ValueError('the pool has no engine; set rollout.engines >= 1')
+            raise ValueError('the pool has no engine; set cluster.engines')
         self._engines = {engine.name: engine for engine in engines}
         self._clock, self._log, self._supervisor = clock, log, supervisor
         self._ledger = Ledger(self._engines)

@@ -1,1 +1,1 @@
-"""Where arrays live: the device mesh, and rules from parameter paths to axes of the mesh."""
+"""Where arrays live: the devices of learner and engines, the mesh, and rules from parameter paths to its axes."""

@@ -1,21 +1,22 @@
-"""Under arrow 7: the device mesh of the learner."""
+"""The device mesh of the learner.
+
+Used by allocation.py and by whoever trains without engines; cluster.py declares its axes and parses its sizes.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from areal_jax.cluster import AXES, LEARNER, EnginesLayout, LearnerLayout, require_fit
 from areal_jax.ranges import ConfigError
 
-# replicas, shards of weights and rows, slices of a row's tokens, slices of heads, MLP and vocabulary; neighbouring
-# devices lie along the last axis, whose traffic is heaviest
-AXES = ('data', 'fsdp', 'context', 'tensor')
-ROW_AXES = ('data', 'fsdp')  # rows of a batch lie over both
-TOKEN_AXES = ('data', 'fsdp', 'context')  # the flat stream of tokens lies over all three
+# Neighbouring devices differ in the last axis of AXES, which has the heaviest traffic.
+ROW_AXES = ('data', 'fsdp')  # the rows of a batch are sharded over both
+TOKEN_AXES = ('data', 'fsdp', 'context')  # the flat stream of tokens is sharded over all three
 
 
 def make_mesh(
@@ -28,24 +29,17 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of data x fsdp x context x tensor devices, the first of `devices` (default: all, of all processes).
 
-    Raises ValueError where the mesh needs more devices than there are, or fewer than a run of several processes has.
+    On CPU and GPU devices are in row-major order; on TPU jax orders them by their links.
+
+    Raises ConfigError where the mesh needs more devices than there are, or fewer than a run of several processes has.
     """
-    shape = (data, fsdp, context, tensor)
-    for axis, size in zip(AXES, shape, strict=True):
-        if size < 1:
-            raise ConfigError(f'mesh.{axis}={size} must be at least 1')
+    layout = LearnerLayout(data, fsdp, context, tensor)
     available = jax.devices() if devices is None else list(devices)
-    needed = math.prod(shape)
-    product = ' x '.join(f'mesh.{axis}={size}' for axis, size in zip(AXES, shape, strict=True))
-    if needed > len(available):
+    require_fit(layout, EnginesLayout(), len(available), available[0].platform)
+    if devices is None and jax.process_count() > 1 and layout.devices < len(available):
         raise ConfigError(
-            f'{product} needs {needed} devices, {len(available)} are available; lower '
-            'one of them, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count before jax is imported'
+            f'{LEARNER}={str(layout)!r} takes {layout.devices} of the {len(available)} devices of '
+            f'{jax.process_count()} processes; every process must take part: raise a size to use all devices'
         )
-    if devices is None and jax.process_count() > 1 and needed < len(available):
-        raise ConfigError(
-            f'{product} takes {needed} of the {len(available)} devices of {jax.process_count()} processes; every '
-            'process must take part: raise one of them to use all devices'
-        )
-    grid = mesh_utils.create_device_mesh(shape, available[:needed], allow_split_physical_axes=True)
+    grid = mesh_utils.create_device_mesh(layout.sizes, available[: layout.devices], allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,24 +1,33 @@
-"""Under arrow 7: arrays onto a mesh and back, also where the mesh spans several processes."""
+"""Arrays onto a mesh and back, also where the mesh spans several processes.
+
+Used by the learner (its rows and weights), by checkpoints (regions and shards) and by publication (`move_to`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from areal_jax.types import Tree
+
+Leaf = np.ndarray | jax.Array
+Index = tuple[slice, ...] | None  # one slice per axis, whose start and stop may be None; as jax describes a shard
 Region = tuple[slice, ...]  # one per axis, start and stop given
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostShards:
-    """What this process saves of an array that lies over several: copies on the host, of which no other has the same.
+    """The part that this process saves of an array over several processes: copies on the host; no shard is saved twice.
 
-    A number as index takes that entry of the first axis, in views, as it does of an array.
+    An integer index selects an entry of the first axis, as for an array; the result is a view.
     """
 
     shape: tuple[int, ...]  # of the whole array
@@ -35,11 +44,11 @@ class HostShards:
         return HostShards(self.shape[1:], self.dtype, entries)
 
 
-def place(tree: Any, shardings: Any) -> Any:
-    """The leaves (numpy or jax arrays) laid out as `shardings` says: one sharding, or a tree of them.
+def place(tree: Tree, shardings: Tree) -> Tree:
+    """The leaves (numpy or jax arrays) with the given shardings: one for all, or a tree of them.
 
-    Where devices of other processes take part, every process must hold the same values and call this; nothing is
-    compared between them. Buffers may be shared with the argument where nothing has to move.
+    If the shardings include devices of other processes, every process must call this with the same values; the values
+    are not compared. A leaf that need not move may share its buffer with the result.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
@@ -49,17 +58,17 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def place_regions(read: Callable[[Region], np.ndarray], shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
-    """An array laid out as `sharding` says, of which every process reads what its own devices hold.
+    """An array with this sharding; every process reads the part that its own devices hold.
 
-    `read` gives a region of the whole on the host; it is asked once, for the smallest that holds all shards of this
-    process. No collective.
+    `read` returns a region of the whole array on the host. It is called once, with the smallest region that contains
+    all shards of this process. No collective.
     """
     held = [_region(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()]
     starts = [min(region[axis].start for region in held) for axis in range(len(shape))]
     stops = [max(region[axis].stop for region in held) for axis in range(len(shape))]
     values = read(tuple(map(slice, starts, stops)))
 
-    def shard(index: Any) -> np.ndarray:
+    def shard(index: Index) -> np.ndarray:
         region = _region(index, shape)
         within = [slice(s.start - first, s.stop - first) for s, first in zip(region, starts, strict=True)]
         return np.asarray(values[tuple(within)])
@@ -67,16 +76,48 @@ def place_regions(read: Callable[[Region], np.ndarray], shape: tuple[int, ...], 
     return jax.make_array_from_callback(shape, sharding, shard)
 
 
-def gather(leaf: Any) -> np.ndarray:
-    """The whole array on the host, in memory that no update writes to. A collective where other processes hold parts of
-    it: all must call it."""
+def move_to(tree: Tree, device: jax.Device) -> Tree:
+    """The whole arrays on one device of this process; leaves that are there already are returned as they are.
+
+    The shards go from device to device and are joined on the last one. `jax.device_put` would gather a sharded array in
+    the memory of the host. Runs no collective, so that another thread may use the source devices meanwhile.
+    """
+    on = SingleDeviceSharding(device)
+    return jax.tree.map(lambda leaf: _move_leaf(leaf, on), tree)
+
+
+def _move_leaf(leaf: Leaf, on: SingleDeviceSharding) -> jax.Array:
+    if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+        return leaf if isinstance(leaf, jax.Array) and leaf.devices() == on.device_set else jax.device_put(leaf, on)
+    if leaf.is_fully_replicated:
+        return jax.device_put(leaf.addressable_data(0), on)
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    parts = jax.device_put([shard.data for shard in shards], on)
+    starts = tuple(tuple(s.start for s in _region(shard.index, leaf.shape)) for shard in shards)
+    return _join(parts, starts, leaf.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _join(parts: list[jax.Array], starts: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> jax.Array:
+    """The array of `shape` whose regions, from `starts` on, are `parts`."""
+    whole = jnp.zeros(shape, parts[0].dtype)
+    for part, start in zip(parts, starts, strict=True):
+        whole = lax.dynamic_update_slice(whole, part, start)
+    return whole
+
+
+def gather(leaf: Leaf) -> np.ndarray:
+    """The whole array on the host, in memory that no update writes to.
+
+    A collective where other processes hold parts of it: all must call it.
+    """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
         return np.array(multihost_utils.process_allgather(leaf, tiled=True), copy=True)
     return _copy(leaf)
 
 
-def copy_shards(leaf: Any) -> np.ndarray | HostShards:
-    """The whole array where no other process holds any of it, else the shards of which this one holds the first copy.
+def copy_shards(leaf: Leaf) -> np.ndarray | HostShards:
+    """The whole array if this process holds all of it, else the shards whose first replica is in this process.
 
     On the host, in memory that no update writes to. No collective.
     """
@@ -90,19 +131,23 @@ def copy_shards(leaf: Any) -> np.ndarray | HostShards:
     return HostShards(leaf.shape, np.dtype(leaf.dtype), parts)
 
 
-def _copy(leaf: Any) -> np.ndarray:
-    """On CPU jax hands out views, and a buffer with a view cannot be reused by the next update; elsewhere copies, which
-    it keeps itself as long as the array lives: a second one would double what a save needs."""
+def _copy(leaf: Leaf) -> np.ndarray:
+    """The array on the host, in memory of its own.
+
+    On CPU, device_get returns a view that blocks donation of the buffer, so we copy. On accelerators it already returns
+    a host copy (cached by JAX); copying again would double a save's memory.
+    """
     if isinstance(leaf, jax.Array) and all(device.platform != 'cpu' for device in leaf.devices()):
         return jax.device_get(leaf)
     return np.array(jax.device_get(leaf), copy=True)
 
 
-def _region(index: Any, shape: tuple[int, ...]) -> Region:
+def _region(index: Index, shape: tuple[int, ...]) -> Region:
+    assert index is not None  # jax gives None to devices that hold nothing, which are of other processes
     return tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
 
 
-def _place_leaf(leaf: Any, sharding: Any) -> jax.Array:
+def _place_leaf(leaf: Leaf, sharding: Sharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf)

@@ -1,7 +1,7 @@
 """From the logical axes of weights to the axes of the mesh, one table per strategy.
 
-The logical axes of a weight stand in its family's table (models/families.py) and come in as WeightAxes. The learner
-and whoever loads weights use it.
+The logical axes of a weight stand in its family's table (models/families.py) and come in as WeightAxes. Used by the
+learner, by the readers of weights and by the estimate of memory; `cluster.strategy` chooses the table.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
+from areal_jax.cluster import LEARNER, STRATEGY
 from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES
 from areal_jax.types import Tree
@@ -28,10 +29,10 @@ class WeightAxes:
     units: Mapping[str, int]  # indivisible parts of a logical axis, {'heads': 32}; without an entry every index is one
 
 
-_ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # where fsdp may cut, best first
-_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # where tensor cuts: what is computed there stays there
+_ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # what fsdp may shard, best first
+_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # what tensor may shard: each part is computed without the others
 
-# axis of the mesh -> logical axes it may cut, best first; at most one of a leaf
+# axis of the mesh -> logical axes that it may shard, best first; at most one of a leaf
 STRATEGIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     'replicated': {},
     'fsdp': {'fsdp': _ANY},
@@ -43,17 +44,17 @@ STRATEGIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 def param_shardings(params: Tree, axes: WeightAxes, mesh: Mesh, strategy: str) -> Tree:
     """The sharding of every leaf: a tree like `params`, whose leaves need a shape only.
 
-    An axis that does not divide evenly is not cut.
+    An axis whose parts do not divide evenly over the devices is not sharded.
 
-    Raises ValueError for an unknown strategy, an axis of the mesh that the strategy leaves idle, or a path that
-    `axes` does not have.
+    Raises ValueError for an unknown strategy, for an axis of the mesh that the strategy does not use, and for a path
+    that `axes` does not have.
     """
     if strategy not in STRATEGIES:
-        raise ConfigError(f'mesh.strategy={strategy!r} is unknown; use one of {", ".join(STRATEGIES)}')
+        raise ConfigError(f'{STRATEGY}={strategy!r} is unknown; use one of {", ".join(STRATEGIES)}')
     if mesh.shape['tensor'] > 1 and 'tensor' not in STRATEGIES[strategy]:
         raise ConfigError(
-            f'mesh.strategy={strategy!r} leaves mesh.tensor={mesh.shape["tensor"]} idle; use fsdp_tensor, tensor, or '
-            'mesh.tensor=1'
+            f'{STRATEGY}={strategy!r} leaves tensor={mesh.shape["tensor"]} of {LEARNER} idle; use fsdp_tensor or '
+            f'tensor, or {LEARNER} without tensor'
         )
 
     def sharding(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -73,7 +74,10 @@ def axes_of(axes: WeightAxes, path: str, n_axes: int) -> tuple[str, ...]:
 
 
 def partition(axes: tuple[str, ...], parts: Mapping[str, int], mesh: Mesh, strategy: str) -> PartitionSpec:
-    """Cuts each leaf's best axis for every axis of the mesh that the strategy uses; `parts` must be a multiple."""
+    """The axes of one leaf over the mesh: each axis of the mesh shards the best logical axis that it divides evenly.
+
+    `parts` is the number of indivisible parts of each logical axis.
+    """
     placed: dict[str, str] = {}
     for mesh_axis, candidates in STRATEGIES[strategy].items():
         shards = mesh.shape[mesh_axis]
@@ -88,7 +92,7 @@ def partition(axes: tuple[str, ...], parts: Mapping[str, int], mesh: Mesh, strat
 
 
 def row_sharding(mesh: Mesh, leading_axes: int = 0) -> NamedSharding:
-    """Of arrays [..., R, T]: rows over data and fsdp, their tokens over context; leading axes are not cut."""
+    """The sharding of arrays [..., R, T]: rows over data and fsdp, tokens over context, leading axes whole."""
     return NamedSharding(mesh, PartitionSpec(*[None] * leading_axes, ROW_AXES, 'context'))
 
 
@@ -97,7 +101,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def data_shards(mesh: Mesh) -> int:
-    """Groups of devices over which rows lie: rows of a micro-batch must be a multiple of it."""
+    """Shards of a batch's rows: the rows of a micro-batch must be a multiple of this number."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 

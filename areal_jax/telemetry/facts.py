@@ -60,6 +60,9 @@ class RunFacts:
     cores: int = 1
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
+    devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]] = dataclasses.field(
+        default_factory=dict
+    )  # ids by user: 'learner': [0], 'engines': {'engine/0': [0]}
 
     def save(self, workdir: pathlib.Path | str) -> None:
         """Write WORKDIR/facts.json, all or nothing."""

@@ -23,3 +23,16 @@ def test_a_price_may_come_from_the_evaluation_but_its_work_does_not_count():
     intervals = [interval('engine/0', 'decode', 0.0, 1.0, 2), interval('engine/0', 'decode', 5.0, 9.0, 2)]
     intervals.append(interval('learner', 'train', 5.0, 9.0, 1))
     assert alone_seconds(intervals, Window(((4.0, 10.0),)), 1) == {'generate': 1.0, 'train': None}
+
+
+def test_several_engines_count_by_the_busiest_at_the_cost_of_one_alone():
+    # a step cost 0.5 s on engine/0 alone and 1.0 s beside engine/1; 2 + 1 steps and 5 steps at 0.5 s: 1.5 and 2.5 s
+    intervals = [
+        interval('engine/0', 'decode', 0.0, 1.0, 2),
+        interval('engine/0', 'decode', 2.0, 3.0, 1),
+        interval('engine/1', 'decode', 2.0, 7.0, 5),
+    ]
+    assert alone_seconds(intervals, Window(((0.0, 10.0),)), 1) == {'generate': 2.5, 'train': None}
+    # engine/1 has a kind of work that never ran alone: nothing is known about the busiest
+    intervals += [interval('engine/1', 'prefill', 7.0, 9.0, 1), interval('engine/0', 'decode', 8.0, 9.0, 1)]
+    assert alone_seconds(intervals, Window(((0.0, 10.0),)), 1) == {'generate': None, 'train': None}

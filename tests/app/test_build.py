@@ -36,7 +36,7 @@ def test_a_hugging_face_directory_becomes_a_sharded_learner(tmp_path):
     hf_directory.write(path)  # the tokenizer's files beside
     config = default_config()
     config.model.source, config.model.path = 'hf', str(path)
-    config.mesh.fsdp, config.mesh.tensor, config.mesh.strategy = 4, 2, 'fsdp_tensor'
+    config.cluster.learner, config.cluster.strategy = 'fsdp=4,tensor=2', 'fsdp_tensor'
     config.learner.rows_per_microbatch, config.learner.layers = 4, 'stacked'
     tracked = TrackedConfig(config)
     model = build_model(tracked)
@@ -56,16 +56,19 @@ def test_a_directory_without_a_model_is_named(tmp_path):
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        ({'mesh.tensor': 8}, r'^mesh\.tensor=8 does not divide the 4 query heads and 2 key heads of the model'),
         (
-            {'mesh.tensor': 3, 'model.n_heads': 3, 'model.n_kv_heads': 3},
-            r'mesh\.tensor=3 .* 4 tokens of the vocabulary',
+            {'cluster.learner': 'tensor=8'},
+            r'^tensor=8 of cluster\.learner does not divide the 4 query heads and 2 key heads of the model',
+        ),
+        (
+            {'cluster.learner': 'tensor=3', 'model.n_heads': 3, 'model.n_kv_heads': 3},
+            r'tensor=3 of cluster\.learner .* 4 tokens of the vocabulary',
         ),
     ],
 )
 def test_a_model_that_the_mesh_cannot_cut_is_named_before_anything_compiles(fields, message):
     config = default_config()
-    config.update_from_flattened_dict({'mesh.strategy': 'tensor'} | fields)
+    config.update_from_flattened_dict({'cluster.strategy': 'tensor'} | fields)
     tracked = TrackedConfig(config)
     with pytest.raises(ConfigError, match=message):
         build_learner(tracked, build_model(tracked))

@@ -26,6 +26,19 @@ FILES = {
         '    c.rollout.slotz = 3\n    return c\n',
         r"line 6 of .*slotz\.py raises AttributeError: 'slotz' is not a field of that section; did you mean slots\?$",
     ),
+    **{
+        f'former{number}.py': (
+            'from areal_jax import config\n\n\ndef get_config():\n    c = config.default_config()\n'
+            f'    {line}\n    return c\n',
+            rf'line 6 of .*former{number}\.py raises {former}: this field was replaced; use {new}$',
+        )
+        for number, (line, former, new) in enumerate([
+            ('c.mesh.fsdp = 4', 'mesh.fsdp=4', r"cluster\.learner='fsdp=4'"),
+            ('c.rollout.engines = 2', 'rollout.engines=2', r"cluster\.engines='2 x shared'"),
+            ("c.mesh.strategy = 'tensor'", 'mesh.strategy=tensor', r"cluster\.strategy='tensor'"),
+            ("c.update_from_flattened_dict({'mesh.tensor': 2})", 'mesh.tensor=2', r"cluster\.learner='tensor=2'"),
+        ])
+    },
     'required.py': (
         'from ml_collections import config_dict\n\n\ndef get_config():\n'
         "    return config_dict.ConfigDict({'a': config_dict.required_placeholder(int)})\n",
@@ -102,6 +115,14 @@ LINES = [
     ((TINY, '--config.rolout.slots=3'), "there is no section 'rolout' in the config; did you mean rollout.slots?"),
     ((TINY, '--config.slots=3'), "there is no section 'slots' in the config; did you mean rollout.slots?"),
     ((TINY, '--config.learner.slots=3'), 'learner.slots is not a field of the config; did you mean rollout.slots?'),
+    ((TINY, '--config.mesh.fsdp=4'), "--config.mesh.fsdp=4: this field was replaced; use cluster.learner='fsdp=4'"),
+    ((TINY, '--config.mesh.fsdp', '4'), "use cluster.learner='fsdp=N'"),
+    (
+        (TINY, '--config.rollout.engines=2', '--config.mesh.data=2', '--config.mesh.tensor=2'),
+        "these fields were replaced; use cluster.learner='data=2,tensor=2', cluster.engines='2 x shared'",
+    ),
+    ((TINY, '--config.cluster.learner=fdsp=4'), "there is no axis 'fdsp'; did you mean fsdp?"),
+    ((TINY, '--config.cluster.engines=2 x tensor=2'), 'an engine over several is not built yet'),
     ((TINY, '--config.run=3'), '--config.run=3: run is a section; set one of its fields, e.g. --config.run.'),
     ((TINY, '--config.run.steps.x=3'), 'run.steps.x is not a field of the config; did you mean run.steps?'),
     ((TINY, '--config.run.steps=abc'), '--config.run.steps=abc must be a whole number'),

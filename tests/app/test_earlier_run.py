@@ -58,7 +58,11 @@ def test_a_run_by_rewards_starts_from_the_weights_of_a_supervised_one(origin, tm
 
 def test_stacked_and_sharded_weights_are_read_in_list_form(tmp_path):
     final = supervised(
-        tmp_path, learner__layers='stacked', model__n_layers=2, mesh__fsdp=2, learner__rows_per_microbatch=2
+        tmp_path,
+        learner__layers='stacked',
+        model__n_layers=2,
+        cluster__learner='fsdp=2',
+        learner__rows_per_microbatch=2,
     )
     assert equal(weights_of(from_run(tmp_path, model__n_layers=2)), final)
 

@@ -116,7 +116,14 @@ BAD = {
     ),
     'unknown task': (['--config.task.name=sudoku'], "task.name='sudoku' is not known"),
     'missing weights': (['--config.model.source=gguf', '--config.model.path=package:nothing/x.gguf'], 'nothing'),
-    'mesh too large': (['--config.mesh.fsdp=4', '--config.learner.rows_per_microbatch=4'], 'mesh.fsdp=4'),
+    'mesh too large': (
+        ['--config.cluster.learner=fsdp=4', '--config.learner.rows_per_microbatch=4'],
+        "cluster.learner='fsdp=4' needs 4 devices; the platform 'cpu' has",
+    ),
+    'a former field': (
+        ['--config.mesh.fsdp=4', '--config.rollout.engines=2'],
+        "use cluster.learner='fsdp=4', cluster.",
+    ),
 }
 
 

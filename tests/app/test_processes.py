@@ -31,7 +31,12 @@ SUPERVISED = {
     'optimizer.schedule': 'constant', 'optimizer.warmup_steps': 1, 'learner.groups_per_update': 16,
     'learner.row_tokens': 48, 'learner.row_loss_tokens': 32,
 }  # fmt: skip
-ALL = {'mesh.fsdp': 8, 'learner.rows_per_microbatch': 8, 'learner.layers': 'stacked', 'telemetry.tensorboard': False}
+ALL = {
+    'cluster.learner': 'fsdp=8',
+    'learner.rows_per_microbatch': 8,
+    'learner.layers': 'stacked',
+    'telemetry.tensorboard': False,
+}
 LOST = 'the run ends here, go on from the last checkpoint with --resume'
 DEADLINE_S = 60
 
@@ -142,8 +147,8 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(supervised, tmp_path):
     shutil.copytree(supervised, tmp_path / 'one')
     shutil.rmtree(tmp_path / 'one' / 'checkpoints' / 'step_00000005')
     before = _metrics(supervised)
-    fields = SUPERVISED | {'mesh.data': 2}
-    changed = ('--config.mesh.fsdp=2', '--config.learner.layers=list', '--resume')
+    fields = SUPERVISED | {'cluster.learner': 'data=2'}
+    changed = ('--config.cluster.learner=data=2,fsdp=2', '--config.learner.layers=list', '--resume')
     outputs = _complete(tmp_path / 'one', fields, *changed, processes=1)
     assert 'resumed after update 3' in outputs[0]
     after = _metrics(tmp_path / 'one')

@@ -113,7 +113,7 @@ def plain_synchronous_loop(workdir):
     """Generate B groups with the current weights, train, repeat: no clock, no gate, no buffer, no engine."""
     session = SmallRun(workdir, staleness__eta=0.0).session
     session.verifier.close()
-    learner, backend, stream = session.learner, session._backend, session.controller._stream
+    learner, backend, stream = session.learner, session._engines[0]._backend, session.controller._stream
     score, sampling = session.verifier._score, session.controller._groups._workflow._sampling
     for version in range(5):
         weights = learner.publish(version)

@@ -9,6 +9,7 @@ from areal_jax.app import build, memory, sizes
 from areal_jax.app.engines import build_backend
 from areal_jax.app.learner import build_learner
 from areal_jax.app.model import build_model, read_shape
+from areal_jax.cluster import parse_engines
 from areal_jax.config import TrackedConfig
 from areal_jax.models.decoder import Decoder
 from areal_jax.ranges import ConfigError
@@ -22,7 +23,7 @@ def nbytes(tree):
 
 def measured(**fields):
     config = TrackedConfig(small_config(**fields))
-    return config, sizes.measure(config, read_shape(config), build.build_mesh(config))
+    return config, sizes.measure(config, read_shape(config), build.build_allocation(config))
 
 
 FORMS = [
@@ -31,14 +32,14 @@ FORMS = [
     {'optimizer__name': 'adamw8bit', 'learner__dtype': 'bfloat16', 'publication__dtype': 'bfloat16'},
     {'lora__rank': 4, 'model__family': 'qwen2', 'loss__kl_coefficient': 0.1},
     {'optimizer__name': 'adafactor', 'model__d_ff': 256, 'model__d_model': 128, 'model__family': 'qwen3'},
-    {'mesh__fsdp': 2, 'mesh__tensor': 2, 'mesh__strategy': 'fsdp_tensor', 'learner__rows_per_microbatch': 2,
+    {'cluster__learner': 'fsdp=2,tensor=2', 'cluster__strategy': 'fsdp_tensor', 'learner__rows_per_microbatch': 2,
      'task__symbols': 6, 'model__n_kv_heads': 2},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize('fields', FORMS, ids=lambda fields: ' '.join(fields) or 'default')
 def test_sizes_are_those_of_the_arrays(fields):
-    if len(jax.devices()) < 4 and 'mesh__fsdp' in fields:
+    if len(jax.devices()) < 4 and 'cluster__learner' in fields:
         pytest.skip('needs four devices')
     config, found = measured(model__n_layers=3, **fields)
     model = build_model(config)
@@ -52,7 +53,7 @@ def test_sizes_are_those_of_the_arrays(fields):
     if learner._passes.working(learner.state) is not learner.state.params:
         assert found.learner['working copy'] == nbytes(learner._passes.working(learner.state))
     state = build_backend(config, model.decoder).initial_state()
-    assert found.engines['KV cache'] == nbytes(state.cache) * config.rollout.engines
+    assert found.engines['KV cache'] == nbytes(state.cache) * parse_engines(config.cluster.engines).count
 
 
 HUGE = {

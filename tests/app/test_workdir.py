@@ -15,7 +15,7 @@ from areal_jax.app.workdir import (
 from areal_jax.ranges import ConfigError
 
 _VALUES = {
-    'mesh': {'fsdp': 8},
+    'cluster': {'learner': 'fsdp=8', 'engines': '1 x shared'},
     'learner': {'layers': 'list', 'rows_per_microbatch': 8, 'epochs': 1},
     'run': {'steps': 6, 'compilation_cache': '', 'seed': 0},
     'optimizer': {'schedule': 'constant'},
@@ -31,7 +31,7 @@ def _changed(section, **fields):
 @pytest.mark.parametrize(
     ('section', 'fields'),
     [
-        ('mesh', {'fsdp': 2}),
+        ('cluster', {'learner': 'fsdp=2'}),
         ('learner', {'layers': 'stacked', 'rows_per_microbatch': 2}),
         ('run', {'steps': 7, 'compilation_cache': '/tmp/cache'}),
         ('task', {'verifier_workers': 3}),
@@ -53,6 +53,7 @@ def test_what_may_change_on_the_way(tmp_path, section, fields):
     [
         ('learner', {'epochs': 2}, r'learner\.epochs: 1 -> 2; use the same, or start without --resume'),
         ('run', {'seed': 1}, r'run\.seed: 0 -> 1; use the same'),
+        ('cluster', {'engines': '2 x shared'}, r"cluster\.engines: '1 x shared' -> '2 x shared'; use the same"),
         ('task', {'verifier': 'process'}, r"task\.verifier: 'inline' -> 'process'; use the same"),
         ('run', {'steps': 5}, r'run\.steps: 6 -> 5; it may only be raised: use 6 or more'),
     ],
@@ -61,6 +62,19 @@ def test_what_may_not_is_named(tmp_path, section, fields, message):
     prepare_workdir(tmp_path, _VALUES, resume=False)
     with pytest.raises(ConfigError, match=message):
         prepare_workdir(tmp_path, _changed(section, **fields), resume=True)
+
+
+def test_a_run_of_an_earlier_version_is_one_sentence(tmp_path):
+    earlier = {name: fields for name, fields in _VALUES.items() if name != 'cluster'}
+    earlier |= {'mesh': {'data': 1, 'fsdp': 8, 'strategy': 'fsdp'}, 'rollout': {'engines': 2}}
+    prepare_workdir(tmp_path, earlier, resume=False)
+    with pytest.raises(
+        ConfigError, match=r'config.json is of an earlier version. mesh.data=1, mesh.fsdp=8, .* use '
+    ) as e:
+        prepare_workdir(tmp_path, _VALUES, resume=True)
+    assert "cluster.learner='fsdp=8', cluster.strategy='fsdp', cluster.engines='2 x shared' and start anew" in str(
+        e.value
+    )
 
 
 @pytest.mark.parametrize('schedule', ['cosine', 'linear'])

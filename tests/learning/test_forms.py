@@ -236,10 +236,16 @@ def test_what_is_trained_does_not_depend_on_the_fill(fill):
         ({'epochs': 0}, 'learner.epochs=0 must be at least 1'),
         ({'kl_coefficient': -1.0}, r'loss.kl_coefficient=-1.0 must not be negative'),
         ({'tail_buckets': 1, 'accumulate': 'scan'}, r"learner.tail_buckets=1 needs .* learner.accumulate='dispatch'"),
-        ({'mesh': {'context': 3}}, r'learner.row_tokens .*=40 must be a multiple of 6, twice mesh.context=3'),
-        ({'mesh': {'context': 5}}, r'learner.row_loss_tokens .*=24 must be a multiple of mesh.context=5'),
-        ({'mesh': {'tensor': 2}, 'strategy': 'fsdp'}, 'mesh.tensor=2 idle'),
-        ({'mesh': {'tensor': 8}, 'strategy': 'tensor'}, r'mesh.tensor=8 does not divide the 4 query heads'),
+        (
+            {'mesh': {'context': 3}},
+            r'learner.row_tokens .*=40 must be a multiple of 6, twice context=3 of cluster.learner',
+        ),
+        ({'mesh': {'context': 5}}, r'learner.row_loss_tokens .*=24 must be a multiple of context=5 of cluster.learner'),
+        ({'mesh': {'tensor': 2}, 'strategy': 'fsdp'}, 'tensor=2 of cluster.learner idle'),
+        (
+            {'mesh': {'tensor': 8}, 'strategy': 'tensor'},
+            r'tensor=8 of cluster.learner does not divide the 4 query heads',
+        ),
         ({'attention': 'splash'}, "attention 'splash' does not run on 'cpu'"),
     ],
 )

@@ -68,7 +68,7 @@ def test_the_ends_of_closed_ranges_are_allowed():
         ('learner.layers', decoder.FORMS),
         ('learner.remat', decoder.REMAT),
         ('learner.attention', backends.IMPLEMENTATIONS),
-        ('mesh.strategy', rules.STRATEGIES),
+        ('cluster.strategy', rules.STRATEGIES),
     ],
 )
 def test_every_declared_choice_is_implemented_and_nothing_else(path, implemented):

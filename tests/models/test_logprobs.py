@@ -290,7 +290,7 @@ def test_the_head_is_never_gathered():
 
 def test_what_does_not_divide_is_named():
     hidden, head, targets = sharded_example()
-    with pytest.raises(ValueError, match=r'101 rows of the head .* do not divide over mesh.tensor=2'):
+    with pytest.raises(ValueError, match=r'101 rows of the head .* do not divide over tensor=2'):
         over(make_mesh((1, 4, 2, 1)))(hidden, head[:101], targets, 1.0)
-    with pytest.raises(ValueError, match=r'15 tokens do not divide over mesh.data=1 x mesh.fsdp=4 x mesh.context=1'):
+    with pytest.raises(ValueError, match=r'15 tokens do not divide over data=1 x fsdp=4 x context=1'):
         over(make_mesh((1, 4, 2, 1)))(hidden[:15], head, targets[:15], 1.0)

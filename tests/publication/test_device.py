@@ -11,6 +11,7 @@ from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import host_manifest, manifest_hash
 from areal_jax.types import PublishedWeights
+from tests.host_reads import record_reads
 
 # awkward bits: the largest number, -0.0, a subnormal
 _BITS = np.array([0x7F7FFFFF, 0x80000000, 0x00000001, 0x3F800000], np.uint32)
@@ -43,10 +44,27 @@ def test_weights_move_from_the_learners_mesh_to_the_engines_device():
     mesh = jax.make_mesh((4,), ('fsdp',), devices=jax.devices()[:4])
     cut, whole = jax.NamedSharding(mesh, jax.P('fsdp')), jax.NamedSharding(mesh, jax.P())
     place = {'layers': {'0': {'up': cut, 'down': cut}}, 'norm': whole}
-    channel = DeviceChannel(jax.sharding.SingleDeviceSharding(jax.devices()[4]), verify=True)
+    channel = DeviceChannel(jax.devices()[4], verify=True)
     received = channel.receive(channel.transfer(1, jax.device_put(_params(), place)))
     _assert_bit_equal(received, _params())
     assert {device for leaf in jax.tree.leaves(received) for device in leaf.devices()} == {jax.devices()[4]}
+
+
+@pytest.mark.parametrize('verify', [False, True])
+def test_engines_get_the_shards_of_the_learner_without_the_host(verify):
+    # cut over 4 devices for training; two engines on devices of their own
+    mesh = jax.make_mesh((2, 2), ('fsdp', 'tensor'), devices=jax.devices()[:4])
+    up, down, norm = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (('fsdp', 'tensor'), ('tensor',), ()))
+    copy = jax.device_put(_params(), {'layers': {'0': {'up': up, 'down': down}}, 'norm': norm})
+    channel = DeviceChannel(verify=verify)
+    with record_reads() as reads:
+        published = channel.transfer(1, copy)
+        received = [channel.receive(published, device) for device in jax.devices()[4:6]]
+    assert reads == []
+    for device, params in zip(jax.devices()[4:6], received, strict=True):
+        _assert_bit_equal(params, _params())
+        assert {at for leaf in jax.tree.leaves(params) for at in leaf.devices()} == {device}
+    assert published.manifest_hash == manifest_hash(host_manifest(_params()))
 
 
 def test_a_flipped_bit_is_caught_and_its_leaf_named():

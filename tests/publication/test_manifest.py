@@ -1,6 +1,7 @@
 """The digest of weights: equal on host and device, and different for different weights."""
 
 import hashlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_jax.publication import manifest
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import (
     decode_manifest,
@@ -53,6 +55,20 @@ def test_a_sharded_leaf_has_the_digest_of_the_whole():
     value = np.arange(24, dtype=np.float32).reshape(8, 3)
     sharded = jax.device_put(value, jax.NamedSharding(mesh, jax.P('x')))
     assert device_manifest({'a': sharded}) == host_manifest({'a': value})
+
+
+@pytest.mark.parametrize('spec', [('x', 'y'), ('y', 'x'), (('x', 'y'),), (None, 'y'), ()])
+def test_shards_are_digested_where_they_are(spec):
+    # every device sums its own shards; a program over several devices could meet one of the learner on another thread
+    mesh = jax.make_mesh((2, 4), ('x', 'y'))
+    value = np.random.default_rng(0).integers(0, 2**32, (8, 24), dtype=np.uint32).view(np.float32)
+    sharded = jax.device_put(value, jax.NamedSharding(mesh, jax.P(*spec)))
+    devices = set()
+    program = manifest._device_sums
+    record = lambda shards, parts: (devices.update(len(s.devices()) for s in shards), program(shards, parts))[1]
+    with mock.patch.object(manifest, '_device_sums', record):
+        assert device_manifest({'a': sharded, 'b': sharded}) == host_manifest({'a': value, 'b': value})
+    assert devices == {1}
 
 
 def test_a_transposed_view_is_digested_in_its_own_order():

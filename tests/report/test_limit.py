@@ -16,6 +16,30 @@ def test_lanes_with_their_own_devices():
     assert limit.ideal_rule.startswith('lanes own their devices')
 
 
+def test_lanes_on_virtual_devices_share_the_cores():
+    # Two engines and the learner have a virtual CPU device each and are busy 9, 8 and 9 of 10 s: on 2 cores that is
+    # more than the cores gave, since a lane that waits for a core is busy too. 16 CPU seconds on 2 cores are 8 s; alone
+    # the busiest engine needed 4 s and the learner 3 s.
+    lanes = [('engine/0', 'decode', 0, 9), ('engine/1', 'decode', 0, 8), ('learner', 'train', 1, 10)]
+    entries = [entry for run, (*lane, start, end) in enumerate(lanes) for entry in work(*lane, start, end, run)]
+    events = event_log((0, 'admit', {'draw': 0}), *entries, publish(10, 1))
+    facts = {'alone_seconds': {'generate': 4.0, 'train': 3.0}, 'cpu_seconds': 16.0, 'cores': 2}
+    shared = measure_limit(events, 1, two_facts(**facts, lanes_own_devices=False))
+    assert (shared.ideal, shared.achieved, shared.bound) == (pytest.approx(8), pytest.approx(10), 'CPU seconds / cores')
+    owned = measure_limit(events, 1, two_facts(**facts, lanes_own_devices=True))
+    assert (owned.ideal, owned.bound) == (pytest.approx(9), 'engine/0')
+
+
+def test_publication_lanes_count_by_the_busiest():
+    entries = [
+        *work('publish', 'publish', 0, 1, 0),
+        *work('publish/1', 'load', 1, 4, 1),
+        *work('publish/0', 'load', 1, 3, 2),
+    ]
+    events = event_log((0, 'admit', {'draw': 0}), *entries, publish(10, 1))
+    assert measure_limit(events, 1, two_facts(lanes_own_devices=True)).publish == pytest.approx(3)
+
+
 @pytest.mark.parametrize(
     ('cpu_seconds', 'ideal', 'bound'),
     [(32.0, 8.0, 'CPU seconds / cores'), (16.0, 6.0, 'generate alone'), (None, 6.0, 'generate alone')],

@@ -2,10 +2,18 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.placement import gather, place
+from areal_jax.sharding.placement import gather, move_to, place
+from tests.host_reads import record_reads
+
+
+@pytest.fixture
+def reads():
+    with record_reads() as shapes:
+        yield shapes
 
 
 def test_what_is_placed_comes_back():
@@ -21,3 +29,37 @@ def test_what_is_gathered_is_a_copy_of_its_own():
     host = gather(leaf)
     host[0] = 1
     assert leaf[0] == 0
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'spec'),
+    [
+        ({'fsdp': 4}, PartitionSpec('fsdp')),
+        ({'fsdp': 4}, PartitionSpec(None, 'fsdp')),
+        ({'fsdp': 2, 'tensor': 2}, PartitionSpec('tensor', 'fsdp')),
+        ({'data': 2, 'fsdp': 2}, PartitionSpec('fsdp')),  # every shard twice
+        ({'data': 4}, PartitionSpec()),
+    ],
+)
+@pytest.mark.parametrize('target', [0, 2, 7])
+def test_shards_are_joined_on_one_device_without_the_host(mesh, spec, target, reads):
+    bits = np.arange(96, dtype=np.uint32).reshape(8, 12) * np.uint32(0x02B92DA7)  # NaN and subnormals among them
+    value = bits.view(np.float32)
+    sharded = jax.device_put(value, NamedSharding(make_mesh(**mesh), spec))
+    moved = move_to({'w': sharded}, jax.devices()[target])['w']
+    assert reads == []
+    assert moved.devices() == {jax.devices()[target]}
+    assert np.asarray(moved).tobytes() == value.tobytes()
+
+
+def test_device_put_of_shards_goes_through_the_host(reads):
+    # why `move_to` exists: if this fails, jax has learned to do it
+    sharded = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(make_mesh(fsdp=4), PartitionSpec('fsdp')))
+    jax.device_put(sharded, jax.devices()[5])
+    assert reads == [(8, 4)]
+
+
+def test_what_is_there_already_is_not_copied():
+    there = jax.device_put(np.ones(3, np.float32), jax.devices()[3])
+    assert move_to({'w': there}, jax.devices()[3])['w'] is there
+    assert move_to({'w': np.ones(3)}, jax.devices()[3])['w'].devices() == {jax.devices()[3]}

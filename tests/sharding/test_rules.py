@@ -92,8 +92,8 @@ def test_rows_lie_over_data_and_fsdp_and_their_tokens_over_context():
 @pytest.mark.parametrize(
     ('mesh', 'strategy', 'params', 'message'),
     [
-        ({}, 'zero', {}, "mesh.strategy='zero' is unknown; use one of replicated, fsdp, tensor, fsdp_tensor"),
-        ({'tensor': 2}, 'fsdp', {}, "mesh.strategy='fsdp' leaves mesh.tensor=2 idle"),
+        ({}, 'zero', {}, "cluster.strategy='zero' is unknown; use one of replicated, fsdp, tensor, fsdp_tensor"),
+        ({'tensor': 2}, 'fsdp', {}, "cluster.strategy='fsdp' leaves tensor=2 of cluster.learner idle"),
         ({}, 'fsdp', {'router': np.zeros((2, 2))}, "no logical axes for the parameter 'router' with 2 axes"),
         ({}, 'fsdp', {'embedding': np.zeros(2)}, "no logical axes for the parameter 'embedding' with 1 axes"),
     ],

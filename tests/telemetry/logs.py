@@ -129,6 +129,7 @@ def two_facts(**changes: Any) -> RunFacts:
         'evaluation_after': EvaluationScores((1.0, 1.0, 1.0), ((1.0, 1.0), (0.0, 0.0), (1.0, 1.0)), 0.6),
         'peak_memory_bytes': 3 * 2**30, 'event_loop_lag_max': 0.01, 'weights_sha256': 'ab' * 32, 'git_commit': 'c0ffee',
         'versions': {'jax': '0.10.2'}, 'hardware': {'cores': 2, 'platform': 'Linux'},
+        'devices': {'learner': [0], 'engines': {'engine/0': [0]}},
         'alone_seconds': {'generate': 6.0, 'train': 3.0}, 'cpu_seconds': 32.0, 'cores': 2,
         'problems': {'train': 12, 'held_out': 3, 'dropped': 2},
     }  # fmt: skip

@@ -76,7 +76,7 @@ class JaxDecodeBackend:
         self._widths = (context_tokens,) if decode_widths is None else tuple(decode_widths)
         self._check()
         # Stated for all arguments: host arrays, weights just made and weights put on the device share one program.
-        on = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+        self._on = on = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
         self._initial_program = jax.jit(self._initial, out_shardings=on)
         self._prefill_program = jax.jit(self._prefill_rows, in_shardings=on, out_shardings=on)
         self._insert_program = jax.jit(_insert, in_shardings=on, out_shardings=on, donate_argnums=0)
@@ -227,7 +227,7 @@ class JaxDecodeBackend:
     def _no_rows(self) -> Cache:
         """What prefixes of no tokens consist of, in the shapes of the smallest prefill."""
         c = self._decoder.config
-        zeros = jax.device_put(np.zeros((1, c.n_kv_heads, self._buckets[0], c.head_dim), self._dtype))
+        zeros = jax.device_put(np.zeros((1, c.n_kv_heads, self._buckets[0], c.head_dim), self._dtype), self._on)
         return ((zeros, zeros),) * c.n_layers
 
     # The programs.

@@ -1,0 +1,67 @@
+"""Which devices are the learner's and which each engine's, as `cluster.learner` and `cluster.engines` say.
+
+Used by app/ alone, which hands the mesh to the learner and one device to each engine; uses cluster.py for the sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from areal_jax.cluster import ENGINES, EnginesLayout, LearnerLayout, require_fit
+from areal_jax.ranges import ConfigError
+from areal_jax.sharding.mesh import make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """The devices of a run, by who uses them."""
+
+    learner: Mesh  # data x fsdp x context x tensor, over all processes
+    engines: tuple[jax.Device, ...]  # by engine, of this process
+
+    def engine_shares(self, index: int) -> bool:
+        """Whether another engine, or the learner, computes on the device of this engine."""
+        device = self.engines[index]
+        return device in self.learner.devices.flat or self.engines.count(device) > 1
+
+    @property
+    def lanes_own_devices(self) -> bool:
+        """Whether the learner and every engine have accelerators of their own; virtual CPU devices share the cores."""
+        shared = any(self.engine_shares(index) for index in range(len(self.engines)))
+        return not shared and all(device.platform != 'cpu' for device in (*self.learner.devices.flat, *self.engines))
+
+    def by_device(self) -> dict[jax.Device, list[int]]:
+        """The engines on each of their devices."""
+        found: dict[jax.Device, list[int]] = {}
+        for index, device in enumerate(self.engines):
+            found.setdefault(device, []).append(index)
+        return found
+
+    def describe(self) -> dict[str, list[int] | dict[str, list[int]]]:
+        """{'learner': ids, 'engines': {'engine/0': ids}}, for the report."""
+        engines = {f'engine/{index}': [device.id] for index, device in enumerate(self.engines)}
+        return {'learner': [device.id for device in self.learner.devices.flat], 'engines': engines}
+
+
+def allocate(learner: LearnerLayout, engines: EnginesLayout) -> Allocation:
+    """The learner's mesh over the first devices, and the devices of the engines.
+
+    An engine of its own device has one after the learner's; engines that share decode on the first local device.
+
+    Raises ConfigError where there are too few devices, or where engines would have their own in a run of several
+    processes, which is not built yet.
+    """
+    available = jax.devices()
+    if engines.devices and jax.process_count() > 1:
+        raise ConfigError(
+            f'{ENGINES}={str(engines)!r}: devices of their own for engines of a learner over {jax.process_count()} '
+            f"processes (distributed.processes) are not built yet; use '{engines.count} x shared'"
+        )
+    require_fit(learner, engines, len(available), available[0].platform)
+    mesh = make_mesh(learner.data, learner.fsdp, context=learner.context, tensor=learner.tensor)
+    if engines.shared:
+        return Allocation(mesh, (jax.local_devices()[0],) * engines.count)
+    return Allocation(mesh, tuple(available[learner.devices : learner.devices + engines.count]))

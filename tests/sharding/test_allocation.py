@@ -1,0 +1,72 @@
+"""Eight virtual devices: which are the learner's and which each engine's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from areal_jax.cluster import parse_engines, parse_learner
+from areal_jax.ranges import ConfigError
+from areal_jax.sharding import allocation
+from areal_jax.sharding.allocation import allocate
+
+
+def _allocate(learner: str, engines: str) -> allocation.Allocation:
+    return allocate(parse_learner(learner), parse_engines(engines))
+
+
+def test_the_default_is_one_device_for_all():
+    found = _allocate('data=1', '1 x shared')
+    assert found.describe() == {'learner': [0], 'engines': {'engine/0': [0]}}
+    assert found.engine_shares(0)
+    assert not found.lanes_own_devices
+
+
+def test_engines_have_the_devices_after_the_learners():
+    found = _allocate('data=2,fsdp=2', '2 x tensor=1')
+    assert found.describe() == {'learner': [0, 1, 2, 3], 'engines': {'engine/0': [4], 'engine/1': [5]}}
+    assert found.learner.shape == {'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 1}
+    assert [found.engine_shares(index) for index in (0, 1)] == [False, False]
+    assert found.by_device() == {jax.devices()[4]: [0], jax.devices()[5]: [1]}
+
+
+def test_shared_engines_are_on_the_learners_first_device():
+    found = _allocate('fsdp=4', '2 x shared')
+    assert found.describe()['engines'] == {'engine/0': [0], 'engine/1': [0]}
+    assert found.by_device() == {jax.devices()[0]: [0, 1]}
+
+
+def test_virtual_devices_share_the_cores():
+    # disjoint devices are the lanes' own on an accelerator; on CPU they are all the same cores
+    found = _allocate('data=2', '1 x tensor=1')
+    assert not found.lanes_own_devices
+
+    @dataclasses.dataclass(frozen=True)
+    class Accelerator:
+        id: int
+        platform: str = 'gpu'
+
+    class Mesh:
+        def __init__(self, *devices):
+            self.devices = self
+            self.flat = devices
+
+    one, two, three = (Accelerator(index) for index in range(3))
+    assert allocation.Allocation(Mesh(one), (two, three)).lanes_own_devices
+    assert not allocation.Allocation(Mesh(one), (two, two)).lanes_own_devices
+    assert not allocation.Allocation(Mesh(one, two), (two,)).lanes_own_devices
+
+
+def test_too_few_devices_are_refused_with_both_fields():
+    with pytest.raises(
+        ConfigError, match=r"'fsdp=7' needs 7 devices and cluster.engines='2 x tensor=1' needs 2, 9 tog"
+    ):
+        _allocate('fsdp=7', '2 x tensor=1')
+
+
+def test_own_devices_in_several_processes_are_not_built(monkeypatch):
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    with pytest.raises(ConfigError, match=r"cluster.engines='2 x tensor=1': .*not built yet; use '2 x shared'"):
+        _allocate('fsdp=4', '2 x tensor=1')

@@ -1,0 +1,105 @@
+"""The fields cluster.learner and cluster.engines: what they mean, and one sentence for each wrong text."""
+
+import itertools
+
+import pytest
+
+from areal_jax.cluster import (
+    AXES,
+    EnginesLayout,
+    LearnerLayout,
+    describe_former,
+    parse_engines,
+    parse_learner,
+    require_fit,
+)
+from areal_jax.ranges import ConfigError
+
+
+def test_sizes_not_named_are_1():
+    assert parse_learner('data=1') == LearnerLayout(1, 1, 1, 1)
+    assert parse_learner('tensor=3, data=2').sizes == (2, 1, 1, 3)
+    assert parse_learner('data=2,fsdp=2,tensor=3').devices == 12
+    assert parse_learner('data=2,fsdp=2,tensor=3').data_shards == 4
+
+
+@pytest.mark.parametrize('sizes', [*itertools.product((1, 3), repeat=4)])
+def test_a_layout_is_written_as_it_is_parsed(sizes):
+    layout = LearnerLayout(**dict(zip(AXES, sizes, strict=True)))
+    assert parse_learner(str(layout)) == layout
+
+
+def test_engines_share_the_learners_device_or_have_their_own():
+    assert parse_engines('1 x shared') == EnginesLayout(1, shared=True)
+    assert parse_engines('2xtensor=1') == EnginesLayout(2, shared=False)
+    assert (parse_engines('3 x shared').devices, parse_engines('3 x tensor=1').devices) == (0, 3)
+    assert [str(parse_engines(text)) for text in ('3x shared', '2xtensor=1')] == ['3 x shared', '2 x tensor=1']
+
+
+WRONG = [
+    (
+        parse_learner,
+        'fdsp=4',
+        "cluster.learner='fdsp=4': there is no axis 'fdsp'; did you mean fsdp?; use data, fsdp, co",
+    ),
+    (parse_learner, 'fsdp=0', "cluster.learner='fsdp=0': the size of fsdp must be a whole number, at least 1"),
+    (parse_learner, 'fsdp=-1', 'the size of fsdp must be'),
+    (parse_learner, 'fsdp=2.5', 'the size of fsdp must be'),
+    (parse_learner, 'fsdp=99999999999', 'the size of fsdp must be'),
+    (parse_learner, 'fsdp=2,fsdp=2', "cluster.learner='fsdp=2,fsdp=2' names the axis fsdp twice"),
+    (parse_learner, 'fsdp', "'fsdp' has no 'AXIS=SIZE'; write 'fsdp=4' or 'data=2,fsdp=2'"),
+    (parse_learner, '', "cluster.learner='': '' has no 'AXIS=SIZE'"),
+    (parse_learner, 'fsdp=2,', "cluster.learner='fsdp=2,': '' has no 'AXIS=SIZE'"),
+    (
+        parse_engines,
+        '2',
+        "cluster.engines='2' has no 'NUMBER x WHERE'; write '2 x shared' (on the learner's first device)",
+    ),
+    (parse_engines, '', "cluster.engines='' has no 'NUMBER x WHERE'"),
+    (parse_engines, '2 x', 'has no'),
+    (parse_engines, '2 shared', "has no 'NUMBER x WHERE'"),
+    (parse_engines, '0 x shared', "'0' engines must be a whole number from 1 to 1024"),
+    (parse_engines, 'two x shared', "'two' engines must be a whole number"),
+    (parse_engines, '2 x shard', "'shard' is not known; did you mean shared?; write '2 x shared'"),
+    (parse_engines, '2 x tensr=1', "there is no axis 'tensr'; did you mean tensor?"),
+    (parse_engines, '2 x tensor=2', "an engine over several is not built yet; use '2 x tensor=1'"),
+    (parse_engines, '2 x fsdp=1', "an engine over several is not built yet; use '2 x tensor=1'"),
+    (parse_engines, '2 x tensor=0', 'the size of tensor must be a whole number, at least 1'),
+]
+
+
+@pytest.mark.parametrize(('parse', 'text', 'message'), WRONG)
+def test_a_wrong_text_is_named_with_the_fix(parse, text, message):
+    with pytest.raises(ConfigError) as refused:
+        parse(text)
+    assert message in str(refused.value)
+    assert text in str(refused.value)
+    assert '\n' not in str(refused.value)
+
+
+def test_too_few_devices_name_both_fields_the_sizes_and_the_fix():
+    # 4 of the learner and 2 of engines are 6, of which the platform has 5
+    learner, engines = parse_learner('fsdp=4'), parse_engines('2 x tensor=1')
+    assert require_fit(learner, engines, 6, 'cpu') is None
+    with pytest.raises(ConfigError) as refused:
+        require_fit(learner, engines, 5, 'cpu')
+    assert str(refused.value) == (
+        "cluster.learner='fsdp=4' needs 4 devices and cluster.engines='2 x tensor=1' needs 2, 6 together; the platform "
+        "'cpu' has 5: lower a size, share the learner's with cluster.engines='2 x shared', or set "
+        'XLA_FLAGS=--xla_force_host_platform_device_count=6 before jax is imported'
+    )
+    with pytest.raises(
+        ConfigError, match=r"^cluster.learner='fsdp=4' needs 4 devices; the platform 'tpu' has 3: lower a size$"
+    ):
+        require_fit(learner, parse_engines('2 x shared'), 3, 'tpu')
+
+
+def test_former_fields_are_answered_with_the_new_ones():
+    assert describe_former({'mesh.fsdp': 4}) == "mesh.fsdp=4: this field was replaced; use cluster.learner='fsdp=4'"
+    assert describe_former({'mesh.fsdp': '4', 'mesh.data': '2', 'rollout.engines': '3', 'rollout.slots': '8'}) == (
+        "mesh.fsdp=4, mesh.data=2, rollout.engines=3: these fields were replaced; use cluster.learner='data=2,fsdp=4', "
+        "cluster.engines='3 x shared'"
+    )
+    assert describe_former({'mesh.strategy': 'tensor'}).endswith("use cluster.strategy='tensor'")
+    assert describe_former({'mesh.fsdp': None}).endswith("use cluster.learner='fsdp=N'")  # --config.mesh.fsdp 4
+    assert describe_former({'rollout.slots': 8, 'learner.fill': 'first_fit'}) is None
