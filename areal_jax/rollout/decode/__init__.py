@@ -1,1 +1,1 @@
-"""Inside arrow 3: what an engine runs on its devices: prefill, insert, decode and sample."""
+"""What an engine in this process runs on its device for generation: prefill, insert, decode and sample."""

@@ -1,7 +1,8 @@
-"""Inside arrow 3: who sees whom, once over whole prompts and once over the cache of one token per slot.
+"""Attention of prefill (all tokens of a row) and of decode (one token per slot, over the cache).
 
-Shapes: R rows, L tokens of a row, B slots, H heads, K key-value heads, G = H/K, D head size, W cache positions seen.
-Both are matrix products over dense masked scores: prompts are short, and a decode step is bound by the weights.
+Used by backend.py. Shapes: R rows, L tokens of a row, B slots, H heads, K key-value heads, G = H/K, D head size, W
+positions of the cache that are read. Both compute dense masked scores: prompts are short, and a decode step takes the
+time of reading the weights.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-_MASKED = -1e30  # a score whose weight is exactly 0 after the softmax
+_MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None) -> jax.Array:
-    """Attention of every token to itself and those before it in its row, [R, L, H, D].
+    """Attention of every token to itself and to the tokens before it in its row, [R, L, H, D].
 
     Args:
-      q: [R, L, H, D]; k, v: [R, K, L, D], the layout of the cache. Padding stands behind a row's tokens.
-      window: tokens seen, the own one included; None = all before.
+      q: [R, L, H, D]; k, v: [R, K, L, D], the layout of the cache. Padding comes after a row's tokens.
+      window: number of tokens that a token attends to, itself included; None = all before it.
     """
     rows, length, heads, size = q.shape
     grouped = q.reshape(rows, length, k.shape[1], -1, size)
@@ -37,7 +38,7 @@ def cache_attention(
 
     Args:
       q: [B, H, D]; k, v: [B, K, W, D], this token's included; positions: int32 [B], each < W.
-      window: positions seen, the own one included; None = all before.
+      window: number of positions that a token attends to, its own included; None = all before it.
     """
     slots, heads, size = q.shape
     grouped = q.reshape(slots, k.shape[1], -1, size)

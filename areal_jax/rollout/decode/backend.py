@@ -1,7 +1,8 @@
-"""Inside arrow 3: the backend of an engine in this process: compiled prefill, insert and decode over one decoder.
+"""The compiled programs of an engine in this process: prefill, insert and decode of one decoder on one device.
 
-Weights are arguments of every program, so new ones of equal shape compile nothing. Shapes come from short declared
-lists: prefill buckets (for one row and for a row per slot) and decode widths; `warm_up` compiles them all.
+rollout/engine.py calls them on the engine's lane; app/ builds one backend for each device on which engines decode.
+Weights are arguments of every program, so new weights of the same shapes need no compilation. Shapes come from short
+declared lists: prefill buckets (for one row, and for a row per slot) and decode widths; `warm_up` compiles all of them.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _Outputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 class JaxDecodeBackend:
     """rollout.backend.DecodeBackend for a decoder on one device.
 
-    A state is donated by every call that takes it: use only the one returned last.
+    Every call donates the state that it is given: use only the state returned last.
 
     Args:
       slots: sequences decoded at once, B.
-      context_tokens: cache positions of a slot, S; a sequence has at most so many tokens.
+      context_tokens: cache positions of a slot, S: the most tokens of a sequence.
       prefill_buckets: ascending lengths that prefixes are padded to; the last holds context_tokens - 1.
       decode_steps: most tokens per slot of one `generate`.
       decode_widths: ascending numbers of cache positions that a `generate` may attend to, the last context_tokens;
@@ -44,7 +45,7 @@ class JaxDecodeBackend:
       filtered: whether requests may use top_k or top_p.
       dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
         log-probs are float32.
-      device: where weights and state are; None = the first.
+      device: of weights, cache and programs; None = the first of this process.
 
     Raises ValueError for sizes that do not fit together, an unknown dtype or a stacked decoder, and, from every call
     that is given weights, for weights of another dtype.
@@ -75,7 +76,8 @@ class JaxDecodeBackend:
         self._buckets = tuple(prefill_buckets)
         self._widths = (context_tokens,) if decode_widths is None else tuple(decode_widths)
         self._check()
-        # Stated for all arguments: host arrays, weights just made and weights put on the device share one program.
+        # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
+        # weights committed to another device are an error instead of a silent copy.
         self._on = on = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
         self._initial_program = jax.jit(self._initial, out_shardings=on)
         self._prefill_program = jax.jit(self._prefill_rows, in_shardings=on, out_shardings=on)
@@ -117,9 +119,9 @@ class JaxDecodeBackend:
         return _bucket(self._buckets, longest, 'prefill_buckets')
 
     def warm_up(self, weights: Params, announce: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Compile every declared program, by running it on nothing; returns how many.
+        """Compiles every declared program by running it without requests; returns the number of programs.
 
-        `announce` is called with how many are done, and of how many, before each.
+        `announce` is called before each program with the number done and the total.
         """
         shapes = [(rows, bucket) for rows in sorted({1, self.slots}) for bucket in self._buckets]
         total = 2 + 2 * len(shapes) + len(self._widths)
@@ -145,8 +147,8 @@ class JaxDecodeBackend:
     def prefill(self, weights: Params, sequences: Sequence[np.ndarray]) -> list[Prefix]:
         """The prefixes of int32 [L] sequences, L >= 0, at most `slots` of them.
 
-        Up to half as many sequences as slots run one row each, in their own buckets; more run as a row per slot in
-        the bucket of the longest: arithmetic grows with the rows, used or not.
+        Up to slots / 2 sequences run one at a time, each in its own bucket. More run as one batch with a row per slot
+        in the bucket of the longest: the batch costs the same however many of its rows are used.
 
         Raises ValueError when there are too many or one is longer than every bucket.
         """
@@ -173,7 +175,7 @@ class JaxDecodeBackend:
         """
         for init in inits:
             self._check_init(init, prefix)
-        return jax.block_until_ready(self._insert(prefix, state, inits))  # the lane is occupied until then
+        return jax.block_until_ready(self._insert(prefix, state, inits))  # so that the lane's interval has its real end
 
     def generate(self, weights: Params, state: DecodeState, steps: int, width: int) -> tuple[DecodeState, DecodeOutput]:
         """Up to `steps` tokens for every live slot; `width` must hold the position of each token that is read.
@@ -225,7 +227,7 @@ class JaxDecodeBackend:
         return self._insert_program(state, prefix.rows, np.int32(prefix.row), np.int32(len(inits)), *values)
 
     def _no_rows(self) -> Cache:
-        """What prefixes of no tokens consist of, in the shapes of the smallest prefill."""
+        """The rows of an empty prefix, with the shapes of the smallest prefill."""
         c = self._decoder.config
         zeros = jax.device_put(np.zeros((1, c.n_kv_heads, self._buckets[0], c.head_dim), self._dtype), self._on)
         return ((zeros, zeros),) * c.n_layers
@@ -233,7 +235,10 @@ class JaxDecodeBackend:
     # The programs.
 
     def _check_dtype(self, weights: Params) -> None:
-        """At the start of each program, hence once per compilation: weights of another dtype would compile it anew."""
+        """Raises ValueError for weights of another dtype, which would compile the program again.
+
+        Called while a program is traced, so it costs nothing when the program runs.
+        """
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
             if leaf.dtype != self._dtype:
                 raise ValueError(

@@ -1,8 +1,8 @@
-"""Inside arrow 3: the keys and values of what has been read, per layer and slot, and how a prompt gets into them.
+"""The KV cache: keys and values of every layer and slot, and the insertion of prefilled rows.
 
-Per layer one pair (k, v), each [B slots, K key-value heads, S positions, D]: a head's positions are contiguous, so that
-attention is a matrix product over a view. Separate arrays per layer, because an array of all layers would be copied
-whenever one of them is written.
+Used by backend.py. Each layer has a pair (k, v), each [B slots, K key-value heads, S positions, D]. The positions of a
+head are contiguous, so attention is a matrix product over a view. Layers are separate arrays, because XLA would copy an
+array of all layers whenever one layer is written.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Cache = tuple[LayerCache, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """The keys and values of one prefilled sequence: a row of the batch it was computed in."""
+    """The keys and values of one prefilled sequence: a row of the batch in which it was computed."""
 
     rows: Cache  # per layer k, v [R, K, L, D]; shared by the prefixes of the batch, never donated
     row: int
-    length: int  # positions that count, <= L
+    length: int  # positions in use, <= L
 
 
 def empty_cache(n_layers: int, slots: int, heads: int, positions: int, head_dim: int, dtype: jnp.dtype) -> Cache:
@@ -41,8 +41,8 @@ def write_token(layer: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Ar
 def insert_row(cache: Cache, rows: Cache, row: jax.Array, slots: jax.Array, n: jax.Array) -> Cache:
     """The cache with one row of `rows` in each of the first `n` slots listed in `slots`, int32 [B].
 
-    Every position of a slot is written: a masked position has weight 0, and 0 times what a former occupant left there
-    must be 0 even if that was not a number. Costs n rows of traffic, not the whole cache.
+    All positions of the slots are written, because a masked position has weight 0 and 0 * NaN, left by an earlier
+    request, would be NaN. The cost is n rows of memory traffic, not the whole cache.
     """
     fitted = jax.tree.map(lambda target, source: _fit(source, row, target.shape[2]), cache, rows)
 

@@ -1,7 +1,7 @@
-"""Inside arrow 3: logits -> the next token and its behaviour log-prob, with noise that depends on the request alone.
+"""Sampling: from logits to the next token and its behaviour log-prob, with noise that depends on the request alone.
 
-The key of a token is folded from (seed, draw, sample, index of the token in the trajectory), so its noise does not
-depend on slot, company, engine or interruptions.
+Used by backend.py. The key of a token is folded from (seed, draw, sample, index of the token in the trajectory), so the
+noise does not depend on the slot, the other requests of the batch, the engine or interruptions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def draw_tokens(z: jax.Array, keys: jax.Array, indices: jax.Array, greedy: jax.A
 
     Gumbel-max in two levels: with independent standard Gumbel noise g,
       block ~ argmax_b (logsumexp of z in b + g_b),   token ~ argmax_t (z_t + g_t) over that block,
-    which is P(b) P(t | b) = softmax(z)_t exactly, for V/256 + 256 draws instead of V. Unlike an inverted cumulative
-    sum, a rounding error in z changes the token only at a near tie, however flat the distribution.
+    which is P(b) P(t | b) = softmax(z)_t exactly, and needs V/256 + 256 random numbers instead of V. A rounding error
+    in z changes the token only at a near tie; an inverted cumulative sum could change it in any flat distribution.
 
     Args:
       z: float32 [N, V], tempered; -inf is never drawn.
@@ -61,8 +61,8 @@ def _noise(key: jax.Array, index: jax.Array, n: int) -> jax.Array:
 def cut_support(logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Logits with -inf outside the support that top-k, then top-p of what is left, allow.
 
-    Top-p keeps the fewest most probable tokens whose mass under softmax(logits / temperature) reaches `top_p`. Tokens
-    tied at the threshold are all kept. Greedy rows are left whole.
+    Top-p keeps the smallest set of most probable tokens whose mass under softmax(logits / temperature) reaches `top_p`.
+    All tokens that tie at the threshold are kept. Greedy rows are not cut.
 
     Args:
       logits: float32 [N, V]. temperature, top_p: float32 [N]; top_k: int32 [N]. 0 and 1.0 turn top_k and top_p off.
@@ -76,9 +76,9 @@ def cut_support(logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top
 
 
 def _heaviest(z: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """bool [N, V]: the largest z of each row that together weigh at least `target`, or the whole row if it weighs less.
+    """bool [N, V]: in each row the largest z whose weights add up to `target`, or the whole row if it weighs less.
 
-    Bisection on the bits of the threshold: 32 sums over the row are exact and far cheaper than sorting it.
+    Bisects the bits of the threshold: 32 sums over the row are exact and much cheaper than a sort.
     """
     bits = lax.bitcast_convert_type(z, jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
@@ -103,8 +103,8 @@ def sample_tokens(
     """Tokens int32 [N] and their log-probs float32 [N]: (tokens, of the full softmax, of the cut one).
 
     Tokens are drawn from softmax(logits / temperature), or, with `cut_logits` (see `cut_support`), from its truncated
-    and renormalised part. The log-probs of the full softmax are those that the learner can compute; without
-    `cut_logits` the others are None. Temperature 0 takes the argmax and records log-probs of temperature 1.
+    and renormalised part. The learner can compute the log-probs of the full softmax only. Without `cut_logits` the
+    log-probs of the cut softmax are None. Temperature 0 takes the argmax and records the log-probs of temperature 1.
     """
     source = logits if cut_logits is None else cut_logits
     tokens = draw_tokens(scale_logits(source, temperature), keys, indices, temperature == 0)

@@ -1,4 +1,7 @@
-"""Inside arrow 3: what a slot knows of its request beside the cache, as vectors over the slots."""
+"""The state of every slot besides its cache (next token, position, limits, sampling), as vectors over the slots.
+
+Used by backend.py inside its programs, and on the host to fill slots.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ Vector = Any  # numpy on the host, jax.Array on the device
 class Slots:
     """One entry per slot, B of them."""
 
-    token: Vector  # int32 [B], next decode input; its keys and values are not in the cache yet
+    token: Vector  # int32 [B], the next input of decode; its keys and values are not in the cache yet
     position: Vector  # int32 [B], its index in the trajectory
     limit: Vector  # int32 [B], tokens at which the trajectory ends
-    live: Vector  # bool [B]; a dead slot is computed with the others and changes nothing but its own cache
+    live: Vector  # bool [B]; dead slots are computed too, and write to their own part of the cache only
     key: Vector  # uint32 [B, 2], of the request
     temperature: Vector  # float32 [B]
     top_k: Vector  # int32 [B]
@@ -36,7 +39,7 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Everything that decoding changes; donated by each call, so only the newest may be used."""
+    """Everything that decoding changes. Each call donates it, so only the newest state may be used."""
 
     cache: Cache
     slots: Slots
@@ -60,7 +63,7 @@ def empty_slots(n: int, max_stop_tokens: int) -> Slots:
 def slot_values(inits: Sequence[SlotInit], n: int, max_stop_tokens: int) -> tuple[np.ndarray, Slots, np.ndarray]:
     """(slots int32 [n], values, seeds uint32 [n, 4]) of up to n inits, padded with slot n, which does not exist.
 
-    A row of seeds is (seed's high word, low word, draw, sample); `occupy` makes the key of it.
+    A row of seeds is (seed's high word, low word, draw, sample), from which `occupy` computes the request's key.
     """
     at, values, seeds = np.full(n, n, np.int32), empty_slots(n, max_stop_tokens), np.zeros((n, 4), np.uint32)
     for i, init in enumerate(inits):
@@ -81,7 +84,7 @@ def occupy(slots: Slots, at: jax.Array, values: Slots, seeds: jax.Array) -> Slot
 
 
 def advance(slots: Slots, tokens: jax.Array) -> Slots:
-    """The slots after each has generated its entry of `tokens`, int32 [B]; dead ones move on, unread."""
+    """The slots after each has generated its entry of `tokens`, int32 [B]; positions of dead slots grow too, unused."""
     stopped = jnp.any(slots.stop_tokens == tokens[:, None], axis=-1)
     length = slots.position + 2  # tokens of the trajectory with the new one: its input was at `position`
     return dataclasses.replace(
