@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax import files
-from areal_jax.app.workdir import Report
 from areal_jax.report.caveats import warn_of_skipped_steps
 from areal_jax.report.page import describe_idle_fields, describe_prolongation
 from areal_jax.report.report import FILE, PAGE, count_optimizer_steps
@@ -54,13 +53,13 @@ class SftFacts:
         return cls(**values)
 
 
-def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> Report:
+def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> files.JsonObject:
     """Writes report.json and report.md from the facts and metrics.jsonl; returns the report."""
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     values = [line['loss/nll'] for line in metrics if 'loss/nll' in line]
     optimizer_steps = count_optimizer_steps(metrics)
     warnings = [_warn_of_end(facts), warn_of_skipped_steps(optimizer_steps)]
-    report: Report = plain(
+    report: files.JsonObject = plain(
         {
             **dataclasses.asdict(facts),
             'held_out_nll': {str(step): nll for step, nll in sorted(facts.held_out_nll.items())},
@@ -83,7 +82,7 @@ def _warn_of_end(facts: SftFacts) -> str:
     )
 
 
-def _render(report: Report) -> str:
+def _render(report: files.JsonObject) -> str:
     held_out, train = report['held_out_nll'], report['train_nll']
     measured = [f'| held-out, after {step} updates | {_format_nll(nll)} |' for step, nll in held_out.items()]
     weights = report['weights_sha256']
@@ -106,7 +105,7 @@ def _render(report: Report) -> str:
     return '\n'.join(lines)
 
 
-def _what_ran(report: Report) -> str:
+def _what_ran(report: files.JsonObject) -> str:
     steps, sizes, memory = report['optimizer_steps'], report['demonstrations'], report['peak_memory_bytes']
     data = (
         f'{sizes["train"]} demonstrations ({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped '
