@@ -5,8 +5,8 @@ import errno
 import pytest
 
 from areal_jax.app.ending import end_command
+from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import LostPeerError, UserError, describe_disk_trouble
-from areal_jax.ranges import ConfigError
 
 ENDINGS = {
     'user': (ConfigError('run.steps=0 must be at least 1'), 2, 'error: run.steps=0 must be at least 1\n'),

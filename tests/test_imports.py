@@ -9,8 +9,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'events', 'files', 'records', 'types', 'protocols'}
-    | {'ranges', 'fields', 'declarations', 'structure', 'cluster', 'constraints', 'config', 'config_page'},
+    {'errors', 'events', 'files', 'records', 'types', 'protocols', 'config'},
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -20,20 +19,13 @@ LAYERS = [
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
 JAX_FREE = [
-    'cluster',
     'errors',
     'events',
     'records',
     'files',
     'types',
     'protocols',
-    'ranges',
-    'fields',
-    'declarations',
-    'structure',
-    'constraints',
     'config',
-    'config_page',
     'control',
     'tasks',
     'telemetry',

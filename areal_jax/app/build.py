@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from areal_jax.cluster import parse_engines, parse_learner
 from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.ranges import ConfigError
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
@@ -13,7 +14,6 @@ from areal_jax.learning.directions import DIRECTIONS
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
 from areal_jax.models.lora import Lora
-from areal_jax.ranges import ConfigError
 from areal_jax.sharding.allocation import Allocation, allocate
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.tasks.tokenizer import Tokenizer

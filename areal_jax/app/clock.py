@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from areal_jax import events
-from areal_jax.cluster import parse_engines
 from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import parse_engines
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.virtual import VirtualClock

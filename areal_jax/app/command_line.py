@@ -21,12 +21,12 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from areal_jax.app.extras import require_extras
-from areal_jax.cluster import describe_former
 from areal_jax.config import validate
-from areal_jax.declarations import FIELDS, SECTIONS
+from areal_jax.config.cluster import describe_former
+from areal_jax.config.declarations import FIELDS, SECTIONS
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.structure import suggest, unknown_field
 from areal_jax.errors import UserError
-from areal_jax.ranges import ConfigError
-from areal_jax.structure import suggest, unknown_field
 
 _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)

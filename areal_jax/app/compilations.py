@@ -8,7 +8,7 @@ import jax
 import jax.monitoring
 
 from areal_jax.config import TrackedConfig
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 
 EVENT = '/jax/core/compile/backend_compile_duration'
 

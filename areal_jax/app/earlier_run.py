@@ -11,12 +11,12 @@ import jax
 from areal_jax.app.workdir import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
+from areal_jax.config.ranges import ConfigError
 from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora, merge_adapters
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.ranges import ConfigError
 from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import path_name
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 
 _EXTRAS = {'tensorboardX': 'tensorboard', 'matplotlib': 'plots', 'reasoning_gym': 'tasks', 'gguf': 'gguf'}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from areal_jax.app.build import build_learner_settings, build_lora, build_mesh, build_optimizer
 from areal_jax.app.model import Model
 from areal_jax.config import TrackedConfig
+from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
-from areal_jax.ranges import ConfigError
 
 
 def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from areal_jax.app.build import build_mesh
 from areal_jax.app.earlier_run import EarlierRun, read_run_config
 from areal_jax.config import TrackedConfig
+from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.gguf import find_package_file, load_gguf, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
-from areal_jax.ranges import ConfigError
 from areal_jax.sharding.rules import param_shardings
 from areal_jax.tasks.token_reversal import characters
 from areal_jax.tasks.tokenizer import CharacterTokenizer, GgufTokenizer, HfTokenizer, Tokenizer

@@ -15,12 +15,12 @@ from areal_jax.app import build
 from areal_jax.app.memory import memory_limit_bytes
 from areal_jax.app.model import read_shape
 from areal_jax.config import TrackedConfig
+from areal_jax.config.ranges import ConfigError
 from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
-from areal_jax.ranges import ConfigError
 from areal_jax.sharding.allocation import Allocation
 from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
 

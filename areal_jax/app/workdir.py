@@ -13,10 +13,10 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
-from areal_jax.cluster import describe_former
 from areal_jax.config import CONFIG, flatten
+from areal_jax.config.cluster import describe_former
+from areal_jax.config.ranges import ConfigError
 from areal_jax.events import FILE as EVENTS
-from areal_jax.ranges import ConfigError
 from areal_jax.report import report
 from areal_jax.telemetry import metrics
 from areal_jax.telemetry.facts import EVALUATIONS

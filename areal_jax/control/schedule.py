@@ -8,7 +8,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 from areal_jax.types import PublishedWeights
 
 

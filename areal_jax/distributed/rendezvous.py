@@ -17,9 +17,9 @@ from typing import Protocol, cast
 
 import jax
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.peers import CommandError
 from areal_jax.errors import LostPeerError
-from areal_jax.ranges import ConfigError
 
 _BUILT, _ENDED = 'built', 'ended'
 _WITNESS = 'areal_jax/witness'  # key whose value is the path of a file that process 0 has written

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf_header import read_gguf_header
 from areal_jax.formats.hf import WeightsError, from_hf_names
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.ranges import ConfigError
 
 if TYPE_CHECKING:
     import gguf  # an optional package

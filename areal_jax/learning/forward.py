@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Attend, Constrain
 from areal_jax.models.logprobs import sharded_token_logprobs, token_logprobs
-from areal_jax.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
 from areal_jax.sharding.rules import data_shards
 from areal_jax.sharding.slices import first_tokens, from_slices, slice_places, to_slices

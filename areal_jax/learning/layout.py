@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.balance import decoder_cost
 from areal_jax.learning.buckets import RowShape, tail_bucket, tail_buckets, trim
 from areal_jax.learning.forward import require_heads
@@ -20,7 +21,6 @@ from areal_jax.learning.packing_report import PackingReport
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.attention import choose_checked, shares_prompts
 from areal_jax.models.shape import ModelConfig
-from areal_jax.ranges import ConfigError
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import data_shards, row_sharding
 from areal_jax.types import PackedBatch, TrajectoryGroup

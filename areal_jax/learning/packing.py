@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
 from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
 from areal_jax.learning.buckets import RowShape
 from areal_jax.learning.examples import make_examples
 from areal_jax.learning.packing_report import PackingReport, report_batch, total_report
 from areal_jax.learning.rows import PADDING, Example, Row, Unit, write_rows
-from areal_jax.ranges import ConfigError
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 MODES = ('shared_prompt', 'ordinary')

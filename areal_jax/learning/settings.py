@@ -1,6 +1,6 @@
 """The settings of an update and of the optimizer; each value names its config field when it refuses.
 
-app/build.py makes them from a config. They have no defaults where a config field decides: areal_jax/declarations.py has
+app/build.py makes them from a config. They have no defaults where a config field decides: config/declarations.py has
 the only one, and the meaning of each field.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_jax.declarations import require_allowed
+from areal_jax.config.declarations import require_allowed
+from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.packing import require_known
-from areal_jax.ranges import ConfigError
 
 # attributes of LearnerSettings that a config field decides: the path of the field
 _LEARNER_FIELDS = {

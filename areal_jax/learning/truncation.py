@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 from areal_jax.types import NOT_GENERATED, Segment, TrajectoryGroup
 
 MODES = ('refuse', 'full_softmax')

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.models import initial
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.layers import FORMS, stack_layers
@@ -21,7 +22,6 @@ from areal_jax.models.lora import Lora
 from areal_jax.models.rotary import rotary
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, at_layer, nest, weight_table
-from areal_jax.ranges import ConfigError
 from areal_jax.types import Tree
 
 # (q [T, H, D], k [T, K, D], v [T, K, D], cache of the layer, window) -> (out [T, H, D], cache of the layer)

@@ -11,9 +11,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from areal_jax.declarations import require_allowed
+from areal_jax.config.declarations import require_allowed
+from areal_jax.config.ranges import COUNT, ConfigError
 from areal_jax.models.families import COMMON
-from areal_jax.ranges import COUNT, ConfigError
 from areal_jax.types import Tree
 
 TARGETS = tuple(row.path.split('/')[-2] for row in COMMON if row.path.endswith('/weight'))  # 'query', 'key', ...

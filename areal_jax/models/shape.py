@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, ConfigError
 from areal_jax.models.families import FAMILIES
-from areal_jax.ranges import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

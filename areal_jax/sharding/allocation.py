@@ -1,6 +1,6 @@
 """Which devices are the learner's and which each engine's, as `cluster.learner` and `cluster.engines` say.
 
-Used by app/ alone, which hands the mesh to the learner and one device to each engine; uses cluster.py for the sizes.
+Used by app/ alone, which hands the mesh to the learner and one device to each engine; config/cluster.py has the sizes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from areal_jax.cluster import ENGINES, EnginesLayout, LearnerLayout, require_fit
-from areal_jax.ranges import ConfigError
+from areal_jax.config.cluster import ENGINES, EnginesLayout, LearnerLayout, require_fit
+from areal_jax.config.ranges import ConfigError
 from areal_jax.sharding.mesh import make_mesh
 
 

@@ -1,6 +1,6 @@
 """The device mesh of the learner.
 
-Used by allocation.py and by whoever trains without engines; cluster.py declares its axes and parses its sizes.
+Used by allocation.py and by whoever trains without engines; config/cluster.py declares its axes and parses its sizes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from areal_jax.cluster import AXES, LEARNER, EnginesLayout, LearnerLayout, require_fit
-from areal_jax.ranges import ConfigError
+from areal_jax.config.cluster import AXES, LEARNER, EnginesLayout, LearnerLayout, require_fit
+from areal_jax.config.ranges import ConfigError
 
 # Neighbouring devices differ in the last axis of AXES, which has the heaviest traffic.
 ROW_AXES = ('data', 'fsdp')  # the rows of a batch are sharded over both

@@ -15,8 +15,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
-from areal_jax.cluster import LEARNER, STRATEGY
-from areal_jax.ranges import ConfigError
+from areal_jax.config.cluster import LEARNER, STRATEGY
+from areal_jax.config.ranges import ConfigError
 from areal_jax.sharding.mesh import ROW_AXES
 from areal_jax.types import Tree
 

@@ -12,12 +12,12 @@ from areal_jax.app.model import build_model
 from areal_jax.app.session import Session
 from areal_jax.app.task import build_task
 from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_config import HfError
 from areal_jax.learning.rows import BatchError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
-from areal_jax.ranges import ConfigError
 from areal_jax.tasks.registry import make_task
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.tokenizer import CharacterTokenizer

@@ -9,7 +9,7 @@ from areal_jax.app.model import build_model
 from areal_jax.app.sft import SftSession
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig, validate
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 from tests.app.small import SmallRun, equal, small_config, to_host
 from tests.app.test_sft import sft_config
 

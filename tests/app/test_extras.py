@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.app.extras import _EXTRAS, require_extras
 from areal_jax.config import default_config
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 
 NEEDED = {
     'tensorboardX': ({}, r"telemetry\.tensorboard=True .*'areal_jax\[tensorboard\]', or .*tensorboard=False"),

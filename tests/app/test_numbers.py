@@ -15,13 +15,13 @@ from areal_jax.app.session import Session
 from areal_jax.app.sft import SftSession
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.export import export_hf
-from areal_jax.ranges import ConfigError
 from areal_jax.rollout.local_engine import LogprobError
 from tests.app.small import SmallRun, small_config
 from tests.app.test_session import logprob_gaps

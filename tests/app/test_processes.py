@@ -16,10 +16,10 @@ import pytest
 
 from areal_jax.app.processes import join_processes
 from areal_jax.config import default_config
+from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
-from areal_jax.ranges import ConfigError
 from tests.tasks import hf_directory
 
 LOOP = {

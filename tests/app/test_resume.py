@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.app.sft import SftSession
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 from tests.app.small import SmallRun, equal
 from tests.app.test_sft import final, metrics, run, sft_config
 

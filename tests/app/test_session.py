@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from areal_jax.app.session import Session
+from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import logprob_of
-from areal_jax.ranges import ConfigError
 from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.types import GenerationRequest, TrajectoryGroup
 from tests.app.small import SmallRun, equal, small_config

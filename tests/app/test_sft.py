@@ -10,8 +10,8 @@ import pytest
 from areal_jax import config as schema
 from areal_jax.app.sft import SftSession
 from areal_jax.config import validate
+from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_attention
-from areal_jax.ranges import ConfigError
 from tests.app.small import equal, to_host
 from tests.app.test_main_train import train
 

@@ -9,10 +9,10 @@ from areal_jax.app import build, memory, sizes
 from areal_jax.app.engines import build_backend
 from areal_jax.app.learner import build_learner
 from areal_jax.app.model import build_model, read_shape
-from areal_jax.cluster import parse_engines
 from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import parse_engines
+from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
-from areal_jax.ranges import ConfigError
 from tests.app.small import small_config
 
 

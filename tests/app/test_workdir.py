@@ -12,7 +12,7 @@ from areal_jax.app.workdir import (
     sample_digest,
     start_again,
 )
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 
 _VALUES = {
     'cluster': {'learner': 'fsdp=8', 'engines': '1 x shared'},

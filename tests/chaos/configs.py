@@ -43,6 +43,6 @@ def config_cases() -> list[ConfigCase]:
 
 def _hostile_configs() -> Mapping[str, Any]:
     try:
-        return importlib.import_module('tests.hostile_configs').HOSTILE_CONFIGS
+        return importlib.import_module('tests.config.hostile_configs').HOSTILE_CONFIGS
     except ModuleNotFoundError:
         return {}

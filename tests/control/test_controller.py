@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.loop import DeadlockError
 from areal_jax.control.failures import UnverifiedError
-from areal_jax.ranges import ConfigError
 from areal_jax.types import NOT_GENERATED, Trajectory, TrajectoryGroup
 from tests.toys import PRICES, STOP, ToyLearner, ToyRun, length, logprob, token, toy_prompt
 

@@ -8,9 +8,9 @@ import pathlib
 import jax
 import pytest
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.peers import CommandError
-from areal_jax.ranges import ConfigError
 
 
 class _Store(dict):

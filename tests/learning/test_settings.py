@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from areal_jax.declarations import FIELDS
-from areal_jax.fields import Choice
+from areal_jax.config.declarations import FIELDS
+from areal_jax.config.fields import Choice
 from areal_jax.learning import advantages, denominators, losses, packing, proximal, trees, truncation
 from areal_jax.learning.directions import DIRECTIONS
 from areal_jax.learning.optimizer import Schedule

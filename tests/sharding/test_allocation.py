@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import pytest
 
-from areal_jax.cluster import parse_engines, parse_learner
-from areal_jax.ranges import ConfigError
+from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.ranges import ConfigError
 from areal_jax.sharding import allocation
 from areal_jax.sharding.allocation import allocate
 

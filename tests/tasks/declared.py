@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from areal_jax.declarations import SECTIONS
-from areal_jax.fields import Value
+from areal_jax.config.declarations import SECTIONS
+from areal_jax.config.fields import Value
 
 
 def task_values(*names: str, **changes: Value) -> dict[str, Value]:

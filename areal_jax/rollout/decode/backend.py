@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
-from areal_jax.ranges import ConfigError
 from areal_jax.rollout.backend import DecodeOutput, SlotInit
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.attention import cache_attention, causal_attention

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from areal_jax.cluster import (
+from areal_jax.config.cluster import (
     AXES,
     EnginesLayout,
     LearnerLayout,
@@ -13,7 +13,7 @@ from areal_jax.cluster import (
     parse_learner,
     require_fit,
 )
-from areal_jax.ranges import ConfigError
+from areal_jax.config.ranges import ConfigError
 
 
 def test_sizes_not_named_are_1():

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_jax.fields import Choice, Field, Flag, Integer, Lengths, Real, Section, Text, Texts, Value
-from areal_jax.ranges import (
+from areal_jax.config.fields import Choice, Field, Flag, Integer, Lengths, Real, Section, Text, Texts, Value
+from areal_jax.config.ranges import (
     COUNT,
     COUNT_OR_OFF,
     DECAY,

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
-from areal_jax.cluster import describe_former
-from areal_jax.constraints import find_problems
-from areal_jax.declarations import FIELDS, SECTIONS, require_allowed
-from areal_jax.fields import Value
-from areal_jax.ranges import ConfigError
-from areal_jax.structure import require_declared
+from areal_jax.config.cluster import describe_former
+from areal_jax.config.constraints import find_problems
+from areal_jax.config.declarations import FIELDS, SECTIONS, require_allowed
+from areal_jax.config.fields import Value
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.structure import require_declared
 
 CONFIG = 'config.json'  # in the workdir: the resolved config of the run
 FieldValue: TypeAlias = Any  # of the type that the field declares, which a type checker cannot know by name

@@ -11,8 +11,8 @@ import math
 import re
 from collections.abc import Mapping
 
-from areal_jax.ranges import ConfigError
-from areal_jax.structure import suggest
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.structure import suggest
 
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'
 AXES = ('data', 'fsdp', 'context', 'tensor')  # of the learner's mesh

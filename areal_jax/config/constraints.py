@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.cluster import parse_engines, parse_learner
-from areal_jax.declarations import FIELDS
+from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.declarations import FIELDS
 
 
 def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:

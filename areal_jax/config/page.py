@@ -1,22 +1,22 @@
-"""The page docs/config.md, made from the declared fields; tests/test_config.py compares the two.
+"""The page docs/config.md, made from the declared fields; tests/config/test_config.py compares the two.
 
-python -m areal_jax.config_page > docs/config.md
+python -m areal_jax.config.page > docs/config.md
 """
 
 from __future__ import annotations
 
-from areal_jax.declarations import SECTIONS
-from areal_jax.fields import Field
+from areal_jax.config.declarations import SECTIONS
+from areal_jax.config.fields import Field
 
-COMMAND = 'python -m areal_jax.config_page > docs/config.md'
+COMMAND = 'python -m areal_jax.config.page > docs/config.md'
 _HEAD = f"""# Every field of the config
 
-This page is made from [`areal_jax/declarations.py`](../areal_jax/declarations.py) by `{COMMAND}`.
+This page is made from [`areal_jax/config/declarations.py`](../areal_jax/config/declarations.py) by `{COMMAND}`.
 
 An experiment file starts from `areal_jax.config.default_config()` and sets what differs; the command line sets any
 field with `--config.SECTION.FIELD=VALUE`. In the last column, a word before a colon names the choice, the task
 or the optimizer that reads the field. Rules that join several fields are in
-[`areal_jax/constraints.py`](../areal_jax/constraints.py).
+[`areal_jax/config/constraints.py`](../areal_jax/config/constraints.py).
 """
 
 

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from ml_collections import config_dict
 
-from areal_jax import config_page
-from areal_jax.config import TrackedConfig, default_config, flatten, validate
-from areal_jax.declarations import FIELDS, require_allowed
-from areal_jax.fields import Choice, Integer, Real
-from areal_jax.ranges import ConfigError
+from areal_jax.config import TrackedConfig, default_config, flatten, page, validate
+from areal_jax.config.declarations import FIELDS, require_allowed
+from areal_jax.config.fields import Choice, Integer, Real
+from areal_jax.config.ranges import ConfigError
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted(p.stem for p in (ROOT / 'configs').glob('*.py'))
 
 
@@ -44,12 +43,12 @@ def test_the_default_config_keeps_the_type_of_a_field_that_may_be_none():
 
 
 def test_the_page_of_the_config_is_made_from_the_declarations():
-    page = ROOT / 'docs' / 'config.md'
-    assert page.read_text() == config_page.render(), f'docs/config.md is out of date; run {config_page.COMMAND}'
+    written = ROOT / 'docs' / 'config.md'
+    assert written.read_text() == page.render(), f'docs/config.md is out of date; run {page.COMMAND}'
 
 
 def test_the_page_names_default_rule_and_meaning():
-    line = next(line for line in config_page.render().splitlines() if line.startswith('| `rollout.top_p` '))
+    line = next(line for line in page.render().splitlines() if line.startswith('| `rollout.top_p` '))
     assert line == '| `rollout.top_p` | `1.0` | lie in (0, 1] | ' + FIELDS['rollout.top_p'].meaning + ' |'
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar, TypeAlias
 
 from ml_collections import config_dict
 
-from areal_jax.ranges import ConfigError, Range
+from areal_jax.config.ranges import ConfigError, Range
 
 Value: TypeAlias = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
 

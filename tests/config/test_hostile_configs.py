@@ -10,9 +10,9 @@ from absl import flags
 from areal_jax.app.command_line import parse_train_command
 from areal_jax.app.training import build_run
 from areal_jax.errors import UserError
-from tests.hostile_configs import HOSTILE_CONFIGS
+from tests.config.hostile_configs import HOSTILE_CONFIGS
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PROCESSES = ['rollout.slotz=3', 'run.steps=0', 'model.d_model=65536 model.n_layers=200', 'a positional argument']
 
 

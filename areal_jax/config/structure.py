@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from ml_collections import config_dict
 
-from areal_jax.declarations import FIELDS, SECTIONS
-from areal_jax.ranges import ConfigError
+from areal_jax.config.declarations import FIELDS, SECTIONS
+from areal_jax.config.ranges import ConfigError
 
 _HINT = 'start from areal_jax.config.default_config() and set what differs'
 _SEE = '; see docs/config.md'
