@@ -297,14 +297,14 @@ MUTATIONS = [
     Mutation(
         'publish whatever training made',
         'areal_jax/publication/device.py',
-        'manifest = finite_manifest(copy, version)',
-        'manifest = device_manifest(copy)',
+        'manifest = finite_manifest(params, version)',
+        'manifest = device_manifest(params)',
         'tests/publication/test_device.py',
     ),
     Mutation(
         'write whatever training made',
         'areal_jax/publication/files.py',
-        'manifest = finite_manifest(copy, version)',
+        'manifest = finite_manifest(params, version)',
         'manifest = host_manifest(copy)',
         'tests/publication/test_files.py',
     ),
