@@ -148,6 +148,20 @@ def test_engines_load_at_the_same_time_and_the_longest_pause_counts():
     assert loads == ['publish/0', 'publish/1', 'publish/2']
 
 
+def test_with_one_engine_nothing_comes_between_its_swap_and_the_publication():
+    """A further coroutine would let others run first, and change which groups a step's metrics count."""
+
+    async def script(rig):
+        started, start = [], rig.supervisor.start
+        rig.supervisor.start = lambda name, coro: (started.append(name), start(name, coro))[1]
+        await rig.pool.load_weights(PublishedWeights(3, '', 1))
+        await rig.pool.pause()
+        return started
+
+    assert Rig(1).run(script) == []
+    assert Rig(2).run(script) == ['engine/1: load of version 3', 'engine/1: pause']
+
+
 def test_an_engine_joins_with_its_version_and_devices():
     log = EventLog()
     clock = VirtualClock({}, log, {})
