@@ -107,7 +107,9 @@ class Pool:
             if len(results) == len(self._engines):
                 done.set()
 
-        for name, engine in self._engines.items():
-            self._supervisor.start(f'{name}: {action}', act_on(engine))
+        first, *others = self._engines.values()
+        for engine in others:
+            self._supervisor.start(f'{engine.name}: {action}', act_on(engine))
+        await act_on(first)  # by the caller: with one engine no further coroutine comes in between
         await self._clock.wait(done)
         return [results[name] for name in self._engines]

@@ -148,6 +148,30 @@ def test_engines_load_at_the_same_time_and_the_longest_pause_counts():
     assert loads == ['publish/0', 'publish/1', 'publish/2']
 
 
+def test_with_one_engine_nothing_comes_between_its_swap_and_the_publication():
+    """A further coroutine would let others run first, and change which groups a step's metrics count."""
+
+    async def script(rig):
+        started, start = [], rig.supervisor.start
+        rig.supervisor.start = lambda name, coro: (started.append(name), start(name, coro))[1]
+        await rig.pool.load_weights(PublishedWeights(3, '', 1))
+        await rig.pool.pause()
+        return started
+
+    assert Rig(1).run(script) == []
+    assert Rig(2).run(script) == ['engine/1: load of version 3', 'engine/1: pause']
+
+
+def test_an_engine_joins_with_its_version_and_devices():
+    log = EventLog()
+    clock = VirtualClock({}, log, {})
+    Pool([ToyEngine(0, clock), ToyEngine(1, clock, version=3)], clock, log, Supervisor(clock))
+    joined = [(e['kind'], e['engine'], e['version'], e['devices']) for e in log.events]
+    assert joined == [('join', 'engine/0', 0, ('toy',)), ('join', 'engine/1', 3, ('toy',))]
+    with pytest.raises(ValueError, match='the pool has no engine'):
+        Pool([], clock, log, Supervisor(clock))
+
+
 def test_an_engine_that_fails_to_load_ends_the_run():
     async def script(rig):
         async def refuse(published):

@@ -78,7 +78,9 @@ class ToyEngine:
         return [generation.request for generation in self._open.values()]
 
     def status(self):
-        return EngineStatus(self.name, self.version, min(1, len(self._open)), max(0, len(self._open) - 1), 0.0, ())
+        return EngineStatus(
+            self.name, self.version, min(1, len(self._open)), max(0, len(self._open) - 1), 0.0, ('toy',)
+        )
 
     def start(self, supervisor):
         supervisor.start(self.name, self._serve())
