@@ -69,8 +69,8 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     learner = _learner_sizes(config, shape, allocation.learner)
     if config.loss.objective == 'sft':
         return Sizes(learner, {}, {})
-    if not allocation.engine_shares(0):  # the channel holds what a schedule may still ask for as the learner made it
-        learner['publication'] *= _held_versions(config)
+    if not allocation.engine_shares(0):  # the channel holds earlier versions where the learner made them
+        learner['publication'] *= 1 + _held_versions(config)
     rollout, eta = config.rollout, config.staleness.eta
     admitted = config.learner.groups_per_update * (eta + 1)
     running = int(min(rollout.max_running_groups, admitted, config.learner.groups_per_update * config.run.steps))

@@ -123,3 +123,31 @@ def test_a_cgroup_lowers_the_limit(tmp_path):
     assert sorted(memory._cgroup_limits(groups, tmp_path)) == [3000, 4000, 9223372036854771712]
     assert memory._cgroup_limits(tmp_path / 'none', tmp_path) == []
     assert 0 < memory.memory_limit_bytes() < 2**60
+
+
+def test_engines_with_their_own_devices_are_counted_there(monkeypatch):
+    if len(jax.devices()) < 4:
+        pytest.skip('needs four devices')
+    _, shared = measured(cluster__engines='2 x shared')
+    config, own = measured(cluster__engines='2 x tensor=1')
+    # two caches on one device, or one on each of two; there the weights in use and the next ones
+    assert shared.engines['KV cache'] == 2 * own.engines['KV cache']
+    weights = nbytes(build.build_model(config).params)
+    assert own.engines['publication'] == 2 * weights
+    largest = max(sum(own.learner.values()), sum(own.engines.values()))  # no device holds both
+    monkeypatch.setattr(sizes, '_device_memory', lambda _: int(largest / 0.95) + 1)
+    sizes.require_room(small_config(cluster__engines='2 x tensor=1'))
+    with pytest.raises(ConfigError, match='this run needs at least'):
+        sizes.require_room(small_config(cluster__engines='2 x shared'))
+    monkeypatch.setattr(sizes, '_device_memory', lambda _: int(largest / 0.95) - 1)
+    with pytest.raises(ConfigError, match='this run needs at least'):
+        sizes.require_room(small_config(cluster__engines='2 x tensor=1'))
+
+
+def test_earlier_versions_are_held_where_the_learner_made_them():
+    # the newest and, until engines have it, the one before; with fixed(2) up to three before it
+    fields = {'staleness__schedule': 'fixed(2)', 'cluster__engines': '1 x tensor=1'}
+    (_, shared), (_, natural), (_, fixed) = measured(), measured(cluster__engines='1 x tensor=1'), measured(**fields)
+    assert natural.learner['publication'] == 2 * shared.learner['publication']
+    assert fixed.learner['publication'] == 4 * shared.learner['publication']
+    assert fixed.engines == natural.engines
