@@ -132,7 +132,7 @@ def test_engines_with_their_own_devices_are_counted_there(monkeypatch):
     config, own = measured(cluster__engines='2 x tensor=1')
     # two caches on one device, or one on each of two; there the weights in use and the next ones
     assert shared.engines['KV cache'] == 2 * own.engines['KV cache']
-    weights = nbytes(build.build_model(config).params)
+    weights = nbytes(build_model(config).params)
     assert own.engines['publication'] == 2 * weights
     largest = max(sum(own.learner.values()), sum(own.engines.values()))  # no device holds both
     monkeypatch.setattr(sizes, '_device_memory', lambda _: int(largest / 0.95) + 1)
