@@ -10,6 +10,12 @@ import pytest
 from areal_jax.app.interrupt import SIGNALS, Interrupts
 
 # `busy` is one call into C without the GIL, as a compilation is: Python's own handlers do not run before it returns
+RESET = """
+import signal
+from areal_jax.app.interrupt import SIGNALS
+for number in SIGNALS:  # a shell has what it starts in the background ignore some
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+"""
 PROGRAM = """
 import hashlib, signal, sys, threading, time
 from areal_jax.app.interrupt import Interrupts
@@ -32,9 +38,24 @@ DEFERRED = """
 """
 
 
+started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A process that did not end as it should would compute for hours."""
+    yield
+    while started:
+        started.pop().kill()
+
+
 def start(body, before=''):
-    program = before + PROGRAM.format(body=body)
-    return subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    program = RESET + before + PROGRAM.format(body=body)
+    process = subprocess.Popen(
+        [sys.executable, '-c', program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    started.append(process)
+    return process
 
 
 def wait_for(process, line):
