@@ -9,6 +9,7 @@ from areal_jax.tasks.demonstrations import read_demonstrations
 from areal_jax.tasks.json_lines import read_objects
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.tokenizer import CharacterTokenizer
+from tests.tasks.declared import task_values
 
 GOOD = b'{"question": "q", "answer": "1"}'
 
@@ -58,7 +59,10 @@ FAULTS = {
 def test_a_bad_line_is_named_with_its_value(path, case):
     content, message = FAULTS[case]
     path.write_bytes(GOOD + b'\n' + content + b'\n')
-    for read in (lambda: jsonl.read_problems(path), lambda: read_demonstrations(str(path), CharacterTokenizer('q1'))):
+    demonstrations = lambda: read_demonstrations(
+        str(path), CharacterTokenizer('q1'), **task_values('system_prompt', 'held_out_fraction')
+    )
+    for read in (lambda: jsonl.read_problems(path), demonstrations):
         with pytest.raises(TaskError) as error:
             read()
         assert str(error.value).startswith(f'{path}{message}')
