@@ -184,7 +184,7 @@ class DropEvent(Header):
 
     kind: Literal['drop']
     draw: Draw
-    reason: Annotated[str, 'over_age, verifier_failed']
+    reason: Annotated[str, 'over_age, verifier_failed, cancelled']
     detail: Annotated[str, 'further words on the reason, or empty']
 
 
@@ -232,7 +232,7 @@ class SignalEvent(Header):
     """The program got a signal."""
 
     kind: Literal['signal']
-    name: Annotated[str, 'SIGTERM, SIGINT']
+    name: Annotated[str, 'SIGTERM, SIGINT, SIGHUP']
 
 
 class SaveEvent(Header):

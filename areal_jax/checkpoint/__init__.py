@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint by name, 'params/layers/0/query', each compared with its checksum.
+    """The arrays of a checkpoint by name, 'params/layers/0/mlp/up/weight', each compared with its checksum.
 
     `directory` is one step (WORKDIR/checkpoints/step_00000012), or all of them, or a workdir: then the newest step
     is read. Needs the memory of all arrays. Raises CheckpointError for a checkpoint that is missing or damaged.

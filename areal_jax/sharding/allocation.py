@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from areal_jax.config.cluster import ENGINES, EnginesLayout, LearnerLayout, require_fit
 from areal_jax.config.ranges import ConfigError
+from areal_jax.events import engine_lane
 from areal_jax.sharding.mesh import make_mesh
 
 
@@ -42,7 +43,7 @@ class Allocation:
 
     def describe(self) -> dict[str, list[int] | dict[str, list[int]]]:
         """{'learner': ids, 'engines': {'engine/0': ids}}, for the report."""
-        engines = {f'engine/{index}': [device.id] for index, device in enumerate(self.engines)}
+        engines = {engine_lane(index): [device.id] for index, device in enumerate(self.engines)}
         return {'learner': [device.id for device in self.learner.devices.flat], 'engines': engines}
 
 

@@ -1,0 +1,79 @@
+"""The README and the notes in docs/ name files, tests, functions and config fields that exist."""
+
+import ast
+import functools
+import pathlib
+import re
+
+import pytest
+
+from areal_jax.config.declarations import FIELDS, SECTIONS
+
+ROOT = pathlib.Path(__file__).parent.parent
+OTHERS = {'log.md', 'prose.md', 'report.md'}  # say what was, or are made by a run
+PAGES = [page for page in (ROOT / 'README.md', *ROOT.glob('docs/**/*.md')) if page.name not in OTHERS]
+OF_A_RUN = ('runs/', 'tensorboard/', 'checkpoints/', 'plots/', 'export/')  # folders that a run leaves
+FILE = r'[\w./*-]+\.(?:py|md|sh|svg|png)|[\w.-]+(?:/[\w.-]+)*/'
+
+
+@functools.cache
+def names_in(path: pathlib.Path) -> set[str]:
+    """Functions, classes and constants of a file, those inside classes too."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    return found | {n.id for n in nodes if isinstance(n, ast.Name)}
+
+
+def resolve(name: str, page: pathlib.Path) -> list[pathlib.Path]:
+    """Files that a page may mean: from the root, the package or the page's folder; a bare name from anywhere."""
+    found = [path for folder in (ROOT, ROOT / 'areal_jax', page.parent) for path in folder.glob(name.rstrip('/'))]
+    if not found and '/' not in name:
+        found = [path for folder in ('areal_jax', 'tests', 'configs', 'docs') for path in (ROOT / folder).rglob(name)]
+    return found
+
+
+def faults(text: str, page: pathlib.Path) -> list[str]:
+    """What the text names and nobody has."""
+    wrong = []
+    for code in re.findall(r'`([^`\n]+)`', re.sub(r'```.*?```', '', text, flags=re.DOTALL)):
+        if match := re.fullmatch(rf'({FILE})(?:::?(\w+))?', code):
+            paths = resolve(match[1], page)
+            known = [path for path in paths if not match[2] or match[2] in names_in(path)]
+            wrong += [] if known or code.startswith(OF_A_RUN) else [code]
+    for link in re.findall(r'\]\(([^)#:]+)\)', text):
+        wrong += [] if (page.parent / link).exists() else [link]
+    for name in re.findall(r'(?<![\w./])(?:--config\.)?(\w+\.\w+)(?![\w/(]|\.\w)', text):
+        section, _, field = name.partition('.')
+        known = [
+            declared for declared in FIELDS if declared == name or (name.endswith('_') and declared.startswith(name))
+        ]
+        wrong += [] if known or section not in SECTIONS or field in ('py', 'md') else [name]
+    for module in re.findall(r'python -m ([\w.]+)', text):
+        parts = pathlib.Path(*module.split('.'))
+        known = [ROOT / parts.with_suffix('.py'), ROOT / parts / '__main__.py']
+        wrong += [] if module.split('.')[0] in ('pytest', 'venv') or any(p.exists() for p in known) else [module]
+    return wrong
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_names_exists(page):
+    assert faults(page.read_text(), page) == []
+
+
+@pytest.mark.parametrize(
+    ('text', 'found'),
+    [
+        ('`control/gate.py` and `gate.py` and `control/`', []),
+        ('`control/gates.py`', ['control/gates.py']),
+        ('`tests/test_house.py::test_one_version`, `files.py:sync`', []),
+        ('`tests/test_house.py::test_two_versions`', ['tests/test_house.py::test_two_versions']),
+        ('[a note](docs/log.md)', []),
+        ('[a note](docs/nothing.md)', ['docs/nothing.md']),
+        ('`run.steps`, --config.learner.layers=list, `task.verifier_*`', []),
+        ('`mesh.fsdp=4` is gone, `rollout.engines=2` too', ['rollout.engines']),
+        ('python -m areal_jax.main_report, python -m tests.chaos', []),
+        ('python -m areal_jax.main_serve', ['areal_jax.main_serve']),
+    ],
+)
+def test_the_check_sees_what_is_gone(text, found):
+    assert faults(text, ROOT / 'README.md') == found
