@@ -42,8 +42,8 @@ def build_backends(
     return {device: build_backend(config, decoder, device) for device in allocation.by_device()}
 
 
-def build_backend(config: TrackedConfig, decoder: Decoder, device: jax.Device | None = None) -> JaxDecodeBackend:
-    """The decode programs on `device`; None = the first device of this process."""
+def build_backend(config: TrackedConfig, decoder: Decoder, device: jax.Device) -> JaxDecodeBackend:
+    """The decode programs on `device`."""
     rollout = config.rollout
     return JaxDecodeBackend(
         decoder,

@@ -10,7 +10,7 @@ from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, read_scores
 
 
 class Scores:
-    """The scores of one run by phase, 'before' and 'after'; a resumed run has those of its earlier attempts."""
+    """The scores of one run by phase, 'before' and 'after'; a resumed run also has its earlier attempts' scores."""
 
     def __init__(self, workdir: pathlib.Path, *, resume: bool):
         self._path = workdir / EVALUATIONS

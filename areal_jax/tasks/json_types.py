@@ -1,4 +1,4 @@
-"""The type names of JSON values in this package: what users' files, saved positions and worker processes hold."""
+"""Types of JSON values in this package: lines of users' files, saved positions, messages of worker processes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class WorkerProcess:
     reply may be on its way.
     """
 
-    def __init__(self, scorer: str, memory_mb: int = 0):
+    def __init__(self, scorer: str, memory_mb: int):
         """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory."""
         self.scorer = scorer
         self._mark = secrets.token_hex(8)

@@ -98,7 +98,7 @@ class ProcessVerifier:
         workers: int,
         deadline_s: float,
         attempts: int,
-        memory_mb: int = 2048,
+        memory_mb: int,
         start_deadline_s: float = 120.0,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
