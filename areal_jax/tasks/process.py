@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 
+from areal_jax.files import JsonObject
 from areal_jax.tasks.descendants import MARK, Process, end_processes, list_descendants, list_marked
-from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.pipes import WorkerDiedError, WorkerPipes
 from areal_jax.tasks.worker import ENDED, SCORER_DIED, USAGE
 

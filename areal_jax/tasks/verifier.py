@@ -18,8 +18,8 @@ import numpy as np
 
 from areal_jax import events
 from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock, Event
-from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
 from areal_jax.tasks.scoring import ScoringError, make_printable, score_answer, to_reward
 from areal_jax.tasks.task import Scorer, TaskError

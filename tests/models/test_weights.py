@@ -77,7 +77,7 @@ def normal(key, shape, deviation):
     return jax.random.normal(key, shape, jnp.float32) * deviation
 
 
-@pytest.mark.parametrize('lora', [None, Lora(2, 4.0)], ids=['plain', 'lora'])
+@pytest.mark.parametrize('lora', [None, Lora(2, 4.0, TARGETS)], ids=['plain', 'lora'])
 @pytest.mark.parametrize('name', MODELS)
 def test_initial_weights_are_bit_for_bit_those_of_the_rule_by_names(name, lora):
     config = dataclasses.replace(MODELS[name], value_head=True)
