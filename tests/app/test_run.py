@@ -48,7 +48,7 @@ OF_SESSION = [
     f'areal_jax.app.session.{name}'
     for name in (
         *('build_task', 'Scores', 'truncate_events', 'EventLog', 'build_clock', 'build_verifier', 'Supervisor'),
-        *('build_channel', 'build.build_ring', 'build_backend', 'build_engines', 'Pool', 'StepObserver'),
+        *('build_channel', 'build.build_ring', 'build_backends', 'build_engines', 'Pool', 'StepObserver'),
         *('build.build_sampling', 'build.build_gate', 'Controller', 'Evaluator'),
     )
 ] + ['areal_jax.tasks.process.WorkerProcess.wait_until_ready']

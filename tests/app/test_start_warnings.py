@@ -2,6 +2,8 @@
 
 from areal_jax.app.start_warnings import find_warnings, print_passed_over, print_warnings
 from areal_jax.config import default_config
+from areal_jax.learning import layout
+from tests.app.small import SmallRun
 
 
 def test_a_warm_up_that_outlasts_the_run_is_warned_of(capsys):
@@ -24,3 +26,9 @@ def test_a_backend_that_auto_passes_over_is_warned_of_with_the_reason(capsys):
     assert capsys.readouterr().err == (
         "warning: learner.attention='auto' passes over a backend: attention 'cudnn' fails its self-check: ...\n"
     )
+
+
+def test_a_run_shows_the_backends_that_its_learner_passed_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(layout, 'choose_checked', lambda *_, **__: ('dense', ("attention 'cudnn' does not run here",)))
+    SmallRun(tmp_path).session.close()
+    assert "passes over a backend: attention 'cudnn' does not run here" in capsys.readouterr().err
