@@ -1,4 +1,4 @@
-"""The engines of a run, their backend, and the channel that brings them weights."""
+"""Builds the engines of a run, their decode backends, and the channel that brings them weights. Used by session.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of the evaluations before and after training: kept in the workdir, said on the terminal."""
+"""Scores of the evaluations before and after training: written to the workdir and printed. Used by session.py."""
 
 from __future__ import annotations
 

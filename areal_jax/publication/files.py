@@ -1,4 +1,7 @@
-"""Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load."""
+"""Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load.
+
+Used by app/engines.py for publication.channel=files; directory.py writes, manifest.py checks the values.
+"""
 
 from __future__ import annotations
 
