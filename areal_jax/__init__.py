@@ -13,7 +13,11 @@ The loop, and where each step lives:
 
 `control/controller.py` joins the steps and imports no jax. `app/` builds a run from a config; `main_train.py` runs it.
 
-Shapes. The letters are the same everywhere:
+config/ declares the fields; models/ and formats/ have the decoder and the files of its weights; sharding/ and
+distributed/ place arrays on devices and join processes; checkpoint/ saves and resumes; evaluation/ scores held-out
+problems; telemetry/ measures a run while it runs, report/ afterwards.
+
+Shapes. The letters of learning/ and models/; rollout/decode/ says which others it uses:
 
   B  groups of an update              M  micro-batches of a minibatch     d  width of the model
   G  answers of a group               R  rows of a micro-batch            H  query heads, K key-value heads

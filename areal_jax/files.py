@@ -84,8 +84,8 @@ def write_json(path: pathlib.Path, value: object, *, indent: int | None = 1, all
 class LineWriter:
     """Appends lines to a file, each handed to the system at once, so that they survive the death of the process.
 
-    After a line that failed, every further one raises the same OSError, which names the file: it would stand behind a
-    part of the other.
+    After a failed write, every further one raises the same OSError, which names the file: the failed line may be
+    written in part, and the next line would be appended to it.
     """
 
     def __init__(self, path: pathlib.Path):

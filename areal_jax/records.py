@@ -2,7 +2,7 @@
 
 Used by events.py for the lines of the event log. A field is declared as `name: Annotated[type, comment]`, an optional
 one as `name: NotRequired[Annotated[type, comment]]`; a literal, which names its record, needs no comment. The types are
-those of JSON: bool, int, float (which takes an int too), str, None, lists of them, unions and literals.
+the JSON types: bool, int, float (which takes an int too), str, None, lists of them, unions and literals.
 """
 
 from __future__ import annotations

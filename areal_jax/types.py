@@ -144,7 +144,8 @@ class PackedBatch:
 
     A row holds segments. Token q sees token k of its row if k <= q and k's segment is q's own or q's parent. In
     ordinary packing a segment is its own parent; in shared-prompt packing the parent of each answer is the group's
-    prompt, which stands once. Loss token n of a row is `targets[n]`, predicted by the hidden state at `sources[n]`.
+    prompt, which the row contains once. Loss token n of a row is `targets[n]`, predicted by the hidden state at
+    `sources[n]`.
     """
 
     tokens: np.ndarray  # int32 [M, R, T]

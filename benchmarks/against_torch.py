@@ -103,7 +103,7 @@ def main() -> None:
     cells = {}
     with tempfile.TemporaryDirectory() as directory:
         config, params, _ = load_gguf(find_package_file(GGUF))
-        export_hf(f'{directory}/model', params, config)
+        export_hf(f'{directory}/model', params, config, dtype='float32')
         case = {'model': f'{directory}/model', 'work': f'{directory}/work.npz'}
         shape = Workload(GROUPS, GROUP_SIZE, PROMPT_TOKENS, MEAN_TOKENS, 0.0, config.vocab_size)
         for lengths in options.lengths.split(',') if options.lengths else ():

@@ -75,7 +75,7 @@ def our_settings(work: Workload, packing: str, microbatches: int) -> dict[str, A
 def run_cell(options: argparse.Namespace, directory: str, config: ModelConfig, work: Workload) -> dict[str, Any]:
     decoder = Decoder(config)
     params = decoder.init(seed=0)
-    export_hf(f'{directory}/model', params, config)
+    export_hf(f'{directory}/model', params, config, dtype='float32')
     case = {'model': f'{directory}/model', 'work': save_work(directory, make_work(decoder, params, work))}
     sides = {
         'tunix': Side(

@@ -79,6 +79,7 @@ def _logprobs(decoder: Decoder, params: Any, work: Work, groups: list[Trajectory
         row_tokens=work.prompts.shape[1] + longest,
         row_loss_tokens=longest,
         rows_per_microbatch=work.group_size,
+        n_minibatches=1,
     )
     rows, _ = training_rows(batches[0], 'token_mean')
     score = jax.jit(lambda params, rows: forward(decoder, params, rows, 1.0)[0])

@@ -111,7 +111,15 @@ def make_controller(
         max_admitted=steps * batch,
     )  # fmt: skip
     return Controller(
-        LoopSettings(steps=steps, group_size=GROUP_SIZE, groups_per_update=batch),
+        LoopSettings(
+            steps=steps,
+            group_size=GROUP_SIZE,
+            groups_per_update=batch,
+            max_token_age=None,
+            over_age='off',
+            checkpoint_every=0,
+            max_failed_groups=32,
+        ),
         clock=clock,
         log=log,
         supervisor=supervisor,
@@ -122,8 +130,10 @@ def make_controller(
         learner=ToyLearner(),
         channel=ToyChannel(),
         gate=gate,
+        ring=None,
         update_tokens=lambda groups: 1,
         on_step=on_step,
+        observer_state=dict,
         save_checkpoint=lambda *_: None,
         copy_version=lambda published: None,
     )

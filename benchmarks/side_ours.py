@@ -85,6 +85,8 @@ def prepare_generation(arguments: Mapping[str, Any]) -> Start:
             context_tokens=context,
             prefill_buckets=(prompt_tokens, context),
             decode_steps=DECODE_STEPS,
+            filtered=False,
+            dtype='float32',
         )
         backend.warm_up(params)
 

@@ -304,7 +304,7 @@ MUTATIONS = [
     Mutation(
         'write whatever training made',
         'areal_jax/publication/files.py',
-        'manifest = finite_manifest(params, version)',
+        'manifest = finite_manifest(copy, version)',
         'manifest = host_manifest(copy)',
         'tests/publication/test_files.py',
     ),

@@ -109,9 +109,6 @@ class ToyBackend:
     def prefill_bucket(self, longest: int) -> int:
         return -(-longest // 8) * 8
 
-    def warm_up(self, weights: Any) -> int:
-        return 0
-
 
 class ToyLearner:
     def __init__(self, w: int = 0):
@@ -257,13 +254,13 @@ class ToyRun:
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
         self.controller = Controller(
             LoopSettings(
-                steps, group_size, groups_per_update, max_token_age, over_age, checkpoint_every
+                steps, group_size, groups_per_update, max_token_age, over_age, checkpoint_every, max_failed_groups=32
             ),
             clock=self.clock, log=self.log, supervisor=self.supervisor, stream=ToyStream(), pool=pool,
             workflow=SingleTurn(pool, sampling, seed=0), verifier=ToyVerifier(self.clock, delays, fail),
             learner=self.learner, channel=channel, gate=self.gate, ring=ring,
             update_tokens=lambda groups: sum(len(t.tokens) for g in groups for t in g.trajectories),
-            on_step=self.steps.append, save_checkpoint=self._save,
+            on_step=self.steps.append, observer_state=dict, save_checkpoint=self._save,
             copy_version=lambda published: published.handle[0],
         )  # fmt: skip
         if state:

@@ -1,4 +1,7 @@
-"""Lane seconds measured alone: the time that generation and training would take if each had the cores to itself."""
+"""The seconds that generation and training would take if each had the cores to itself.
+
+Measured on intervals of the lanes during which the other side was idle. Used by session.py and rebuild.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock of a run and its lanes."""
+"""Builds the clock of a run with its lanes. Used by session.py; control/clocks/ has the clocks."""
 
 from __future__ import annotations
 

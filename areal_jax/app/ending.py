@@ -24,7 +24,7 @@ class ProcessEnd:
 
     def __init__(self) -> None:
         self._code: int | None = None
-        atexit.register(self._leave)  # handlers run last in, first out: this one after those of jax
+        atexit.register(self._leave)  # handlers run last in, first out: this one runs after the handlers of jax
 
     def note(self, code: int) -> int:
         """Sets the exit code of the process. If an exit handler hangs, the process ends with it after two minutes."""

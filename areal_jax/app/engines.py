@@ -1,4 +1,4 @@
-"""The engines of a run, their backend, and the channel that brings them weights."""
+"""Builds the engines of a run, their decode backends, and the channel that brings them weights. Used by session.py."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def build_backends(
     return {device: build_backend(config, decoder, device) for device in allocation.by_device()}
 
 
-def build_backend(config: TrackedConfig, decoder: Decoder, device: jax.Device | None = None) -> JaxDecodeBackend:
-    """The decode programs on `device`; None = the first device of this process."""
+def build_backend(config: TrackedConfig, decoder: Decoder, device: jax.Device) -> JaxDecodeBackend:
+    """The decode programs on `device`."""
     rollout = config.rollout
     return JaxDecodeBackend(
         decoder,

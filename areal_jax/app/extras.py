@@ -1,4 +1,7 @@
-"""Optional packages: a config that needs a missing one is refused before the run starts, with the pip command."""
+"""Optional packages: refuses a config that needs a missing one, with the pip command that installs it.
+
+Used by command_line.py and run.py before anything is built.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner of one process, made from a config and a model."""
+"""Builds the learner of one process from a config and a model. Used by run.py and processes.py."""
 
 from __future__ import annotations
 

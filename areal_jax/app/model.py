@@ -1,4 +1,7 @@
-"""The model of a run: its decoder, its weights from where model.source says, and its tokenizer."""
+"""The model of a run: its decoder, its weights from the place that model.source names, and its tokenizer.
+
+Used by run.py, processes.py and sizes.py; formats/ reads the files.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from areal_jax.app.model import Model, build_model, describe_loading
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sizes import require_room
-from areal_jax.app.start_warnings import print_warnings
+from areal_jax.app.start_warnings import print_passed_over, print_warnings
 from areal_jax.app.workdir import (
     CHECKPOINTS,
     Report,
@@ -216,6 +216,7 @@ class Run(abc.ABC):
         """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
         self._start.begin('building the learner')
         learner = build_learner(self.config, model)
+        print_passed_over(learner.passed_over)
         learner.announce = self._start.count_programs
         self.learner = self._own(lead(self.config, learner, self.workdir))
         model.params = None  # the learner has its copy

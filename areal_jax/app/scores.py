@@ -1,4 +1,4 @@
-"""Scores of the evaluations before and after training: kept in the workdir, said on the terminal."""
+"""Scores of the evaluations before and after training: written to the workdir and printed. Used by session.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, read_scores
 
 
 class Scores:
-    """The scores of one run by phase, 'before' and 'after'; a resumed run has those of its earlier attempts."""
+    """The scores of one run by phase, 'before' and 'after'; a resumed run also has its earlier attempts' scores."""
 
     def __init__(self, workdir: pathlib.Path, *, resume: bool):
         self._path = workdir / EVALUATIONS

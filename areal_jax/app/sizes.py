@@ -152,7 +152,7 @@ def _bytes(tree: Params, shardings: Params, n_layers: int, dtype: str | None) ->
 
 
 def _layers(path: jax.tree_util.KeyPath, n_layers: int) -> int:
-    """How many leaves of the model the one at this path stands for."""
+    """How many leaves of the model this path represents."""
     return n_layers if 'layers/0/' in path_name(path) else 1
 
 

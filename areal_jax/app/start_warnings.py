@@ -1,9 +1,12 @@
-"""Warnings on stderr about config values that are valid but probably a mistake; printed before the run starts."""
+"""Warnings on stderr before the first update: values that are probably a mistake, attention backends that fail here.
+
+Used by app/run.py.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ml_collections import config_dict
 
@@ -11,6 +14,12 @@ from ml_collections import config_dict
 def print_warnings(config: config_dict.ConfigDict) -> None:
     for warning in find_warnings(config):
         print(f'warning: {warning}', file=sys.stderr, flush=True)
+
+
+def print_passed_over(reasons: Sequence[str]) -> None:
+    """Says why learner.attention='auto' did not choose a faster backend; a reason for each backend that failed."""
+    for reason in reasons:
+        print(f"warning: learner.attention='auto' passes over a backend: {reason}", file=sys.stderr, flush=True)
 
 
 def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""The task of a run: its problems or demonstrations, and the verifier of its answers."""
+"""Builds the task of a run: its problems or demonstrations, and the verifier of its answers.
+
+Used by session.py and sft.py; tasks/ has the implementations.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Follower(Protocol):
         ...
 
     def written(self) -> Index | str:
-        """Waits until it has written: what lies where, or why it failed."""
+        """Waits until it has written; returns the locations of its shards, or why it failed."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Arrays in orbax trees: one directory each, written by one process and opened by any.
 
 Used by checkpoint/shards.py. Orbax writes the directory and its metadata, and any orbax reads it again; tensorstore,
-which orbax stands on, writes and reads the arrays. Importing orbax takes a second, so the functions do it.
+on which orbax is built, writes and reads the arrays. Importing orbax takes a second, so the functions do it.
 """
 
 from __future__ import annotations

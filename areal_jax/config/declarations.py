@@ -3,9 +3,9 @@
     rollout.slots  ->  slots=Integer(8, COUNT, 'answers that one engine decodes at once')
 
 A number has a default and a range, a Choice a default and all names that it may be. An Integer or Real with the default
-None may also be None. config.py builds and validates configs from the table, constraints.py holds the rules that join
-several fields, and the settings of the parts (learning/settings.py, learning/optimizer.py) check their values with
-`require_allowed`. Two things may not be declared here: a second default, and a rule that needs another field.
+None may also be None. __init__.py builds and validates configs from the table, constraints.py holds the rules that join
+several fields, and learning/settings.py checks its values with `require_allowed`. Two things may not be declared here:
+a second default, and a rule that needs another field.
 """
 
 from __future__ import annotations
@@ -213,6 +213,13 @@ SECTIONS: Mapping[str, Section] = {
 FIELDS: Mapping[str, Field] = {
     f'{section}.{name}': field for section, fields in SECTIONS.items() for name, field in fields.items()
 }
+
+
+def choices(path: str) -> tuple[str, ...]:
+    """The names that a Choice may be; the code that implements them has its list from here."""
+    field = FIELDS[path]
+    assert isinstance(field, Choice), f'{path} is no Choice'
+    return field.choices
 
 
 def require_allowed(values: Mapping[str, Value]) -> None:

@@ -1,6 +1,6 @@
 """The kinds of config fields. A declaration is one value: default, allowed values and meaning.
 
-declarations.py declares every field with them; config.py builds and validates configs; config_page.py documents them.
+declarations.py declares every field with them; __init__.py builds and validates configs; page.py documents them.
 """
 
 from __future__ import annotations

@@ -31,15 +31,15 @@ from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights,
 
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
-    """The settings of the loop (config.py has the comments)."""
+    """The settings of the loop; config/declarations.py has their meaning and defaults."""
 
     steps: int
     group_size: int
     groups_per_update: int
-    max_token_age: int | None = None
-    over_age: Literal['drop', 'mask', 'off'] = 'off'
-    checkpoint_every: int = 0
-    max_failed_groups: int = 32
+    max_token_age: int | None
+    over_age: Literal['drop', 'mask', 'off']
+    checkpoint_every: int
+    max_failed_groups: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Controller:
         on_step: Callable[[StepRecord], None],
         save_checkpoint: SaveCheckpoint,
         copy_version: CopyVersion,
-        ring: VersionRing | None = None,
-        observer_state: Callable[[], Mapping[str, Any]] = dict,
+        ring: VersionRing | None,
+        observer_state: Callable[[], Mapping[str, Any]],
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate

@@ -50,10 +50,6 @@ class RunningGroup:
     def complete(self) -> bool:
         return len(self.trajectories) + len(self.failed) == len(self.episodes)
 
-    def open_episodes(self) -> list[Episode]:
-        done = {*self.trajectories, *self.failed}
-        return [episode for episode in self.episodes if episode.sample not in done]
-
     def record(self, episode: Episode, verdict: Verdict | None, finished_s: float) -> None:
         """The end of an episode: a trajectory, or a failure with its label; no verdict = it was cancelled."""
         if verdict is None or verdict.failed:

@@ -1,4 +1,4 @@
-"""When verification fails again and again: the rule that ends a run, shared by the loop and the evaluation."""
+"""Ends a run whose verifications fail again and again. Used by the controller and the evaluator."""
 
 from __future__ import annotations
 

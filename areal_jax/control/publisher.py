@@ -54,13 +54,13 @@ class Publisher:
         """Publishes for ever. The transfer shares the lane of engine 0's fetch, which only starts when it is done."""
         while True:
             update = await self._updates.get()
-            published = await self._transfer(update.version, update)
+            published = await self._transfer(update)
             self._log.write('publish', version=update.version, manifest=published.manifest_hash)
             lowest, pause_s = await self._install(published)
             self._channel.release(lowest)
             self._published(update, pause_s)
 
-    async def _transfer(self, version: int, update: Update) -> PublishedWeights:
+    async def _transfer(self, update: Update) -> PublishedWeights:
         copy, update.copy = update.copy, None  # the last reference goes when the channel has its own
-        work = Work('publish', 1, {'version': version})
-        return await self._clock.run(publish_lane(0), lambda: self._channel.transfer(version, copy), work)
+        work = Work('publish', 1, {'version': update.version})
+        return await self._clock.run(publish_lane(0), lambda: self._channel.transfer(update.version, copy), work)

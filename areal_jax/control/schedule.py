@@ -1,4 +1,7 @@
-"""Controlled staleness, for study: which version generates the batch of which update."""
+"""Schedules of controlled staleness, for study: which version generates the batch of each update.
+
+Used by lock_step.py; app/build.py parses `staleness.schedule` with it.
+"""
 
 from __future__ import annotations
 

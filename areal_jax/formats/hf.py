@@ -81,7 +81,7 @@ def _list_tensors(config: ModelConfig) -> Iterator[HfTensor]:
     for spec in specs:
         if not spec.in_layers:
             yield _tensor(spec, 0)
-        elif spec is in_layers[0]:  # the layers stand where the first row of a layer does
+        elif spec is in_layers[0]:  # all layers take the place of the first row of a layer
             yield from (_tensor(row, layer) for layer in range(config.n_layers) for row in in_layers)
 
 

@@ -40,7 +40,7 @@ def cost_coefficients(
 
     Args:
       n_parameters_per_layer: in matrices; a token meets every one of them.
-      n_heads: query heads; those of keys do not matter.
+      n_heads: query heads; the number of key heads does not change the cost.
       n_head_parameters: of the matrix to the vocabulary.
     """
     return CostCoefficients(

@@ -37,11 +37,11 @@ def pack_first_fit(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> list[l
     return _members(order.tolist(), places)
 
 
-def pack_fewest_first(sizes: Sequence[Size] | np.ndarray, capacity: Size, min_bins: int = 1) -> list[list[int]]:
+def pack_fewest_first(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> list[list[int]]:
     """Places every item, largest first, into the bin with the fewest items among those where it fits.
 
-    A bin is opened while there are fewer than `min_bins`, and where no open one has room. Algorithm 1 (dynamic
-    batching) of arXiv 2505.24298, which leaves ties open: here the lowest index, of items and of bins. O(n * bins).
+    A bin is opened if no open one has room. Algorithm 1 (dynamic batching) of arXiv 2505.24298, with k_min = 1. The
+    paper leaves ties open: here the lowest index, of items and of bins. O(n * bins).
 
     Args, Returns, Raises: as `pack_first_fit`.
     """
@@ -52,7 +52,7 @@ def pack_fewest_first(sizes: Sequence[Size] | np.ndarray, capacity: Size, min_bi
     opened, places = 0, []
     for size in items[order]:
         fits = np.flatnonzero((free[:, :opened] >= size[:, None]).all(0))
-        if opened < min_bins or not len(fits):
+        if not len(fits):
             found, opened = opened, opened + 1
         else:
             found = int(fits[counts[fits].argmin()])

@@ -12,8 +12,6 @@ import numpy as np
 from areal_jax.learning.rows import PADDING
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 
-DENOMINATORS = ('kept', 'all')
-
 
 def denominator_weights(batch: PackedBatch, aggregation: str) -> tuple[np.ndarray, float]:
     """Weight of each loss token and the denominator of the minibatch, both from tokens before any rejection.

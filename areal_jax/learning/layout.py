@@ -27,7 +27,7 @@ from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
 class RowLayout:
-    """Rows of one learner; arrays are numpy but for those of `place`.
+    """Rows of one learner. Arrays are numpy, except for the jax arrays that `place` returns.
 
     Raises ConfigError for shapes that the mesh cannot share evenly, and AttentionError for an attention backend that
     was asked for by name and computes wrong values here.
@@ -55,7 +55,7 @@ class RowLayout:
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[np.ndarray],
         *,
-        n_minibatches: int = 1,
+        n_minibatches: int,
         oldest_version: int | None = None,
         round_microbatches: bool = False,
     ) -> tuple[list[PackedBatch], PackingReport]:

@@ -133,7 +133,8 @@ class SpmdLearner:
 
         Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a likelihood that is no number.
         """
-        batches, _ = self._layout.pack(groups, [np.ones(len(group.trajectories), np.float32) for group in groups])
+        ones = [np.ones(len(group.trajectories), np.float32) for group in groups]
+        batches, _ = self._layout.pack(groups, ones, n_minibatches=1)
         if not batches:
             return {'tokens': 0.0}
         (batch,) = batches  # one minibatch, all of whose tokens are in the loss

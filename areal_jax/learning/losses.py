@@ -1,8 +1,8 @@
 """Losses as pure functions of arrays: each is a weighted masked sum over loss tokens, divided by one denominator.
 
 Arrays are [R, N] (learning/__init__.py) or of any other common shape, written [...]. Metrics are sums (`*_sum`,
-`*_count`) and maxima (`*_max`): `merge_metrics` joins those of all micro-batches of an update, `finalize_metrics` turns
-them into means. Used by train_step.py and update.py.
+`*_count`) and maxima (`*_max`): `merge_metrics` joins the metrics of all micro-batches of an update, `finalize_metrics`
+turns them into means. Used by train_step.py and update.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-KL_ESTIMATORS = ('k1', 'k2', 'k3')
+from areal_jax.config.declarations import choices
+
+KL_ESTIMATORS = choices('loss.kl_estimator')
 _LOG_RATIO_LIMIT = 20.0  # bounds |log ratio| before exp; e^20 = 4.9e8 is far outside any trust region
 
 

@@ -51,8 +51,8 @@ class Schedule:
 class Optimizer:
     """Clips gradients by their global norm and steps along `transform` at the rate of `schedule`.
 
-    A step with a non-finite gradient is skipped. The state is {'transform': optax state, 'step': int32 scalar, the
-    number of steps applied}.
+    A non-finite gradient skips that step and is counted: the weights may recover. The state is
+    {'transform': optax state, 'step': int32 scalar, the number of steps applied}.
     """
 
     transform: optax.GradientTransformation  # gradients to a descent direction; the learning rate comes after it

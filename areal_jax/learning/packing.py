@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
 from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
@@ -21,8 +22,7 @@ from areal_jax.learning.packing_report import PackingReport, report_batch, total
 from areal_jax.learning.rows import PADDING, Example, Row, Unit, write_rows
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
-MODES = ('shared_prompt', 'ordinary')
-FILLS = ('first_fit', 'algorithm_1', 'padded')
+MODES, FILLS = choices('learner.packing'), choices('learner.fill')
 _TOKENS_ONLY = CostCoefficients()
 
 
@@ -31,13 +31,13 @@ def pack(
     advantages: Sequence[np.ndarray],
     *,
     mode: str,
+    fill: str,
     row_tokens: int,
     row_loss_tokens: int,
     rows_per_microbatch: int,
-    n_minibatches: int = 1,
+    n_minibatches: int,
     oldest_version: int | None = None,
     round_microbatches: bool = False,
-    fill: str = 'first_fit',
     data_shards: int = 1,
     cost: CostCoefficients = _TOKENS_ONLY,
     buckets: Sequence[RowShape] = (),

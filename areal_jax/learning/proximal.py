@@ -8,7 +8,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-KINDS = ('recompute', 'loglinear', 'behavior')
+from areal_jax.config.declarations import choices
+
+KINDS = choices('loss.proximal')
 
 
 def proximal_logprobs(
@@ -22,9 +24,9 @@ def proximal_logprobs(
 ) -> jax.Array:
     """log π_prox of each loss token, constant: float32 of the shape of `policy_logprobs`.
 
-    'recompute': those of the weights before the update. In the first optimizer step the policy still has these weights,
-    so `policy_logprobs` are used (`weights_are_proximal`); later steps use `recomputed_logprobs`. 'loglinear': see
-    `loglinear_logprobs`. 'behavior': plain PPO around the behavior policy, so every behavior weight is 1.
+    'recompute': log-probs under the weights before the update. In the first optimizer step the policy still has these
+    weights, so `policy_logprobs` are used (`weights_are_proximal`); later steps use `recomputed_logprobs`. 'loglinear':
+    see `loglinear_logprobs`. 'behavior': plain PPO around the behavior policy, so every behavior weight is 1.
 
     All arrays are [R, N], or of any other common shape; `version` and `weights_are_proximal` are scalars.
     """

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from areal_jax.types import Tree
 
 Params = Mapping[str, Tree]  # a nested dict of weights
-DTYPES = ('float32', 'bfloat16', 'float16')
 Trainable = Callable[[str], bool]  # of a leaf's path, 'layers/0/attention/query/weight'
 
 

@@ -1,8 +1,8 @@
 """Tokens drawn from a part of the softmax only (rollout.top_k, rollout.top_p): refused, or trained and measured.
 
-The learner's log-probs are those of the full softmax, and so are `behavior_logprobs`. The engine drew from the part
-that top-k or top-p kept, of mass Z: a ratio to the policy that acted has a factor of Z per token, which the loss leaves
-out. numpy only.
+The learner's log-probs and `behavior_logprobs` are taken from the full softmax, but the engine drew from the part that
+top-k or top-p kept, of mass Z. The ratio to the policy that acted therefore has a factor of Z per token, which the loss
+leaves out. numpy only.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import numpy as np
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.types import NOT_GENERATED, Segment, TrajectoryGroup
-
-MODES = ('refuse', 'full_softmax')
 
 
 def require_full_softmax(groups: Sequence[TrajectoryGroup]) -> None:

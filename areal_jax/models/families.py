@@ -28,7 +28,7 @@ class Init(enum.Enum):
 class Weight:
     """One row: a weight as every model of a family declares it."""
 
-    path: str  # in the tree of weights, 'layers/*/attention/query/weight'; * stands for the layer's number
+    path: str  # in the tree of weights, 'layers/*/attention/query/weight'; '*' in place of the layer's number
     shape: str  # a letter per axis, 'd HD'
     axes: str  # a logical axis per axis, 'embed heads': sharding.rules cuts by them
     init: Init

@@ -1,4 +1,4 @@
-"""Initial weights from the table of weights, for `decoder`."""
+"""Draws initial weights from the table of weights. Used by `decoder`."""
 
 from __future__ import annotations
 

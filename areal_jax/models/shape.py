@@ -1,4 +1,7 @@
-"""The config of a model: sizes and switches from which weights and computation follow. Everybody reads it."""
+"""The config of a model: the sizes and switches that determine its weights and its computation.
+
+Made by app/model.py and the readers of formats/, read by every module that computes with a model.
+"""
 
 from __future__ import annotations
 

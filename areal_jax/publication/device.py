@@ -32,7 +32,7 @@ class DeviceChannel:
       verify: `receive` recomputes the digest of every leaf.
     """
 
-    def __init__(self, device: jax.Device | None = None, *, verify: bool = False):
+    def __init__(self, device: jax.Device | None = None, *, verify: bool):
         self._device, self._verify = device, verify
         self._versions: dict[int, _Version] = {}
 

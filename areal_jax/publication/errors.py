@@ -1,4 +1,4 @@
-"""The error of publication."""
+"""The error of publication, raised by every module of this package."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def export_hf(
     params: Params,
     config: ModelConfig,
     *,
-    dtype: str = 'float32',
+    dtype: str,
     file_bytes: int = FILE_BYTES,
     source: str | os.PathLike[str] | None = None,
 ) -> None:

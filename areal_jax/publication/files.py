@@ -1,4 +1,7 @@
-"""Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load."""
+"""Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load.
+
+Used by app/engines.py for publication.channel=files; directory.py writes, manifest.py checks the values.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,20 @@ from areal_jax.publication.manifest import (
     manifest_hash,
     require_equal,
 )
-from areal_jax.types import PublishedWeights, Tree
+from areal_jax.types import PublishedWeights
 
 MANIFEST = 'manifest.json'
 _VALUE_HEAD = 'value_head'  # neither engines nor the models of Hugging Face use it
 
 
 class FilesChannel:
-    """types.Channel over directories `v000007/` of `model.safetensors`, `config.json` and `manifest.json`.
+    """protocols.Channel over directories `v000007/` of `model.safetensors`, `config.json` and `manifest.json`.
 
     A version gets its name after all of it is on the disk. Only one channel at a time may use the directory.
 
     Args:
       keep: number of newest versions that stay on the disk after their release, >= 1: servers load them by path.
       verify: `receive` recomputes the digest of every leaf.
-      shardings: where the engines want the weights; None = the default device.
     """
 
     def __init__(
@@ -47,14 +49,13 @@ class FilesChannel:
         directory: str | os.PathLike[str],
         config: ModelConfig,
         *,
+        verify: bool,
         keep: int = 2,
-        verify: bool = False,
-        shardings: Tree = None,
     ):
         if keep < 1:
             raise ValueError(f'keep={keep}: the newest version must stay; use keep >= 1')
         self._directory, self._config = pathlib.Path(directory), config
-        self._keep, self._verify, self._shardings = keep, verify, shardings
+        self._keep, self._verify = keep, verify
 
     def transfer(self, version: int, copy: Params) -> PublishedWeights:
         """Writes `copy` as a directory; handle = its path.
@@ -77,7 +78,7 @@ class FilesChannel:
         return PublishedWeights(version, digest, handle=str(target))
 
     def receive(self, published: PublishedWeights, device: jax.Device | None = None) -> Params:
-        """The weights as a nested dict of jax arrays, on `device`; None = with the channel's shardings.
+        """The weights as a nested dict of jax arrays, on `device`; None = the default device.
 
         Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
         """
@@ -85,7 +86,7 @@ class FilesChannel:
         try:
             record = json.loads((directory / MANIFEST).read_text())
             manifest = decode_manifest(record['leaves'])
-            place = self._shardings if device is None else jax.sharding.SingleDeviceSharding(device)
+            place = None if device is None else jax.sharding.SingleDeviceSharding(device)
             params = load_hf_weights(directory, self._config, shardings=place)
         except Exception as error:  # the readers raise many types for damaged files
             raise PublicationError(

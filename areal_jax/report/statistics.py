@@ -22,7 +22,7 @@ class Interval:
     n: int  # of independent units: answers, or problems where answers of a problem form a cluster
 
 
-def wilson_interval(successes: int, n: int, confidence: float = CONFIDENCE) -> Interval:
+def wilson_interval(successes: int, n: int) -> Interval:
     """Interval of a share of independent successes; never leaves [0, 1] and is not empty at 0 or n successes.
 
         center = (p + z²/2n) / (1 + z²/n),   half = z √(p(1-p)/n + z²/4n²) / (1 + z²/n),   p = successes / n
@@ -34,7 +34,7 @@ def wilson_interval(successes: int, n: int, confidence: float = CONFIDENCE) -> I
     """
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f'{successes} successes of n={n}: need n >= 1 and 0 <= successes <= n')
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     share, shrink = successes / n, 1 + z * z / n
     center = (share + z * z / (2 * n)) / shrink
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / shrink
@@ -42,18 +42,18 @@ def wilson_interval(successes: int, n: int, confidence: float = CONFIDENCE) -> I
     return Interval(share, min(share, max(0.0, center - half)), max(share, min(1.0, center + half)), n)
 
 
-def mean_interval(scores: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def mean_interval(scores: Sequence[float]) -> Interval:
     """Interval of the mean of one score per problem: Wilson where every score is 0 or 1, else Student's t.
 
     Raises:
         ValueError: no scores.
     """
     if len(scores) and all(score in (0, 1) for score in scores):
-        return wilson_interval(int(sum(scores)), len(scores), confidence)
-    return cluster_interval([[score] for score in scores], confidence)
+        return wilson_interval(int(sum(scores)), len(scores))
+    return cluster_interval([[score] for score in scores])
 
 
-def cluster_interval(clusters: Sequence[Sequence[float]], confidence: float = CONFIDENCE) -> Interval:
+def cluster_interval(clusters: Sequence[Sequence[float]]) -> Interval:
     """Interval of the mean of all scores, where only the clusters (problems) are independent of each other.
 
         m = Σ_c Σ_i s_ci / N,   SE² = k/(k-1) Σ_c (Σ_i (s_ci - m))² / N²,   m ± t_{k-1} SE
@@ -74,13 +74,11 @@ def cluster_interval(clusters: Sequence[Sequence[float]], confidence: float = CO
     if k < 2:
         return Interval(mean, None, None, k)
     residuals = sums - sizes * mean
-    half = t_quantile(k - 1, confidence) * math.sqrt(k / (k - 1) * float(residuals @ residuals)) / total
+    half = t_quantile(k - 1) * math.sqrt(k / (k - 1) * float(residuals @ residuals)) / total
     return Interval(mean, mean - half, mean + half, k)
 
 
-def paired_interval(
-    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], confidence: float = CONFIDENCE
-) -> Interval:
+def paired_interval(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> Interval:
     """Interval of the gain on the same problems: Student's t on the differences of the problems' mean scores.
 
         d_p = mean_i after_pi - mean_i before_pi,   mean(d) ± t_{n-1} std(d) / √n
@@ -97,11 +95,11 @@ def paired_interval(
     if not all(len(scores) for scores in (*before, *after)):
         raise ValueError('a problem without a score has no mean; leave it out before and after')
     differences = [float(np.mean(new) - np.mean(scores)) for scores, new in zip(before, after, strict=True)]
-    return cluster_interval([[difference] for difference in differences], confidence)
+    return cluster_interval([[difference] for difference in differences])
 
 
-def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+def t_quantile(degrees: int) -> float:
     """Half width of the central interval of Student's t in standard errors."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(degrees, 0.5 + confidence / 2))
+    return float(stdtrit(degrees, 0.5 + CONFIDENCE / 2))

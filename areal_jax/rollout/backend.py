@@ -6,7 +6,7 @@ decode/backend.py implements it in JAX; tests/toys.py implements it on the host.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,8 +88,4 @@ class DecodeBackend(Protocol):
 
     def prefill_bucket(self, longest: int) -> int:
         """The smallest declared prefill bucket that holds `longest` tokens."""
-        ...
-
-    def warm_up(self, weights: Weights, announce: Callable[[int, int], None] = ...) -> int:
-        """Compile every declared program; returns how many. `announce` gets (done, of how many) before each."""
         ...

@@ -1,6 +1,6 @@
 """From the logical axes of weights to the axes of the mesh, one table per strategy.
 
-The logical axes of a weight stand in its family's table (models/families.py) and come in as WeightAxes. Used by the
+models/families.py declares the logical axes of each weight; callers pass them as WeightAxes. Used by the
 learner, by the readers of weights and by the estimate of memory; `cluster.strategy` chooses the table.
 """
 
@@ -26,7 +26,9 @@ class WeightAxes:
     """What is known of a model's weights: their logical axes. Producer: models/weights.py."""
 
     by_path: Mapping[str, tuple[str, ...]]  # {'layers/*/attention/query/weight': ('embed', 'heads')}
-    units: Mapping[str, int]  # indivisible parts of a logical axis, {'heads': 32}; without an entry every index is one
+    units: Mapping[
+        str, int
+    ]  # indivisible parts of a logical axis, {'heads': 32}; without an entry every index is one unit
 
 
 _ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # what fsdp may shard, best first

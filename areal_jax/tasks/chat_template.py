@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from areal_jax.errors import UserError
-from areal_jax.tasks.json_types import JsonObject
+from areal_jax.files import JsonObject
 
 Messages = Sequence[Mapping[str, str]]  # {'role': 'system' | 'user' | 'assistant', 'content': text}
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.files import JsonObject
 from areal_jax.tasks.chat_template import ConversationError, Messages, TokenizerError
 from areal_jax.tasks.json_lines import read_objects, require_text
-from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup

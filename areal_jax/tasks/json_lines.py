@@ -6,7 +6,7 @@ import json
 import pathlib
 from collections.abc import Iterator
 
-from areal_jax.tasks.json_types import JsonObject
+from areal_jax.files import JsonObject
 from areal_jax.tasks.task import TaskError
 
 _LONGEST_LINE = 16 * 2**20  # bytes: bounds memory; a prompt of that length fits no model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
+from areal_jax.files import JsonObject
 from areal_jax.tasks.integers import last_integer
 from areal_jax.tasks.json_lines import read_objects, require_text
-from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason

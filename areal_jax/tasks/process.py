@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 
+from areal_jax.files import JsonObject
 from areal_jax.tasks.descendants import MARK, Process, end_processes, list_descendants, list_marked
-from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.pipes import WorkerDiedError, WorkerPipes
 from areal_jax.tasks.worker import ENDED, SCORER_DIED, USAGE
 
@@ -33,7 +33,7 @@ class WorkerProcess:
     reply may be on its way.
     """
 
-    def __init__(self, scorer: str, memory_mb: int = 0):
+    def __init__(self, scorer: str, memory_mb: int):
         """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory."""
         self.scorer = scorer
         self._mark = secrets.token_hex(8)

@@ -13,9 +13,9 @@ from typing import Generic, Literal, Protocol, TypeVar
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.chat_template import ConversationError, Messages
-from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import FinishReason, Prompt
 

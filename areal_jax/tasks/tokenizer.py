@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from areal_jax.files import JsonObject
 from areal_jax.tasks.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError
-from areal_jax.tasks.json_types import JsonObject
 
 if TYPE_CHECKING:
     import tokenizers

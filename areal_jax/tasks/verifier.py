@@ -18,8 +18,8 @@ import numpy as np
 
 from areal_jax import events
 from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock, Event
-from areal_jax.tasks.json_types import JsonObject
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
 from areal_jax.tasks.scoring import ScoringError, make_printable, score_answer, to_reward
 from areal_jax.tasks.task import Scorer, TaskError
@@ -98,7 +98,7 @@ class ProcessVerifier:
         workers: int,
         deadline_s: float,
         attempts: int,
-        memory_mb: int = 2048,
+        memory_mb: int,
         start_deadline_s: float = 120.0,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:

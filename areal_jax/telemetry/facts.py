@@ -9,13 +9,11 @@ import collections
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from areal_jax import files
 
 FILE = 'facts.json'
 EVALUATIONS = 'evaluations.json'
-_Json = dict[str, Any]  # an object as a file has it, not checked yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +25,16 @@ class EvaluationScores:
     most_frequent_answer_share: float | None = None  # see most_frequent_share
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Facts that the event log and the metrics do not hold. Producer: app/."""
 
     config: str  # path of the experiment file
     seed: int
     eta: float | None  # staleness.eta; inf = unbounded, None = not used by the schedule
-    schedule: str = 'natural'  # staleness.schedule
-    clock: str = 'real'  # 'real' | 'virtual'
-    planned_steps: int | None = None  # run.steps
+    schedule: str  # staleness.schedule
+    clock: str  # 'real' | 'virtual'
+    planned_steps: int | None  # run.steps
     finished: bool = True
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
@@ -46,7 +44,7 @@ class RunFacts:
     evaluation_before: EvaluationScores | None = None
     evaluation_after: EvaluationScores | None = None
     compilations: int = 0  # XLA programs compiled after warm-up
-    compilation_budget: int = 0  # run.compilation_budget
+    compilation_budget: int  # run.compilation_budget
     peak_memory_bytes: int | None = None  # ResourceSampler.peak_bytes
     event_loop_lag_max: float | None = None  # seconds, after warm-up
     weights_sha256: str | None = None  # of the last version
@@ -81,7 +79,7 @@ class RunFacts:
         return cls(**values | {'eta': None if values['eta'] is None else float(values['eta'])})
 
 
-def read_facts(workdir: pathlib.Path | str, kind: type) -> _Json:
+def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
     """The fields of the dataclass `kind` in WORKDIR/facts.json, as JSON has them; raises FileError."""
     path = pathlib.Path(workdir) / FILE
     fix = 'remove it: a report can be made without it'
@@ -126,7 +124,7 @@ def read_scores(path: pathlib.Path) -> dict[str, EvaluationScores]:
     return found
 
 
-def _scores(values: _Json | None) -> EvaluationScores | None:
+def _scores(values: files.JsonObject | None) -> EvaluationScores | None:
     if values is None:
         return None
     sampled = tuple(tuple(scores) for scores in values['sampled'])

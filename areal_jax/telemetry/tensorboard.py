@@ -1,4 +1,7 @@
-"""TensorBoard's event files, written by the caller itself: a full disk would block a thread with a queue."""
+"""Writes TensorBoard's event files in the thread of the caller. Used by metrics.py.
+
+The writers of TensorBoard packages use a queue and a thread, which block when the disk is full.
+"""
 
 from __future__ import annotations
 

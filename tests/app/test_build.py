@@ -32,7 +32,7 @@ def test_a_hugging_face_directory_becomes_a_sharded_learner(tmp_path):
         head_dim=8, d_ff=24, rope_theta=1e4, family='qwen3', qk_norm=True,
     )  # fmt: skip
     params = Decoder(shape).init(3)
-    export_hf(path, params, shape)
+    export_hf(path, params, shape, dtype='float32')
     hf_directory.write(path)  # the tokenizer's files beside
     config = default_config()
     config.model.source, config.model.path = 'hf', str(path)

@@ -60,7 +60,7 @@ def test_a_directory_with_broken_weights_is_named(tmp_path):
     params = Decoder(shape).init(3)
     up = params['layers']['0']['mlp']['up']
     up['weight'] = up['weight'].at[0, :3].set(np.inf)
-    export_hf(path, params, shape)
+    export_hf(path, params, shape, dtype='float32')
     hf_directory.write(path)
     config = default_config()
     config.model.source, config.model.path = 'hf', str(path)

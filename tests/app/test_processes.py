@@ -218,7 +218,7 @@ def directory(tmp_path_factory):
         family='qwen3', qk_norm=True, context_tokens=64,
     )  # fmt: skip
     path = tmp_path_factory.mktemp('hf') / 'model'
-    export_hf(path, Decoder(shape).init(3), shape, file_bytes=200_000)
+    export_hf(path, Decoder(shape).init(3), shape, file_bytes=200_000, dtype='float32')
     hf_directory.write(path)
     return path
 

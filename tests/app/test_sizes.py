@@ -52,7 +52,7 @@ def test_sizes_are_those_of_the_arrays(fields):
         assert found.learner['reference model'] == nbytes(learner.state.reference)
     if learner._passes.working(learner.state) is not learner.state.params:
         assert found.learner['working copy'] == nbytes(learner._passes.working(learner.state))
-    state = build_backend(config, model.decoder).initial_state()
+    state = build_backend(config, model.decoder, jax.devices()[0]).initial_state()
     assert found.engines['KV cache'] == nbytes(state.cache) * parse_engines(config.cluster.engines).count
 
 

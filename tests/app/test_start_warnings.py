@@ -1,7 +1,9 @@
-"""What is said on stderr before a run starts."""
+"""What stderr shows before the first update."""
 
-from areal_jax.app.start_warnings import find_warnings, print_warnings
+from areal_jax.app.start_warnings import find_warnings, print_passed_over, print_warnings
 from areal_jax.config import default_config
+from areal_jax.learning import layout
+from tests.app.small import SmallRun
 
 
 def test_a_warm_up_that_outlasts_the_run_is_warned_of(capsys):
@@ -15,3 +17,18 @@ def test_a_warm_up_that_outlasts_the_run_is_warned_of(capsys):
     assert capsys.readouterr().err == f'warning: {said}\n'
     config.learner.epochs = 2
     assert list(find_warnings(config)) == []
+
+
+def test_a_backend_that_auto_passes_over_is_warned_of_with_the_reason(capsys):
+    print_passed_over(())
+    assert capsys.readouterr().err == ''
+    print_passed_over(("attention 'cudnn' fails its self-check: ...",))
+    assert capsys.readouterr().err == (
+        "warning: learner.attention='auto' passes over a backend: attention 'cudnn' fails its self-check: ...\n"
+    )
+
+
+def test_a_run_shows_the_backends_that_its_learner_passed_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(layout, 'choose_checked', lambda *_, **__: ('dense', ("attention 'cudnn' does not run here",)))
+    SmallRun(tmp_path).session.close()
+    assert "passes over a backend: attention 'cudnn' does not run here" in capsys.readouterr().err

@@ -31,7 +31,7 @@ ODD_VALUES = (None, 'x', -1, 0, 1e308, [], {}, True, 10**30, 2**31 - 1, 0.5, [{}
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory) -> pathlib.Path:
     directory = tmp_path_factory.mktemp('hf') / 'model'
-    export_hf(directory, Decoder(SHAPE).init(0), SHAPE)
+    export_hf(directory, Decoder(SHAPE).init(0), SHAPE, dtype='float32')
     hf_directory.write(directory)
     return directory
 

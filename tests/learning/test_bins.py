@@ -57,12 +57,6 @@ def test_fewest_sequences_by_hand():
     assert pack_fewest_first([(9,), (6,), (2,), (1,), (1,)], (10,)) == [[0, 3], [1, 2, 4]]
 
 
-def test_fewest_sequences_opens_at_least_so_many_bins():
-    # ties go to the lowest index: the third 1 joins bin 0
-    assert pack_fewest_first([(1,)] * 3, (10,), min_bins=2) == [[0, 2], [1]]
-    assert pack_fewest_first([(1,)] * 2, (10,), min_bins=5) == [[0], [1]]
-
-
 @_PACKERS
 def test_nothing_needs_no_bin(pack):
     assert pack([], (10,)) == []

@@ -22,7 +22,8 @@ _COST = CostCoefficients(per_token=1.0, per_pair=0.5)
 
 
 def _pack(groups, **settings):
-    shape = {'mode': 'shared_prompt', 'row_tokens': 32, 'row_loss_tokens': 16, 'rows_per_microbatch': 1}
+    shape = {'mode': 'shared_prompt', 'fill': 'first_fit', 'row_tokens': 32, 'row_loss_tokens': 16}
+    shape |= {'rows_per_microbatch': 1, 'n_minibatches': 1}
     advantages = [np.arange(len(g.trajectories), dtype=np.float32) + 10 * i for i, g in enumerate(groups)]
     return pack(groups, advantages, **(shape | settings))
 
@@ -352,8 +353,8 @@ def test_a_group_without_loss_tokens_changes_nothing():
 
 def test_advantages_of_zero_are_packed_like_any_other():
     (batch,), report = pack(
-        [group([1], [[2, 3], [4]])], [np.zeros(2)], mode='ordinary', row_tokens=8, row_loss_tokens=8,
-        rows_per_microbatch=1,
+        [group([1], [[2, 3], [4]])], [np.zeros(2)], mode='ordinary', fill='first_fit', row_tokens=8, row_loss_tokens=8,
+        rows_per_microbatch=1, n_minibatches=1,
     )  # fmt: skip
     assert denominator_weights(batch, 'token_mean')[1] == 3
     assert not batch.advantages.any()
@@ -363,7 +364,10 @@ def test_advantages_of_zero_are_packed_like_any_other():
 def test_an_advantage_that_is_not_finite_is_named():
     groups = [group([1], [[2], [3]], draw=4)]
     with pytest.raises(ValueError, match=r'draw 4, sample 1: advantage is nan, .* rewards must be finite'):
-        pack(groups, [np.array([0, np.nan])], mode='ordinary', row_tokens=8, row_loss_tokens=8, rows_per_microbatch=1)
+        pack(
+            groups, [np.array([0, np.nan])], mode='ordinary', fill='first_fit', row_tokens=8, row_loss_tokens=8,
+            rows_per_microbatch=1, n_minibatches=1,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import Choice
-from areal_jax.learning import advantages, denominators, losses, packing, proximal, trees, truncation
+from areal_jax.learning import advantages
 from areal_jax.learning.directions import DIRECTIONS
 from areal_jax.learning.optimizer import Schedule
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
@@ -58,13 +58,6 @@ def test_the_ends_of_closed_ranges_are_allowed():
     [
         ('optimizer.name', DIRECTIONS),
         ('loss.advantage', advantages.ESTIMATORS),
-        ('loss.denominator', denominators.DENOMINATORS),
-        ('loss.kl_estimator', losses.KL_ESTIMATORS),
-        ('loss.proximal', proximal.KINDS),
-        ('loss.truncated_sampling', truncation.MODES),
-        ('learner.packing', packing.MODES),
-        ('learner.fill', packing.FILLS),
-        ('learner.dtype', trees.DTYPES),
         ('learner.layers', decoder.FORMS),
         ('learner.remat', decoder.REMAT),
         ('learner.attention', backends.IMPLEMENTATIONS),

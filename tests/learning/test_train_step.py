@@ -94,9 +94,11 @@ def test_packed_equals_one_trajectory_at_a_time(params, unpacked, mode, row_toke
         _GROUPS,
         _ADVANTAGES,
         mode=mode,
+        fill='first_fit',
         row_tokens=row_tokens,
         row_loss_tokens=24,
         rows_per_microbatch=rows_per_microbatch,
+        n_minibatches=1,
     )
     (loss, (policy, _)), gradient = unpacked
     (packed, found), packed_gradient = _packed_loss_and_gradient(params, *training_rows(batch, 'token_mean'))
@@ -114,8 +116,9 @@ def test_a_model_with_a_window_sees_no_further_in_packed_rows(attention):
     decoder = Decoder(dataclasses.replace(_DECODER.config, sliding_window=3))
     params = decoder.init(seed=1, scale=2.0)
     (batch,), _ = pack(
-        _GROUPS, _ADVANTAGES, mode='shared_prompt', row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3
-    )
+        _GROUPS, _ADVANTAGES, mode='shared_prompt', fill='first_fit',
+        row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3, n_minibatches=1,
+    )  # fmt: skip
     rows, _ = training_rows(batch, 'token_mean')
     run = jax.jit(functools.partial(forward, decoder, attention=attention), static_argnames='temperature')
     found = run(params, {name: array[0] for name, array in rows.items()}, temperature=1.0)[0]
@@ -134,8 +137,9 @@ def test_a_model_with_a_window_sees_no_further_in_packed_rows(attention):
 def test_last_token_of_an_answer_has_gradient(params):
     # raising the log-prob of the last token alone moves the weights: it is a target although it is never read
     (batch,), _ = pack(
-        _GROUPS[:1], _ADVANTAGES[:1], mode='shared_prompt', row_tokens=64, row_loss_tokens=32, rows_per_microbatch=1
-    )
+        _GROUPS[:1], _ADVANTAGES[:1], mode='shared_prompt', fill='first_fit',
+        row_tokens=64, row_loss_tokens=32, rows_per_microbatch=1, n_minibatches=1,
+    )  # fmt: skip
     rows, _ = training_rows(batch, 'token_mean')
     one = {name: array[0] for name, array in rows.items()}
     last = np.flatnonzero(batch.trajectory_ids[0, 0] == 0)[-1]
@@ -147,8 +151,9 @@ def test_last_token_of_an_answer_has_gradient(params):
 def test_entropy_is_of_the_distribution_at_the_temperature(params, unpacked):
     (_, (_, logits)), _ = unpacked
     (batch,), _ = pack(
-        _GROUPS, _ADVANTAGES, mode='shared_prompt', row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3
-    )
+        _GROUPS, _ADVANTAGES, mode='shared_prompt', fill='first_fit',
+        row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3, n_minibatches=1,
+    )  # fmt: skip
     rows, denominator = training_rows(batch, 'token_mean')
     (_, (_, entropy)), _ = _microbatch_loss(params, {name: array[0] for name, array in rows.items()}, denominator)
     expected = jax.scipy.special.entr(jax.nn.softmax(logits)).sum(-1)[0, np.flatnonzero(_TRAJECTORIES[0].loss_mask) - 1]
@@ -156,7 +161,10 @@ def test_entropy_is_of_the_distribution_at_the_temperature(params, unpacked):
 
 
 def test_rows_carry_the_weights_of_their_aggregation():
-    (batch,), _ = pack(_GROUPS, _ADVANTAGES, mode='ordinary', row_tokens=40, row_loss_tokens=24, rows_per_microbatch=1)
+    (batch,), _ = pack(
+        _GROUPS, _ADVANTAGES, mode='ordinary', fill='first_fit',
+        row_tokens=40, row_loss_tokens=24, rows_per_microbatch=1, n_minibatches=1,
+    )  # fmt: skip
     rows, denominator = training_rows(batch, 'sequence_mean')
     weights, expected = denominator_weights(batch, 'sequence_mean')
     np.testing.assert_array_equal(rows['token_weights'], weights)

@@ -91,8 +91,9 @@ def greedy(name, texts):
     """What the decode engine continues every text with."""
     decoder, params = model(name, 'list')
     backend = JaxDecodeBackend(
-        decoder, slots=2, context_tokens=LENGTH, prefill_buckets=(LENGTH,), decode_steps=parity.NEW_TOKENS
-    )
+        decoder, slots=2, context_tokens=LENGTH, prefill_buckets=(LENGTH,), decode_steps=parity.NEW_TOKENS,
+        filtered=False, dtype='float32',
+    )  # fmt: skip
     sampling = SamplingParams(parity.NEW_TOKENS, temperature=0.0, top_k=0, top_p=1.0, stop_tokens=())
     inits = [
         SlotInit(slot, GenerationRequest(0, slot, 0, text, sampling), text, len(text) + parity.NEW_TOKENS)
@@ -137,7 +138,7 @@ def test_an_export_is_what_transformers_runs(tmp_path, name):
     from tests.models import record_parity
 
     decoder, params = model(name, 'list')
-    export_hf(tmp_path / 'export', params, decoder.config, file_bytes=20_000)
+    export_hf(tmp_path / 'export', params, decoder.config, file_bytes=20_000, dtype='float32')
     assert read_hf_config(tmp_path / 'export') == decoder.config
     scores, following = record_parity.run(tmp_path / 'export', parity.texts(name))
     for number, (one, tokens) in enumerate(zip(scores, following, strict=True)):

@@ -89,8 +89,9 @@ def vllm_greedy(directory: pathlib.Path, texts: list[np.ndarray], folder: pathli
 def our_greedy(config: ModelConfig, params: dict, texts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probs [texts, NEW_TOKENS] of the decode engine."""
     backend = JaxDecodeBackend(
-        Decoder(config), slots=len(texts), context_tokens=ROW, prefill_buckets=(ROW,), decode_steps=NEW_TOKENS
-    )
+        Decoder(config), slots=len(texts), context_tokens=ROW, prefill_buckets=(ROW,), decode_steps=NEW_TOKENS,
+        filtered=False, dtype='float32',
+    )  # fmt: skip
     sampling = SamplingParams(NEW_TOKENS, temperature=0.0, top_k=0, top_p=1.0, stop_tokens=())
     params, state = jax.tree.map(jax.numpy.asarray, params), backend.initial_state()
     prefixes = backend.prefill(params, [text[:-1] for text in texts])
@@ -117,7 +118,7 @@ def texts_of(name: str) -> list[np.ndarray]:
 @pytest.mark.parametrize('name', SHAPES)
 def test_an_export_is_what_vllm_runs(tmp_path, name):
     config, params = small_model(name)
-    export_hf(tmp_path / 'export', params, config, file_bytes=400_000)  # several files and their index
+    export_hf(tmp_path / 'export', params, config, file_bytes=400_000, dtype='float32')  # several files and their index
     answer = vllm_greedy(tmp_path / 'export', texts_of(name), tmp_path)
     assert_equal_text(answer, our_greedy(config, params, texts_of(name)), 1e-4)
 
@@ -132,6 +133,6 @@ def test_an_export_in_bfloat16_holds_the_rounded_values(tmp_path):
 
 def test_smollm2_speaks_alike(tmp_path):
     config, params, _ = load_gguf(find_package_file(GGUF))
-    export_hf(tmp_path / 'export', params, config)
+    export_hf(tmp_path / 'export', params, config, dtype='float32')
     texts = [CHAT, CHAT[:11]]
     assert_equal_text(vllm_greedy(tmp_path / 'export', texts, tmp_path), our_greedy(config, params, texts), 2e-4)

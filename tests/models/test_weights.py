@@ -191,7 +191,7 @@ def test_new_rows_are_sharded(toy):
 def test_new_rows_are_exported_and_loaded(toy, layers, tmp_path):
     changed = lambda leaf: leaf + np.arange(leaf.size, dtype=np.float32).reshape(leaf.shape)
     params = jax.tree.map(changed, Decoder(toy).init(3))
-    export_hf(tmp_path / 'export', params, toy)
+    export_hf(tmp_path / 'export', params, toy, dtype='float32')
     stored = load_file(tmp_path / 'export' / 'model.safetensors')
     for path, (name, _) in EXTRA.items():
         np.testing.assert_array_equal(stored[name.format(2)], leaf_at(params, f'layers/2/{path}'))

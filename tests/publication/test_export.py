@@ -31,7 +31,7 @@ SHAPES = {
 @pytest.mark.parametrize('file_bytes', [400, 10**9], ids=['many files', 'one file'])
 def test_an_export_loads_back_bit_for_bit(tmp_path, name, file_bytes):
     params = host_params(config=SHAPES[name])
-    export_hf(tmp_path / 'export', jax.device_put(params), SHAPES[name], file_bytes=file_bytes)
+    export_hf(tmp_path / 'export', jax.device_put(params), SHAPES[name], file_bytes=file_bytes, dtype='float32')
     config, loaded = load_hf(tmp_path / 'export')
     assert config == SHAPES[name]
     assert_bit_equal(loaded, params)
@@ -39,7 +39,7 @@ def test_an_export_loads_back_bit_for_bit(tmp_path, name, file_bytes):
 
 def test_one_file_as_the_library_of_the_format_reads_it(tmp_path):
     params = host_params()
-    export_hf(tmp_path / 'export', params, CONFIG)
+    export_hf(tmp_path / 'export', params, CONFIG, dtype='float32')
     path = tmp_path / 'export' / 'model.safetensors'
     assert_bit_equal(from_hf_names(load_file(path), CONFIG), params)
     assert {p.name for p in path.parent.iterdir()} == {'model.safetensors', 'config.json'}
@@ -49,7 +49,7 @@ def test_one_file_as_the_library_of_the_format_reads_it(tmp_path):
 
 def test_files_have_at_most_so_many_bytes(tmp_path):
     # a tensor has 4 bytes a value; the largest is the embedding, 11 * 6 * 4 = 264
-    export_hf(tmp_path / 'export', host_params(), CONFIG, file_bytes=500)
+    export_hf(tmp_path / 'export', host_params(), CONFIG, file_bytes=500, dtype='float32')
     index = json.loads((tmp_path / 'export' / 'model.safetensors.index.json').read_text())
     files = {path.name: load_file(path) for path in (tmp_path / 'export').glob('*.safetensors')}
     count = len(files)
@@ -59,7 +59,9 @@ def test_files_have_at_most_so_many_bytes(tmp_path):
     assert max(sizes) <= 500
     assert index['metadata']['total_size'] == sum(sizes)
     assert index['weight_map'] == {name: file for file, tensors in files.items() for name in tensors}
-    export_hf(tmp_path / 'export', host_params(), CONFIG, file_bytes=1)  # every tensor alone, the earlier files gone
+    export_hf(
+        tmp_path / 'export', host_params(), CONFIG, file_bytes=1, dtype='float32'
+    )  # every tensor alone, the earlier files gone
     assert len([*(tmp_path / 'export').glob('*.safetensors')]) == len(index['weight_map'])
 
 
@@ -74,19 +76,19 @@ def test_weights_are_cast_and_the_config_says_so(tmp_path, dtype):
 
 def test_what_belongs_to_the_model_goes_along(tmp_path):
     source = tmp_path / 'source'
-    export_hf(source, host_params(), CONFIG)
+    export_hf(source, host_params(), CONFIG, dtype='float32')
     config = json.loads((source / 'config.json').read_text())
     (source / 'config.json').write_text(json.dumps(config | {'bos_token_id': 1, 'eos_token_id': [2, 3]}))
     for name in ('tokenizer.json', 'chat_template.jinja', 'thesis.tex'):
         (source / name).write_text(name)
-    export_hf(tmp_path / 'export', host_params(1), CONFIG, source=source)
+    export_hf(tmp_path / 'export', host_params(1), CONFIG, source=source, dtype='float32')
     files = {path.name for path in (tmp_path / 'export').iterdir()}
     assert files == {'model.safetensors', 'config.json', 'tokenizer.json', 'chat_template.jinja'}
     assert (tmp_path / 'export' / 'tokenizer.json').read_text() == 'tokenizer.json'
     said = json.loads((tmp_path / 'export' / 'config.json').read_text())
     assert (said['bos_token_id'], said['eos_token_id'], said['num_hidden_layers']) == (1, [2, 3], 2)
     with pytest.raises(PublicationError, match='source is where the weights came from'):
-        export_hf(source, host_params(), CONFIG, source=source)
+        export_hf(source, host_params(), CONFIG, source=source, dtype='float32')
 
 
 def test_what_cannot_be_exported_is_named(tmp_path):
@@ -101,27 +103,27 @@ def test_what_cannot_be_exported_is_named(tmp_path):
         export_hf(tmp_path / 'export', large, CONFIG, dtype='int8')
     config = dataclasses.replace(CONFIG, qk_norm=True)
     with pytest.raises(HfError, match="qk_norm=True cannot be written for family='llama'"):
-        export_hf(tmp_path / 'export', host_params(config=config), config)
+        export_hf(tmp_path / 'export', host_params(config=config), config, dtype='float32')
     adapted = host_params()
     adapted['layers']['0']['mlp']['up']['lora_a'] = np.ones((6, 1), np.float32)
     with pytest.raises(WeightsError, match='layers/0/mlp/up/lora_a belongs to an adapter'):
-        export_hf(tmp_path / 'export', adapted, CONFIG)
+        export_hf(tmp_path / 'export', adapted, CONFIG, dtype='float32')
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_value_head_is_left_out(tmp_path):
     config = dataclasses.replace(CONFIG, value_head=True)
     params = host_params(config=config)
-    export_hf(tmp_path / 'export', params, config)
+    export_hf(tmp_path / 'export', params, config, dtype='float32')
     assert_bit_equal(load_hf(tmp_path / 'export')[1], {k: leaf for k, leaf in params.items() if k != 'value_head'})
 
 
 def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path):
-    export_hf(tmp_path / 'export', host_params(0), CONFIG)
-    export_hf(tmp_path / 'export', jax.device_put(host_params(1)), CONFIG)
+    export_hf(tmp_path / 'export', host_params(0), CONFIG, dtype='float32')
+    export_hf(tmp_path / 'export', jax.device_put(host_params(1)), CONFIG, dtype='float32')
     assert_bit_equal(load_hf(tmp_path / 'export')[1], host_params(1))
     assert [p.name for p in tmp_path.iterdir()] == ['export']
 
     (tmp_path / 'export' / 'model.safetensors').unlink()
     with pytest.raises(PublicationError, match='not ours to replace'):
-        export_hf(tmp_path / 'export', host_params(), CONFIG)
+        export_hf(tmp_path / 'export', host_params(), CONFIG, dtype='float32')

@@ -48,8 +48,9 @@ def make(request):
 
     def build(clock: Any = None, *, workers: int = 1, deadline_s: float = 30.0, attempts: int = 2) -> ProcessVerifier:
         judge = ProcessVerifier(
-            clock or FakeClock(), SCORER, decode, workers=workers, deadline_s=deadline_s, attempts=attempts
-        )
+            clock or FakeClock(), SCORER, decode, workers=workers, deadline_s=deadline_s, attempts=attempts,
+            memory_mb=2048,
+        )  # fmt: skip
         request.addfinalizer(judge.close)
         judge.start()
         return judge
@@ -246,13 +247,14 @@ def test_close_kills_everything(make, tmp_path):
 
 
 def test_scorer_that_cannot_be_loaded_is_an_error_of_start():
-    judge = ProcessVerifier(FakeClock(), 'no.such:score', decode, workers=2, deadline_s=1.0, attempts=1)
+    judge = ProcessVerifier(FakeClock(), 'no.such:score', decode, workers=2, deadline_s=1.0, attempts=1, memory_mb=2048)
     with pytest.raises(VerifierError, match=r"scorer 'no\.such:score'.*has ended; its traceback"):
         judge.start()
 
 
 def test_start_has_a_deadline():
-    judge = ProcessVerifier(FakeClock(), SCORER, decode, workers=1, deadline_s=1.0, attempts=1, start_deadline_s=0.001)
+    settings = {'workers': 1, 'deadline_s': 1.0, 'attempts': 1, 'memory_mb': 2048}
+    judge = ProcessVerifier(FakeClock(), SCORER, decode, **settings, start_deadline_s=0.001)
     with pytest.raises(VerifierError, match=r'within 0\.001 s: .* was not ready in time'):
         judge.start()
     assert judge._workers == []
@@ -260,11 +262,11 @@ def test_start_has_a_deadline():
 
 def test_settings_without_sense_are_named():
     with pytest.raises(TaskError, match=r'task\.verifier_workers=0'):
-        ProcessVerifier(FakeClock(), SCORER, decode, workers=0, deadline_s=1.0, attempts=1)
+        ProcessVerifier(FakeClock(), SCORER, decode, workers=0, deadline_s=1.0, attempts=1, memory_mb=2048)
 
 
 def test_killed_worker_tells_whoever_waits():
-    worker = WorkerProcess(SCORER)
+    worker = WorkerProcess(SCORER, 0)
 
     async def main():
         waiting = asyncio.ensure_future(worker.become_ready())
@@ -283,7 +285,7 @@ def test_killed_worker_tells_whoever_waits():
 
 
 def test_worker_killed_between_readiness_and_reading_reads_nothing():
-    worker = WorkerProcess(SCORER)
+    worker = WorkerProcess(SCORER, 0)
 
     async def main():
         waiting = asyncio.ensure_future(worker.become_ready())

@@ -61,7 +61,7 @@ def test_of_what_a_scorer_prints_two_kilobytes_are_shown_and_the_rest_is_counted
 ANSWER_ONE_BY_ONE = """
 import asyncio, json, sys
 from areal_jax.tasks.process import WorkerProcess
-worker = WorkerProcess(sys.argv[1])
+worker = WorkerProcess(sys.argv[1], 0)
 async def main():
     await worker.become_ready()
     for line in sys.argv[2:]:
@@ -141,7 +141,7 @@ def test_reply_names_the_error():
 PARENT = """
 import asyncio, json, sys
 from areal_jax.tasks.process import WorkerProcess
-worker = WorkerProcess('tests.tasks.bad_scorer:score')
+worker = WorkerProcess('tests.tasks.bad_scorer:score', 0)
 async def main():
     await worker.become_ready()
     print(worker._process.pid, flush=True)
@@ -173,7 +173,8 @@ from areal_jax.tasks.verifier import ProcessVerifier
 from areal_jax.types import Prompt
 from tests.tasks.fake_clock import FakeClock
 judge = ProcessVerifier(
-    FakeClock(), 'tests.tasks.hostile_scorers:' + sys.argv[1], lambda tokens: '', workers=1, deadline_s=30.0, attempts=1
+    FakeClock(), 'tests.tasks.hostile_scorers:' + sys.argv[1], lambda tokens: '', workers=1, deadline_s=30.0,
+    attempts=1, memory_mb=2048,
 )
 judge.start()
 prompt = Prompt(0, np.zeros(1, np.int32), 'hostile', {'pids': sys.argv[2]})

@@ -124,7 +124,8 @@ def two_metrics(*optimizer_steps: tuple[float, float]) -> list[dict[str, Any]]:
 def two_facts(**changes: Any) -> RunFacts:
     """Three problems: greedy 1 of 3 then 3 of 3; gains of the sampled means .5, 0, 1."""
     fields: dict[str, Any] = {
-        'config': 'configs/two.py', 'seed': 7, 'eta': 1.0, 'wall_seconds': 40.0,
+        'config': 'configs/two.py', 'seed': 7, 'eta': 1.0, 'schedule': 'natural', 'clock': 'real', 'wall_seconds': 40.0,
+        'planned_steps': None, 'compilation_budget': 0,
         'evaluation_before': EvaluationScores((1.0, 0.0, 0.0), ((0.0, 1.0), (0.0, 0.0), (0.0, 0.0)), 0.5),
         'evaluation_after': EvaluationScores((1.0, 1.0, 1.0), ((1.0, 1.0), (0.0, 0.0), (1.0, 1.0)), 0.6),
         'peak_memory_bytes': 3 * 2**30, 'event_loop_lag_max': 0.01, 'weights_sha256': 'ab' * 32, 'git_commit': 'c0ffee',

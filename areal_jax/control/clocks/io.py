@@ -121,7 +121,7 @@ class IoLoop:
     def start(
         self, name: str, fn: Callable[[], Awaitable[object]], deadline_s: float, on_end: Callable[[], None]
     ) -> IoCall:
-        """Start one call; `name` stands in its errors. See IoCall."""
+        """Start one call; its errors contain `name`. See IoCall."""
         if self._loop is None:
             selector = selectors.DefaultSelector()
             self._loop = asyncio.SelectorEventLoop(selector)

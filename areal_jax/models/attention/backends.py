@@ -28,7 +28,6 @@ class Backend:
     shares_prompts: bool  # parent_ids that differ from segment_ids
     windows: bool  # a sliding window
     slices: bool  # queries of a part of the row (context parallelism)
-    contains_nan: bool  # a NaN or infinity spreads only within its segment, forward and backward
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     head_dim_step: int = 1
     max_head_dim: int | None = None
@@ -45,14 +44,13 @@ class Demand:
     slices: bool
 
 
+# In 'dense', 'blocked' and 'pallas' a NaN or infinity stays within its segment, forward and backward.
 BACKENDS = {
-    'dense': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
-    'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True, True, True),
-    'pallas': Backend(('gpu',), _FLOATS, True, True, True, True, min_capability=(8, 0), max_head_dim=256),
-    'splash': Backend(('tpu',), ('float32', 'bfloat16'), False, False, False, False),
-    'cudnn': Backend(
-        ('gpu',), ('bfloat16', 'float16'), False, False, False, False, (9, 0), head_dim_step=8, max_head_dim=256
-    ),
+    'dense': Backend(_ANY_PLATFORM, _FLOATS, True, True, True),
+    'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True, True),
+    'pallas': Backend(('gpu',), _FLOATS, True, True, True, min_capability=(8, 0), max_head_dim=256),
+    'splash': Backend(('tpu',), ('float32', 'bfloat16'), False, False, False),
+    'cudnn': Backend(('gpu',), ('bfloat16', 'float16'), False, False, False, (9, 0), head_dim_step=8, max_head_dim=256),
 }
 IMPLEMENTATIONS = ('auto', *BACKENDS)
 _PREFERRED = {'tpu': ('splash',), 'gpu': ('cudnn', 'pallas')}  # then 'blocked', which runs everywhere

@@ -90,7 +90,6 @@ def choose_checked(
     tokens: int,
     dtype: jax.typing.DTypeLike,
     head_dim: int,
-    shares_prompts: bool = False,
     window: int | None = None,
     slices: bool = False,
 ) -> tuple[str, tuple[str, ...]]:
@@ -103,7 +102,7 @@ def choose_checked(
     while True:
         name = choose_implementation(
             impl, platform=platform, capability=capability, tokens=tokens, dtype=dtype, head_dim=head_dim,
-            shares_prompts=shares_prompts, window=window, slices=slices, excluded=excluded,
+            window=window, slices=slices, excluded=excluded,
         )  # fmt: skip
         try:
             self_check(name, dtype=dtype, head_dim=head_dim, window=window, slices=slices)

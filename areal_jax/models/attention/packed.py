@@ -43,7 +43,7 @@ def packed_attention(
     positions[t] - positions[s] < window. Padding is one more segment, so every token sees itself.
 
     Args:
-      segment_ids, parent_ids: int32 [T]; 0 = padding, which stands last.
+      segment_ids, parent_ids: int32 [T]; 0 = padding, at the end of the row.
       scale: static.
       impl: static, one of IMPLEMENTATIONS, see `backends`. 'auto' chooses a backend that supports the call. Pass the
         same array as segment_ids and parent_ids where no prompts are shared, or it must assume that they are.

@@ -1,9 +1,9 @@
 """Our block-sparse attention as Pallas kernels for GPUs (Triton lowering).
 
-Tiles, masks and formulas are those of `blocked`: FlashAttention (arXiv 2205.14135) over the tiles that may contain a
-visible pair. A program of the forward pass and of the gradient of q owns a block of queries of one head. A program of
-the gradients of k and v owns a block of keys of one kv head, with all its query heads. So programs never add to the
-same output.
+Tiles, masks and formulas are the same as in `blocked`: FlashAttention (arXiv 2205.14135) over the tiles that may
+contain a visible pair. A program of the forward pass and of the gradient of q owns a block of queries of one head. A
+program of the gradients of k and v owns a block of keys of one kv head, with all its query heads. So programs never add
+to the same output.
 """
 
 from __future__ import annotations

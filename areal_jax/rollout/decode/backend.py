@@ -1,8 +1,9 @@
 """The compiled programs of an engine in this process: prefill, insert and decode of one decoder on one device.
 
-rollout/engine.py calls them on the engine's lane; app/ builds one backend for each device on which engines decode.
-Weights are arguments of every program, so new weights of the same shapes need no compilation. Shapes come from short
-declared lists: prefill buckets (for one row, and for a row per slot) and decode widths; `warm_up` compiles all of them.
+rollout/local_engine.py calls them on the engine's lane; app/ builds one backend for each device on which engines
+decode. Weights are arguments of every program, so new weights of the same shapes need no compilation. Shapes come from
+short declared lists: prefill buckets (for one row, and for a row per slot) and decode widths; `warm_up` compiles all of
+them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from areal_jax.config.declarations import DTYPES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.rollout.backend import DecodeOutput, SlotInit
@@ -22,8 +24,6 @@ from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.attention import cache_attention, causal_attention
 from areal_jax.rollout.decode.cache import Cache, LayerCache, Prefix, empty_cache, insert_row, write_token
 from areal_jax.rollout.decode.slots import DecodeState, Slots, advance, empty_slots, occupy, slot_values
-
-DTYPES = ('float32', 'bfloat16', 'float16')
 
 # tokens, log-probs, valid, log-probs of the cut softmax (None unless filtered): [decode_steps, slots] each
 _Outputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
@@ -59,10 +59,10 @@ class JaxDecodeBackend:
         context_tokens: int,
         prefill_buckets: tuple[int, ...],
         decode_steps: int,
+        filtered: bool,
+        dtype: str,
         decode_widths: tuple[int, ...] | None = None,
         max_stop_tokens: int = 4,
-        filtered: bool = False,
-        dtype: str = 'float32',
         device: jax.Device | None = None,
     ):
         if dtype not in DTYPES:
@@ -72,13 +72,14 @@ class JaxDecodeBackend:
         self.slots, self.context_tokens = slots, context_tokens
         self._decoder, self._steps, self._stops, self._filtered = decoder, decode_steps, max_stop_tokens, filtered
         self._dtype = jnp.dtype(dtype)
-        self.devices: tuple[str, ...] = (str(device or jax.devices()[0]),)
+        device = device or jax.local_devices()[0]
+        self.devices: tuple[str, ...] = (str(device),)
         self._buckets = tuple(prefill_buckets)
         self._widths = (context_tokens,) if decode_widths is None else tuple(decode_widths)
         self._check()
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
-        self._on = on = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
+        self._on = on = jax.sharding.SingleDeviceSharding(device)
         self._initial_program = jax.jit(self._initial, out_shardings=on)
         self._prefill_program = jax.jit(self._prefill_rows, in_shardings=on, out_shardings=on)
         self._insert_program = jax.jit(_insert, in_shardings=on, out_shardings=on, donate_argnums=0)

@@ -84,7 +84,10 @@ def occupy(slots: Slots, at: jax.Array, values: Slots, seeds: jax.Array) -> Slot
 
 
 def advance(slots: Slots, tokens: jax.Array) -> Slots:
-    """The slots after each has generated its entry of `tokens`, int32 [B]; positions of dead slots grow too, unused."""
+    """The slots after each has generated its entry of `tokens`, int32 [B].
+
+    Positions of dead slots grow too, but nothing reads them.
+    """
     stopped = jnp.any(slots.stop_tokens == tokens[:, None], axis=-1)
     length = slots.position + 2  # tokens of the trajectory with the new one: its input was at `position`
     return dataclasses.replace(

@@ -99,4 +99,4 @@ def test_auto_passes_over_what_fails_and_says_why(monkeypatch):
 
 
 def test_a_run_on_this_machine_gets_a_checked_backend():
-    assert choose_checked('auto', tokens=4096, dtype='float32', head_dim=16, shares_prompts=True) == ('blocked', ())
+    assert choose_checked('auto', tokens=4096, dtype='float32', head_dim=16) == ('blocked', ())

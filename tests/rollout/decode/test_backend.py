@@ -160,8 +160,9 @@ def test_the_rest_of_an_answer_continues_in_another_slot_of_another_backend():
     first.start({1: request()})
     first.decode(4)
     other = JaxDecodeBackend(
-        DECODER, slots=2, context_tokens=20, prefill_buckets=(20,), decode_steps=8, device=jax.devices()[1]
-    )
+        DECODER, slots=2, context_tokens=20, prefill_buckets=(20,), decode_steps=8, filtered=False, dtype='float32',
+        device=jax.devices()[1],
+    )  # fmt: skip
     tokens = np.array(first.tokens[1], np.int32)
     params = jax.device_put(weights(), jax.devices()[1])
     [prefix] = other.prefill(params, [tokens[:-1]])
@@ -269,8 +270,9 @@ def compiled():
 
 def test_warm_up_compiles_everything_that_is_used_later_whatever_the_weights(compiled):
     fresh = JaxDecodeBackend(
-        DECODER, slots=3, context_tokens=20, prefill_buckets=(8, 20), decode_steps=4, decode_widths=(10, 20)
-    )
+        DECODER, slots=3, context_tokens=20, prefill_buckets=(8, 20), decode_steps=4, filtered=False, dtype='float32',
+        decode_widths=(10, 20),
+    )  # fmt: skip
     initial, swapped = weights(), jax.device_put(jax.device_get(weights(1)), jax.devices()[0])  # committed, unlike
     compiled.clear()
     # initial state, release, 2 widths, and prefill and insert for {1, 3} rows x {8, 20} tokens: 1 + 1 + 2 + 2 * 4 = 12
@@ -294,7 +296,9 @@ def test_warm_up_compiles_everything_that_is_used_later_whatever_the_weights(com
 
 
 def test_decoding_updates_the_cache_in_place():
-    large = JaxDecodeBackend(DECODER, slots=4, context_tokens=4096, prefill_buckets=(4096,), decode_steps=4)
+    large = JaxDecodeBackend(
+        DECODER, slots=4, context_tokens=4096, prefill_buckets=(4096,), decode_steps=4, filtered=False, dtype='float32'
+    )
     state = large.initial_state()
     cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
     program = large._generate_program.lower(weights(), state, np.int32(4), 4096).compile()
@@ -329,7 +333,7 @@ def test_a_state_is_donated_and_a_prefix_is_not():
 def test_sizes_that_do_not_fit_are_refused(change, message):
     sizes = {'slots': 2, 'context_tokens': 16, 'prefill_buckets': (8, 16), 'decode_steps': 2} | change
     with pytest.raises(ValueError, match=message):
-        JaxDecodeBackend(DECODER, **sizes)
+        JaxDecodeBackend(DECODER, **sizes, filtered=False, dtype='float32')
 
 
 @pytest.mark.parametrize(

@@ -62,4 +62,6 @@ def test_weights_of_another_dtype_are_refused_by_prefill_and_by_decode(built, gi
 )
 def test_what_cannot_decode_is_refused(decoder, dtype, message):
     with pytest.raises(ValueError, match=message):
-        JaxDecodeBackend(decoder, slots=2, context_tokens=16, prefill_buckets=(16,), decode_steps=2, dtype=dtype)
+        JaxDecodeBackend(
+            decoder, slots=2, context_tokens=16, prefill_buckets=(16,), decode_steps=2, filtered=False, dtype=dtype
+        )
