@@ -259,6 +259,10 @@ def main() -> int:
     cells = []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
+        lags = []  # first: what the other measurements leave behind would make the garbage collector slow
+        for turn in range(args.turns):
+            (folder / f'lag_{turn}').mkdir()
+            lags.append(measure_lag(folder / f'lag_{turn}'))
         for engines in ENGINES:
             for open_requests in OPEN:
                 request, trajectory = [], []
@@ -273,10 +277,6 @@ def main() -> int:
                     'us_trajectory': round(statistics.median(trajectory), 1),
                 })  # fmt: skip
                 print(cells[-1], flush=True)
-        lags = []
-        for turn in range(args.turns):
-            (folder / f'lag_{turn}').mkdir()
-            lags.append(measure_lag(folder / f'lag_{turn}'))
     result = {
         'cells': cells,
         'lag_s_1m_tokens': round(statistics.median(lag for lag, _ in lags), 4),
