@@ -1,6 +1,7 @@
 """Calls: I/O on a loop of its own, whose outcome enters the program as a completion."""
 
 import asyncio
+import collections
 import contextlib
 import functools
 import gc
@@ -434,6 +435,15 @@ def test_cancelling_the_caller_cancels_the_coroutine_and_frees_the_lane():
 
 
 @BOTH
+def open_channels() -> collections.Counter[str]:
+    """Sockets, pipes and event queues of this process; regular files may be another thread's for a moment."""
+    found = []
+    for number in os.listdir('/proc/self/fd'):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f'/proc/self/fd/{number}'))
+    return collections.Counter(target for target in found if target.startswith(('socket:', 'pipe:', 'anon_inode:')))
+
+
 @pytest.mark.parametrize('end', ['returns', 'raises'])
 def test_nothing_is_left_of_a_call_when_the_run_ends(make, end, recwarn, caplog):
     steps = []
@@ -465,7 +475,7 @@ def test_nothing_is_left_of_a_call_when_the_run_ends(make, end, recwarn, caplog)
     gc.collect()
     recwarn.clear()
     with socket.create_server(('127.0.0.1', 0)) as server:  # accepts no connection, so never answers
-        threads, files = threading.active_count(), set(os.listdir('/proc/self/fd'))
+        threads, channels = threading.active_count(), open_channels()
         if end == 'raises':
             with pytest.raises(KeyError, match='injected'):
                 execute_supervised(make(), program)
@@ -474,7 +484,7 @@ def test_nothing_is_left_of_a_call_when_the_run_ends(make, end, recwarn, caplog)
         gc.collect()
         assert steps == [False]
         assert threading.active_count() == threads
-        assert set(os.listdir('/proc/self/fd')) == files
+        assert open_channels() <= channels
     assert [str(warning.message) for warning in recwarn] == []
     assert caplog.text == ''
 
