@@ -434,7 +434,6 @@ def test_cancelling_the_caller_cancels_the_coroutine_and_frees_the_lane():
     assert execute(make_real(), program) == ['cancelled', 'next']
 
 
-@BOTH
 def open_channels() -> collections.Counter[str]:
     """Sockets, pipes and event queues of this process; regular files may be another thread's for a moment."""
     found = []
@@ -444,6 +443,7 @@ def open_channels() -> collections.Counter[str]:
     return collections.Counter(target for target in found if target.startswith(('socket:', 'pipe:', 'anon_inode:')))
 
 
+@BOTH
 @pytest.mark.parametrize('end', ['returns', 'raises'])
 def test_nothing_is_left_of_a_call_when_the_run_ends(make, end, recwarn, caplog):
     steps = []
