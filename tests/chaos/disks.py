@@ -37,7 +37,8 @@ class FailingCallCase:
         return f'{self.variant.name}: {self.error} after {self.share:.0%} of all writes'
 
     def run(self, ground: Ground) -> Iterator[Outcome]:
-        after = int(self.share * _count_calls(ground, self.variant))
+        with ground.lock:
+            after = int(self.share * _count_calls(ground, self.variant))
         directory, began = ground.fresh(self.name), time.monotonic()
         with _start_on_failing_disk(ground, self.variant, directory, after, self.error) as run:
             ending = run.wait()

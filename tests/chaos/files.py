@@ -124,7 +124,9 @@ class FileCase:
     def run(self, ground: Ground) -> Iterator[Outcome]:
         began, directory = time.monotonic(), ground.fresh(self.name)
         workdir = directory / 'run'
-        shutil.copytree(_stopped_run(ground, self.variant), workdir)
+        with ground.lock:
+            stopped = _stopped_run(ground, self.variant)
+        shutil.copytree(stopped, workdir)
         path = max(
             (p for p in workdir.glob(self.pattern)), key=lambda p: p.stat().st_size, default=workdir / self.pattern
         )

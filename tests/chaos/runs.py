@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import pathlib
 import random
+import threading
 import time
 from collections.abc import Iterator
 from typing import Protocol
@@ -61,6 +62,7 @@ class Ground:
         self.cache = directory / 'compilation_cache'
         self.lifetime_s = 9.0  # of one whole run on this machine; measured by the first
         self.until = float('inf')  # time.monotonic() at which the share of the kind that runs is used up
+        self.lock = threading.RLock()  # of what cases on several threads share: made once, by the first
         self._references: dict[str, str | None] = {}
         self._numbers = itertools.count(1)
 
@@ -95,11 +97,12 @@ class Ground:
 
     def _reference(self, variant: Variant, *more: str) -> str | None:
         key = f'{variant.name} {variant.steps} {more}'
-        if key not in self._references:
-            directory = self.fresh(f'reference {variant.name}')
-            with self.start(variant, directory, *more) as run:
-                ending = run.wait()
-            self._references[key] = logs.weights_digest(directory / 'run') if ending.exit_code == 0 else None
+        with self.lock:
+            if key not in self._references:
+                directory = self.fresh(f'reference {variant.name}')
+                with self.start(variant, directory, *more) as run:
+                    ending = run.wait()
+                self._references[key] = logs.weights_digest(directory / 'run') if ending.exit_code == 0 else None
         return self._references[key]
 
 
