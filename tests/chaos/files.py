@@ -207,8 +207,10 @@ def _checkpoint_cases(variant: Variant) -> list[FileCase]:
         + others
         + [
             FileCase(variant, all_checkpoints, f'with every {name} torn', _tear_every(name), (2,), named='checkpoints')
-            for name in ('run_state.json', 'contents.json', '_METADATA')
+            for name in ('run_state.json', 'contents.json', 'manifest.ocdbt')
         ]
+        # orbax's own table of a tree: a resume does not read it, and compares the arrays with their checksums
+        + [FileCase(variant, all_checkpoints, 'with every _METADATA torn', _tear_every('_METADATA'), (0,))]
     )
 
 
