@@ -155,6 +155,7 @@ class Session(Run):
                 samples=evaluation.samples,
                 seed=seed,
                 decode=model.tokenizer.decode,
+                final_answer=task.final_answer,
                 max_failed=self.config.task.max_failed_groups,
                 announce=self._start.count_answers,
             )

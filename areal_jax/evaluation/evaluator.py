@@ -16,7 +16,6 @@ from areal_jax.control.failures import FailureCount
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Event, Pool, Verifier
 from areal_jax.rollout.workflow import SingleTurn
-from areal_jax.tasks.integers import last_integer
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
 from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
 
@@ -45,12 +44,13 @@ class Evaluator:
         samples: int,
         seed: int,
         decode: Callable[[np.ndarray], str],
+        final_answer: Callable[[str], str],
         max_failed: int,
         announce: Callable[[int, int], None] = lambda done, total: None,
     ):
         self._pool, self._verifier, self._clock, self._supervisor, self._log = pool, verifier, clock, supervisor, log
         self._problems, self._samples, self._decode, self._announce = problems, samples, decode, announce
-        self._max_failed = max_failed
+        self._final_answer, self._max_failed = final_answer, max_failed
         greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
         self._sampled = SingleTurn(pool, sampling, seed + SEED_OFFSET)
         self._greedy = SingleTurn(pool, greedy, seed + 2 * SEED_OFFSET)
@@ -109,5 +109,4 @@ class Evaluator:
             return None
         tokens = concatenate([segment.tokens for segment in episode.segments], np.int32)
         verdict = await self._verifier.verify(prompt, tokens, episode.finish_reason)
-        text = self._decode(tokens)
-        return verdict, last_integer(text) or text
+        return verdict, self._final_answer(self._decode(tokens))

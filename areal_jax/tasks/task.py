@@ -16,6 +16,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.chat_template import ConversationError, Messages
+from areal_jax.tasks.integers import last_integer
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import FinishReason, Prompt
 
@@ -57,6 +58,10 @@ class Task(Protocol):
 
     def score(self, problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
         """The reward: a function of its arguments alone."""
+        ...
+
+    def final_answer(self, text: str) -> str:
+        """What an answer's text comes to: answers with an equal one are the same answer, as in a majority vote."""
         ...
 
 
@@ -127,6 +132,10 @@ class ListedTask:
     def score(self, problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
         """The reward: a function of its arguments alone."""
         return self._score(problem, answer_text, finish_reason)
+
+    def final_answer(self, text: str) -> str:
+        """The last integer of the text; the text itself where there is none."""
+        return last_integer(text) or text
 
     def _make_prompt(self, draw: int, item: tuple[Problem, np.ndarray]) -> Prompt:
         problem, tokens = item

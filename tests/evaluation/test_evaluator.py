@@ -34,7 +34,8 @@ def evaluate(stop_after_s=None, slots=4, verifier=None, max_failed=32):
         pool=pool, verifier=verifier or LengthVerifier(), clock=clock, supervisor=supervisor, log=log,
         problems=[toy_prompt(draw) for draw in range(5)],
         sampling=SamplingParams(LONGEST, 1.0, 0, 1.0, (STOP,)), samples=3, seed=0,
-        decode=lambda tokens: ' '.join(map(str, tokens)), max_failed=max_failed,
+        decode=lambda tokens: ' '.join(map(str, tokens)), final_answer=str,
+        max_failed=max_failed,
     )  # fmt: skip
     stop = clock.event('stop')
 
