@@ -9,6 +9,7 @@ TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9']
 TENSORBOARD = ['tensorboardX>=2.6']
 PLOTS = ['matplotlib>=3.9']
 GGUF = ['gguf>=0.19']
+DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 HERE = pathlib.Path(__file__).parent
 [VERSION] = re.findall(r"^__version__ = '(.+)'$", (HERE / 'areal_jax' / '__init__.py').read_text(), re.MULTILINE)
 
@@ -46,6 +47,7 @@ setup(
         'tensorboard': TENSORBOARD,
         'plots': PLOTS,
         'gguf': GGUF,
+        'docs': DOCS,
         'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
         'dev': [
             'reasoning-gym>=0.1.25',

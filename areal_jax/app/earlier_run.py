@@ -21,7 +21,6 @@ from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import path_name
 
 _SHAPE = ('family', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
-_VALUE_HEAD = 'value_head'  # belongs to the objective of that run, not to its model
 # the fields of that run's config that say which weights and tokenizer it has
 _READ = ('model.', 'lora.', 'task.symbols', 'loss.objective', 'learner.row_tokens', 'rollout.context_tokens')
 
@@ -67,11 +66,10 @@ class EarlierRun:
         """
         lora = self.config.lora
         adapters = Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
-        stored = {name: leaf for name, leaf in self._params.items() if name != _VALUE_HEAD}
         expected = Decoder(decoder.config, lora=adapters).abstract()
-        self._require_leaves(stored, expected)
+        self._require_leaves(self._params, expected)
         place = lambda leaf, sharding: place_regions(leaf.__getitem__, leaf.shape, sharding)
-        params = trees.cast(jax.tree.map(place, stored, cut(expected)), 'float32')
+        params = trees.cast(jax.tree.map(place, self._params, cut(expected)), 'float32')
         return merge_adapters(params, adapters) if adapters else params
 
     def _require_leaves(self, stored: Params, expected: Params) -> None:

@@ -46,8 +46,7 @@ class HfTensor:
 def to_hf_names(params: Params, config: ModelConfig) -> dict[str, np.ndarray | jax.Array]:
     """{'model.layers.0.self_attn.q_proj.weight': [out, in], ...}; matrices of numpy are transposed views.
 
-    `params` are in list form. A value head is left out: causal language models of Hugging Face have none. Raises
-    WeightsError for adapters that are not merged.
+    `params` are in list form. Raises WeightsError for adapters that are not merged.
     """
     require_merged(params)
     return {tensor.name: _transpose(leaf_at(params, tensor.path), tensor) for tensor in hf_tensors(config)}

@@ -88,7 +88,7 @@ def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
 def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, object]:
     """config.json of the model, for transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5.
 
-    A value head is left out. Raises HfError for a config that the family cannot have.
+    Raises HfError for a config that the family cannot have.
     """
     _require_expressible(config)
     rope: dict[str, object] = {'rope_type': 'default'}

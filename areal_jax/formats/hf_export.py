@@ -88,7 +88,7 @@ def plan_hf_files(
     """Plans `config.json`, the safetensors files and what is copied; fetches no values.
 
     Args:
-      params: nested dict of float arrays in list form, without adapters. A value head is left out.
+      params: nested dict of float arrays in list form, without adapters.
       dtype: of the files; None = that of the arrays.
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
       source: the directory that the weights came from: its COMPANIONS are copied and its special token ids kept.

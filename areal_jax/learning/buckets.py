@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 _TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids')  # [..., T]; all other fields are [..., N]
+_LEAST_TOKENS = 256  # the smallest T for which a shape is worth its compilation
 _MULTIPLE = 64  # tokens: tail buckets are multiples of it, as are the tiles of attention
 
 
@@ -21,19 +22,16 @@ class RowShape(NamedTuple):
     loss_tokens: int
 
 
-def tail_buckets(row_tokens: int, row_loss_tokens: int, n: int, *, least_tokens: int = 256) -> tuple[RowShape, ...]:
+def tail_buckets(row_tokens: int, row_loss_tokens: int, n: int) -> tuple[RowShape, ...]:
     """The shapes to which a micro-batch may be trimmed, ascending: up to n - 1 smaller ones, each half of the next, and
     the full one.
-
-    Args:
-      least_tokens: the smallest T for which a shape is worth its compilation.
     """
     buckets = [RowShape(row_tokens, row_loss_tokens)]
     for halvings in range(1, n):
         tokens, loss_tokens = (
             min(full, -(-full // (_MULTIPLE << halvings)) * _MULTIPLE) for full in (row_tokens, row_loss_tokens)
         )
-        if tokens < least_tokens or tokens == buckets[-1].tokens:
+        if tokens < _LEAST_TOKENS or tokens == buckets[-1].tokens:
             break
         buckets.append(RowShape(tokens, loss_tokens))
     return tuple(reversed(buckets))

@@ -79,7 +79,7 @@ DIRECTIONS: Mapping[str, Direction] = {
 def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
     """Decoupled weight decay of projections, adapters and an untied head only.
 
-    Norms, biases, a value head and the embedding (tied or not) do not decay. A leaf that stacks layers has one axis
+    Norms, biases and the embedding (tied or not) do not decay. A leaf that stacks layers has one axis
     more than a matrix.
     """
 

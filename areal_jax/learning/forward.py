@@ -44,7 +44,6 @@ def forward(
     rows: Rows,
     temperature: jax.Array | float,
     *,
-    vocab_chunk: int | None = None,
     attention: str = 'auto',
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -77,10 +76,10 @@ def forward(
     arguments = targets.flatten(predicting), decoder.head(params), targets.flatten(rows['targets']), temperature
     if tokens.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
-            *arguments, mesh=tokens.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', chunk=vocab_chunk
+            *arguments, mesh=tokens.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor'
         )
     else:
-        logprobs, entropy = token_logprobs(*arguments, chunk=vocab_chunk)
+        logprobs, entropy = token_logprobs(*arguments)
     return targets.unflatten(logprobs), targets.unflatten(entropy)
 
 

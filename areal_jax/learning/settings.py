@@ -70,7 +70,6 @@ class LearnerSettings:
     max_token_age: int | None  # with over_age='mask' older tokens leave the loss, not its denominator
     over_age: str
     attention: str  # implementation of packed_attention
-    vocab_chunk: int | None = None  # of token_logprobs, no config field; None = as many columns as suit
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})

@@ -171,7 +171,6 @@ class Programs:
             trees.join(working, frozen),
             rows,
             scalars['temperature'],
-            vocab_chunk=self.settings.vocab_chunk,
             attention=self.attention,
             mesh=self.mesh,
         )

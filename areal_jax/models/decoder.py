@@ -88,7 +88,7 @@ class Decoder:
         return stack_layers(params) if self.layers == 'stacked' else params
 
     def complete(self, params: Params, seed: int, scale: float = 1.0) -> Params:
-        """`params`, in list form, with the leaves that it lacks (adapters, a value head) as `init` would make them."""
+        """`params`, in list form, with the leaves that it lacks (adapters) as `init` would make them."""
         return initial.complete(self._table, params, self.config.n_layers, seed, scale)
 
     def hidden(
@@ -126,10 +126,6 @@ class Decoder:
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """float32 [T, V] of hidden states [T, d]."""
         return jnp.einsum('td,vd->tv', hidden, self.head(params), preferred_element_type=jnp.float32)
-
-    def values(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """float32 [T] of hidden states [T, d], from the value head."""
-        return jnp.einsum('td,d->t', hidden, params['value_head'], preferred_element_type=jnp.float32)
 
     def parameter_count(self) -> int:
         repeats = lambda spec: self.config.n_layers if spec.in_layers else 1

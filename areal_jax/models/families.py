@@ -88,8 +88,6 @@ COMMON = (
         gguf_name='output.weight',
         unless='tie_embeddings',
     ),
-    # the causal language models of Hugging Face have no value head: checkpoints keep it, exports leave it out
-    Weight('value_head', 'd', 'features', Init.ZEROS, when='value_head'),
 )
 
 

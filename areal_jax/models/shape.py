@@ -58,7 +58,6 @@ class ModelConfig:
     rope_scaling: Llama3Scaling | None = None
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None = all before it
     first_window_layer: int = 0  # layers before this one have no window
-    value_head: bool = False  # a scalar per token, for a critic
 
     def __post_init__(self) -> None:
         counts = ('vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'd_ff', 'context_tokens')

@@ -26,7 +26,6 @@ def export_hf(
 ) -> None:
     """Writes `config.json` and safetensors, atomically; replaces an earlier export.
 
-    A value head is left out, because causal language models of Hugging Face have none; checkpoints keep it.
 
     vllm 0.32 does not run two configs that transformers does. It refuses Qwen models with windows in some layers only.
     It assumes head_dim = d_model / n_heads for qwen2 and computes wrong results, silently, for any other head_dim.

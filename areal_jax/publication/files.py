@@ -31,7 +31,7 @@ from areal_jax.publication.manifest import (
 from areal_jax.types import PublishedWeights
 
 MANIFEST = 'manifest.json'
-_VALUE_HEAD = 'value_head'  # neither engines nor the models of Hugging Face use it
+_KEPT = 2  # newest versions that stay on the disk after their release: servers load them by path
 
 
 class FilesChannel:
@@ -40,7 +40,6 @@ class FilesChannel:
     A version gets its name after all of it is on the disk. Only one channel at a time may use the directory.
 
     Args:
-      keep: number of newest versions that stay on the disk after their release, >= 1: servers load them by path.
       verify: `receive` recomputes the digest of every leaf.
     """
 
@@ -50,12 +49,9 @@ class FilesChannel:
         config: ModelConfig,
         *,
         verify: bool,
-        keep: int = 2,
     ):
-        if keep < 1:
-            raise ValueError(f'keep={keep}: the newest version must stay; use keep >= 1')
         self._directory, self._config = pathlib.Path(directory), config
-        self._keep, self._verify = keep, verify
+        self._verify = verify
 
     def transfer(self, version: int, copy: Params) -> PublishedWeights:
         """Writes `copy` as a directory; handle = its path.
@@ -65,7 +61,6 @@ class FilesChannel:
         Raises PublicationError for weights with NaN or infinity, lack of space, a failed write, or a foreign directory
         in the way.
         """
-        copy = {name: leaf for name, leaf in copy.items() if name != _VALUE_HEAD}
         manifest = finite_manifest(copy, version)
         digest = manifest_hash(manifest)
         for abandoned in self._directory.glob('.v*.partial'):
@@ -104,8 +99,8 @@ class FilesChannel:
         return params
 
     def release(self, version: int) -> None:
-        """Removes versions below `version` from the disk, except the newest `keep` of all."""
-        for v, path in list(self._versions().items())[: -self._keep]:
+        """Removes versions below `version` from the disk, except the newest two of all."""
+        for v, path in list(self._versions().items())[:-_KEPT]:
             if v < version:
                 files.remove_directory(path)
 

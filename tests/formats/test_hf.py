@@ -95,10 +95,7 @@ def test_wrong_tensors_are_named():
         from_hf_names({}, UNTIED)
 
 
-def test_a_value_head_stays_behind_and_adapters_are_refused():
-    config = dataclasses.replace(TIED, value_head=True)
-    params = numpy_params(config)
-    assert to_hf_names(params, config).keys() == to_hf_names(numpy_params(TIED), TIED).keys()
+def test_adapters_are_refused():
     with pytest.raises(WeightsError, match=r'layers/0/attention/query/lora_a belongs to an adapter'):
         to_hf_names(Decoder(TIED, lora=Lora(2, 4.0, ('query',))).init(0), TIED)
 

@@ -287,7 +287,6 @@ def test_a_shape_outside_its_family_is_not_written(name, change, message):
         hf_config(dataclasses.replace(SHAPES[name], **change))
 
 
-def test_the_file_says_the_dtype_and_leaves_out_the_value_head():
-    said = hf_config(dataclasses.replace(SHAPE, value_head=True), 'bfloat16')
-    assert said == hf_config(SHAPE, 'bfloat16')
+def test_the_file_says_the_dtype():
+    said = hf_config(SHAPE, 'bfloat16')
     assert said['dtype'] == said['torch_dtype'] == 'bfloat16'

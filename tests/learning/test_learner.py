@@ -29,7 +29,7 @@ _ADAM = make_optimizer('adamw', clip_norm=1.0)
 
 
 def _learner(mesh=None, *, decoder=_DECODER, params=_PARAMS, optimizer=_SGD, learning_rate=0.1, **settings):
-    settings = learner_settings(**({'row_tokens': 40, 'row_loss_tokens': 24, 'vocab_chunk': 4} | settings))
+    settings = learner_settings(**({'row_tokens': 40, 'row_loss_tokens': 24} | settings))
     return SpmdLearner(
         decoder, params, mesh or make_mesh(), optimizer=optimizer, learning_rate=learning_rate, settings=settings
     )

@@ -351,7 +351,7 @@ def test_only_matrices_decay_in_either_form(name, layers, tied):
     # zero gradients give zero directions, so that what is left of a step is the decay: 1 - .1 * .5 = .95
     config = ModelConfig(
         vocab_size=11, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24, rope_theta=100.0,
-        family='qwen3', qk_norm=True, qkv_bias=True, tie_embeddings=tied, value_head=True,
+        family='qwen3', qk_norm=True, qkv_bias=True, tie_embeddings=tied,
     )  # fmt: skip
     decoder = Decoder(config, layers=layers, lora=Lora(2, 4.0, ('up',)))
     params = jax.tree.map(lambda x: jnp.ones(x.shape), decoder.abstract())

@@ -293,7 +293,7 @@ def test_tail_buckets_are_halves_and_never_tiny():
     assert tail_buckets(1000, 100, 2) == ((512, 64), (1000, 100))  # multiples of 64 that hold a half
     assert tail_buckets(512, 512, 4) == ((256, 256), (512, 512))
     assert tail_buckets(300, 100, 3) == ((300, 100),)
-    assert tail_buckets(128, 64, 3, least_tokens=16) == ((64, 64), (128, 64))
+    assert tail_buckets(512, 64, 3) == ((256, 64), (512, 64))
     assert tail_buckets(16_384, 8192, 1) == ((16_384, 8192),)
 
 

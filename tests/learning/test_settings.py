@@ -81,4 +81,4 @@ def test_no_setting_that_a_config_field_decides_has_a_second_default():
         for field in dataclasses.fields(kind)
         if field.default is not dataclasses.MISSING
     }
-    assert with_default == {'vocab_chunk'}  # no config field
+    assert with_default == set()

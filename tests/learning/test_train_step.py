@@ -60,7 +60,7 @@ def _unpacked_loss(params):
 @jax.jit
 @functools.partial(jax.value_and_grad, has_aux=True)
 def _microbatch_loss(params, rows, denominator):
-    policy, entropy = forward(_DECODER, params, rows, _TEMPERATURE, vocab_chunk=4)
+    policy, entropy = forward(_DECODER, params, rows, _TEMPERATURE)
     behavior = rows['behavior_logprobs']
     loss, _ = decoupled_ppo_loss(policy, behavior, behavior, rows['advantages'], rows['loss_mask'], denominator)
     return loss, (policy, entropy)
@@ -144,7 +144,7 @@ def test_last_token_of_an_answer_has_gradient(params):
     one = {name: array[0] for name, array in rows.items()}
     last = np.flatnonzero(batch.trajectory_ids[0, 0] == 0)[-1]
     assert one['targets'][0, last] == _TRAJECTORIES[0].tokens[-1]
-    gradient = jax.jit(jax.grad(lambda p, r: forward(_DECODER, p, r, 1.0, vocab_chunk=4)[0][0, last]))(params, one)
+    gradient = jax.jit(jax.grad(lambda p, r: forward(_DECODER, p, r, 1.0)[0][0, last]))(params, one)
     assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient)) > 1e-3
 
 

@@ -219,19 +219,6 @@ def test_the_residual_stream_is_constrained_after_the_embedding_and_every_layer(
     np.testing.assert_allclose(state, 16 / 257**0.5, rtol=1e-6)
 
 
-def test_the_value_head_is_a_scalar_per_token():
-    decoder = Decoder(dataclasses.replace(CONFIG, value_head=True))
-    params = decoder.init(0)
-    assert params['value_head'].shape == (24,)
-    assert decoder.parameter_count() == Decoder(CONFIG).parameter_count() + 24
-    hidden = np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32)
-    np.testing.assert_array_equal(decoder.values(params, hidden), 0.0)  # before training
-    params['value_head'] = jnp.arange(24.0)
-    values = decoder.values(params, hidden.astype(jnp.bfloat16))
-    assert values.dtype == jnp.float32
-    np.testing.assert_allclose(values, hidden.astype(jnp.bfloat16).astype(np.float64) @ np.arange(24), rtol=1e-5)
-
-
 def test_the_head_is_the_embedding_when_tied():
     tied, untied = Decoder(CONFIG), Decoder(UNTIED)
     params = tied.init(0)
@@ -429,7 +416,7 @@ def test_either_form_is_initialised_with_the_same_bits_in_the_stated_shapes(name
 
 def test_completion_keeps_what_is_given_and_makes_the_rest_as_init_would():
     given = Decoder(CONFIG).init(7)
-    larger = Decoder(dataclasses.replace(CONFIG, value_head=True), lora=Lora(2, 4.0, ('up',)))
+    larger = Decoder(CONFIG, lora=Lora(2, 4.0, ('up',)))
     fresh, completed = larger.init(8), larger.complete(given, 8)
     assert jax.tree.structure(completed) == jax.tree.structure(larger.abstract())
     assert completed['layers']['1']['mlp']['up']['weight'] is given['layers']['1']['mlp']['up']['weight']
@@ -437,7 +424,6 @@ def test_completion_keeps_what_is_given_and_makes_the_rest_as_init_would():
         for name in ('lora_a', 'lora_b'):
             ours, made = (tree['layers'][layer]['mlp']['up'][name] for tree in (completed, fresh))
             np.testing.assert_array_equal(ours, made)
-    np.testing.assert_array_equal(completed['value_head'], 0.0)
 
 
 def test_random_weights_follow_seed_and_scale():

@@ -111,13 +111,6 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_value_head_is_left_out(tmp_path):
-    config = dataclasses.replace(CONFIG, value_head=True)
-    params = host_params(config=config)
-    export_hf(tmp_path / 'export', params, config, dtype='float32')
-    assert_bit_equal(load_hf(tmp_path / 'export')[1], {k: leaf for k, leaf in params.items() if k != 'value_head'})
-
-
 def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path):
     export_hf(tmp_path / 'export', host_params(0), CONFIG, dtype='float32')
     export_hf(tmp_path / 'export', jax.device_put(host_params(1)), CONFIG, dtype='float32')

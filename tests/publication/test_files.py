@@ -1,6 +1,5 @@
 """Weights through the file system: bit for bit, whole or absent, and an error that names what is wrong."""
 
-import dataclasses
 import json
 import pathlib
 import random
@@ -105,7 +104,7 @@ def test_the_same_version_of_another_run_is_refused(tmp_path):
 
 
 def test_release_removes_old_versions_but_never_the_newest(tmp_path):
-    channel = FilesChannel(tmp_path, CONFIG, keep=2, verify=False)
+    channel = FilesChannel(tmp_path, CONFIG, verify=False)
     published = [channel.transfer(version, jax.device_put(host_params(version))) for version in range(5)]
     channel.release(1)
     assert _names(tmp_path) == ['v000001', 'v000002', 'v000003', 'v000004']
@@ -130,11 +129,12 @@ def test_a_foreign_directory_is_neither_replaced_nor_removed(tmp_path):
     foreign = tmp_path / 'v000003'
     foreign.mkdir()
     (foreign / 'thesis.tex').write_text('years of work')
-    channel = FilesChannel(tmp_path, CONFIG, keep=1, verify=False)
+    channel = FilesChannel(tmp_path, CONFIG, verify=False)
     with pytest.raises(PublicationError, match=f'{foreign} exists and holds no model.safetensors'):
         channel.transfer(3, jax.device_put(host_params()))
-    channel.transfer(4, jax.device_put(host_params()))
-    channel.release(4)
+    for version in (4, 5, 6):
+        channel.transfer(version, jax.device_put(host_params()))
+    channel.release(6)
     assert (foreign / 'thesis.tex').exists()
 
 
@@ -183,18 +183,12 @@ def test_kill_at_any_moment_leaves_whole_versions(tmp_path):
     assert interrupted > 0  # else no kill hit a write
 
 
-def test_bfloat16_weights_without_their_value_head(tmp_path):
-    config = dataclasses.replace(CONFIG, value_head=True)
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), host_params(config=config))
-    channel = FilesChannel(tmp_path, config, verify=True)
+def test_bfloat16_weights_keep_their_dtype(tmp_path):
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), host_params())
+    channel = FilesChannel(tmp_path, CONFIG, verify=True)
     received = channel.receive(channel.transfer(1, params))
-    assert_bit_equal(received, {name: leaf for name, leaf in params.items() if name != 'value_head'})
+    assert_bit_equal(received, params)
     assert json.loads((tmp_path / 'v000001' / 'config.json').read_text())['dtype'] == 'bfloat16'
-
-
-def test_keep_below_one_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='keep=0'):
-        FilesChannel(tmp_path, CONFIG, keep=0, verify=False)
 
 
 def _names(directory):

@@ -14,7 +14,7 @@ from areal_jax.sharding.rules import axes_of, data_shards, param_shardings, path
 
 _CONFIG = ModelConfig(
     vocab_size=50, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=40, rope_theta=1e4,
-    tie_embeddings=False, qkv_bias=True, qk_norm=True, value_head=True,
+    tie_embeddings=False, qkv_bias=True, qk_norm=True,
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def test_fsdp_cuts_the_width_of_every_matrix_and_no_vector():
     assert specs['layers/1/attention/query/weight'] == P('fsdp')
     assert specs['layers/1/attention/output/weight'] == P(None, 'fsdp')
     assert specs['layers/0/mlp/down/weight'] == P(None, 'fsdp')
-    vectors = ('final_norm', 'value_head', 'layers/0/attention/query_norm', 'layers/0/attention/key/bias')
+    vectors = ('final_norm', 'layers/0/attention/query_norm', 'layers/0/attention/key/bias')
     assert {specs[name] for name in vectors} == {P()}
 
 

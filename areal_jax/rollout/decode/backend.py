@@ -23,7 +23,15 @@ from areal_jax.rollout.backend import DecodeOutput, SlotInit
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.attention import cache_attention, causal_attention
 from areal_jax.rollout.decode.cache import Cache, LayerCache, Prefix, empty_cache, insert_row, write_token
-from areal_jax.rollout.decode.slots import DecodeState, Slots, advance, empty_slots, occupy, slot_values
+from areal_jax.rollout.decode.slots import (
+    MAX_STOP_TOKENS,
+    DecodeState,
+    Slots,
+    advance,
+    empty_slots,
+    occupy,
+    slot_values,
+)
 
 # tokens, log-probs, valid, log-probs of the cut softmax (None unless filtered): [decode_steps, slots] each
 _Outputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
@@ -41,7 +49,6 @@ class JaxDecodeBackend:
       decode_steps: most tokens per slot of one `generate`.
       decode_widths: ascending numbers of cache positions that a `generate` may attend to, the last context_tokens;
         None = that one alone.
-      max_stop_tokens: most stop tokens of a request.
       filtered: whether requests may use top_k or top_p.
       dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
         log-probs are float32.
@@ -62,7 +69,6 @@ class JaxDecodeBackend:
         filtered: bool,
         dtype: str,
         decode_widths: tuple[int, ...] | None = None,
-        max_stop_tokens: int = 4,
         device: jax.Device | None = None,
     ):
         if dtype not in DTYPES:
@@ -70,7 +76,7 @@ class JaxDecodeBackend:
         if decoder.layers != 'list':
             raise ConfigError(f"decoding needs a decoder with layers='list', not {decoder.layers!r}")
         self.slots, self.context_tokens = slots, context_tokens
-        self._decoder, self._steps, self._stops, self._filtered = decoder, decode_steps, max_stop_tokens, filtered
+        self._decoder, self._steps, self._filtered = decoder, decode_steps, filtered
         self._dtype = jnp.dtype(dtype)
         device = device or jax.local_devices()[0]
         self.devices: tuple[str, ...] = (str(device),)
@@ -213,9 +219,9 @@ class JaxDecodeBackend:
                 f'{where}limit={init.limit} must exceed its {length} tokens and fit '
                 f'context_tokens={self.context_tokens}'
             )
-        if len(params.stop_tokens) > self._stops:
+        if len(params.stop_tokens) > MAX_STOP_TOKENS:
             raise ValueError(
-                f'{where}{len(params.stop_tokens)} stop tokens, but max_stop_tokens={self._stops}; raise it'
+                f'{where}{len(params.stop_tokens)} stop tokens, but a slot holds {MAX_STOP_TOKENS}; use fewer'
             )
         if (params.top_k > 0 or params.top_p < 1.0) and not self._filtered:
             raise ValueError(
@@ -224,7 +230,7 @@ class JaxDecodeBackend:
             )
 
     def _insert(self, prefix: Prefix, state: DecodeState, inits: Sequence[SlotInit]) -> DecodeState:
-        values = slot_values(inits, self.slots, self._stops)
+        values = slot_values(inits, self.slots)
         return self._insert_program(state, prefix.rows, np.int32(prefix.row), np.int32(len(inits)), *values)
 
     def _no_rows(self) -> Cache:
@@ -250,7 +256,7 @@ class JaxDecodeBackend:
     def _initial(self) -> DecodeState:
         c = self._decoder.config
         cache = empty_cache(c.n_layers, self.slots, c.n_kv_heads, self.context_tokens, c.head_dim, self._dtype)
-        return DecodeState(cache, jax.tree.map(jnp.asarray, empty_slots(self.slots, self._stops)))
+        return DecodeState(cache, jax.tree.map(jnp.asarray, empty_slots(self.slots)))
 
     def _prefill_rows(self, weights: Params, tokens: jax.Array) -> Cache:
         """Per layer k, v [R, K, L, D] of tokens [R, L]."""

@@ -17,6 +17,7 @@ from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.cache import Cache
 
+MAX_STOP_TOKENS = 4  # of a request: chat models end an answer with one to three
 Vector = Any  # numpy on the host, jax.Array on the device
 
 
@@ -33,7 +34,7 @@ class Slots:
     temperature: Vector  # float32 [B]
     top_k: Vector  # int32 [B]
     top_p: Vector  # float32 [B]
-    stop_tokens: Vector  # int32 [B, max_stop_tokens], -1 where unused
+    stop_tokens: Vector  # int32 [B, MAX_STOP_TOKENS], -1 where unused
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +46,7 @@ class DecodeState:
     slots: Slots
 
 
-def empty_slots(n: int, max_stop_tokens: int) -> Slots:
+def empty_slots(n: int) -> Slots:
     """All dead, on the host."""
     return Slots(
         token=np.zeros(n, np.int32),
@@ -56,16 +57,16 @@ def empty_slots(n: int, max_stop_tokens: int) -> Slots:
         temperature=np.ones(n, np.float32),
         top_k=np.zeros(n, np.int32),
         top_p=np.ones(n, np.float32),
-        stop_tokens=np.full((n, max_stop_tokens), -1, np.int32),
+        stop_tokens=np.full((n, MAX_STOP_TOKENS), -1, np.int32),
     )
 
 
-def slot_values(inits: Sequence[SlotInit], n: int, max_stop_tokens: int) -> tuple[np.ndarray, Slots, np.ndarray]:
+def slot_values(inits: Sequence[SlotInit], n: int) -> tuple[np.ndarray, Slots, np.ndarray]:
     """(slots int32 [n], values, seeds uint32 [n, 4]) of up to n inits, padded with slot n, which does not exist.
 
     A row of seeds is (seed's high word, low word, draw, sample), from which `occupy` computes the request's key.
     """
-    at, values, seeds = np.full(n, n, np.int32), empty_slots(n, max_stop_tokens), np.zeros((n, 4), np.uint32)
+    at, values, seeds = np.full(n, n, np.int32), empty_slots(n), np.zeros((n, 4), np.uint32)
     for i, init in enumerate(inits):
         request, params = init.request, init.request.sampling
         at[i] = init.slot

@@ -37,7 +37,6 @@ def backend(filtered=False, slots=4, decoder=DECODER, dtype='float32'):
         prefill_buckets=(8, CONTEXT),
         decode_steps=5,
         decode_widths=(12, CONTEXT),
-        max_stop_tokens=2,
         filtered=filtered,
         dtype=dtype,
     )

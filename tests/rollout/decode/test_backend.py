@@ -343,7 +343,7 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
         (SlotInit(0, request(), PROMPT[:3], 9), '3 tokens need a prefix of 2, not of 4'),
         (SlotInit(0, request(), PROMPT, 25), 'limit=25 must exceed its 5 tokens and fit context_tokens=24'),
         (SlotInit(0, request(), PROMPT, 5), 'limit=5 must exceed its 5 tokens'),
-        (SlotInit(0, request(stop=(1, 2, 3)), PROMPT, 9), '3 stop tokens, but max_stop_tokens=2'),
+        (SlotInit(0, request(stop=(1, 2, 3, 4, 5)), PROMPT, 9), '5 stop tokens, but a slot holds 4'),
         (SlotInit(0, request(top_k=3), PROMPT, 9), 'top_k=3.*filtered=True'),
         (SlotInit(0, request(top_p=0.5), PROMPT, 9), 'top_p=0.5.*filtered=True'),
     ],
