@@ -54,6 +54,7 @@ setup(
             *TENSORBOARD,
             *PLOTS,
             *GGUF,
+            *DOCS,
             'pytest>=8',
             'pytest-xdist>=3.6',
             'hypothesis>=6',
