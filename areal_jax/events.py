@@ -13,9 +13,11 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 from areal_jax import files, records
 
 FILE = 'events.jsonl'  # in the workdir
-VERSION = 2  # 1: no event `log`, and each start of the program counts its runs from 0
+VERSION = 3  # 2: no evaluation beside training; 1: no event `log`, and each start counts its runs from 0
 
 LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
+EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it
+EVALUATION_WORK = ('evaluation_prefill', 'evaluation_decode', 'pin')  # kinds of work of such an evaluation
 
 
 def engine_lane(index: int) -> str:
@@ -49,7 +51,11 @@ Engine = Annotated[str, 'name of the engine']
 Update = Annotated[int, 'number of the update, from 1; the policy version that it makes']
 PolicyVersion = Annotated[int, 'policy version; 0 are the weights that the run starts from']
 RunNumber = Annotated[int, 'number of the run on a lane, in the order of requests, unique in the log since version 2']
-WorkKind = Annotated[str, 'kind of work: decode, prefill, train, snapshot, publish, load, reward, save']
+WorkKind = Annotated[
+    str,
+    'kind of work: decode, prefill, train, snapshot, publish, load, reward, save; beside training evaluation_decode, '
+    'evaluation_prefill, pin',
+]
 Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
 
 
@@ -258,6 +264,69 @@ class EvaluateEvent(Header):
     unverified: NotRequired[Annotated[list[str], 'of `done`: label of each answer that was counted as 0 unverified']]
 
 
+class EvaluationSlotsEvent(Header):
+    """An engine has slots of its own for evaluations beside training."""
+
+    kind: Literal['evaluation_slots']
+    engine: Engine
+    slots: Annotated[int, 'answers that they decode at once']
+    bytes: Annotated[int, 'of their KV cache and state']
+
+
+class EvaluationStartEvent(Header):
+    """An evaluation beside training began: every engine has pinned the weights of the version."""
+
+    kind: Literal['evaluation_start']
+    version: PolicyVersion
+    answers: Annotated[int, 'answers that it asks for']
+
+
+class EvaluationDoneEvent(Header):
+    """An evaluation beside training has all its scores."""
+
+    kind: Literal['evaluation_done']
+    version: PolicyVersion
+    unverified: Annotated[list[str], 'label of each answer that was counted as 0 unverified']
+
+
+class EvaluationSkipEvent(Header):
+    """A version that was due is not evaluated, because an earlier one still is."""
+
+    kind: Literal['evaluation_skip']
+    version: PolicyVersion
+    under_way: Annotated[int, 'the version that is being evaluated']
+
+
+class EvaluationLostEvent(Header):
+    """A resumed run does not repeat the evaluation of an earlier version that was under way."""
+
+    kind: Literal['evaluation_lost']
+    version: PolicyVersion
+
+
+class EvaluationPrefillEvent(Header):
+    """As `prefill`, for an evaluation beside training."""
+
+    kind: Literal['evaluation_prefill']
+    engine: Engine
+    requests: Annotated[list[str], 'requests that get a slot']
+    bucket: Annotated[int, 'padded length of a sequence in tokens']
+    tokens: Annotated[int, 'tokens computed, without padding and without prefixes that were kept']
+
+
+class EvaluationDecodeEvent(Header):
+    """As `decode`, for an evaluation beside training."""
+
+    kind: Literal['evaluation_decode']
+    engine: Engine
+    dispatch: Annotated[int, 'number of such a dispatch, from 1 at each start of the program']
+    slots: Annotated[list[str | None], 'request in each slot; null for a free one']
+    bucket: Annotated[int, 'length of the KV cache that was attended to, in tokens']
+    steps: Annotated[int, 'tokens per slot at most']
+    tokens: Annotated[int, 'tokens generated over all slots']
+    version: PolicyVersion
+
+
 class JoinEvent(Header):
     """An engine joined the pool."""
 
@@ -284,8 +353,9 @@ class ErrorEvent(Header):
 Event = (
     LogEvent | DrawEvent | AdmitEvent | RouteEvent | ArriveEvent | PrefillEvent | DecodeEvent | InterruptEvent
     | LoadEvent | FinishEvent | RewardEvent | BufferEvent | ConsumeEvent | DropEvent | PublishEvent | RunStartEvent
-    | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent | EvaluateEvent | JoinEvent | LeaveEvent
-    | ErrorEvent
+    | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent | EvaluateEvent | EvaluationSlotsEvent
+    | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent | EvaluationLostEvent | EvaluationPrefillEvent
+    | EvaluationDecodeEvent | JoinEvent | LeaveEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

@@ -7,7 +7,7 @@ rollout/, learning/, publication/ and tasks/. Nothing here imports jax.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -86,6 +86,18 @@ class Generation(Protocol):
     async def __anext__(self) -> Segment: ...
 
 
+class Generator(Protocol):
+    """What a workflow generates with: a pool, or a pool at one version (evaluation/beside.py)."""
+
+    def generate(self, request: GenerationRequest, prefer: str = '') -> Generation:
+        """Starts the request; on the engine `prefer` where there is one of that name."""
+        ...
+
+    def cancel_all(self) -> None:
+        """Ends every open request with the reason 'cancelled'."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """What the pool drives, in this process or behind a network; tests/rollout/engine_contract.py is its contract.
 
@@ -100,7 +112,10 @@ class RolloutEngine(Protocol):
     def capabilities(self) -> EngineCapabilities: ...
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Accepts the request; raises UserError for one that cannot fit the engine."""
+        """Accepts the request; raises UserError for one that cannot fit the engine.
+
+        A request with a version is decoded with the weights pinned for it, whatever is swapped in meanwhile.
+        """
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -113,6 +128,14 @@ class RolloutEngine(Protocol):
 
     async def swap(self, version: int) -> float:
         """Decodes with the staged weights of this version from now on; returns the pause of decoding in seconds."""
+        ...
+
+    async def pin(self, published: PublishedWeights) -> None:
+        """Fetches the weights and keeps them until `unpin`, for requests of that version."""
+        ...
+
+    def unpin(self, version: int) -> None:
+        """Lets the weights of the version go; no request of it is open."""
         ...
 
     async def pause(self) -> None:
@@ -130,19 +153,27 @@ class RolloutEngine(Protocol):
     def status(self) -> EngineStatus: ...
 
 
-class Pool(Protocol):
+class Pool(Generator, Protocol):
     """The engines of a run as one (rollout/pool.py)."""
 
-    def generate(self, request: GenerationRequest, prefer: str = '') -> Generation:
-        """Starts the request; on the engine `prefer` where there is one of that name."""
-        ...
-
-    def cancel_all(self) -> None:
-        """Ends every open request with the reason 'cancelled'."""
+    def cancel_all(self, version: int | None = None) -> None:
+        """Ends every open request (of that version, where one is given) with the reason 'cancelled'."""
         ...
 
     async def load_weights(self, published: PublishedWeights) -> float:
         """Every engine fetches the weights and swaps them in; returns the longest pause of decoding in seconds."""
+        ...
+
+    async def pin(self, published: PublishedWeights) -> None:
+        """Every engine fetches the weights and keeps them for requests of that version."""
+        ...
+
+    def unpin(self, version: int) -> None:
+        """Every engine lets the weights of the version go; its open requests are cancelled."""
+        ...
+
+    def pinned_versions(self) -> Sequence[int]:
+        """Those that engines keep or are fetching."""
         ...
 
     async def pause(self) -> None:
@@ -152,7 +183,7 @@ class Pool(Protocol):
     def resume(self) -> None: ...
 
     def order(self) -> list[tuple[str, int, int]]:
-        """(engine, draw, sample) of every open request, in the order in which engines serve them."""
+        """(engine, draw, sample) of every open request of training, in the order in which engines serve them."""
         ...
 
 
@@ -214,8 +245,8 @@ class Channel(Protocol):
         """
         ...
 
-    def release(self, version: int) -> None:
-        """Versions below `version` will not be received any more."""
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """Versions below `version` will not be received any more, but for the `pinned` ones."""
         ...
 
 

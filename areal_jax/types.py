@@ -72,6 +72,7 @@ class GenerationRequest:
     prompt_tokens: np.ndarray  # int32 [P]
     sampling: SamplingParams
     prefix: tuple[Segment, ...] = ()  # output received before an interruption, a dead engine or a restart
+    version: int | None = None  # None: the newest weights; else evaluation under a version that the engine has pinned
 
     @property
     def request_id(self) -> str:
@@ -191,6 +192,7 @@ class Work:
     kind: str  # 'prefill', 'decode', 'train', 'snapshot', 'publish', 'load', 'reward', 'save', ...
     amount: float = 1.0  # in the unit of the kind: tokens, steps, bytes, calls
     detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # goes into the event log as it is
+    in_background: bool = False  # under the virtual clock it runs beside the lane's other work, not between it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +232,7 @@ class EngineCapabilities:
     pause_modes: tuple[PauseMode, ...]
     staging: bool  # `stage` leaves decoding undisturbed
     update: tuple[KvPolicy, ...]  # what a swap can do to the KV of unfinished answers
+    pinned: bool  # `pin` keeps the weights of a version, and requests of that version are decoded with them
 
 
 def concatenate(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

@@ -170,6 +170,7 @@ class FastBackend:
 
     context_tokens = 2048
     devices = ('none',)
+    state_bytes = 0
 
     def __init__(self, slots: int):
         self.slots = slots

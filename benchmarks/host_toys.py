@@ -7,7 +7,7 @@ each dispatch, oldest first.
 from __future__ import annotations
 
 import collections
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -59,8 +59,9 @@ class ToyEngine:
     """Implements protocols.RolloutEngine."""
 
     capabilities = EngineCapabilities(
-        logprobs=('behavior',), spans=False, abort=True, pause_modes=('retract',), staging=True, update=('recompute',)
-    )
+        logprobs=('behavior',), spans=False, abort=True, pause_modes=('retract',), staging=True, update=('recompute',),
+        pinned=False,
+    )  # fmt: skip
 
     def __init__(self, index: int, clock: Clock, answer_tokens: int):
         self.name, self._index, self._clock = engine_lane(index), index, clock
@@ -96,6 +97,12 @@ class ToyEngine:
     async def swap(self, version: int) -> float:
         self._version = version
         return 0.0
+
+    async def pin(self, published: PublishedWeights) -> None:
+        raise NotImplementedError
+
+    def unpin(self, version: int) -> None:
+        raise NotImplementedError
 
     async def pause(self) -> None:
         self._pausing = True
@@ -147,7 +154,7 @@ class ToyChannel:
     def receive(self, published: PublishedWeights) -> int:
         return published.version
 
-    def release(self, version: int) -> None: ...
+    def release(self, version: int, pinned: Collection[int] = ()) -> None: ...
 
 
 class ToyStream:

@@ -43,7 +43,7 @@ MUTATIONS = [
     ),
     Mutation(
         'tag tokens with the version before',
-        'areal_jax/rollout/local_engine.py',
+        'areal_jax/rollout/stream.py',
         'output.logprobs[slot, :count], version, cut)',
         'output.logprobs[slot, :count], max(0, version - 1), cut)',
         'tests/control/test_controller.py',
@@ -65,16 +65,17 @@ MUTATIONS = [
     Mutation(
         'keep stale KV',
         'areal_jax/rollout/local_engine.py',
-        'self._stale = [slot for slot, _ in interrupted]',
-        'self._stale = []',
+        'drop_cache(interrupted if',
+        'drop_cache(() if',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'reuse prefixes of another version',
         'areal_jax/rollout/local_engine.py',
-        '        self._prefixes.clear()\n        self._swapped_s',
-        '        self._prefixes = {(weights.version, k): p for (_, k), p in self._prefixes.items()}\n'
-        '        self._swapped_s',
+        "        self._stream.drop_cache(interrupted if self._kv_policy == 'recompute' else ())",
+        '        held = {(weights.version, k): p for (_, k), p in self._stream._prefixes.items()}\n'
+        "        self._stream.drop_cache(interrupted if self._kv_policy == 'recompute' else ())\n"
+        '        self._stream._prefixes.update(held)',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
@@ -408,9 +409,9 @@ MUTATIONS = [
     ),
     Mutation(
         'lose what was generated before a pause',
-        'areal_jax/rollout/local_engine.py',
-        '        self._flush()\n        self._table.requeue()',
-        '        self._table.requeue()',
+        'areal_jax/rollout/stream.py',
+        '        self.flush()\n        self.table.requeue()',
+        '        self.table.requeue()',
         'tests/rollout/test_engines.py',
     ),
     Mutation(
@@ -419,6 +420,41 @@ MUTATIONS = [
         '        self.free(running)\n        self._dead.append(slot)\n        return running',
         '        self.free(running)\n        return running',
         'tests/rollout/test_slot_table.py',
+    ),
+    Mutation(
+        'evaluate under the weights of training',
+        'areal_jax/rollout/pool.py',
+        'lambda engine: engine.pin(published))',
+        'lambda engine: engine.pin(type(published)(published.version, "", (0, 0))))',
+        'tests/evaluation/test_beside.py',
+    ),
+    Mutation(
+        'let an evaluation take every second dispatch',
+        'areal_jax/rollout/pinned.py',
+        'self._dispatches_of_training >= self._every - 1',
+        'self._dispatches_of_training >= 1',
+        'tests/evaluation/test_beside.py',
+    ),
+    Mutation(
+        'let an evaluation delay training under the virtual clock',
+        'areal_jax/rollout/stream.py',
+        "EVALUATION = Kinds('evaluation_prefill', 'evaluation_decode', in_background=True)",
+        "EVALUATION = Kinds('evaluation_prefill', 'evaluation_decode', in_background=False)",
+        'tests/evaluation/test_beside.py',
+    ),
+    Mutation(
+        'put requests of an evaluation into a checkpoint',
+        'areal_jax/rollout/pool.py',
+        'if request.version is None\n        ]',
+        ']',
+        'tests/evaluation/test_beside.py',
+    ),
+    Mutation(
+        'release a pinned version',
+        'areal_jax/publication/device.py',
+        ' or v in pinned',
+        '',
+        'tests/publication/test_device.py',
     ),
 ]
 

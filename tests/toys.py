@@ -11,30 +11,34 @@ versions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from areal_jax.control.clocks.lanes import Lane
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.events import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.beside import EvaluationBeside
+from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import engine_lane, publish_lane
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeOutput, SlotInit
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.telemetry.facts import VersionScores
 from areal_jax.types import Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
 
 STOP = 0
 LONGEST = 7
 PRICES = {
     'decode': 0.01, 'prefill': 0.001, 'train': 0.002, 'publish': 0.005, 'load': 0.005, 'snapshot': 0.001,
-    'reward': 0.002, 'save': 0.03,
+    'reward': 0.002, 'save': 0.03, 'evaluation_decode': 0.01, 'evaluation_prefill': 0.001, 'pin': 0.005,
 }  # fmt: skip
 
 
@@ -56,6 +60,7 @@ class ToyBackend:
 
     context_tokens = 32
     devices = ('toy',)
+    state_bytes = 0
 
     def __init__(self, slots: int):
         self.slots = slots
@@ -148,7 +153,7 @@ class ToyChannel:
     def receive(self, published: PublishedWeights) -> tuple[int, int]:
         return published.handle
 
-    def release(self, version: int) -> None: ...
+    def release(self, version: int, pinned: Collection[int] = ()) -> None: ...
 
 
 class ToyStream:
@@ -175,14 +180,14 @@ def toy_prompt(draw: int) -> Prompt:
 class ToyVerifier:
     """The reward is the sum of the answer's tokens modulo 2; how long it takes is up to `delays`."""
 
-    def __init__(self, clock: Clock, delays: Sequence[float] = (1.0,), fail: Sequence[int] = ()):
-        self._clock, self._delays, self._fail = clock, delays, fail
+    def __init__(self, clock: Clock, delays: Sequence[float] = (1.0,), fail: Sequence[int] = (), lane: str = 'reward'):
+        self._clock, self._delays, self._fail, self._lane = clock, delays, fail, lane
 
     async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: str) -> Verdict:
         amount = self._delays[(prompt.draw * 7 + len(answer_tokens)) % len(self._delays)]
         work = Work('reward', amount)
         verdict = Verdict(0.0, 2, 'crash') if prompt.draw in self._fail else Verdict(float(answer_tokens.sum() % 2))
-        return await self._clock.call('reward', lambda: _ready(verdict), work, 10.0)
+        return await self._clock.call(self._lane, lambda: _ready(verdict), work, 10.0)
 
 
 async def _ready(value: Any) -> Any:
@@ -213,6 +218,8 @@ class ToyRun:
         over_age: str = 'off',
         checkpoint_every: int = 0,
         top_k: int = 0,
+        evaluation_every: int = 0,
+        every_dispatches: int = 4,
         resume: Mapping[str, Any] | None = None,
         log: EventLog | None = None,
     ):
@@ -236,21 +243,23 @@ class ToyRun:
             self.learner.restore(resume['arrays'])
         parsed = parse_schedule(schedule, seed=0)
         ring = VersionRing(parsed) if parsed else None
-        published = channel.transfer(version, self.learner.w)
+        published = newest = channel.transfer(version, self.learner.w)
         if ring:
             for held, w in resume['earlier'].items() if resume else ():
                 ring.add(channel.transfer(held, w))
             ring.add(published)
             published = ring.in_use(state['generated_update'] if state else None)
         self.backends = [ToyBackend(slots) for _ in range(engines)]
+        self.pinned_backends = [ToyBackend(3) if evaluation_every else None for _ in range(engines)]
         self.engines = [
             LocalEngine(
                 i, backend, self.clock, self.log, receive=channel.receive,
                 version=published.version, params=published.handle, kv_policy=kv_policy, decode_steps=decode_steps,
+                evaluation=self.pinned_backends[i], every_dispatches=every_dispatches,
             )
             for i, backend in enumerate(self.backends)
         ]  # fmt: skip
-        pool = Pool(self.engines, self.clock, self.log, self.supervisor)
+        self.pool = pool = Pool(self.engines, self.clock, self.log, self.supervisor)
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
         self.controller = Controller(
             LoopSettings(
@@ -260,11 +269,38 @@ class ToyRun:
             workflow=SingleTurn(pool, sampling, seed=0), verifier=ToyVerifier(self.clock, delays, fail),
             learner=self.learner, channel=channel, gate=self.gate, ring=ring,
             update_tokens=lambda groups: sum(len(t.tokens) for g in groups for t in g.trajectories),
-            on_step=self.steps.append, observer_state=dict, save_checkpoint=self._save,
+            on_step=self.steps.append, observer_state=self._observer_state, save_checkpoint=self._save,
+            on_published=self._note_published,
             copy_version=lambda published: published.handle[0],
         )  # fmt: skip
+        self.newest, self.resumed = newest, state
+        self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None
         if state:
             self.controller.restore(state)
+
+    def _build_beside(self, every: int, steps: int, sampling: SamplingParams) -> EvaluationBeside:
+        self.clock.lanes['reward/evaluation'] = Lane(1)
+        self.rows: list[VersionScores] = []
+        self.said: list[str] = []
+
+        def make_evaluator(pool: Any, version: int) -> Evaluator:
+            return Evaluator(
+                pool=pool, verifier=ToyVerifier(self.clock, lane='reward/evaluation'), clock=self.clock,
+                supervisor=self.supervisor, log=self.log, problems=[toy_prompt(draw) for draw in range(100, 108)],
+                sampling=sampling, samples=1, seed=0, decode=str, final_answer=str, max_failed=3, version=version,
+            )  # fmt: skip
+
+        return EvaluationBeside(
+            every=every, steps=steps, pool=self.pool, clock=self.clock, supervisor=self.supervisor, log=self.log,
+            make_evaluator=make_evaluator, on_scores=self.rows.append, say=self.said.append,
+        )  # fmt: skip
+
+    def _note_published(self, published: PublishedWeights) -> None:
+        if self.beside:
+            self.beside.note_published(published)
+
+    def _observer_state(self) -> dict[str, Any]:
+        return {'evaluating': self.beside.under_way} if self.beside else {}
 
     def _save(self, step: int, arrays: Any, earlier: Mapping[int, Any], run_state: Mapping[str, Any]) -> None:
         self.checkpoints.append({'step': step, 'arrays': arrays, 'earlier': earlier, 'run_state': run_state})
@@ -272,7 +308,12 @@ class ToyRun:
     async def program(self) -> bool:
         for engine in self.engines:
             engine.start(self.supervisor)
-        return await self.controller.run()
+        if self.beside and self.resumed:
+            self.beside.resume(self.newest, self.resumed['observer']['evaluating'], ())
+        finished = await self.controller.run()
+        if finished and self.beside:
+            finished = await self.beside.finish(self.controller.stop_requested)
+        return finished
 
     def run(self) -> ToyRun:
         self.finished = self.clock.execute(self.supervisor.run(self.program()))

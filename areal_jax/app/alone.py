@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal_jax.events import LEARNER, is_engine_lane
-from areal_jax.report.lanes import LaneInterval
+from areal_jax.report.lanes import LaneInterval, of_training
 from areal_jax.report.window import Window
 
 
@@ -22,6 +22,7 @@ def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: in
     engines = [i for i in intervals if is_engine_lane(i.lane)]
     learner = [i for i in intervals if i.lane == LEARNER]
     own = _own_costs(engines, learner), _own_costs(learner, engines)
+    engines = of_training(engines)
     generate = [
         _seconds([i for i in engines if i.lane == lane], own[0], within, updates)
         for lane in sorted({i.lane for i in engines})

@@ -18,8 +18,10 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
+from areal_jax.rollout import requirements
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.requirements import Requirement
 from areal_jax.sharding.allocation import Allocation
 from areal_jax.types import PublishedWeights
 
@@ -57,16 +59,57 @@ def build_backend(config: TrackedConfig, decoder: Decoder, device: jax.Device) -
     )
 
 
+def build_evaluation_backends(
+    config: TrackedConfig, decoder: Decoder, allocation: Allocation
+) -> dict[jax.Device, JaxDecodeBackend]:
+    """The compiled programs for evaluation beside training, by device; none where there is no such evaluation."""
+    rollout, evaluation = config.rollout, config.evaluation
+    if not evaluation.every:
+        return {}
+    return {
+        device: JaxDecodeBackend(
+            decoder,
+            slots=evaluation.slots,
+            context_tokens=rollout.context_tokens,
+            prefill_buckets=tuple(rollout.prefill_buckets),
+            decode_steps=rollout.decode_steps,
+            filtered=evaluation.every_samples > 0 and cuts_softmax(config),
+            dtype=config.publication.dtype,
+            device=device,
+        )
+        for device in allocation.by_device()
+    }
+
+
+def build_requirements(config: TrackedConfig) -> list[Requirement]:
+    """What this run needs of every engine."""
+    rollout, evaluation = config.rollout, config.evaluation
+    needed = [
+        requirements.needs_logprobs('learning from its answers', 'behavior'),
+        requirements.needs_spans('learning from its answers'),
+        requirements.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
+        requirements.needs_pause('taking checkpoints'),
+    ]
+    if cuts_softmax(config):
+        setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
+        needed.append(requirements.needs_logprobs(setting, 'sampling'))
+    if evaluation.every:
+        needed.append(requirements.needs_pinned(f'evaluation.every={evaluation.every}'))
+    return needed
+
+
 def build_engines(
     config: TrackedConfig,
     allocation: Allocation,
     backends: Mapping[jax.Device, JaxDecodeBackend],
+    evaluation_backends: Mapping[jax.Device, JaxDecodeBackend],
     channel: DeviceChannel | FilesChannel,
     published: PublishedWeights,
     clock: LoopClock,
     log: EventLog,
 ) -> list[LocalEngine]:
     """The engines of cluster.engines with the weights `published`, each on its device."""
+    every_dispatches = config.evaluation.every_dispatches if evaluation_backends else 1
     return [
         LocalEngine(
             index,
@@ -78,6 +121,8 @@ def build_engines(
             params=channel.receive(published, device),
             kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps,
+            evaluation=evaluation_backends.get(device),
+            every_dispatches=every_dispatches,
         )
         for index, device in enumerate(allocation.engines)
     ]

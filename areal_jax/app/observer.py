@@ -6,7 +6,7 @@ from the learner and are passed on; this module counts events of the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 from areal_jax.app.compilations import CompilationCounter
@@ -44,6 +44,7 @@ class StepObserver:
         self._cpu_seconds, self._last_time_s = cpu_seconds, first_time_s
         self._generated = self._interruptions = self._compiled = 0
         self._evaluating = False
+        self._evaluations: list[Mapping[str, float]] = []  # of evaluations beside training, not written yet
         self._cpu_at_first_admission: float | None = None
         self.cpu_seconds_in_window = 0.0
 
@@ -80,11 +81,16 @@ class StepObserver:
             },
             engines=pause,
             process={names.COMPILATIONS: compiled - self._compiled},
+            evaluation=self._evaluations.pop(0) if self._evaluations else {},
         )
         self._metrics.write(record.step, values)
         if self._progress:
             self._progress.update(record.step, values)
         self._last_time_s, self._generated, self._interruptions, self._compiled = record.time_s, 0, 0, compiled
+
+    def note_evaluation(self, values: Mapping[str, float]) -> None:
+        """Metrics of an evaluation beside training: they go into the row of the next update that has none."""
+        self._evaluations.append(values)
 
     def state(self) -> ObserverState:
         """What the metrics of the next update need from before this instant, as JSON can hold it."""

@@ -1,20 +1,35 @@
-"""Scores of the evaluations before and after training: written to the workdir and printed. Used by session.py."""
+"""Scores of the evaluations before, after and beside training: written to the workdir and printed.
+
+Used by session.py and beside.py.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 from areal_jax import files
-from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, read_scores
+from areal_jax.telemetry.facts import DURING, EVALUATIONS, EvaluationScores, VersionScores, read_curve, read_scores
 
 
 class Scores:
-    """The scores of one run by phase, 'before' and 'after'; a resumed run also has its earlier attempts' scores."""
+    """The scores of one run by phase, 'before' and 'after', and by version; a resumed run also has its earlier
+    attempts' scores, but for those of versions after `step`, which it makes again.
+    """
 
-    def __init__(self, workdir: pathlib.Path, *, resume: bool):
+    def __init__(self, workdir: pathlib.Path, *, resume: bool, step: int = 0):
         self._path = workdir / EVALUATIONS
         self._by_phase = read_scores(self._path) if resume else {}
+        found = read_curve(self._path) if resume else []
+        self._curve = {row.version: row for row in found if row.version <= step}
+        if len(self._curve) < len(found):
+            self._write()
+
+    @property
+    def curve(self) -> Sequence[VersionScores]:
+        """Of the evaluations beside training, by version."""
+        return [self._curve[version] for version in sorted(self._curve)]
 
     def get(self, phase: str) -> EvaluationScores | None:
         return self._by_phase.get(phase)
@@ -22,8 +37,31 @@ class Scores:
     def add(self, phase: str, scores: EvaluationScores) -> None:
         """Writes the scores to WORKDIR/evaluations.json and prints their means."""
         self._by_phase[phase] = scores
-        known = {phase: dataclasses.asdict(scores) for phase, scores in self._by_phase.items()}
+        self._write()
+        print(
+            f'accuracy {phase}: sampled {mean_sampled(scores) or 0:.3f}, greedy {mean_greedy(scores):.3f}', flush=True
+        )
+
+    def add_version(self, row: VersionScores) -> None:
+        """Writes the row to WORKDIR/evaluations.json and prints its means."""
+        self._curve[row.version] = row
+        self._write()
+        sampled = mean_sampled(row.scores)
+        means = ('' if sampled is None else f'sampled {sampled:.3f}, ') + f'greedy {mean_greedy(row.scores):.3f}'
+        print(f'accuracy of version {row.version}: {means} ({row.seconds:.1f} s beside training)', flush=True)
+
+    def _write(self) -> None:
+        known: files.JsonObject = {phase: dataclasses.asdict(scores) for phase, scores in self._by_phase.items()}
+        if self._curve:
+            known[DURING] = [row.as_row() for row in self.curve]
         files.write_json(self._path, known, indent=None)
-        sampled = [score for row in scores.sampled for score in row]
-        means = sum(sampled) / max(1, len(sampled)), sum(scores.greedy) / len(scores.greedy)
-        print(f'accuracy {phase}: sampled {means[0]:.3f}, greedy {means[1]:.3f}', flush=True)
+
+
+def mean_greedy(scores: EvaluationScores) -> float:
+    return sum(scores.greedy) / len(scores.greedy)
+
+
+def mean_sampled(scores: EvaluationScores) -> float | None:
+    """None where no answer was sampled."""
+    sampled = [score for row in scores.sampled for score in row]
+    return sum(sampled) / len(sampled) if sampled else None

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 
 import jax
 
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
+from areal_jax.app.beside import UNDER_WAY, build_beside, restore_rows
 from areal_jax.app.clock import build_clock
-from areal_jax.app.engines import build_backends, build_channel, build_engines, restore_ring
+from areal_jax.app.engines import (
+    build_backends,
+    build_channel,
+    build_engines,
+    build_evaluation_backends,
+    build_requirements,
+    restore_ring,
+)
 from areal_jax.app.model import Model
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.provenance import hardware
@@ -25,9 +34,12 @@ from areal_jax.control.controller import Controller
 from areal_jax.control.events import EventLog, truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.events import EVALUATION_REWARD
 from areal_jax.events import FILE as EVENTS
 from areal_jax.models.weights import Params
+from areal_jax.protocols import Verifier
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
@@ -39,7 +51,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.task import Task
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
-from areal_jax.types import SamplingParams
+from areal_jax.types import PublishedWeights, SamplingParams
 
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
@@ -48,6 +60,7 @@ class Session(Run):
     """A run that generates, scores and trains at the same time; see Run. The parts are attributes for tests."""
 
     version_at_start = 0
+    _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
     # Building, in the order in which parts need each other.
 
@@ -59,7 +72,7 @@ class Session(Run):
         self._problems = task.sizes()
         checkpoint = self._read_checkpoint()
         snapshot = self._restore_snapshot(checkpoint) if checkpoint else None
-        self._scores = Scores(self.workdir, resume=self._resume)
+        self._scores = Scores(self.workdir, resume=self._resume, step=self.version_at_start)
         if self._finished is not None:
             self._build_learner(model, None)  # the other processes wait for their learner's first command: to end
             return
@@ -68,11 +81,12 @@ class Session(Run):
         self.clock = build_clock(config, self.log, start_s)
         self.verifier = self._own(build_verifier(config, self.clock, task, model.tokenizer.decode))
         self.verifier.start()
+        self._beside_verifier = self._start_beside_verifier(task, model)
         self.supervisor = Supervisor(self.clock)
         self._build_learner(model, checkpoint)
         self.allocation = build.build_allocation(config)
         ring, self._engines = self._build_engines(checkpoint, snapshot)
-        self.pool = Pool(self._engines, self.clock, self.log, self.supervisor)
+        self.pool = Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
         self.metrics = self._open_metrics(self.version_at_start)
         self.observer = StepObserver(
             self.metrics, self._progress(start_s), self.compilations, self.resources.cpu_seconds, start_s
@@ -83,10 +97,20 @@ class Session(Run):
         if snapshot:
             self.controller.restore(snapshot)
             self.observer.restore(snapshot['observer'])
+            self._evaluated_at_start = snapshot['observer'].get(UNDER_WAY)
         self._build_evaluator(task, sampling, model)
         self._plots = config.telemetry.plots
         self._compilation_budget = config.run.compilation_budget
         self._require_all_read()
+
+    def _start_beside_verifier(self, task: Task, model: Model) -> Verifier | None:
+        """Of the evaluation beside training: its answers wait for no worker that scores those of training."""
+        if not self.config.evaluation.every:
+            return None
+        decode = model.tokenizer.decode
+        verifier = self._own(build_verifier(self.config, self.clock, task, decode, workers=1, lane=EVALUATION_REWARD))
+        verifier.start()
+        return verifier
 
     def _restore_snapshot(self, checkpoint: Checkpoint) -> State:
         self.version_at_start = checkpoint.step
@@ -110,12 +134,14 @@ class Session(Run):
         ring = build.build_ring(config)
         if ring and checkpoint:
             restore_ring(ring, self._channel, checkpoint.arrays[_RING])
-        published = self._channel.transfer(version, self.learner.publish(version))
+        self._newest = published = self._channel.transfer(version, self.learner.publish(version))
         if ring:
             ring.add(published)
             published = ring.in_use(snapshot['generated_update'] if snapshot else None)
         self._backends = build_backends(config, self.decoder, self.allocation)
-        engines = build_engines(config, self.allocation, self._backends, self._channel, published, self.clock, self.log)
+        self._evaluation_backends = build_evaluation_backends(config, self.decoder, self.allocation)
+        backends = self._backends, self._evaluation_backends
+        engines = build_engines(config, self.allocation, *backends, self._channel, published, self.clock, self.log)
         return ring, engines
 
     def _build_controller(self, task: Task, sampling: SamplingParams, ring: VersionRing | None) -> None:
@@ -135,30 +161,46 @@ class Session(Run):
             ring=ring,
             update_tokens=self.learner.update_tokens,
             on_step=self.observer.on_step,
-            observer_state=self.observer.state,
+            observer_state=self._observer_state,
+            on_published=self._note_published,
             save_checkpoint=self._save_checkpoint,
             copy_version=lambda published: jax.device_get(self._channel.receive(published)),
         )
 
     def _build_evaluator(self, task: Task, sampling: SamplingParams, model: Model) -> None:
         evaluation, seed = self.config.evaluation, self.config.run.seed
-        self.evaluator = None
-        if evaluation.problems:
-            self.evaluator = Evaluator(
+        self.evaluator: Evaluator | None = None
+        self.beside: EvaluationBeside | None = None
+        if not evaluation.problems:
+            return
+        of_run = {'clock': self.clock, 'supervisor': self.supervisor, 'log': self.log}
+        make_evaluator = functools.partial(
+            Evaluator,
+            **of_run,
+            problems=task.held_out(evaluation.problems, seed),
+            sampling=sampling,
+            seed=seed,
+            decode=model.tokenizer.decode,
+            final_answer=task.final_answer,
+            max_failed=self.config.task.max_failed_groups,
+        )
+        self.evaluator = make_evaluator(
+            pool=self.pool,
+            verifier=self.verifier,
+            samples=evaluation.samples,
+            announce=self._start.count_answers,
+        )
+        if self._beside_verifier is not None:
+            self.beside = build_beside(
+                self.config,
                 pool=self.pool,
-                verifier=self.verifier,
-                clock=self.clock,
-                supervisor=self.supervisor,
-                log=self.log,
-                problems=task.held_out(evaluation.problems, seed),
-                sampling=sampling,
-                samples=evaluation.samples,
-                seed=seed,
-                decode=model.tokenizer.decode,
-                final_answer=task.final_answer,
-                max_failed=self.config.task.max_failed_groups,
-                announce=self._start.count_answers,
+                **of_run,
+                verifier=self._beside_verifier,
+                make_evaluator=make_evaluator,
+                scores=self._scores,
+                observer=self.observer,
             )
+            restore_rows(self.workdir, self._scores, self.observer)
 
     def _progress(self, start_s: float) -> Progress | None:
         config = self.config
@@ -183,13 +225,18 @@ class Session(Run):
 
     def _compile(self) -> int:
         programs = super()._compile()
-        self._start.begin('compiling what generates:')
         by_device = self.allocation.by_device()
-        for index, (device, engines) in enumerate(by_device.items()):  # a program is compiled for one device
-            announce = lambda done, total, index=index: self._start.count_programs(
-                index * total + done, len(by_device) * total
-            )
-            programs += self._backends[device].warm_up(self._engines[engines[0]].params, announce)
+        for doing, backends in (
+            ('compiling what generates:', self._backends),
+            ('compiling what evaluates beside training:', self._evaluation_backends),
+        ):
+            if backends:
+                self._start.begin(doing)
+            for index, (device, backend) in enumerate(backends.items()):  # a program is compiled for one device
+                announce = lambda done, total, index=index: self._start.count_programs(
+                    index * total + done, len(by_device) * total
+                )
+                programs += backend.warm_up(self._engines[by_device[device][0]].params, announce)
         return programs
 
     async def _program(self) -> bool:
@@ -197,7 +244,13 @@ class Session(Run):
             engine.start(self.supervisor)
         if self.version_at_start == 0:
             await self._evaluate('before')
+        elif self.beside:
+            finished = [row.version for row in self._scores.curve]
+            self.beside.resume(self._newest, self._evaluated_at_start, finished)
         if not await self.controller.run():
+            return False
+        if self.beside and not await self.beside.finish(self.controller.stop_requested):
+            await self.controller.save_for_good()
             return False
         if await self._evaluate('after'):
             return True
@@ -215,6 +268,14 @@ class Session(Run):
             return False
         self._scores.add(phase, scores)
         return True
+
+    def _note_published(self, published: PublishedWeights) -> None:
+        if self.beside:
+            self.beside.note_published(published)
+
+    def _observer_state(self) -> Mapping[str, object]:
+        evaluating = {UNDER_WAY: self.beside.under_way} if self.beside else {}
+        return {**self.observer.state(), **evaluating}
 
     # Checkpoints and the report.
 

@@ -70,7 +70,7 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     if config.loss.objective == 'sft':
         return Sizes(learner, {}, {})
     if not allocation.engine_shares(0):  # the channel holds earlier versions where the learner made them
-        learner['publication'] *= 1 + _held_versions(config)
+        learner['publication'] *= 1 + _held_versions(config) + (1 if config.evaluation.every else 0)
     rollout, eta = config.rollout, config.staleness.eta
     admitted = config.learner.groups_per_update * (eta + 1)
     running = int(min(rollout.max_running_groups, admitted, config.learner.groups_per_update * config.run.steps))
@@ -111,21 +111,25 @@ def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocat
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
     engines = allocation.engines.count(allocation.engines[0])  # on one device
     position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize
+    beside = config.evaluation.slots if config.evaluation.every else 0
+    slots, logits = rollout.slots + beside, shape.vocab_size * 4 + rollout.decode_steps * 9
     return {
         'publication': (_copies(config, allocation, engines) * _parameters(shape)) * itemsize,
-        'KV cache': engines * rollout.slots * rollout.context_tokens * position,
-        'prefill': rollout.slots * max(rollout.prefill_buckets) * position,
-        'logits': rollout.slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
+        'KV cache': engines * slots * rollout.context_tokens * position,
+        'prefill': slots * max(rollout.prefill_buckets) * position,
+        'logits': slots * logits,  # and what a dispatch returns
     }
 
 
 def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
     """Whole copies of the weights on a device where engines decode, beside the learner's copy of the newest."""
+    pinned = 1 if config.evaluation.every else 0  # the version that is evaluated beside training
     if not allocation.engine_shares(0):
-        return 2  # those in use, and the next ones while they arrive
+        return 2 + pinned  # those in use, and the next ones while they arrive
     held = _held_versions(config)
     if config.publication.channel == 'files':
-        return max(held, engines)
+        return max(held, engines) + pinned * engines
+    held += pinned
     return held + (allocation.learner.size > 1)  # a learner on one device makes its copy where the engines decode
 
 

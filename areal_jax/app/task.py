@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from areal_jax import events
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
@@ -48,16 +49,24 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
 
 
 def build_verifier(
-    config: TrackedConfig, clock: LoopClock, task: Task, decode: Callable[[np.ndarray], str]
+    config: TrackedConfig,
+    clock: LoopClock,
+    task: Task,
+    decode: Callable[[np.ndarray], str],
+    *,
+    workers: int | None = None,
+    lane: str = events.REWARD,
 ) -> ProcessVerifier | InlineVerifier:
+    """`workers`: None = task.verifier_workers."""
     if config.task.verifier == 'inline':
         return InlineVerifier(task.score, decode)
     return ProcessVerifier(
         clock,
         task.scorer,
         decode,
-        workers=config.task.verifier_workers,
+        workers=config.task.verifier_workers if workers is None else workers,
         deadline_s=config.task.verifier_deadline_s,
         attempts=config.task.verifier_attempts,
         memory_mb=config.task.verifier_memory_mb,
+        lane=lane,
     )

@@ -35,6 +35,7 @@ _MAY_CHANGE = (
     'learner.rows_per_microbatch',  # a multiple of the mesh
     *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'run.compilation_'),
 )
+_SCORED = ('evaluation.problems', 'evaluation.samples')  # what the scores before and after depend on
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
 _BLOCKS, _BLOCK_BYTES = 256, 4096
 _RESTORE = 'restore the file as the run wrote it, or start anew in another --workdir'
@@ -75,10 +76,11 @@ def continue_run(workdir: pathlib.Path, values: Values, update: int) -> None:
     """Prepares the workdir of a run that continues after `update`, and writes config.json.
 
     If updates are still to come, the report is renamed and the score of the last weights removed, since both
-    will be outdated. If evaluation.* was changed, all earlier scores are renamed. A raised run.steps is noted.
+    will be outdated. If what evaluations measure was changed, all earlier scores are renamed. A raised run.steps is
+    noted.
     """
     saved, current = _read_config(workdir), dict(flatten(values))
-    changed = [field for field in saved if field.startswith('evaluation.') and saved[field] != current.get(field)]
+    changed = [field for field in _SCORED if field in saved and saved[field] != current.get(field)]
     if changed and (names := _put_aside(workdir, [EVALUATIONS])):
         print(
             f'{", ".join(changed)} was changed: the scores until now are in {names[0]}, not in the report', flush=True

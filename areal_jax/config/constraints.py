@@ -22,6 +22,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _staleness_problems(c)
         yield from _signal_problems(c)
         yield from _capacity_problems(c)
+        yield from _evaluation_problems(c)
     yield from _task_and_model_problems(c)
     yield from _device_problems(c)
 
@@ -51,6 +52,14 @@ def _staleness_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'staleness.max_token_age={c.staleness.max_token_age} and staleness.over_age={c.staleness.over_age!r} go '
             'together: set a bound and drop or mask, or neither'
+        )
+
+
+def _evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    if c.evaluation.every and not c.evaluation.problems:
+        yield (
+            f'evaluation.every={c.evaluation.every} measures nothing with evaluation.problems=0; set '
+            'evaluation.problems, or evaluation.every=0'
         )
 
 

@@ -102,10 +102,12 @@ class Controller:
         copy_version: CopyVersion,
         ring: VersionRing | None,
         observer_state: Callable[[], Mapping[str, Any]],
+        on_published: Callable[[PublishedWeights], None] = lambda _: None,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
+        self._on_published = on_published
         self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
         self._buffer = TrajectoryBuffer()
         self._dropped: collections.Counter[str] = collections.Counter()
@@ -122,7 +124,7 @@ class Controller:
         )  # fmt: skip
         self._admission = Admission(clock, gate, self.stop_requested, self._start_group)
         self._lock_step = LockStep(clock, pool, gate, self._admission, ring, copy_version) if ring else None
-        self._publisher = Publisher(clock, log, channel, self._install, self._note_published)
+        self._publisher = Publisher(clock, log, channel, self._install, self._note_published, pool.pinned_versions)
         self._writer = CheckpointWriter(clock, supervisor)
 
     async def run(self) -> bool:
@@ -233,9 +235,13 @@ class Controller:
 
     async def _install(self, published: PublishedWeights) -> tuple[int, float | None]:
         """For Publisher: every engine loads the version; in lock-step it is kept for the batches that ask for it."""
+        lowest, pause_s = published.version, None
         if self._lock_step:
-            return self._lock_step.add(published), None
-        return published.version, await self._pool.load_weights(published)
+            lowest = self._lock_step.add(published)
+        else:
+            pause_s = await self._pool.load_weights(published)
+        self._on_published(published)
+        return lowest, pause_s
 
     def _note_published(self, update: Update, pause_s: float | None) -> None:
         self._gate.publish(update.version)

@@ -6,7 +6,7 @@ The controller puts updates in and learns through a callback when the engines de
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.queues import BoundedQueue
@@ -32,6 +32,7 @@ class Publisher:
       install: brings published weights to the engines; returns the lowest version still needed and the longest pause
         of decoding in seconds (None: the engines do not load it now).
       published: called with the update and that pause when its version is published.
+      pinned: versions that the channel must not drop yet.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Publisher:
         channel: Channel,
         install: Callable[[PublishedWeights], Awaitable[tuple[int, float | None]]],
         published: Callable[[Update, float | None], None],
+        pinned: Callable[[], Collection[int]],
     ):
         self._clock, self._log, self._channel = clock, log, channel
-        self._install, self._published = install, published
+        self._install, self._published, self._pinned = install, published, pinned
         self._updates: BoundedQueue[Update] = BoundedQueue(clock, 'updates to publication', 1)
 
     async def put(self, update: Update) -> None:
@@ -57,7 +59,7 @@ class Publisher:
             published = await self._transfer(update)
             self._log.write('publish', version=update.version, manifest=published.manifest_hash)
             lowest, pause_s = await self._install(published)
-            self._channel.release(lowest)
+            self._channel.release(lowest, self._pinned())
             self._published(update, pause_s)
 
     async def _transfer(self, update: Update) -> PublishedWeights:

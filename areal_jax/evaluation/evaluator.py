@@ -14,7 +14,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import FailureCount
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.protocols import Clock, Event, Pool, Verifier
+from areal_jax.protocols import Clock, Event, Generator, Verifier
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
 from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
@@ -28,13 +28,14 @@ class Evaluator:
     The sampling noise is the same in every evaluation, so the scores of two evaluations are paired. No weights may be
     published while it runs: all answers are of the version that the engines hold. An answer that cannot be verified
     scores 0; `max_failed` of them in a row raise UnverifiedError. `announce` is called after each answer with the
-    number of answers so far and in all.
+    number of answers so far and in all. `version`: of an evaluation beside training (beside.py), whose events are of
+    kinds of their own.
     """
 
     def __init__(
         self,
         *,
-        pool: Pool,
+        pool: Generator,
         verifier: Verifier,
         clock: Clock,
         supervisor: Supervisor,
@@ -47,17 +48,18 @@ class Evaluator:
         final_answer: Callable[[str], str],
         max_failed: int,
         announce: Callable[[int, int], None] = lambda done, total: None,
+        version: int | None = None,
     ):
         self._pool, self._verifier, self._clock, self._supervisor, self._log = pool, verifier, clock, supervisor, log
         self._problems, self._samples, self._decode, self._announce = problems, samples, decode, announce
-        self._final_answer, self._max_failed = final_answer, max_failed
+        self._final_answer, self._max_failed, self._version = final_answer, max_failed, version
         greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
         self._sampled = SingleTurn(pool, sampling, seed + SEED_OFFSET)
         self._greedy = SingleTurn(pool, greedy, seed + 2 * SEED_OFFSET)
 
     async def evaluate(self, phase: str, stop: Event) -> EvaluationScores | None:
         """Scores under the weights in the engines; None if `stop` came first. `phase` is 'before' or 'after'."""
-        self._log.write('evaluate', phase=phase, mode='start')
+        self._note_start(phase)
         scores = np.zeros((len(self._problems), 1 + self._samples))
         answers: list[str] = []
         failed: list[str] = []
@@ -94,12 +96,26 @@ class Evaluator:
         watch.cancel()
         for task in tasks:
             task.cancel()
-        self._log.write('evaluate', phase=phase, mode='done', unverified=failed)  # these count as 0
+        self._note_end(phase, failed)
         if left:
             self._pool.cancel_all()
             return None
         sampled = tuple(tuple(row) for row in scores[:, 1:].tolist())
         return EvaluationScores(tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers))
+
+    def _note_start(self, phase: str) -> None:
+        if self._version is None:
+            self._log.write('evaluate', phase=phase, mode='start')
+        else:
+            answers = len(self._problems) * (1 + self._samples)
+            self._log.write('evaluation_start', version=self._version, answers=answers)
+
+    def _note_end(self, phase: str, unverified: list[str]) -> None:
+        """`unverified`: label of each answer that counts as 0 because it could not be verified."""
+        if self._version is None:
+            self._log.write('evaluate', phase=phase, mode='done', unverified=unverified)
+        else:
+            self._log.write('evaluation_done', version=self._version, unverified=unverified)
 
     async def _answer(self, prompt: Prompt, column: int) -> tuple[Verdict, str] | None:
         """(verdict, what counts as the answer) of the greedy (0) or a sampled answer; None for a cancelled one."""

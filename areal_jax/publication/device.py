@@ -6,6 +6,7 @@ The controller calls `transfer` and `release`, every engine `receive`; manifest.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 
@@ -64,6 +65,6 @@ class DeviceChannel:
             require_equal(held.manifest, device_manifest(params), published.version)
         return params
 
-    def release(self, version: int) -> None:
-        """Drops the channel's references to versions below `version`."""
-        self._versions = {v: held for v, held in self._versions.items() if v >= version}
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """Drops the channel's references to versions below `version`, but for the `pinned` ones."""
+        self._versions = {v: held for v, held in self._versions.items() if v >= version or v in pinned}

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import shutil
+from collections.abc import Collection
 
 import jax
 
@@ -98,10 +99,10 @@ class FilesChannel:
             require_equal(manifest, host_manifest(params), published.version)
         return params
 
-    def release(self, version: int) -> None:
-        """Removes versions below `version` from the disk, except the newest two of all."""
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """Removes versions below `version` from the disk, except the newest two of all and the `pinned` ones."""
         for v, path in list(self._versions().items())[:-_KEPT]:
-            if v < version:
+            if v < version and v not in pinned:
                 files.remove_directory(path)
 
     def _versions(self) -> dict[int, pathlib.Path]:

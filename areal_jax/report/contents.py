@@ -34,6 +34,17 @@ class Accuracy(TypedDict):
     sampled: SampledAccuracy
 
 
+class CurveRow(TypedDict):
+    """One version, evaluated beside training."""
+
+    version: int
+    greedy: Interval
+    sampled: Interval | None
+    seconds: float  # on the clock, from the fetch of the weights to the last score
+    lane_seconds: float  # seconds of the engines' lanes
+    lane_share: float | None  # of the busy seconds of these lanes meanwhile
+
+
 class Ends(TypedDict):
     first: float | None  # of the first update
     last: float | None
@@ -118,6 +129,9 @@ class Report(TypedDict):
     reward: Ends
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
+    evaluation_curve: list[CurveRow]  # evaluations beside training, by version
+    evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
+    evaluation_cache_bytes: int | None  # of the slots for them, over all engines
     token_age: MeanMax  # of the trained tokens, in versions
     versions_per_trajectory: MeanMax
     interruptions: int  # times that new weights met unfinished requests on an engine

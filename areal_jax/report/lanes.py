@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from areal_jax.events import Event, RunDoneEvent, RunStartEvent
+from areal_jax.events import EVALUATION_REWARD, EVALUATION_WORK, Event, RunDoneEvent, RunStartEvent
 from areal_jax.report.window import Window
 
 ROUNDING = 1e-6  # seconds by which rounding may make an interval end after the next one starts
@@ -47,6 +47,11 @@ def _interval(done: RunDoneEvent, start: RunStartEvent | None) -> LaneInterval:
     return LaneInterval(
         done['lane'] or '', done['work'], began, began + done['seconds'], float(done['amount']), done['seq'], detail
     )
+
+
+def of_training(intervals: Iterable[LaneInterval]) -> list[LaneInterval]:
+    """Without those of evaluations beside training, which overlap the others under the virtual clock."""
+    return [i for i in intervals if i.work not in EVALUATION_WORK and i.lane != EVALUATION_REWARD]
 
 
 def lane_seconds(intervals: Iterable[LaneInterval], within: Window) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import cast
 
 from areal_jax.events import LEARNER, Event, is_engine_lane, is_publish_lane
 from areal_jax.report.contents import Busy, Time
-from areal_jax.report.lanes import LaneInterval, busy_share, lane_intervals, lane_seconds
+from areal_jax.report.lanes import LaneInterval, busy_share, lane_intervals, lane_seconds, of_training
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.numerals import format_number, format_percent
@@ -42,7 +42,7 @@ def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Lim
     share cores, as virtual CPU devices do, a lane that waits for a core counts as busy; so the ideal is then the larger
     of the lanes' times measured alone and the processor time divided by the number of cores.
     """
-    intervals, within = lane_intervals(events), window(events)
+    intervals, within = of_training(lane_intervals(events)), window(events)
     if not updates or not within.seconds:
         return Limit(
             None, None, None, None, None, _rule(facts), '', 'No update was published, so no time was measured.'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areal_jax.report.contents import Groups, Interval, Report, Time
+from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.telemetry.numerals import format_number, format_percent
 
 
@@ -19,6 +20,8 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
         _table(('', 'before', 'after', 'gain'), _accuracy_rows(report)),
         'Intervals are 95%: Wilson or Student for one answer a problem, problems as clusters for several, paired over '
         'problems for the gain.',
+        _table(HEAD, curve_rows(report)),
+        describe_cost(report) if report['evaluation_cache_bytes'] is not None else '',
         _table(('learning', ''), _learning_rows(report)),
         '## Staleness and interruption',
         _table(('', ''), _staleness_rows(report)),

@@ -1,4 +1,4 @@
-"""Plots of a run: reward, age of the trained tokens, requests in the slots of the engines. Used by report.py."""
+"""Plots of a run: reward, accuracy while training, age of the trained tokens, requests in slots. Used by report.py."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def write_plots(events: Sequence[Event], metrics: Metrics, report: Report, workd
     directory.mkdir(parents=True, exist_ok=True)
     drawn = {
         'reward.png': plot_reward(metrics, report['accuracy'], directory / 'reward.png'),
+        'evaluation.png': plot_evaluation(report, directory / 'evaluation.png'),
         'token_age.png': plot_token_age(metrics, report['eta'], directory / 'token_age.png'),
         'slots.png': plot_slots(events, directory / 'slots.png'),
     }
@@ -61,6 +62,39 @@ def plot_reward(metrics: Metrics, accuracy: Accuracy | None, path: pathlib.Path)
     _whole_ticks(axes.xaxis)
     if accuracy:
         _draw_accuracy(figure.add_subplot(grid[0, 2]), accuracy)
+    _save(figure, path)
+    return True
+
+
+def plot_evaluation(report: Report, path: pathlib.Path) -> bool:
+    """Held-out accuracy of the versions that were evaluated beside training, between before and after. False: none."""
+    curve, accuracy = report['evaluation_curve'], report['accuracy']
+    if not curve:
+        return False
+    figure = _figure(4.8)
+    axes = figure.add_subplot()
+    kinds: tuple[tuple[Literal['greedy', 'sampled'], str, str], ...] = (
+        ('greedy', GREEN, 'o'),
+        ('sampled', BLUE, 's'),
+    )
+    for shift, (kind, color, marker) in enumerate(kinds):
+        ends = {0: accuracy[kind]['before'], report['steps']: accuracy[kind]['after']} if accuracy else {}
+        between = {row['version']: row[kind] for row in curve}
+        points = [(version, found) for version, found in sorted((ends | between).items()) if found]
+        if not any(between.values()):
+            continue  # only before and after: reward.png shows them
+        at = [version + 0.06 * shift for version, _ in points]
+        means = [interval['mean'] for _, interval in points]
+        low = [max(0.0, i['mean'] - i['low']) if i['low'] is not None else 0.0 for _, i in points]
+        high = [max(0.0, i['high'] - i['mean']) if i['high'] is not None else 0.0 for _, i in points]
+        axes.errorbar(
+            at, means, [low, high], color=color, marker=marker, markersize=6, capsize=4, linewidth=1.5, label=kind
+        )
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+    axes.legend(frameon=False)
+    title = 'Held-out accuracy while training, 95% intervals (ends: before and after)'
+    _label(axes, title, 'policy version', 'mean score of the problems')
+    _whole_ticks(axes.xaxis)
     _save(figure, path)
     return True
 

@@ -19,6 +19,7 @@ from areal_jax.report import aggregates, contents, statistics
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
 from areal_jax.report.contents import Report
+from areal_jax.report.curve import evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
 from areal_jax.report.event_log import load_events, outside_evaluation
 from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
@@ -29,7 +30,7 @@ from areal_jax.report.timeline import write_timeline
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.facts import EvaluationScores, RunFacts
+from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, VersionScores, read_curve
 from areal_jax.telemetry.json_lines import plain
 
 FILE = 'report.json'
@@ -49,7 +50,7 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
     workdir = pathlib.Path(workdir)
     events = load_events(workdir / EVENTS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
-    report = build_report(events, metrics, facts)
+    report = build_report(events, metrics, facts, read_curve(workdir / EVALUATIONS))
     files.write_json(workdir / FILE, report)
     write_timeline(events, workdir)
     pictures = write_plots(events, metrics, report, workdir) if plots else []
@@ -57,7 +58,9 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
     return dict(report)
 
 
-def build_report(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> Report:
+def build_report(
+    events: Sequence[Event], metrics: Metrics, facts: RunFacts, curve: Sequence[VersionScores] = ()
+) -> Report:
     """Everything that report.json holds, as JSON-able values; None where nothing was measured."""
     training, within = list(outside_evaluation(events)), window(events)
     interruptions = _interruptions(training)
@@ -75,6 +78,9 @@ def build_report(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> 
         'reward': aggregates.ends(metrics, names.REWARD_MEAN),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
+        'evaluation_curve': evaluation_curve(events, curve),
+        'evaluation_lane_share': evaluation_lane_share(events),
+        'evaluation_cache_bytes': evaluation_cache_bytes(events),
         'token_age': aggregates.token_age(metrics),
         'versions_per_trajectory': {
             'mean': aggregates.weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES),

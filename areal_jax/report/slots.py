@@ -1,6 +1,7 @@
 """Spans of the slots: which request a slot of an engine decoded when, and with which policy version.
 
-Used by plots.py (slots.png) and timeline.py. Made from the events `decode` and the intervals of the engines' lanes.
+Used by plots.py (slots.png) and timeline.py. Made from the events `decode` (or `evaluation_decode`, of the slots for
+evaluation beside training) and the intervals of the engines' lanes.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
-from areal_jax.events import DecodeEvent, Event
+from areal_jax.events import DecodeEvent, EvaluationDecodeEvent, Event
 from areal_jax.report.lanes import LaneInterval, lane_intervals
+
+DecodeKind = Literal['decode', 'evaluation_decode']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +30,11 @@ class SlotSpan:
     dispatches: int
 
 
-def slot_spans(events: Sequence[Event]) -> list[SlotSpan]:
+def slot_spans(events: Sequence[Event], kind: DecodeKind = 'decode') -> list[SlotSpan]:
     """Spans of all slots by engine, slot and time; a request without a slot in between makes a new span."""
     open_spans: dict[tuple[str, int], SlotSpan] = {}
     spans: list[SlotSpan] = []
-    for event, interval in decode_intervals(events):
+    for event, interval in decode_intervals(events, kind):
         for slot, request in enumerate(event['slots']):
             key = (event['engine'], slot)
             span = open_spans.get(key)
@@ -44,19 +48,22 @@ def slot_spans(events: Sequence[Event]) -> list[SlotSpan]:
     return sorted([*spans, *open_spans.values()], key=lambda span: (span.engine, span.slot, span.start))
 
 
-def decode_intervals(events: Sequence[Event]) -> list[tuple[DecodeEvent, LaneInterval]]:
+def decode_intervals(
+    events: Sequence[Event], kind: DecodeKind = 'decode'
+) -> list[tuple[DecodeEvent | EvaluationDecodeEvent, LaneInterval]]:
     """Each decode event with the occupation of the engine's lane that did it: the newest before it, else the next.
 
     An engine logs a dispatch just before or just after its occupation of the lane.
     """
     lanes: dict[str, collections.deque[LaneInterval]] = collections.defaultdict(collections.deque)
     for interval in lane_intervals(events):
-        if interval.work == 'decode':
+        if interval.work == kind:
             lanes[interval.lane].append(interval)
-    pairs = []
+    pairs: list[tuple[DecodeEvent | EvaluationDecodeEvent, LaneInterval]] = []
     for event in events:
-        if event['kind'] != 'decode':
+        if event['kind'] != kind:
             continue
+        assert event['kind'] == 'decode' or event['kind'] == 'evaluation_decode'
         waiting = lanes[event['engine']]
         while len(waiting) > 1 and waiting[1].done_seq < event['seq']:
             waiting.popleft()

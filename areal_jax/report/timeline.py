@@ -15,7 +15,10 @@ from areal_jax.report.slots import SlotSpan, slot_spans
 from areal_jax.telemetry.json_lines import plain
 
 FILE = 'timeline.json'
-_INSTANTS = ('interrupt', 'publish', 'load', 'drop', 'save', 'restore', 'evaluate', 'signal', 'join', 'leave', 'error')
+_INSTANTS = (
+    *('interrupt', 'publish', 'load', 'drop', 'save', 'restore', 'evaluate', 'signal', 'join', 'leave', 'error'),
+    *('evaluation_start', 'evaluation_done', 'evaluation_skip', 'evaluation_lost'),
+)
 
 
 class TraceEntry(TypedDict):
@@ -46,7 +49,8 @@ def build_timeline(events: Sequence[Event]) -> Trace:
     tracks = _Tracks()
     entries = [
         *(_work_entry(interval, tracks.lane(interval)) for interval in _by_start(lane_intervals(events))),
-        *(_span_entry(span, tracks.slot(span)) for span in slot_spans(events)),
+        *(_span_entry(span, tracks.slot(span, 'slot')) for span in slot_spans(events)),
+        *(_span_entry(span, tracks.slot(span, 'evaluation slot')) for span in slot_spans(events, 'evaluation_decode')),
     ]
     for event in events:
         if event['kind'] in _INSTANTS:
@@ -94,8 +98,8 @@ class _Tracks:
         kind = lane_group(interval.lane)
         return self.thread(f'lanes: {kind}', interval.lane if row == 0 else f'{interval.lane} +{row}')
 
-    def slot(self, span: SlotSpan) -> tuple[int, int]:
-        return self.thread(f'slots: {span.engine}', f'slot {span.slot:03}')
+    def slot(self, span: SlotSpan, name: str) -> tuple[int, int]:
+        return self.thread(f'slots: {span.engine}', f'{name} {span.slot:03}')
 
     def _describe(self, kind: str, process: int, thread: int, name: str) -> None:
         self.metadata.append({'name': kind, 'ph': 'M', 'pid': process, 'tid': thread, 'args': {'name': name}})

@@ -1,4 +1,4 @@
-"""What local_engine.py drives: prefill, insert and generate as pure functions of weights and state, as in JetStream.
+"""What stream.py drives: prefill, insert and generate as pure functions of weights and state, as in JetStream.
 
 decode/backend.py implements it in JAX; tests/toys.py implements it on the host.
 """
@@ -63,6 +63,11 @@ class DecodeBackend(Protocol):
     slots: int
     context_tokens: int
     devices: tuple[str, ...]  # names of those that hold the KV cache
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one state, its KV cache included."""
+        ...
 
     def initial_state(self) -> State: ...
 

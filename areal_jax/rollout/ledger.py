@@ -20,6 +20,7 @@ class Entry:
     group: tuple[int, int]  # (seed, draw)
     engine: str
     outstanding: int  # tokens that it may still generate
+    version: int | None  # GenerationRequest.version
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,7 +67,9 @@ class Ledger:
             raise RuntimeError(f'request {request_id} is open already, on {self._entries[request_id].engine}')
         generated = sum(len(segment.tokens) for segment in request.prefix)
         tokens = request.sampling.max_new_tokens - generated
-        entry = self._entries[request_id] = Entry(request_id, (request.seed, request.draw), engine, tokens)
+        entry = self._entries[request_id] = Entry(
+            request_id, (request.seed, request.draw), engine, tokens, request.version
+        )
         group = self._groups.setdefault(entry.group, _Group(engine))
         group.engine = engine
         group.requests += 1

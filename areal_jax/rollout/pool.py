@@ -12,6 +12,7 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Generation, RolloutEngine
 from areal_jax.rollout.ledger import Entry, Ledger
+from areal_jax.rollout.requirements import Requirement, require_capabilities
 from areal_jax.types import EngineFinish, GenerationRequest, PublishedWeights, Segment
 
 Result = TypeVar('Result')
@@ -46,31 +47,49 @@ class PooledGeneration:
 
 class Pool:
     """Routes requests: the samples of a group share an engine, and with it a prefill; a new group goes to the engine
-    with the fewest outstanding tokens. Implements protocols.Pool.
+    with the fewest outstanding tokens. Requests that are pinned to a version have a ledger of their own, so they do not
+    change where those of training go. Implements protocols.Pool.
+
+    Args:
+      requirements: what every engine must be able to do; raises EngineError, naming the engine, where one cannot.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine], clock: Clock, log: EventLog, supervisor: Supervisor):
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        clock: Clock,
+        log: EventLog,
+        supervisor: Supervisor,
+        requirements: Sequence[Requirement] = (),
+    ):
         if not engines:
             raise ValueError('the pool has no engine; set cluster.engines')
+        require_capabilities(engines, requirements)
         self._engines = {engine.name: engine for engine in engines}
         self._clock, self._log, self._supervisor = clock, log, supervisor
         self._ledger = Ledger(self._engines)
+        self._pinned_ledger = Ledger(self._engines)
+        self._pinned: list[int] = []  # versions that engines keep or are fetching
         for name, engine in self._engines.items():
             status = engine.status()
             log.write('join', name, engine=name, version=status.policy_version, devices=list(status.devices))
 
     def generate(self, request: GenerationRequest, prefer: str = '') -> PooledGeneration:
         """Starts the request on the engine `prefer` if there is one of that name."""
-        name = prefer if prefer in self._engines else self._ledger.engine_of_group(request)
-        name = name or self._ledger.least_outstanding()
-        self._log.write('route', request=request.request_id, draw=request.draw, sample=request.sample, engine=name)
+        ledger = self._ledger if request.version is None else self._pinned_ledger
+        name = prefer if prefer in self._engines else ledger.engine_of_group(request)
+        name = name or ledger.least_outstanding()
+        if request.version is None:
+            self._log.write('route', request=request.request_id, draw=request.draw, sample=request.sample, engine=name)
         generation = self._engines[name].generate(request)
-        return PooledGeneration(generation, self._ledger.open(request, name), self._ledger)
+        return PooledGeneration(generation, ledger.open(request, name), ledger)
 
-    def cancel_all(self) -> None:
-        for entry in self._ledger.entries():
-            self._engines[entry.engine].cancel(entry.request_id)
-            self._ledger.close(entry)  # also where nobody iterates any more
+    def cancel_all(self, version: int | None = None) -> None:
+        for ledger in (self._ledger, self._pinned_ledger):
+            for entry in ledger.entries():
+                if version in (None, entry.version):
+                    self._engines[entry.engine].cancel(entry.request_id)
+                    ledger.close(entry)  # also where nobody iterates any more
 
     async def load_weights(self, published: PublishedWeights) -> float:
         """All engines fetch at the same time; each swaps as soon as its weights are there."""
@@ -80,6 +99,19 @@ class Pool:
             return await engine.swap(published.version)
 
         return max(await self._on_every_engine(f'load of version {published.version}', load))
+
+    async def pin(self, published: PublishedWeights) -> None:
+        self._pinned.append(published.version)
+        await self._on_every_engine(f'pin of version {published.version}', lambda engine: engine.pin(published))
+
+    def unpin(self, version: int) -> None:
+        self.cancel_all(version)
+        for engine in self._engines.values():
+            engine.unpin(version)
+        self._pinned.remove(version)
+
+    def pinned_versions(self) -> Sequence[int]:
+        return tuple(self._pinned)
 
     async def pause(self) -> None:
         await self._on_every_engine('pause', lambda engine: engine.pause())
@@ -93,6 +125,7 @@ class Pool:
             (name, request.draw, request.sample)
             for name, engine in self._engines.items()
             for request in engine.open_requests()
+            if request.version is None
         ]
 
     async def _on_every_engine(

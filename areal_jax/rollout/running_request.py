@@ -1,6 +1,6 @@
 """A request inside an engine of this process: what it has generated, and the iterator that delivers it.
 
-local_engine.py extends and ends it; the pool iterates over it. Work here is per dispatch and per segment: tokens stay
+stream.py extends and ends it; the pool iterates over it. Work here is per dispatch and per segment: tokens stay
 in numpy arrays.
 """
 

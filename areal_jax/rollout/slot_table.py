@@ -1,4 +1,4 @@
-"""Which request decodes in which slot of an engine, and which requests wait for one; used by local_engine.py."""
+"""Which request decodes in which slot of an engine, and which requests wait for one; used by stream.py."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ class SlotTable:
         """Requests in slots by slot, then waiting ones in their order."""
         return [*(running for _, running in self.running()), *self._waiting.values()]
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._slot_of and not self._waiting
+
+    def version(self) -> int | None:
+        """The version that the requests in slots ask for, of the first waiting one where no slot is taken."""
+        first = next(iter(self._slot_of), None) or next(iter(self._waiting))
+        return self._find(first).request.version
+
     def is_awaited(self, prefix_key: bytes) -> bool:
         """Whether a waiting request begins with this prefix."""
         return self._prefixes[prefix_key] > 0
@@ -42,12 +51,18 @@ class SlotTable:
         self._prefixes[running.prefix_key] += 1
 
     def fill(self) -> list[tuple[int, RunningRequest]]:
-        """Moves waiting requests into free slots, the lowest slot first; returns the new (slot, request) pairs."""
+        """Moves waiting requests into free slots, the lowest slot first; returns the new (slot, request) pairs.
+
+        Requests in slots all ask for one version: one of another waits until all slots are free.
+        """
         filled: list[tuple[int, RunningRequest]] = []
         if not self._waiting:
             return filled
+        version = self.version()
         for slot, occupant in enumerate(self.slots):
-            if occupant is None and self._waiting:
+            if not self._waiting or self._find(next(iter(self._waiting))).request.version != version:
+                break
+            if occupant is None:
                 running = self._take(next(iter(self._waiting)))
                 self.slots[slot] = running
                 self._slot_of[running.request_id] = slot
@@ -83,6 +98,13 @@ class SlotTable:
         """Slots that the next dispatch must release before anything else, ascending."""
         dead, self._dead = self._dead, []
         return sorted(set(dead))
+
+    def _find(self, request_id: str) -> RunningRequest:
+        if request_id in self._waiting:
+            return self._waiting[request_id]
+        running = self.slots[self._slot_of[request_id]]
+        assert running is not None
+        return running
 
     def _take(self, request_id: str) -> RunningRequest:
         running = self._waiting.pop(request_id)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from areal_jax.protocols import Episode, Pool
+from areal_jax.protocols import Episode, Generator
 from areal_jax.types import GenerationRequest, Prompt, SamplingParams
 
 
 class SingleTurn:
     """One prompt, one answer."""
 
-    def __init__(self, pool: Pool, sampling: SamplingParams, seed: int):
+    def __init__(self, pool: Generator, sampling: SamplingParams, seed: int):
         self._pool, self._sampling, self._seed = pool, sampling, seed
 
     async def run(self, prompt: Prompt, episode: Episode) -> None:

@@ -100,6 +100,7 @@ class ProcessVerifier:
         attempts: int,
         memory_mb: int,
         start_deadline_s: float = 120.0,
+        lane: str = LANE,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
             raise TaskError(
@@ -107,7 +108,7 @@ class ProcessVerifier:
                 f'task.verifier_deadline_s={deadline_s}: at least one worker, one attempt and some time are needed'
             )
         self.attempts_by_label = dict.fromkeys(LABELS, 0)
-        self._clock = clock
+        self._clock, self._lane = clock, lane
         self._scorer = scorer
         self._decode = decode
         self._n_workers = workers
@@ -188,9 +189,9 @@ class ProcessVerifier:
             slot.worker = self._spawn()
         if not slot.worker.is_ready:
             start = Work('reward', 0.0, {**detail, 'worker': 'start'})
-            await self._clock.call(LANE, slot.worker.become_ready, start, self._start_deadline_s)
+            await self._clock.call(self._lane, slot.worker.become_ready, start, self._start_deadline_s)
         ask = functools.partial(slot.worker.ask, request)
-        return await self._clock.call(LANE, ask, Work('reward', 1.0, detail), self._deadline_s)
+        return await self._clock.call(self._lane, ask, Work('reward', 1.0, detail), self._deadline_s)
 
     def _spawn(self) -> WorkerProcess:
         self._workers = [worker for worker in self._workers if not worker.is_gone()]

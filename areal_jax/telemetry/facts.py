@@ -14,6 +14,9 @@ from areal_jax import files
 
 FILE = 'facts.json'
 EVALUATIONS = 'evaluations.json'
+DURING = 'during'  # key in it: rows of the evaluations beside training; the others are 'before' and 'after'
+
+_FIX = 'restore the file as the run wrote it, or remove it'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,19 @@ class EvaluationScores:
     greedy: tuple[float, ...]  # score of the greedy answer
     sampled: tuple[tuple[float, ...], ...]  # scores of the sampled answers
     most_frequent_answer_share: float | None = None  # see most_frequent_share
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionScores:
+    """Scores of one version, evaluated beside training. Producer: evaluation/beside.py."""
+
+    version: int
+    seconds: float  # clock seconds that it took
+    scores: EvaluationScores
+
+    def as_row(self) -> files.JsonObject:
+        """As evaluations.json has it."""
+        return {'version': self.version, 'seconds': self.seconds, **dataclasses.asdict(self.scores)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,20 +124,32 @@ def read_scores(path: pathlib.Path) -> dict[str, EvaluationScores]:
 
     Raises FileError for a file that holds something else.
     """
-    if not path.exists():
-        return {}
-    fix = 'restore the file as the run wrote it, or remove it'
-    found = {}
-    for phase, values in files.read_json(path, fix).items():
-        try:
-            scores = _scores(values)
-            assert scores is not None
-            for score in (*scores.greedy, *(score for row in scores.sampled for score in row)):
-                float(score)
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise files.FileError(f'{path}: {phase!r} does not hold the scores of an evaluation; {fix}') from error
-        found[phase] = scores
-    return found
+    found = files.read_json(path, _FIX) if path.exists() else {}
+    return {phase: _read_scores(path, phase, values) for phase, values in found.items() if phase != DURING}
+
+
+def read_curve(path: pathlib.Path) -> list[VersionScores]:
+    """The evaluations beside training in an evaluations.json, by version; no file is none.
+
+    Raises FileError for a file that holds something else.
+    """
+    rows = files.read_json(path, _FIX).get(DURING, []) if path.exists() else []
+    try:
+        found = [(int(row['version']), float(row['seconds']), row) for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        raise files.FileError(f'{path}: {DURING!r} does not hold rows of evaluations; {_FIX}') from error
+    return [VersionScores(version, seconds, _read_scores(path, DURING, row)) for version, seconds, row in found]
+
+
+def _read_scores(path: pathlib.Path, phase: str, values: files.JsonObject) -> EvaluationScores:
+    try:
+        scores = _scores(values)
+        assert scores is not None
+        for score in (*scores.greedy, *(score for row in scores.sampled for score in row)):
+            float(score)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise files.FileError(f'{path}: {phase!r} does not hold the scores of an evaluation; {_FIX}') from error
+    return scores
 
 
 def _scores(values: files.JsonObject | None) -> EvaluationScores | None:

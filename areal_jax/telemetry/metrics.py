@@ -12,13 +12,14 @@ from typing import TypeVar, cast
 
 from areal_jax import files
 from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
-from areal_jax.telemetry.names import METRICS, STEP, TOKEN_AGE_HISTOGRAM
+from areal_jax.telemetry.names import EVALUATION_VERSION, METRICS, STEP, TOKEN_AGE_HISTOGRAM
 from areal_jax.telemetry.tensorboard import TensorBoardWriter
 from areal_jax.telemetry.values import Line, Value
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
 Metric = TypeVar('Metric', bound=Value)
+_EVALUATION = 'evaluation/'  # prefix of the metrics of an evaluation beside training
 _NUMBER = (int, float, type(None))  # null where it was not finite
 
 
@@ -39,7 +40,10 @@ def merge(**producers: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 class MetricsWriter:
-    """One JSON object a line, flushed at once; numbers also go to TensorBoard, lists of counts as histograms."""
+    """One JSON object a line, flushed at once; numbers also go to TensorBoard, lists of counts as histograms.
+
+    Metrics of an evaluation beside training are in TensorBoard at the version that they are of.
+    """
 
     def __init__(self, workdir: pathlib.Path | str, tensorboard: bool):
         self._workdir = pathlib.Path(workdir)
@@ -86,7 +90,11 @@ class MetricsWriter:
     def _write_tensorboard(self, step: int, values: Line) -> None:
         if self._tensorboard is None:
             self._tensorboard = TensorBoardWriter(self._workdir / DIRECTORY, self._purge_step)
-        self._tensorboard.write(step, values)
+        version = values.get(EVALUATION_VERSION)
+        ours = {name: value for name, value in values.items() if name.startswith(_EVALUATION)}
+        self._tensorboard.write(step, {name: value for name, value in values.items() if name not in ours})
+        if isinstance(version, (int, float)):
+            self._tensorboard.write(int(version), ours)
 
     def _close_tensorboard(self) -> None:
         if self._tensorboard is not None:

@@ -71,6 +71,11 @@ EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, t
 HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')
 HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')
 
+# of the evaluation beside training that ended last, in the row of the next update; TensorBoard has them at that version
+EVALUATION_VERSION = Metric('evaluation/version', 'updates', 'policy version that was evaluated beside training')
+GREEDY_ACCURACY = Metric('evaluation/greedy_accuracy', 'score', 'mean score of its greedy answers')
+SAMPLED_ACCURACY = Metric('evaluation/sampled_accuracy', 'score', 'mean score of its sampled answers, where it has any')
+
 KEPT_MASS_MEAN = Metric('sampling/kept_mass_mean', 'share', 'softmax mass that top-k or top-p kept, trained tokens')
 KEPT_MASS_MIN = Metric('sampling/kept_mass_min', 'share', 'smallest such mass')
 

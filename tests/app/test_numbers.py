@@ -22,7 +22,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.export import export_hf
-from areal_jax.rollout.local_engine import LogprobError
+from areal_jax.rollout.stream import LogprobError
 from tests.app.small import SmallRun, small_config
 from tests.app.test_session import logprob_gaps
 from tests.app.test_sft import sft_config

@@ -285,3 +285,20 @@ def test_the_threads_of_the_lanes_end_with_the_program():
     before = threading.active_count()
     execute(real(), program)
     assert threading.active_count() == before
+
+
+def test_work_in_the_background_takes_its_time_and_delays_nothing_in_the_foreground():
+    async def program(clock, supervisor, background):
+        ends = []
+
+        async def work(name, seconds, in_background=False):
+            await clock.run('a', lambda: None, Work('x', seconds, {}, in_background))
+            ends.append((name, clock.now()))
+
+        behind = [work('E', 3.0, True), work('F', 1.5, True)] if background else []
+        await _gather(clock, supervisor, [*behind, work('T', 2.0), work('U', 2.0)])
+        return ends
+
+    run = lambda background: execute(virtual(), lambda clock, supervisor: program(clock, supervisor, background))
+    assert run(True) == [('T', 2.0), ('E', 3.0), ('U', 4.0), ('F', 4.5)]
+    assert [end for end in run(True) if end[0] in 'TU'] == run(False)

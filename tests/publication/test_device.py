@@ -99,6 +99,16 @@ def test_released_versions_are_gone_and_newer_ones_stay():
         channel.receive(published[0])
 
 
+def test_a_pinned_version_outlives_a_release_of_later_ones():
+    channel = DeviceChannel(verify=False)
+    published = [channel.transfer(version, jax.device_put(_params(version))) for version in (1, 2, 3)]
+    channel.release(3, pinned=(1,))
+    for version in (1, 3):
+        _assert_bit_equal(channel.receive(published[version - 1]), _params(version))
+    with pytest.raises(PublicationError, match=r'version 2 .* holds \[1, 3\]'):
+        channel.receive(published[1])
+
+
 def test_the_same_version_of_another_run_is_refused():
     other = DeviceChannel(verify=False).transfer(1, jax.device_put(_params(2.0)))
     channel = DeviceChannel(verify=False)

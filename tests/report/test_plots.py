@@ -29,7 +29,7 @@ def test_pictures_are_pictures(tmp_path: pathlib.Path):
 
 
 def test_no_data_no_picture(tmp_path: pathlib.Path):
-    report: dict[str, Any] = {'accuracy': None, 'eta': None}
+    report: dict[str, Any] = {'accuracy': None, 'eta': None, 'evaluation_curve': []}
     assert write_plots([], [], report, tmp_path) == []
     assert list((tmp_path / 'plots').iterdir()) == []
 
@@ -44,5 +44,5 @@ def test_a_long_run_shows_its_middle(publications: int, start: float, end: float
 
 @pytest.mark.filterwarnings('error')
 def test_slots_without_publication_or_interruption_are_drawn_without_a_warning(tmp_path: pathlib.Path):
-    report: dict[str, Any] = {'accuracy': None, 'eta': None}
+    report: dict[str, Any] = {'accuracy': None, 'eta': None, 'evaluation_curve': []}
     assert write_plots(event_log(*dispatch(0, 20, 0, ['a'], 1, 0)), [], report, tmp_path) == ['plots/slots.png']

@@ -90,9 +90,10 @@ class Collected:
         return [segment.policy_version for segment in self.segments for _ in segment.tokens]
 
 
-def request(sample, draw=0, prefix=(), **sampling):
+def request(sample, draw=0, prefix=(), version=None, **sampling):
     prompt = np.array([1, 2, 3], np.int32)
-    return GenerationRequest(draw, sample, 0, prompt, dataclasses.replace(SAMPLING, **sampling), tuple(prefix))
+    params = dataclasses.replace(SAMPLING, **sampling)
+    return GenerationRequest(draw, sample, 0, prompt, params, tuple(prefix), version)
 
 
 def an_answer_is_whole_and_aligned(make):
@@ -262,6 +263,55 @@ def open_requests_are_in_the_order_of_service(make):
     Bench(make).run(script)
 
 
+def requests_of_a_pinned_version_are_decoded_with_its_weights(make):
+    async def script(bench):
+        await bench.engine.pin(bench.subject.published(1, False))
+        training, pinned = bench.collect(0, 1), bench.collect(5, 6, version=1)
+        await bench.pass_time(0.035)
+        await bench.load(2)
+        assert bench.engine.status().policy_version == 2
+        await bench.end_of(*training, *pinned)
+        assert {version for one in pinned for version in one.versions()} == {1}
+        assert {version for one in training for version in one.versions()} <= {0, 2}
+        assert [len(one.tokens()) for one in pinned] == [LONGEST] * 2
+        bench.engine.unpin(1)
+        return [one.tokens() for one in pinned]
+
+    async def plain(bench):
+        await bench.load(1)
+        found = bench.collect(5, 6)
+        await bench.end_of(*found)
+        return [one.tokens() for one in found]
+
+    if Bench(make).engine.capabilities.pinned:
+        assert Bench(make).run(script) == Bench(make).run(plain)
+
+
+def a_pause_holds_pinned_requests_too_and_loses_nothing(make):
+    async def script(bench):
+        await bench.engine.pin(bench.subject.published(1, False))
+        found = bench.collect(0, 1, version=1)
+        await bench.pass_time(0.045)
+        await bench.engine.pause()
+        await bench.pass_time(0.001)
+        before = [one.tokens() for one in found]
+        assert any(before)
+        assert [one.version for one in bench.engine.open_requests()] == [1, 1]
+        await bench.pass_time(1.0)
+        assert [one.tokens() for one in found] == before
+        bench.engine.resume()
+        await bench.pass_time(0.001)
+        bench.engine.cancel(request(1, version=1).request_id)
+        await bench.end_of(*found)
+        assert [one.generation.finish_reason for one in found] == ['length', 'cancelled']
+        assert len(found[0].tokens()) == LONGEST
+        assert list(bench.engine.open_requests()) == []
+
+    can = Bench(make).engine.capabilities
+    if can.pinned and can.abort and set(can.pause_modes) & {'retract', 'in_place'}:
+        Bench(make).run(script)
+
+
 CHECKS = [
     an_answer_is_whole_and_aligned,
     a_cut_softmax_has_its_logprobs_where_they_are_declared,
@@ -272,4 +322,6 @@ CHECKS = [
     interruptions_by_equal_weights_change_no_token,
     a_prefix_is_continued_and_not_repeated,
     open_requests_are_in_the_order_of_service,
+    requests_of_a_pinned_version_are_decoded_with_its_weights,
+    a_pause_holds_pinned_requests_too_and_loses_nothing,
 ]

@@ -14,7 +14,7 @@ from tests.rollout.toy_engine import ToyEngine
 from tests.toys import ToyBackend
 
 
-def local(kv_policy='recompute', slots=2, decode_steps=2):
+def local(kv_policy='recompute', slots=2, decode_steps=2, pinned=0):
     def make(clock, log):
         def published(version, equal):
             return PublishedWeights(version, '', (0 if equal else version, 0))
@@ -22,6 +22,7 @@ def local(kv_policy='recompute', slots=2, decode_steps=2):
         engine = LocalEngine(
             0, ToyBackend(slots), clock, log, receive=lambda p: p.handle, version=0, params=(0, 0),
             kv_policy=kv_policy, decode_steps=decode_steps,
+            evaluation=ToyBackend(pinned) if pinned else None, every_dispatches=3,
         )  # fmt: skip
         return Subject(engine, engine.start, published)
 
@@ -43,6 +44,8 @@ ENGINES = {
     'local, keep': local(kv_policy='keep'),
     'local, one slot': local(slots=1, decode_steps=1),
     'local, wide': local(slots=9, decode_steps=3),
+    'local, pinned': local(pinned=2),
+    'local, one pinned slot': local(pinned=1, decode_steps=1),
     'toy': toy(),
 }
 
@@ -114,6 +117,16 @@ class ForgetsLogprobs(ToyEngine):
         generation.deliver = deliver
 
 
+class PinsTheWeightsInUse(ToyEngine):
+    async def pin(self, published):
+        self._pinned[published.version] = self.w
+
+
+class TagsPinnedTokensWithItsOwnVersion(ToyEngine):
+    def _emit(self, generation, version, w):
+        super()._emit(generation, self.version, w)
+
+
 class DeclaresASecondKindOfLogprobs(ToyEngine):
     capabilities = dataclasses.replace(ToyEngine.capabilities, logprobs=('behavior', 'sampling'))
 
@@ -131,6 +144,9 @@ class DeclaresASecondKindOfLogprobs(ToyEngine):
         (LosesARequestInAPause, 'open_requests_are_in_the_order_of_service'),
         (StartsAPrefixAgain, 'a_prefix_is_continued_and_not_repeated'),
         (ForgetsLogprobs, 'an_answer_is_whole_and_aligned'),
+        (PinsTheWeightsInUse, 'requests_of_a_pinned_version_are_decoded_with_its_weights'),
+        (TagsPinnedTokensWithItsOwnVersion, 'requests_of_a_pinned_version_are_decoded_with_its_weights'),
+        (GoesOnInAPause, 'a_pause_holds_pinned_requests_too_and_loses_nothing'),
         (DeclaresASecondKindOfLogprobs, 'a_cut_softmax_has_its_logprobs_where_they_are_declared'),
     ],
 )

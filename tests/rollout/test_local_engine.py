@@ -9,7 +9,8 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.backend import DecodeOutput
-from areal_jax.rollout.local_engine import LocalEngine, LogprobError
+from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.stream import LogprobError
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.toys import PRICES, STOP, ToyBackend, length, token
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -12,6 +13,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.events import engine_lane, publish_lane
+from areal_jax.rollout import requirements
 from areal_jax.rollout.ledger import Ledger
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
@@ -250,3 +252,48 @@ def lines_per_request(engines, open_requests):
 
 def test_a_request_costs_the_same_beside_any_number_of_engines_and_requests():
     assert lines_per_request(2, 3) == lines_per_request(32, 3) == lines_per_request(32, 1000) > 20
+
+
+def test_an_engine_that_lacks_what_the_run_needs_is_refused_by_name():
+    class Limited(ToyEngine):
+        capabilities = dataclasses.replace(
+            ToyEngine.capabilities, pinned=False, spans=False, pause_modes=('abort',), update=('keep',)
+        )
+
+    needed = {
+        requirements.needs_pinned('evaluation.every=8'): 'keep the weights of an earlier version for an evaluation',
+        requirements.needs_logprobs('rollout.top_k=4', 'sampling'): "give log-probs of kind 'sampling'",
+        requirements.needs_update("rollout.kv_policy='recompute'", 'recompute'): "do 'recompute' with the KV",
+        requirements.needs_spans('learning from its answers'): 'tell the version of each token',
+        requirements.needs_pause('taking checkpoints'): 'pause without aborting answers',
+    }
+    log = EventLog()
+    clock = VirtualClock({}, log, {})
+    engines = [ToyEngine(0, clock), Limited(1, clock)]
+    for requirement, what in needed.items():
+        name = 'engine/1' if requirement.holds(ToyEngine.capabilities) else 'engine/0'
+        message = rf'^{name} cannot {what}.*, which {requirement.setting} needs: change that setting'
+        with pytest.raises(requirements.EngineError, match=message):
+            Pool(engines, clock, log, Supervisor(clock), [requirement])
+    Pool([ToyEngine(0, clock)], clock, log, Supervisor(clock), [requirements.needs_pinned('evaluation.every=8')])
+
+
+def test_pinned_requests_do_not_move_those_of_training():
+    """The engine of a new group is the one with the fewest outstanding tokens of training."""
+
+    async def script(rig, pinned):
+        if pinned:
+            await rig.pool.pin(PublishedWeights(1, '', 1))
+            for draw in range(100, 103):
+                rig.pool.generate(dataclasses.replace(request(draw, tokens=50), version=1))
+        engines = [rig.pool.generate(request(draw, tokens=5)).engine for draw in range(4)]
+        order = rig.pool.order()
+        if pinned:
+            assert rig.pool.pinned_versions() == (1,)
+            rig.pool.unpin(1)
+            assert rig.pool.pinned_versions() == ()
+            assert len(rig.pool._pinned_ledger) == 0
+        assert len(rig.pool._ledger) == 4
+        return engines, order
+
+    assert Rig().run(lambda rig: script(rig, True)) == Rig().run(lambda rig: script(rig, False))

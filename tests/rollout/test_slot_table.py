@@ -1,5 +1,7 @@
 """Slots and the queue before them."""
 
+import dataclasses
+
 import numpy as np
 
 from areal_jax.control.clocks.virtual import VirtualClock
@@ -12,6 +14,12 @@ from areal_jax.types import GenerationRequest, SamplingParams
 def running(sample, draw=0):
     request = GenerationRequest(draw, sample, 0, np.array([draw, 2], np.int32), SamplingParams(9, 1.0, 0, 1.0, ()))
     return RunningRequest(request, VirtualClock({}, EventLog(), {}), 'engine/0', 11)
+
+
+def pinned(sample, version):
+    one = running(sample)
+    one.request = dataclasses.replace(one.request, version=version)
+    return one
 
 
 def samples(requests):
@@ -67,3 +75,22 @@ def test_a_prefix_is_awaited_while_a_request_waits_for_it():
     assert table.is_awaited(other.prefix_key)
     table.requeue()
     assert table.is_awaited(requests[0].prefix_key)
+
+
+def test_slots_hold_requests_of_one_version_at_a_time():
+    table = SlotTable(3)
+    requests = [pinned(sample, version) for sample, version in enumerate((2, 2, 4, 2, 4))]
+    for one in requests:
+        table.add(one)
+    assert (table.version(), samples(r for _, r in table.fill())) == (2, [0, 1])  # 2 is next, and of another version
+    table.free(requests[0])
+    assert (table.version(), table.fill()) == (2, [])
+    table.free(requests[1])
+    assert (table.version(), samples(r for _, r in table.fill())) == (4, [2])
+    table.free(requests[2])
+    assert (table.version(), samples(r for _, r in table.fill())) == (2, [3])
+    assert not table.is_empty
+    table.free(requests[3])
+    table.fill()
+    table.free(requests[4])
+    assert table.is_empty

@@ -38,13 +38,14 @@ class ToyEngine:
     """Serves the oldest request first and delivers every token at once."""
 
     capabilities = EngineCapabilities(
-        logprobs=('behavior',), spans=True, abort=True, pause_modes=('in_place',), staging=True, update=('keep',)
-    )
+        logprobs=('behavior',), spans=True, abort=True, pause_modes=('in_place',), staging=True, update=('keep',),
+        pinned=True,
+    )  # fmt: skip
 
     def __init__(self, index, clock, version=0):
         self.name, self._clock, self.version, self.w, self._staged = f'engine/{index}', clock, version, 0, None
         self._open, self._wake, self._still = {}, clock.event('work'), clock.event('still')
-        self._paused = False
+        self._paused, self._pinned = False, {}
 
     def generate(self, request):
         generation = self._open[request.request_id] = ToyGeneration(request, self._clock, self.name)
@@ -63,6 +64,13 @@ class ToyEngine:
         assert version == self._staged.version
         self.version, self.w = version, self._staged.handle
         return 0.0
+
+    async def pin(self, published):
+        lane = self.name.replace('engine', 'publish')
+        self._pinned[published.version] = await self._clock.run(lane, lambda: published.handle, Work('load'))
+
+    def unpin(self, version):
+        del self._pinned[version]
 
     async def pause(self):
         self._paused = True
@@ -94,6 +102,9 @@ class ToyEngine:
                 await self._clock.wait(self._wake)
                 continue
             generation, version, w = next(iter(self._open.values())), self.version, self.w
+            if generation.request.version is not None:
+                version = generation.request.version
+                w = self._pinned[version]
             await self._clock.run(self.name, lambda: None, Work('decode'))
             if self._open.get(generation.request.request_id) is generation:
                 self._emit(generation, version, w)

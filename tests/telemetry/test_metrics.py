@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.files import FileError
+from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import MetricsError, MetricsWriter, merge, read_metrics
 
 
@@ -94,3 +95,15 @@ def test_metrics_that_lack_updates_before_the_checkpoint_are_refused(tmp_path):
     writer = MetricsWriter(tmp_path, tensorboard=False)
     with pytest.raises(FileError, match=rf'^{path} has 2 updates, the checkpoint was saved after 3; restore the file'):
         writer.truncate(3)
+
+
+def test_metrics_of_an_evaluation_are_in_tensorboard_at_the_version_that_they_are_of(tmp_path: pathlib.Path):
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    row = {names.EVALUATION_VERSION: 8, names.GREEDY_ACCURACY: 0.5, names.REWARD_MEAN: 1.0}
+    writer.write(11, row)
+    writer.close()
+    (line,) = read_metrics(tmp_path / 'metrics.jsonl')
+    assert line == {'step': 11, **row}
+    events = [event for path in (tmp_path / 'tensorboard').iterdir() for event in _tensorboard_events(path)]
+    steps = {value.tag: event.step for event in events for value in event.summary.value}
+    assert steps == {'evaluation/version': 8, 'evaluation/greedy_accuracy': 8, 'reward/mean': 11}

@@ -188,8 +188,13 @@ class LoopClock(abc.ABC):
     def _request(self, interval: Interval) -> None:
         if interval.lane not in self.lanes:
             raise ValueError(f'lane {interval.lane!r} was not declared; lanes: {sorted(self.lanes)}')
-        self.lanes[interval.lane].queue.append(interval)
-        self._start(self.lanes[interval.lane])
+        lane = self._lane_of(interval)
+        lane.queue.append(interval)
+        self._start(lane)
+
+    def _lane_of(self, interval: Interval) -> Lane:
+        """Where the interval takes its place."""
+        return self.lanes[interval.lane]
 
     def _start(self, lane: Lane) -> None:
         while (interval := lane.next_interval()) is not None:
@@ -209,7 +214,7 @@ class LoopClock(abc.ABC):
 
     def _finish(self, interval: Interval) -> None:
         """Release a completed interval to the program and let the lane go on."""
-        lane = self.lanes[interval.lane]
+        lane = self._lane_of(interval)
         lane.n_busy -= 1
         del self._busy[interval]
         if interval.is_call:

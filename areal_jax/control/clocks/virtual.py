@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Mapping
 
-from areal_jax.control.clocks.lanes import Interval
+from areal_jax.control.clocks.lanes import Interval, Lane
 from areal_jax.control.clocks.loop import Block, CallDeadlineError, DeadlockError, LoopClock, Ready
 from areal_jax.control.events import EventLog
 from areal_jax.protocols import Event
@@ -24,13 +24,15 @@ class VirtualClock(LoopClock):
     """Deterministic: the interleaving is a function of the program and of the prices of its work.
 
     `prices` maps a kind of work to seconds per unit of its amount. A `call` runs for real and holds time back at its
-    modelled end until its result is there.
+    modelled end until its result is there. Work in the background takes its modelled time and delays no other work of
+    its lane: what runs in the foreground goes on as if it were not there.
     """
 
     def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, float], start_s: float = 0.0):
         self._now_ns = round(start_s * NANOSECONDS)
         self._prices = dict(prices)
         self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event]]] = []
+        self._background: dict[str, Lane] = {}  # by the lane beside which it runs
         self._held: Interval | None = None  # a call past its modelled end
         self._held_until_s = 0.0  # wall time
         super().__init__(lanes, log)
@@ -43,6 +45,11 @@ class VirtualClock(LoopClock):
         if work.kind not in self._prices:
             raise ValueError(f'work {work.kind!r} has no price under the virtual clock; priced: {sorted(self._prices)}')
         return self._prices[work.kind] * work.amount
+
+    def _lane_of(self, interval: Interval) -> Lane:
+        if interval.work.in_background:
+            return self._background.setdefault(interval.lane, Lane(1))
+        return super()._lane_of(interval)
 
     def _begin(self, interval: Interval) -> None:
         interval.seconds = self.price_s(interval.work)

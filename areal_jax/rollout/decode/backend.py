@@ -1,6 +1,6 @@
 """The compiled programs of an engine in this process: prefill, insert and decode of one decoder on one device.
 
-rollout/local_engine.py calls them on the engine's lane; app/ builds one backend for each device on which engines
+rollout/stream.py calls them on the engine's lane; app/ builds one backend for each device on which engines
 decode. Weights are arguments of every program, so new weights of the same shapes need no compilation. Shapes come from
 short declared lists: prefill buckets (for one row, and for a row per slot) and decode widths; `warm_up` compiles all of
 them.
@@ -252,6 +252,12 @@ class JaxDecodeBackend:
                     f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
                     f'backend was built with dtype={self._dtype.name!r}; cast the weights or build it with theirs'
                 )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one state, its KV cache included."""
+        leaves = jax.tree.leaves(jax.eval_shape(self._initial))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def _initial(self) -> DecodeState:
         c = self._decoder.config

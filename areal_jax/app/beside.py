@@ -1,0 +1,74 @@
+"""Builds the evaluation beside training, and brings its rows to file, metrics and terminal. Used by session.py."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping
+
+from areal_jax.app.observer import StepObserver
+from areal_jax.app.scores import Scores, mean_greedy, mean_sampled
+from areal_jax.config import TrackedConfig
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.beside import EvaluationBeside
+from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.protocols import Clock, Generator, Pool, Verifier
+from areal_jax.telemetry import names
+from areal_jax.telemetry.facts import VersionScores
+from areal_jax.telemetry.metrics import FILE, read_metrics
+
+UNDER_WAY = 'evaluating'  # key of a checkpoint's state of the observer: the version that was being evaluated
+
+
+def build_beside(
+    config: TrackedConfig,
+    *,
+    pool: Pool,
+    clock: Clock,
+    supervisor: Supervisor,
+    log: EventLog,
+    verifier: Verifier,
+    make_evaluator: Callable[..., Evaluator],
+    scores: Scores,
+    observer: StepObserver,
+) -> EvaluationBeside:
+    """`make_evaluator` lacks pool, verifier, samples and version, which this evaluation has its own of."""
+    samples = config.evaluation.every_samples
+
+    def evaluator_of(at_version: Generator, version: int) -> Evaluator:
+        return make_evaluator(pool=at_version, verifier=verifier, samples=samples, version=version)
+
+    def note(row: VersionScores) -> None:
+        scores.add_version(row)
+        observer.note_evaluation(metrics_of(row))
+
+    return EvaluationBeside(
+        every=config.evaluation.every,
+        steps=config.run.steps,
+        pool=pool,
+        clock=clock,
+        supervisor=supervisor,
+        log=log,
+        make_evaluator=evaluator_of,
+        on_scores=note,
+        say=functools.partial(print, flush=True),
+    )
+
+
+def metrics_of(row: VersionScores) -> Mapping[str, float]:
+    values: dict[str, float] = {
+        names.EVALUATION_VERSION: row.version,
+        names.GREEDY_ACCURACY: mean_greedy(row.scores),
+    }
+    if (sampled := mean_sampled(row.scores)) is not None:
+        values[names.SAMPLED_ACCURACY] = sampled
+    return values
+
+
+def restore_rows(workdir: pathlib.Path, scores: Scores, observer: StepObserver) -> None:
+    """Hands the observer of a resumed run the rows that ended before it and are in no line of its metrics."""
+    written = {line.get(names.EVALUATION_VERSION) for line in read_metrics(workdir / FILE)}
+    for row in scores.curve:
+        if row.version not in written:
+            observer.note_evaluation(metrics_of(row))

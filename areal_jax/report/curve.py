@@ -1,0 +1,107 @@
+"""The evaluations beside training in a report: their scores by version, and what they cost generation.
+
+Used by report.py and page.py; plots.py draws it. Scores come from evaluations.json, costs from the event log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import cast
+
+from areal_jax.events import EVALUATION_WORK, Event, is_engine_lane
+from areal_jax.report import statistics
+from areal_jax.report.contents import CurveRow, Interval, Report
+from areal_jax.report.lanes import LaneInterval, lane_intervals
+from areal_jax.report.statistics import cluster_interval, mean_interval
+from areal_jax.report.window import Window, window
+from areal_jax.telemetry.facts import VersionScores
+from areal_jax.telemetry.numerals import format_number, format_percent
+
+HEAD = ('version', 'greedy', 'sampled', 'seconds', "share of generation's lane time meanwhile")
+
+
+def evaluation_curve(events: Sequence[Event], rows: Sequence[VersionScores]) -> list[CurveRow]:
+    """A row for each version that was evaluated beside training, ascending."""
+    intervals = _of_engines(events)
+    return [_row(row, intervals) for row in sorted(rows, key=lambda row: row.version)]
+
+
+def evaluation_lane_share(events: Sequence[Event]) -> float | None:
+    """Share of the busy seconds of the engines' lanes, in the window, that evaluation took; None without any."""
+    return _share(_of_engines(events), window(events))
+
+
+def evaluation_cache_bytes(events: Sequence[Event]) -> int | None:
+    """Bytes of the slots that the engines have for evaluation, KV cache included; None where there are none."""
+    by_engine = {event['engine']: event['bytes'] for event in events if event['kind'] == 'evaluation_slots'}
+    return sum(by_engine.values()) if by_engine else None
+
+
+def describe_cost(report: Report) -> str:
+    """One sentence on lane time and memory."""
+    size, share = report['evaluation_cache_bytes'], report['evaluation_lane_share']
+    memory = '' if size is None else f', and their slots take {size / 2**20:.4g} MiB'
+    return (
+        f'Evaluation beside training took {_percent(share)} of the lane time of generation (first admission to last '
+        f'publication){memory}.'
+    )
+
+
+def curve_rows(report: Report) -> list[tuple[str, ...]]:
+    """Of the page's table, under HEAD."""
+    return [
+        (
+            str(row['version']),
+            _interval(row['greedy']),
+            _interval(row['sampled']),
+            format_number(row['seconds']),
+            _percent(row['lane_share']),
+        )
+        for row in report['evaluation_curve']
+    ]
+
+
+def _row(row: VersionScores, intervals: Sequence[LaneInterval]) -> CurveRow:
+    own = [i for i in intervals if _is_evaluation(i) and i.detail.get('version') == row.version]
+    span = Window(((min(i.start for i in own), max(i.end for i in own)),) if own else ())
+    sampled = cluster_interval(row.scores.sampled) if any(row.scores.sampled) else None
+    return {
+        'version': row.version,
+        'greedy': _as_report(mean_interval(row.scores.greedy)),
+        'sampled': None if sampled is None else _as_report(sampled),
+        'seconds': row.seconds,
+        'lane_seconds': sum(i.end - i.start for i in own),
+        'lane_share': _share(intervals, span),
+    }
+
+
+def _of_engines(events: Sequence[Event]) -> list[LaneInterval]:
+    return [interval for interval in lane_intervals(events) if is_engine_lane(interval.lane)]
+
+
+def _is_evaluation(interval: LaneInterval) -> bool:
+    return interval.work in EVALUATION_WORK
+
+
+def _share(intervals: Sequence[LaneInterval], within: Window) -> float | None:
+    seconds = [(within.overlap(i.start, i.end), _is_evaluation(i)) for i in intervals]
+    own = sum(covered for covered, evaluates in seconds if evaluates)
+    return own / sum(covered for covered, _ in seconds) if own else None
+
+
+def _as_report(interval: statistics.Interval) -> Interval:
+    return cast(Interval, dataclasses.asdict(interval))
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return '-'
+    if interval['low'] is None:
+        return f'{interval["mean"]:.3f}'
+    return f'{interval["mean"]:.3f} [{interval["low"]:.3f}, {interval["high"]:.3f}]'
+
+
+def _percent(share: float | None) -> str:
+    """'4.2%': format_percent has no decimals, and the share is small."""
+    return format_percent(share) if share is None else f'{share:.1%}'
