@@ -22,6 +22,7 @@ from areal_jax.errors import UserError
 
 Function: TypeAlias = Callable[..., object]
 
+_PACKAGE = f'{pathlib.Path(__file__).parent}/'
 _DIGEST = '__areal_jax_digest__'  # of the source that a module was made from
 
 
@@ -41,14 +42,20 @@ def load_function(spec: str, field: str) -> Function:
     Raises UserError that names the field, the spec, and the file and line where loading it raises.
     """
     place, name = _split(spec, field)
-    with raising_user_error(spec, field):
-        module = _load_file(spec, field) if _is_file(place) else _import(place, spec, field)
+    module = load_module(spec, field)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith('_')]
         said = f'{name} is no function' if name in vars(module) else f'there is no function {name!r}'
         raise UserError(f'{field}={spec}: {said} in {place}{_suggest(name, known)}')
     return function
+
+
+def load_module(spec: str, field: str) -> types.ModuleType:
+    """The module that holds the function of `spec`. Raises UserError as `load_function` does."""
+    place, _ = _split(spec, field)
+    with raising_user_error(spec, field):
+        return _load_file(spec, field) if _is_file(place) else _import(place, spec, field)
 
 
 def absolute_spec(spec: str) -> str:
@@ -58,19 +65,19 @@ def absolute_spec(spec: str) -> str:
 
 
 def spec_of(function: Function) -> str:
-    """How another process finds a function of a module or of a loaded file: the inverse of `load_function`."""
-    module = sys.modules.get(function.__module__)
+    """How another process finds a function of a module or of a loaded file: the inverse of `load_function`.
+
+    What is not declared at the top level of its module has a spec too, which `load_function` refuses.
+    """
+    module_name = getattr(function, '__module__', None) or type(function).__module__
+    module = sys.modules.get(module_name)
     place = getattr(module, '__file__', None) if hasattr(module, _DIGEST) else None
-    return f'{place or function.__module__}:{function.__name__}'
+    return f'{place or module_name}:{getattr(function, "__qualname__", repr(function))}'
 
 
 def source_file(spec: str, field: str) -> pathlib.Path | None:
     """The file that holds the function of `spec`; None for a module without one. Raises UserError."""
-    place, _ = _split(spec, field)
-    if _is_file(place):
-        return _path(place)
-    load_function(spec, field)
-    file = getattr(sys.modules[place], '__file__', None)
+    file = getattr(load_module(spec, field), '__file__', None)
     return pathlib.Path(file) if file else None
 
 
@@ -158,16 +165,14 @@ def _module_name(path: pathlib.Path) -> str:
 def _describe(error: BaseException, spec: str) -> str:
     """'line 3 of my_task.py raises ValueError: no digits', with the innermost line of that file."""
     place = spec.rpartition(':')[0]
+    file = str(_path(place)) if _is_file(place) else getattr(sys.modules.get(place), '__file__', None)
     if isinstance(error, SyntaxError):
         line = f'line {error.lineno} of ' if error.lineno else ''
-        return f'{line}{error.filename or place} is not Python: {error.msg}'
-    file = str(_path(place)) if _is_file(place) else getattr(sys.modules.get(place), '__file__', None)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith('<frozen')
-    ]
+        where = place if error.filename in (None, file) else error.filename
+        return f'{line}{where} is not Python: {error.msg}'
+    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]
+    frames = [frame for frame in frames if not frame.filename.startswith(('<frozen', _PACKAGE))]
     where = [
         f'line {frame.lineno} of {place if own and _is_file(place) else frame.filename}' for frame in own or frames
     ]
