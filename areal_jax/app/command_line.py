@@ -23,7 +23,8 @@ from ml_collections import config_dict, config_flags
 from areal_jax.app.extras import require_extras
 from areal_jax.config import validate
 from areal_jax.config.cluster import describe_former
-from areal_jax.config.declarations import FIELDS, SECTIONS
+from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
+from areal_jax.config.options import take_options
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import suggest, unknown_field
 from areal_jax.errors import UserError
@@ -71,7 +72,8 @@ def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
         values([words[0], help_flags[0]])  # prints and exits
     rest, source = _take_config(words)
     config = load_config(source)
-    overrides = tuple(dict.fromkeys(path for path, _ in _overrides(rest)))
+    rest, options = take_options(rest, config)
+    overrides = (*dict.fromkeys(path for path, _ in _overrides(rest)), *options)
     if former := describe_former(dict(_overrides(rest))):
         raise ConfigError(f'--config.{former}')
     for path, value in _overrides(rest):
@@ -179,6 +181,10 @@ def _require_field(path: str, value: str | None, config: config_dict.ConfigDict)
         example = f'--config.{section}.{next(iter(config[section]), "FIELD")}=...'
         raise CommandLineError(
             f'--config.{path}={value}: {section} is a section; set one of its fields, e.g. {example}'
+        )
+    if path in FREE:
+        raise CommandLineError(
+            f'--config.{path}={value}: {path} is a section; set one of its keys, --config.{path}.KEY=VALUE'
         )
     if field not in config[section]:
         raise unknown_field(path)

@@ -42,7 +42,7 @@ def read_shape(config: TrackedConfig) -> ModelConfig:
         return read_gguf_shape(_gguf_file(config))
     if config.model.source == 'hf':
         return read_hf_config(pathlib.Path(config.model.path))
-    return _random_shape(config, CharacterTokenizer(characters(config.task.symbols)).vocab_size)
+    return _random_shape(config, _character_tokenizer(config).vocab_size)
 
 
 def _gguf_file(config: TrackedConfig) -> pathlib.Path:
@@ -123,8 +123,12 @@ def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params],
 
 
 def _random_decoder(config: TrackedConfig) -> tuple[Decoder, Tokenizer]:
-    tokenizer = CharacterTokenizer(characters(config.task.symbols))
+    tokenizer = _character_tokenizer(config)
     return Decoder(_random_shape(config, tokenizer.vocab_size)), tokenizer
+
+
+def _character_tokenizer(config: TrackedConfig) -> CharacterTokenizer:
+    return CharacterTokenizer(config.model.characters or characters(config.task.symbols))
 
 
 def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:

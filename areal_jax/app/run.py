@@ -23,6 +23,7 @@ from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.learner import build_learner, require_finite_weights
 from areal_jax.app.model import Model, build_model, describe_loading
+from areal_jax.app.own_code import Digests, load_own_code, note_own_code
 from areal_jax.app.processes import lead
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sizes import require_room
@@ -87,6 +88,7 @@ class CommonFacts(TypedDict):
     hardware: Mapping[str, object]
     prolonged: list[dict[str, int]]
     idle_fields: list[str]
+    own_code: Digests
 
 
 class Run(abc.ABC):
@@ -121,6 +123,7 @@ class Run(abc.ABC):
     ):
         validate(config)
         require_extras(config)
+        self._own_code = load_own_code(config)
         require_room(config)
         print_warnings(config)
         self.workdir, self.config = workdir, TrackedConfig(config, overrides)
@@ -195,6 +198,7 @@ class Run(abc.ABC):
         lock = DirectoryLock(self.workdir)
         self._parts.callback(lock.release)
         prepare_workdir(self.workdir, self.config.as_dict(), resume=self._resume)
+        note_own_code(self.workdir, self._own_code, resume=self._resume)
         self._store = CheckpointStore(self.workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
         self._store.remove_unfinished()
 
@@ -303,4 +307,5 @@ class Run(abc.ABC):
             'hardware': {**hardware(), 'platform': platform.platform()},
             'prolonged': read_prolongations(self.workdir),
             'idle_fields': self._idle_fields,
+            'own_code': self._own_code,
         }

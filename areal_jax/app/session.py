@@ -27,6 +27,7 @@ from areal_jax.app.run import Checkpoint, Run, State
 from areal_jax.app.scores import Scores
 from areal_jax.app.task import build_task, build_verifier
 from areal_jax.app.workdir import CHECKPOINTS, Report
+from areal_jax.app.workflow import build_workflow
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.control.clocks.real import RealClock
@@ -47,7 +48,6 @@ from areal_jax.report.report import write_report
 from areal_jax.report.window import window
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.task import Task
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
@@ -70,6 +70,7 @@ class Session(Run):
         self._start.begin(f'preparing task {config.task.name}')
         task = build_task(config, model.tokenizer)
         self._problems = task.sizes()
+        self._make_workflow = build_workflow(config, model.tokenizer)
         checkpoint = self._read_checkpoint()
         snapshot = self._restore_snapshot(checkpoint) if checkpoint else None
         self._scores = Scores(self.workdir, resume=self._resume, step=self.version_at_start)
@@ -153,7 +154,7 @@ class Session(Run):
             supervisor=self.supervisor,
             stream=task.prompts('train', seed),
             pool=self.pool,
-            workflow=SingleTurn(self.pool, sampling, seed),
+            workflow=self._make_workflow(self.pool, sampling, seed),
             verifier=self.verifier,
             learner=self.learner,
             channel=self._channel,
@@ -183,6 +184,7 @@ class Session(Run):
             decode=model.tokenizer.decode,
             final_answer=task.final_answer,
             max_failed=self.config.task.max_failed_groups,
+            make_workflow=self._make_workflow,
         )
         self.evaluator = make_evaluator(
             pool=self.pool,

@@ -38,6 +38,7 @@ class SftFacts:
     planned_steps: int | None = None  # run.steps
     finished: bool = True
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
+    own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)  # as in RunFacts
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
 
     def save(self, workdir: pathlib.Path) -> None:

@@ -6,23 +6,24 @@ Used by session.py and sft.py; tasks/ has the implementations.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
 from areal_jax import events
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.plugins import absolute_spec, is_own, load_function
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
 from areal_jax.tasks.registry import make_task, value_names
-from areal_jax.tasks.task import Task
+from areal_jax.tasks.task import Scorer, Task, TaskError
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
     """The task; problems whose prompts exceed the engines' context are dropped or refused (task.over_length)."""
-    name = config.task.name
-    task = make_task(name, tokenizer, **{field: getattr(config.task, field) for field in value_names(name)})
+    task = _make_task(config, tokenizer)
     room = config.rollout.context_tokens - config.rollout.max_new_tokens
     task = task.fitting(room, config.task.over_length)
     sizes = task.sizes()
@@ -31,21 +32,32 @@ def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
             f'dropped {sizes["dropped"]} of {sum(sizes.values())} problems: their prompts have more than {room} tokens',
             flush=True,
         )
-    if 0 < sizes['held_out'] < (wanted := config.evaluation.problems):
+    wanted = config.evaluation.problems
+    if wanted and not sizes['held_out']:
+        task.held_out(wanted, config.run.seed)  # a listed task says why there is none
+        raise TaskError(
+            f'task {task.name!r} has no held-out problem, but evaluation.problems={wanted}: hold some out, or set '
+            'evaluation.problems=0'
+        )
+    if 0 < sizes['held_out'] < wanted:
         print(f'evaluation.problems={wanted}: all {sizes["held_out"]} held-out problems are evaluated', flush=True)
     return task
 
 
 def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonstrations:
     """Demonstrations from the file task.path if task.name='jsonl', else another task's problems with their answers."""
-    name = config.task.name
-    if name == 'jsonl':
+    if config.task.name == 'jsonl':
         task = config.task
         found = read_demonstrations(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
     else:
-        values = {field: getattr(config.task, field) for field in value_names(name)}
-        found = solve_task(make_task(name, tokenizer, **values), tokenizer)
+        found = solve_task(_make_task(config, tokenizer), tokenizer)
     return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.task.over_length)
+
+
+def _make_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+    name, options = config.task.name, config.task.options
+    values = {field: getattr(config.task, field) for field in value_names(name)}
+    return make_task(name, tokenizer, {key: options[key] for key in options}, **values)
 
 
 def build_verifier(
@@ -57,16 +69,38 @@ def build_verifier(
     workers: int | None = None,
     lane: str = events.REWARD,
 ) -> ProcessVerifier | InlineVerifier:
-    """`workers`: None = task.verifier_workers."""
+    """The verifier of the task's answers, which are scored by task.reward where that is set.
+
+    An own scorer is called once, with an empty answer, when the verifier starts. `workers`: None = task.verifier_workers.
+    Raises UserError for one that workers cannot load, and at the start for one that fails.
+    """
+    reward = config.task.reward
+    own = reward or is_own(config.task.name)
+    trial = task.prompts('train', config.run.seed).draw().problem if own else None
     if config.task.verifier == 'inline':
-        return InlineVerifier(task.score, decode)
+        score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
+        return InlineVerifier(score, decode, trial, reward or task.scorer)
+    scorer = absolute_spec(reward or task.scorer)
+    if own:
+        _require_loadable(scorer, task, reward)
     return ProcessVerifier(
         clock,
-        task.scorer,
+        scorer,
         decode,
         workers=config.task.verifier_workers if workers is None else workers,
         deadline_s=config.task.verifier_deadline_s,
         attempts=config.task.verifier_attempts,
         memory_mb=config.task.verifier_memory_mb,
         lane=lane,
+        trial=trial,
     )
+
+
+def _require_loadable(scorer: str, task: Task, reward: str) -> None:
+    """Raises UserError for a scorer that a worker process would not find."""
+    if not reward and not scorer.rpartition(':')[2].isidentifier():
+        raise TaskError(
+            f'the scorer {scorer} of task {task.name!r} is not at the top level of its file, so that worker processes '
+            "cannot load it: declare it there, or set task.verifier='inline'"
+        )
+    load_function(scorer, 'task.reward' if reward else f'scorer of task {task.name!r}')

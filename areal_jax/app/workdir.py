@@ -15,6 +15,7 @@ from areal_jax import files
 from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
 from areal_jax.config import CONFIG, flatten
 from areal_jax.config.cluster import describe_former
+from areal_jax.config.declarations import FREE
 from areal_jax.config.ranges import ConfigError
 from areal_jax.events import FILE as EVENTS
 from areal_jax.report import report
@@ -183,9 +184,11 @@ def _require_continuable(workdir: pathlib.Path, saved: Values, current: Values) 
             f'--resume: {workdir / CONFIG} is of an earlier version. {former} and start anew in another --workdir, or '
             'finish this run with the version that began it'
         )
-    fixed = [field for field in current if not field.startswith(_MAY_CHANGE) and field != _STEPS]
-    if different := sorted(field for field in fixed if saved.get(field) != current[field]):
-        changes = ', '.join(f'{f}: {saved.get(f)!r} -> {current[f]!r}' for f in different)
+    options = [field for field in saved if field.rpartition('.')[0] in FREE]  # one of them may have been removed
+    fixed = {field for field in (*current, *options) if not field.startswith(_MAY_CHANGE) and field != _STEPS}
+    value = lambda config, field: repr(config[field]) if field in config else 'not set'
+    if different := sorted(field for field in fixed if value(saved, field) != value(current, field)):
+        changes = ', '.join(f'{f}: {value(saved, f)} -> {value(current, f)}' for f in different)
         instead = 'a new workdir' if _holds_updates(workdir) else 'start without --resume'
         raise ConfigError(
             f'--resume with another config than {workdir / CONFIG}: {changes}; use the same, or {instead}'

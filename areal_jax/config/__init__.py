@@ -14,7 +14,7 @@ from ml_collections import config_dict
 
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.constraints import find_problems
-from areal_jax.config.declarations import FIELDS, SECTIONS, require_allowed
+from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
 from areal_jax.config.fields import Value
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import require_declared
@@ -26,7 +26,11 @@ FieldValue: TypeAlias = Any  # of the type that the field declares, which a type
 def default_config() -> config_dict.ConfigDict:
     """Every field with its default; experiment files start from a copy and set what differs."""
     sections = {name: {key: field.initial() for key, field in fields.items()} for name, fields in SECTIONS.items()}
-    return config_dict.ConfigDict(sections).lock()
+    config = config_dict.ConfigDict(sections).lock()
+    for path in FREE:
+        section, field = path.split('.')
+        config[section][field].unlock()
+    return config
 
 
 def flatten(config: Mapping[str, object], prefix: str = '') -> Iterator[tuple[str, FieldValue]]:
@@ -74,8 +78,12 @@ class TrackedConfig:
         return [
             (path, value)
             for path, value in flatten(self._config)
-            if path not in self._read and not (path in FIELDS and value == FIELDS[path].default)
+            if not self._is_read(path) and not (path in FIELDS and value == FIELDS[path].default)
         ]
+
+    def _is_read(self, path: str) -> bool:
+        """Whether the field was read, or the free section that holds the option."""
+        return path in self._read or path.rpartition('.')[0] in self._read
 
     def idle_fields(self) -> list[str]:
         """'evaluation.samples=16', ... for the report: set in the config file, and not used by the run as built."""

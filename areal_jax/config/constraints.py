@@ -11,6 +11,7 @@ from ml_collections import config_dict
 
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
+from areal_jax.plugins import is_own
 
 
 def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -65,7 +66,13 @@ def _evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """Answers that give no training signal, or a biased one that nobody has asked for."""
-    if c.rollout.group_size < 2:
+    if c.rollout.group_size < 2 and is_own(c.loss.advantage):
+        if c.learner.filter_equal_rewards:
+            yield (
+                f'rollout.group_size={c.rollout.group_size} with learner.filter_equal_rewards=True leaves no group to '
+                'train: set learner.filter_equal_rewards=False'
+            )
+    elif c.rollout.group_size < 2:
         yield (
             f'rollout.group_size={c.rollout.group_size} with loss.advantage={c.loss.advantage!r} gives every answer '
             'the advantage 0; use rollout.group_size >= 2'
@@ -118,6 +125,8 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
     if model.source == 'run' and not model.path:
         yield "model.source='run' needs model.path: the --workdir of another run"
+    if model.source == 'random' and len(set(model.characters)) != len(model.characters):
+        yield f'model.characters={model.characters!r} must have each character once'
     if model.source == 'random' and model.n_heads % model.n_kv_heads:
         yield f'model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}'
     if model.source == 'random' and model.head_dim % 2:

@@ -12,7 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_jax.config.fields import Choice, Field, Flag, Integer, Lengths, Real, Section, Text, Texts, Value
+from areal_jax.config.fields import (
+    Choice,
+    ChoiceOrOwn,
+    Field,
+    Flag,
+    Integer,
+    Lengths,
+    Options,
+    Real,
+    Section,
+    Text,
+    Texts,
+    Value,
+)
 from areal_jax.config.ranges import (
     COUNT,
     COUNT_OR_OFF,
@@ -46,6 +59,7 @@ SECTIONS: Mapping[str, Section] = {
         'The model; fields marked random are read with model.source=random only',
         source=Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
         path=Text('', "gguf: a file, or 'package:NAME/FILE' in an installed package; hf: a directory; run: a workdir"),
+        characters=Text('', "random: one token each; '' = those of the task token_reversal"),
         family=Choice('llama', ('llama', 'qwen2', 'qwen3'), 'random: qwen2 = biases of q, k, v; qwen3 = norms of q, k'),
         n_layers=Integer(2, COUNT, 'random: layers of the decoder'),
         d_model=Integer(64, COUNT, 'random: width of the residual stream'),
@@ -58,7 +72,9 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'task': Section(
         'Prompts and rewards',
-        name=Text('token_reversal', 'a task of tasks/registry.py: token_reversal, reasoning_gym or jsonl'),
+        name=Text('token_reversal', 'token_reversal, reasoning_gym, jsonl, or FILE.py:FUNCTION: docs/your_task.md'),
+        options=Options('FILE.py:FUNCTION: its parameters by name, any keys; task.options.digits=3'),
+        reward=Text('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
         system_prompt=Text('', "'' = that of the chat template"),
         datasets=Texts((), 'reasoning_gym: a mix of basic_arithmetic, chain_sum, products'),
         path=Text('', 'jsonl: a file with one JSON object {question, answer} a line; sft: also {messages}'),
@@ -80,6 +96,7 @@ SECTIONS: Mapping[str, Section] = {
         context_tokens=Integer(64, COUNT, 'cache positions per slot, for prompt and answer'),
         prefill_buckets=Lengths((32, 64), 'padded lengths of a prefill; the largest must hold context_tokens - 1'),
         kv_policy=Choice('recompute', ('recompute', 'keep'), 'KV cache of unfinished answers when new weights arrive'),
+        workflow=ChoiceOrOwn('single_turn', ('single_turn',), 'how a prompt becomes an answer: docs/your_task.md'),
         group_size=Integer(8, COUNT, 'answers per prompt'),
         max_running_groups=Integer(16, COUNT, 'groups admitted and unfinished; bounds memory whatever eta is'),
         max_new_tokens=Integer(16, COUNT, 'tokens of an answer, its stop token included'),
@@ -132,7 +149,9 @@ SECTIONS: Mapping[str, Section] = {
         clip_epsilon_high=Real(None, POSITIVE, 'upper half width; None = clip_epsilon'),
         proximal=Choice('recompute', ('recompute', 'loglinear', 'behavior'), 'loglinear: A-3PO; behavior: plain PPO'),
         behavior_weight_cap=Real(None, POSITIVE, 'cap of π_prox / π_behav; None = no cap, as in the paper'),
-        advantage=Choice('group', ('group', 'group_mean', 'rloo'), 'group: (r-mean)/(std+1e-4); group_mean: r-mean'),
+        advantage=ChoiceOrOwn(
+            'group', ('group', 'group_mean', 'rloo'), 'group: (r-mean)/(std+1e-4); group_mean: r-mean'
+        ),
         aggregation=Choice('token_mean', ('token_mean', 'sequence_mean'), 'what the loss is a mean over'),
         denominator=Choice(
             'kept', ('kept', 'all'), 'kept: the fewer groups filter_equal_rewards keeps, the more each weighs'
@@ -217,6 +236,7 @@ SECTIONS: Mapping[str, Section] = {
 FIELDS: Mapping[str, Field] = {
     f'{section}.{name}': field for section, fields in SECTIONS.items() for name, field in fields.items()
 }
+FREE = tuple(path for path, field in FIELDS.items() if isinstance(field, Options))  # sections with any keys
 
 
 def choices(path: str) -> tuple[str, ...]:
@@ -229,4 +249,5 @@ def choices(path: str) -> tuple[str, ...]:
 def require_allowed(values: Mapping[str, Value]) -> None:
     """Raises ConfigError for the first of {'learner.loss_scale': 1.0, ...} that its field may not hold."""
     for path, value in values.items():
-        FIELDS[path].require_allowed(path, value)
+        if path.rpartition('.')[0] not in FREE:
+            FIELDS[path].require_allowed(path, value)

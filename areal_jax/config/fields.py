@@ -13,14 +13,16 @@ from typing import ClassVar, TypeAlias
 from ml_collections import config_dict
 
 from areal_jax.config.ranges import ConfigError, Range
+from areal_jax.plugins import is_own
 
 Value: TypeAlias = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
+Option: TypeAlias = bool | int | float | str | tuple[bool | int | float | str | None, ...] | None  # of a free section
 
 
 class Field(abc.ABC):
     """One field of the config: its default, what it may hold, and what it means."""
 
-    default: Value
+    default: Value | Mapping[str, Option]
     meaning: str  # for the reader of the table and of docs/config.md
     kind: ClassVar[str]  # 'a whole number': what a value of another type must become
 
@@ -136,6 +138,50 @@ class Choice(Field):
 
     def rule(self) -> str:
         return f'be one of {", ".join(self.choices)}'
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceOrOwn(Choice):
+    """One of several names, or a function of the user's own (areal_jax/plugins.py)."""
+
+    def require_allowed(self, path: str, value: Value) -> None:
+        if not (isinstance(value, str) and is_own(value)):
+            super().require_allowed(path, value)
+
+    def rule(self) -> str:
+        return f'{super().rule()}, or FILE.py:FUNCTION'
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Field):
+    """A section with any keys, for what the user's own code takes; by default it is empty."""
+
+    meaning: str
+    default: Mapping[str, Option] = dataclasses.field(default_factory=dict)
+    kind: ClassVar[str] = 'a section of options, each a number, a text, True, False, None or a tuple of these'
+
+    def has_type(self, value: object) -> bool:
+        if not isinstance(value, Mapping | config_dict.ConfigDict):
+            return False
+        values = [value[key] for key in value]
+        elements = [element for option in values for element in (option if isinstance(option, tuple) else [option])]
+        return all(element is None or isinstance(element, bool | int | float | str) for element in elements)
+
+    def require_type(self, path: str, value: object) -> None:
+        """Raises ConfigError for no section, and for an option that is neither a number, text, flag, None or tuple."""
+        if not isinstance(value, Mapping | config_dict.ConfigDict):
+            raise ConfigError(f'{path}={value!r} must be {self.kind}; set one of them, {path}.KEY=VALUE')
+        for key in value:
+            if not self.has_type({key: value[key]}):
+                shown = value[key].to_dict() if isinstance(value[key], config_dict.ConfigDict) else value[key]
+                raise ConfigError(
+                    f'{path}.{key}={shown!r} must be a number, a text, True, False, None or a tuple of them'
+                )
+            if not key.isidentifier():
+                raise ConfigError(f'{path}.{key}: the name of an option must be that of a parameter in Python')
+
+    def initial(self) -> object:
+        return config_dict.ConfigDict()
 
 
 @dataclasses.dataclass(frozen=True)

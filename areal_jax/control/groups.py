@@ -63,8 +63,17 @@ class RunningGroups:
         self._order = [(draw, sample) for _, draw, sample in order]
 
     def resume(self) -> None:
-        """Starts the open episodes of restored groups in the order in which the engines would have served them."""
-        for draw, sample in self._order:
+        """Starts the open episodes of restored groups in the order in which the engines would have served them.
+
+        Episodes without a request, as between two turns of a workflow that waits there, come last.
+        """
+        open_ones = [
+            (group.prompt.draw, episode.sample)
+            for group in self._groups.values()
+            for episode in group.episodes
+            if episode.sample not in group.trajectories and episode.sample not in group.failed
+        ]
+        for draw, sample in dict.fromkeys([*self._order, *open_ones]):
             group = self._groups[draw]
             self._start_episode(group, group.episodes[sample])
 

@@ -14,7 +14,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import FailureCount
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.protocols import Clock, Event, Generator, Verifier
+from areal_jax.protocols import Clock, Event, Generator, Verifier, Workflow
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
 from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
@@ -49,13 +49,14 @@ class Evaluator:
         max_failed: int,
         announce: Callable[[int, int], None] = lambda done, total: None,
         version: int | None = None,
+        make_workflow: Callable[[Generator, SamplingParams, int], Workflow] = SingleTurn,
     ):
         self._pool, self._verifier, self._clock, self._supervisor, self._log = pool, verifier, clock, supervisor, log
         self._problems, self._samples, self._decode, self._announce = problems, samples, decode, announce
         self._final_answer, self._max_failed, self._version = final_answer, max_failed, version
         greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-        self._sampled = SingleTurn(pool, sampling, seed + SEED_OFFSET)
-        self._greedy = SingleTurn(pool, greedy, seed + 2 * SEED_OFFSET)
+        self._sampled = make_workflow(pool, sampling, seed + SEED_OFFSET)
+        self._greedy = make_workflow(pool, greedy, seed + 2 * SEED_OFFSET)
 
     async def evaluate(self, phase: str, stop: Event) -> EvaluationScores | None:
         """Scores under the weights in the engines; None if `stop` came first. `phase` is 'before' or 'after'."""

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.learning import diagnostics, trees, truncation
-from areal_jax.learning.advantages import group_advantages, has_signal
+from areal_jax.learning.advantages import has_signal, make_estimator
 from areal_jax.learning.denominators import denominator_scale
 from areal_jax.learning.diagnostics import Metrics
 from areal_jax.learning.finiteness import require_finite
@@ -72,6 +72,7 @@ class SpmdLearner:
         self._layout = RowLayout(decoder.config, mesh, settings)
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
+        self._estimate = make_estimator(settings.advantage)
         if decoder.layers == 'stacked':
             params = stack_layers(params)
         trained, frozen = trees.split(params, self._trains)
@@ -110,7 +111,7 @@ class SpmdLearner:
         scale = denominator_scale(groups, kept, settings.aggregation) if settings.denominator == 'all' else 1.0
         batches, report = self._layout.pack(
             kept,
-            [self._advantages(group) for group in kept],
+            self._advantages(groups, kept),
             n_minibatches=settings.n_minibatches,
             oldest_version=oldest,
             round_microbatches=settings.accumulate == 'scan',
@@ -221,8 +222,10 @@ class SpmdLearner:
         everything = self._settings.objective == 'sft' or not self._settings.filter_equal_rewards
         return [g for g in groups if everything or has_signal(g)]
 
-    def _advantages(self, group: TrajectoryGroup) -> np.ndarray:
-        """float32 [trajectories of the group]."""
+    def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
+        """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
         if self._settings.objective == 'sft':
-            return np.ones(len(group.trajectories), np.float32)
-        return group_advantages(group, self._settings.advantage)
+            return [np.ones(len(group.trajectories), np.float32) for group in kept]
+        trained = {id(group) for group in kept}
+        estimated = zip(groups, self._estimate(groups), strict=True)
+        return [advantages for group, advantages in estimated if id(group) in trained]

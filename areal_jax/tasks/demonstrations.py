@@ -154,7 +154,7 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
     stream = task.prompts(split, seed=0)
     demonstrations = []
     for prompt in (stream.draw() for _ in range(stream.size)):  # the first epoch: each once
-        source = f'{task.name}: {prompt.problem["question"]!r}'
+        source = f'{task.name}: {prompt.problem.get("question", dict(prompt.problem))!r}'
         if 'answer' not in prompt.problem:
             raise TaskError(f'{source} has no answer to imitate; use task.name=jsonl with task.path')
         demonstrations.append(_encode(tokenizer, prompt.tokens, str(prompt.problem['answer']), source))

@@ -85,6 +85,24 @@ class WorkerPipes:
             self.read()
         return self.take_line()
 
+    def send_at_once(self, data: bytes, end_s: float) -> None:
+        """`send` for use outside event loops.
+
+        `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
+        """
+        poll = select.poll()
+        poll.register(self._in, select.POLLOUT)
+        while data:
+            self.require_open()
+            if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+                raise TimeoutError(f'the worker for {self.name!r} took no request in time')
+            try:
+                data = data[os.write(self._in, data) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError as error:
+                raise WorkerDiedError(f'the worker for {self.name!r} has ended') from error
+
     def wait_for_line(self, end_s: float) -> bytes:
         """Block until a line is there; for use outside event loops.
 

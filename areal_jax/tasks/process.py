@@ -84,6 +84,15 @@ class WorkerProcess:
                 raise WorkerDiedError(f'the worker for {self.scorer!r} replied more than once')
             return reply
 
+    def ask_at_once(self, request: JsonObject, end_s: float) -> JsonObject:
+        """`ask` for use outside event loops: blocks until the reply is there.
+
+        `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
+        """
+        number = secrets.token_hex(8)
+        self._pipes.send_at_once(json.dumps({**request, 'id': number}).encode() + b'\n', end_s)
+        return _parse(self._pipes.wait_for_line(end_s), ('reward', 'error'))
+
     def kill(self) -> None:
         """Have the worker end at once, with every process of its scorer; from any thread, returns without waiting.
 

@@ -7,14 +7,14 @@ one line out: {"id": ..., "reward": 0.5} or {"id": ..., "error": "..."}.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
 import resource
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from areal_jax.plugins import load_function, load_module
 from areal_jax.tasks.scoring import ScoringError, describe_error, score_answer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int) -> None:
     """Load the scorer, then score until `requests` is closed. Raises what loading the scorer raises.
 
     Args:
-      scorer: 'module:function'.
+      scorer: 'module:function' or '/path/to/file.py:function'.
       memory_mb: see `limit_memory`.
       requests, replies: file descriptors, inherited by no child process.
     """
@@ -47,11 +47,9 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int) -> None:
 
 
 def load_scorer(spec: str) -> Scorer:
-    """The function 'module:function', warmed up if its module has a `warm_up`."""
-    module_name, _, function_name = spec.partition(':')
-    module = importlib.import_module(module_name)
-    score = getattr(module, function_name)
-    getattr(module, 'warm_up', lambda: None)()
+    """The function that plugins.load_function finds, warmed up if its module has a `warm_up`."""
+    score = cast('Scorer', load_function(spec, 'scorer'))
+    getattr(load_module(spec, 'scorer'), 'warm_up', lambda: None)()
     return score
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
+from areal_jax.plugins import spec_of
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.chat_template import ConversationError, Messages
 from areal_jax.tasks.integers import last_integer
@@ -35,7 +36,7 @@ class Task(Protocol):
     """Prompts whose answers can be scored."""
 
     name: str
-    scorer: str  # 'module:function', how a worker process finds `score`
+    scorer: str  # 'module:function' or '/path/to/file.py:function', how a worker process finds `score`
 
     def fitting(self, prompt_tokens: int, over_length: OverLength) -> Task:
         """The problems whose prompts have at most so many tokens.
@@ -81,7 +82,7 @@ class ListedTask:
         tokenizer: Tokenizer,
     ):
         self.name = name
-        self.scorer = f'{score.__module__}:{score.__name__}'
+        self.scorer = spec_of(score)
         self.problems = {side: tuple(listed) for side, listed in problems.items()}
         self.dropped = 0  # left out by `fitting`
         self._score = score
@@ -203,6 +204,23 @@ class ShuffledStream(Generic[_Item]):
 def _describe(task: str, problem: Problem) -> str:
     question = str(problem.get('question', problem))
     return f'task {task!r}: the problem {question[:80]!r}'
+
+
+def require_json(value: object, where: str) -> None:
+    """Raises TaskError, naming `where`, for what JSON would refuse or change: messages and checkpoints are JSON."""
+    if isinstance(value, list):
+        for item in value:
+            require_json(item, where)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TaskError(f'{where} has the key {key!r}, which JSON would turn into text: use texts as keys')
+            require_json(item, where)
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise TaskError(
+            f'{where} holds {str(value)[:80]} of type {type(value).__name__}, which JSON cannot carry unchanged: use '
+            'dict, list, str, int, float, bool or None'
+        )
 
 
 def shuffle(size: int, seed: int, epoch: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock, Event
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
 from areal_jax.tasks.scoring import ScoringError, make_printable, score_answer, to_reward
-from areal_jax.tasks.task import Scorer, TaskError
+from areal_jax.tasks.task import Problem, Scorer, TaskError
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 
 LABELS = ('ok', 'timeout', 'crash', 'error')  # of an attempt; 'error': the scorer raised, or returned no reward
@@ -40,15 +40,24 @@ class VerifierError(UserError, RuntimeError):
 
 
 class InlineVerifier:
-    """Scores on the event loop: for scorers that are fast and trusted to return."""
+    """Scores on the event loop: for scorers that are fast and trusted to return.
 
-    def __init__(self, score: Scorer, decode: Decode):
+    `trial` is a problem whose empty answer is scored at the start: a scorer that fails, named `scorer`, ends the run.
+    """
+
+    def __init__(self, score: Scorer, decode: Decode, trial: Problem | None = None, scorer: str = ''):
         self.attempts_by_label = dict.fromkeys(LABELS, 0)
         self._score = score
         self._decode = decode
+        self._trial, self._scorer = trial, scorer
 
     def start(self) -> None:
-        """Nothing to start."""
+        """Raises VerifierError where the trial fails."""
+        if self._trial is not None:
+            try:
+                score_answer(self._score, copy.deepcopy(dict(self._trial)), '', 'stop')
+            except ScoringError as error:
+                raise _trial_failed(self._scorer, error) from error
 
     def close(self) -> None:
         """Nothing to end."""
@@ -63,6 +72,13 @@ class InlineVerifier:
             verdict = Verdict(0.0, label='error')
         self.attempts_by_label[verdict.label] += 1
         return verdict
+
+
+def _trial_failed(scorer: str, error: Exception) -> VerifierError:
+    return VerifierError(
+        f'the scorer {scorer} fails at an empty answer to the first problem: {make_printable(str(error))}; it must '
+        'give every answer a number'
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,6 +117,7 @@ class ProcessVerifier:
         memory_mb: int,
         start_deadline_s: float = 120.0,
         lane: str = LANE,
+        trial: Problem | None = None,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
             raise TaskError(
@@ -117,6 +134,7 @@ class ProcessVerifier:
         self._start_deadline_s = start_deadline_s
         self._attempts = attempts
         self._memory_mb = memory_mb
+        self._trial = trial
         self._workers: list[WorkerProcess] = []  # every process that may still be in the process table
         self._free: collections.deque[_Slot] = collections.deque()
         self._queue: collections.deque[_Ticket] = collections.deque()
@@ -134,6 +152,8 @@ class ProcessVerifier:
                 f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error} '
                 f'(task.verifier_memory_mb={self._memory_mb})'
             ) from error
+        if self._trial is not None:
+            self._try_out(self._free[0].worker, self._trial)
 
     def close(self) -> None:
         """End all workers and every process of their scorers, for good; takes a few seconds at most."""
@@ -163,6 +183,21 @@ class ProcessVerifier:
             return verdict
         finally:
             self._release_slot(slot)
+
+    def _try_out(self, worker: WorkerProcess, problem: Problem) -> None:
+        request = {'draw': 0, 'problem': dict(problem), 'text': '', 'finish_reason': 'stop'}
+        try:
+            reply = worker.ask_at_once(request, time.monotonic() + self._deadline_s)
+            if 'error' in reply:
+                raise ScoringError(reply['error'])
+            to_reward(reply['reward'])
+        except TimeoutError as error:
+            self.close()
+            late = ScoringError(f'it takes more than task.verifier_deadline_s={self._deadline_s:g}')
+            raise _trial_failed(self._scorer, late) from error
+        except (ScoringError, WorkerDiedError, TypeError, ValueError, OverflowError) as error:
+            self.close()
+            raise _trial_failed(self._scorer, error) from error
 
     async def _attempt(self, slot: _Slot, request: JsonObject, prompt: Prompt, attempt: int) -> Verdict:
         try:

@@ -53,6 +53,9 @@ class RunFacts:
     planned_steps: int | None  # run.steps
     finished: bool = True
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'
+    own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(
+        default_factory=dict
+    )  # by config field: 'function', 'file', 'sha256' of the user's own functions
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
     wall_seconds: float | None = (
         None  # of the whole run on a wall clock; None = span of the event log, if its clock is real

@@ -1,0 +1,104 @@
+"""A workflow of two turns, end to end: what is trained, under which log-probs, and that a resume is exact."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from areal_jax.types import NOT_GENERATED
+from tests.app.small import SmallRun, equal
+from tests.app.test_session import lines_of, logprob_gaps, tokens_of
+
+TWO_TURNS = f'{pathlib.Path(__file__).parents[2]}/configs/templates/two_turns.py:build'
+FIELDS = {
+    'rollout__workflow': TWO_TURNS, 'rollout__max_new_tokens': 11,
+    'checkpoint__every': 1, 'checkpoint__keep': 6, 'run__steps': 5,
+}  # fmt: skip
+EOS, QUESTION = 0, 3  # of the tokens of token_reversal with two symbols: <eos> a b =
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    return SmallRun(tmp_path_factory.mktemp('run') / 'whole', **FIELDS).train()
+
+
+def trajectories(run):
+    return [t for groups in run.batches for g in groups for t in g.trajectories]
+
+
+def test_the_second_turn_follows_tokens_that_no_policy_generated(whole):
+    two = [t for t in trajectories(whole) if not t.loss_mask[len(t.prompt.tokens) :].all()]
+    assert len(two) > 10
+    for t in two:
+        (place,) = np.flatnonzero(~t.loss_mask[len(t.prompt.tokens) :])  # one token of the environment
+        answer = t.answer_tokens
+        assert answer[place] == QUESTION
+        assert answer[place - 1] == EOS  # the first turn had ended by itself
+        assert t.behavior_logprobs[len(t.prompt.tokens) + place] == 0
+        assert (answer[place + 1 :] == EOS).sum() <= 1
+        assert len(answer) <= 11
+        assert t.finish_reason == ('stop' if answer[-1] == EOS else 'length')
+    assert any(len({s.policy_version for s in t.segments} - {NOT_GENERATED}) > 1 for t in two)  # interrupted
+
+
+def test_recomputed_logprobs_equal_the_recorded_ones_in_both_turns(whole):
+    gaps, later = logprob_gaps(whole)
+    assert len(gaps) == sum(t.loss_mask.sum() for t in trajectories(whole))
+    assert len(later) > 5
+    assert gaps.max() < 1e-5
+    assert whole.report['mismatch']['max'] < 1e-4
+
+
+def test_generated_tokens_alone_are_trained(whole):
+    lines = [json.loads(line) for line in (whole.workdir / 'metrics.jsonl').read_text().splitlines()]
+    trained = [line['update/trained_tokens'] for line in lines]
+    has_signal = lambda group: len({t.reward for t in group.trajectories}) > 1
+    expected = [
+        sum(t.loss_mask.sum() for g in groups if has_signal(g) for t in g.trajectories) for groups in whole.batches
+    ]
+    assert trained == expected
+
+
+def test_noise_is_not_repeated_in_the_second_turn(whole):
+    pairs = []
+    for t in trajectories(whole):
+        ends = np.flatnonzero(~t.loss_mask[len(t.prompt.tokens) :])
+        if len(ends):
+            pairs.append((t.answer_tokens[: ends[0]].tolist(), t.answer_tokens[ends[0] + 1 :].tolist()))
+    assert np.mean([first == second for first, second in pairs]) < 0.5
+
+
+@pytest.mark.parametrize('step', [1, 3])
+def test_a_resumed_run_is_the_same_bit_for_bit_within_both_turns(whole, tmp_path, step):
+    shutil.copytree(whole.workdir, tmp_path / 'at')
+    for later in range(step + 1, 6):
+        shutil.rmtree(tmp_path / 'at' / 'checkpoints' / f'step_{later:08d}')
+    resumed = SmallRun(tmp_path / 'at', resume=True, **FIELDS)
+    assert resumed.session.version_at_start == step
+    open_ones = [
+        e for group in resumed.session.controller._groups.copies() for e in group.episodes if not e.finish_reason
+    ]
+    turns = [any(s.policy_version == NOT_GENERATED for s in e.segments) for e in open_ones if e.segments]
+    resumed.train()
+    assert equal(resumed.final, whole.final)
+    assert tokens_of(resumed.batches) == tokens_of(whole.batches[step:])
+    assert lines_of(resumed) == lines_of(whole)
+    assert any(turns)  # some answers were in their second turn
+
+
+def test_evaluation_runs_the_same_workflow(tmp_path):
+    fields = {**FIELDS, 'checkpoint__every': 0, 'run__steps': 1, 'evaluation__problems': 4, 'evaluation__samples': 4}
+    run = SmallRun(tmp_path, **fields)
+    asked = []
+    verify = run.session.verifier.verify
+
+    async def remember(prompt, tokens, reason):
+        asked.append(tokens.tolist())
+        return await verify(prompt, tokens, reason)
+
+    run.session.verifier.verify = remember
+    run.session.evaluator._verifier = run.session.verifier
+    run.train()
+    assert any(EOS in answer[:-1] and QUESTION in answer for answer in asked[:20])  # evaluated before training
