@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'events', 'files', 'records', 'types', 'protocols', 'config'},
+    {'errors', 'events', 'files', 'plugins', 'records', 'types', 'protocols', 'config'},
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -23,6 +23,7 @@ JAX_FREE = [
     'events',
     'records',
     'files',
+    'plugins',
     'types',
     'protocols',
     'config',

@@ -1,0 +1,180 @@
+"""Functions of the user's own: 'path/to/file.py:name' or 'package.module:name', loaded from where the text says.
+
+Used for own tasks, rewards, advantages, workflows and telemetry hooks, in this process and in scorer processes. It uses
+the error type and `suggest` alone, and imports no jax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import pathlib
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from areal_jax.errors import UserError
+
+Function: TypeAlias = Callable[..., object]
+
+_DIGEST = '__areal_jax_digest__'  # of the source that a module was made from
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is 'FILE:FUNCTION' or 'MODULE:FUNCTION', and not one that this project declares."""
+    return ':' in name
+
+
+def load_function(spec: str, field: str) -> Function:
+    """The function 'path/to/file.py:name' (absolute or relative to the working directory) or 'package.module:name'.
+
+    A file is a module under a name that depends on its path alone, run once per process unless it changes.
+
+    Args:
+      field: the config field that holds `spec`, for errors: 'task.name'.
+
+    Raises UserError that names the field, the spec, and the file and line where loading it raises.
+    """
+    place, name = _split(spec, field)
+    with raising_user_error(spec, field):
+        module = _load_file(spec, field) if _is_file(place) else _import(place, spec, field)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith('_')]
+        said = f'{name} is no function' if name in vars(module) else f'there is no function {name!r}'
+        raise UserError(f'{field}={spec}: {said} in {place}{_suggest(name, known)}')
+    return function
+
+
+def absolute_spec(spec: str) -> str:
+    """The spec with an absolute path, which means the same in every working directory; that of a module unchanged."""
+    place, _, name = spec.rpartition(':')
+    return f'{_path(place)}:{name}' if _is_file(place) else spec
+
+
+def spec_of(function: Function) -> str:
+    """How another process finds a function of a module or of a loaded file: the inverse of `load_function`."""
+    module = sys.modules.get(function.__module__)
+    place = getattr(module, '__file__', None) if hasattr(module, _DIGEST) else None
+    return f'{place or function.__module__}:{function.__name__}'
+
+
+def source_file(spec: str, field: str) -> pathlib.Path | None:
+    """The file that holds the function of `spec`; None for a module without one. Raises UserError."""
+    place, _ = _split(spec, field)
+    if _is_file(place):
+        return _path(place)
+    load_function(spec, field)
+    file = getattr(sys.modules[place], '__file__', None)
+    return pathlib.Path(file) if file else None
+
+
+@contextlib.contextmanager
+def raising_user_error(spec: str, field: str) -> Iterator[None]:
+    """Around a call of the user's own code: what it raises becomes a UserError with the file and the line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f'{field}={spec}: {_describe(error, spec)}') from error
+
+
+def _load_file(spec: str, field: str) -> types.ModuleType:
+    shown, _ = _split(spec, field)
+    path = _path(shown)
+    if not path.is_file():
+        near = '' if path.exists() else _suggest(path.name, [file.name for file in path.parent.glob('*.py')])
+        what = f'{shown} is not a file' if path.exists() else f'there is no file {shown!r}'
+        raise UserError(
+            f'{field}={spec}: {what}{near}; a path is relative to the working directory {pathlib.Path.cwd()}'
+        )
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise UserError(f'{field}={spec}: {shown} cannot be read: {error.strerror}') from error
+    digest = hashlib.sha256(source).hexdigest()
+    name = _module_name(path)
+    if getattr(sys.modules.get(name), _DIGEST, '') == digest:
+        return sys.modules[name]
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    setattr(module, _DIGEST, digest)
+    # Not imported with a loader: it would write a .pyc, which an edit within the same second does not outdate.
+    code = compile(source, str(path), 'exec', dont_inherit=True)
+    before = sys.modules.get(name)
+    sys.modules[name] = module  # dataclasses and pickle look a class up by the name of its module
+    try:
+        exec(code, vars(module))
+    except BaseException:
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
+        raise
+    return module
+
+
+def _import(place: str, spec: str, field: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f'{place}.'.startswith(f'{error.name}.'):
+            raise  # the module exists and imports another one that does not
+        raise UserError(
+            f'{field}={spec}: there is no module {error.name!r}; install its package, add its directory to PYTHONPATH, '
+            'or name a file: path/to/file.py:name'
+        ) from error
+
+
+def _split(spec: str, field: str) -> tuple[str, str]:
+    place, _, name = spec.rpartition(':')
+    if (
+        not place
+        or not name.isidentifier()
+        or not (_is_file(place) or re.fullmatch(r'[^\W\d]\w*(\.[^\W\d]\w*)*', place))
+    ):
+        raise UserError(f'{field}={spec!r} must name a function: path/to/file.py:name or package.module:name')
+    return place, name
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith('.py') or '/' in place
+
+
+def _path(place: str) -> pathlib.Path:
+    return pathlib.Path(place).expanduser().resolve()
+
+
+def _module_name(path: pathlib.Path) -> str:
+    stem = re.sub(r'\W', '_', path.stem)
+    return f'areal_jax_own_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}'
+
+
+def _describe(error: BaseException, spec: str) -> str:
+    """'line 3 of my_task.py raises ValueError: no digits', with the innermost line of that file."""
+    place = spec.rpartition(':')[0]
+    if isinstance(error, SyntaxError):
+        line = f'line {error.lineno} of ' if error.lineno else ''
+        return f'{line}{error.filename or place} is not Python: {error.msg}'
+    file = str(_path(place)) if _is_file(place) else getattr(sys.modules.get(place), '__file__', None)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith('<frozen')
+    ]
+    own = [frame for frame in frames if frame.filename == file]
+    where = [
+        f'line {frame.lineno} of {place if own and _is_file(place) else frame.filename}' for frame in own or frames
+    ]
+    return f'{where[-1] if where else place} raises {type(error).__name__}: {" ".join(str(error).split())}'.rstrip(': ')
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    from areal_jax.config.structure import suggest  # here: a scorer process needs it for errors only
+
+    return suggest(name, known)
