@@ -20,6 +20,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.events import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
+from areal_jax.control.group_filter import EqualRewardsFilter
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.events import engine_lane, publish_lane
@@ -213,6 +214,7 @@ class ToyRun:
         over_age: str = 'off',
         checkpoint_every: int = 0,
         top_k: int = 0,
+        max_filtered: int = 0,  # above 0: groups with equal rewards are dropped, at most so many in a row
         resume: Mapping[str, Any] | None = None,
         log: EventLog | None = None,
     ):
@@ -262,6 +264,7 @@ class ToyRun:
             update_tokens=lambda groups: sum(len(t.tokens) for g in groups for t in g.trajectories),
             on_step=self.steps.append, observer_state=dict, save_checkpoint=self._save,
             copy_version=lambda published: published.handle[0],
+            group_filter=EqualRewardsFilter(max_filtered) if max_filtered else None,
         )  # fmt: skip
         if state:
             self.controller.restore(state)

@@ -33,7 +33,7 @@ _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
 _MAY_CHANGE = (
     *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
-    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'run.compilation_'),
+    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.max_filtered_groups', 'run.compilation_'),
 )
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
 _BLOCKS, _BLOCK_BYTES = 256, 4096

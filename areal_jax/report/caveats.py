@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from areal_jax.control.group_filter import EQUAL_REWARDS
 from areal_jax.events import Event
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.contents import OptimizerSteps, Report
 from areal_jax.report.ledger import conservation
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts
+from areal_jax.telemetry.hook import warn_of_hook
 from areal_jax.telemetry.numerals import format_number
 from areal_jax.telemetry.values import counts, number
 
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
 AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
+MOST_FILTERED = 0.5  # of the finished groups
 COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
 
 
@@ -37,6 +40,8 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
         _gain(report),
         _collapse(report),
         _drops(report),
+        _filtered(report),
+        warn_of_hook(facts.hook),
     )
     return [caveat for caveat in checks if caveat]
 
@@ -198,8 +203,19 @@ def _collapse(report: Report) -> str:
     )
 
 
+def _filtered(report: Report) -> str:
+    rate = report['groups']['filtered_rate']
+    if rate is None or rate <= MOST_FILTERED:
+        return ''
+    return (
+        f'task.filter dropped {rate:.0%} of the finished groups, whose rewards were equal: most of the generation '
+        'trained nothing. Problems nearer to what the policy can do, or a larger rollout.group_size, would waste less.'
+    )
+
+
 def _drops(report: Report) -> str:
-    dropped, drawn = sum(report['groups']['dropped'].values()), report['groups']['drawn']
+    dropped = sum(count for reason, count in report['groups']['dropped'].items() if reason != EQUAL_REWARDS)
+    drawn = report['groups']['drawn']
     if not drawn or dropped <= 0.1 * drawn:
         return ''
     return f'{dropped} of {drawn} groups were dropped; what is lost may be biased (by length, by difficulty).'

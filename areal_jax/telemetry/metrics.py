@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 from areal_jax import files
@@ -42,6 +42,7 @@ class MetricsWriter:
     """One JSON object a line, flushed at once; numbers also go to TensorBoard, lists of counts as histograms."""
 
     def __init__(self, workdir: pathlib.Path | str, tensorboard: bool):
+        self.listeners: list[Callable[[int, Line], None]] = []  # called with the step and the row of each update
         self._workdir = pathlib.Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._path = self._workdir / FILE
@@ -57,6 +58,8 @@ class MetricsWriter:
         self._file.write(json.dumps({STEP: int(step), **values}))
         if self._use_tensorboard:
             self._write_tensorboard(step, values)
+        for listener in self.listeners:
+            listener(step, values)
 
     def truncate(self, step: int) -> None:
         """Remove every update after `step`; a resumed run makes them again.
