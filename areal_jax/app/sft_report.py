@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from areal_jax import files
 from areal_jax.report.aggregates import median
-from areal_jax.report.caveats import warn_of_skipped_steps
+from areal_jax.report.caveats import describe_unfinished, warn_of_skipped_steps
 from areal_jax.report.page import describe_idle_fields, describe_prolongation
 from areal_jax.report.report import FILE, PAGE, count_optimizer_steps
 from areal_jax.telemetry import facts as fact_file
@@ -40,6 +40,9 @@ class SftFacts:
     hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)
     planned_steps: int | None = None  # run.steps
     finished: bool = True
+    running: str | None = None  # unfinished: files.find_holder
+    missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
+    newest_checkpoint: int | None = None  # unfinished: its update; --resume goes on there
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
     hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # HookFacts; empty without one
@@ -53,7 +56,7 @@ class SftFacts:
         """Read WORKDIR/facts.json; raises FileError for a file that is not whole."""
         values = fact_file.read_facts(workdir, cls)
         values['held_out_nll'] = {int(step): nll for step, nll in values['held_out_nll'].items()}
-        values |= {name: tuple(values.get(name, ())) for name in ('idle_fields', 'prolonged')}
+        values |= {name: tuple(values.get(name, ())) for name in ('idle_fields', 'prolonged', 'missing')}
         return cls(**values)
 
 
@@ -84,10 +87,7 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> files.JsonObject
 def _warn_of_end(facts: SftFacts) -> str:
     if facts.finished:
         return ''
-    return (
-        f'The run has not finished: it stands at update {facts.steps} of {facts.planned_steps}, stopped, killed or '
-        'still running. What only the running program measures is missing here.'
-    )
+    return describe_unfinished(facts.steps, facts, 'it was stopped or killed')
 
 
 def _render(report: files.JsonObject) -> str:

@@ -118,7 +118,8 @@ def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
     """report.json of a run that has made all its `steps` updates; None where it was not written."""
     path = workdir / report.FILE
     found = files.read_json(path, 'remove it: --resume writes it again') if path.exists() else {}
-    return found if found.get('steps') == steps else None
+    made_by_the_run = found.get('steps') == steps and found.get('finished', True)  # main_report reports unfinished runs
+    return found if made_by_the_run else None
 
 
 def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: bool) -> None:

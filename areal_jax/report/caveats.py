@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from areal_jax.control.group_filter import EQUAL_REWARDS
 from areal_jax.events import Event
@@ -25,7 +26,7 @@ COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
 def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, facts: RunFacts) -> list[str]:
     """One sentence per caveat, the gravest first."""
     checks = (
-        _unfinished(events, report),
+        _unfinished(events, report, facts),
         _broken_conservation(events),
         _errors(events),
         warn_of_skipped_steps(report['optimizer_steps']),
@@ -87,16 +88,41 @@ def warn_of_equal_rewards(metrics: Metrics) -> str:
     )
 
 
-def _unfinished(events: Sequence[Event], report: Report) -> str:
+class UnfinishedFacts(Protocol):
+    """What RunFacts and SftFacts say of a run that has not finished; see RunFacts."""
+
+    @property
+    def planned_steps(self) -> int | None: ...
+
+    @property
+    def running(self) -> str | None: ...
+
+    @property
+    def missing(self) -> Sequence[str]: ...
+
+    @property
+    def newest_checkpoint(self) -> int | None: ...
+
+
+def describe_unfinished(steps: int, facts: UnfinishedFacts, ended: str) -> str:
+    """Where an unfinished run stands, how it `ended` unless it is still running, and what its report lacks."""
+    how = ended if facts.running is None else f'it is still running ({facts.running})'
+    if facts.running == '':
+        how = f'{ended} or is still running'
+    resume = 'update 0' if facts.newest_checkpoint is None else f'its checkpoint of update {facts.newest_checkpoint}'
+    goes_on = '' if facts.running else f' --resume goes on from {resume}.'
+    missing = f' Missing here: {", ".join(facts.missing)}.' if facts.missing else ''
+    return (
+        f'The run has not finished: it stands at update {steps} of {facts.planned_steps}, and {how}.{goes_on}{missing}'
+    )
+
+
+def _unfinished(events: Sequence[Event], report: Report, facts: RunFacts) -> str:
     if report['finished']:
         return ''
     last = [event for event in events if event['kind'] in ('signal', 'error', 'restore')][-1:]
     ends = {'signal': 'it was stopped by a signal', 'error': 'it ended with an error'}
-    how = ends.get(last[0]['kind'] if last else '', 'it was killed or is still running')
-    return (
-        f'The run has not finished: it stands at update {report["steps"]} of {report["planned_steps"]}, and {how}. '
-        'What only the running program measures is missing here.'
-    )
+    return describe_unfinished(report['steps'], facts, ends.get(last[0]['kind'] if last else '', 'it was killed'))
 
 
 def _kept_mass(metrics: Metrics) -> str:

@@ -113,6 +113,8 @@ class Report(TypedDict):
     steps: int  # updates published
     planned_steps: int | None
     finished: bool
+    running: bool  # it has not finished, and a process uses its workdir
+    missing: list[str]  # what the report of an unfinished run lacks, in words
     attempts: int  # starts of the program that the log tells of
     wall_seconds: float | None
     groups: Groups

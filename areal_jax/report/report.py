@@ -67,6 +67,8 @@ def build_report(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> 
         'steps': len(metrics),
         'planned_steps': facts.planned_steps,
         'finished': facts.finished,
+        'running': facts.running is not None and bool(facts.running),
+        'missing': list(facts.missing),
         'attempts': 1 + sum(event['kind'] == 'restore' for event in events),
         'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
         'groups': _groups(events, metrics),

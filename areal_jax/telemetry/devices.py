@@ -88,7 +88,7 @@ class DeviceRates:
         tokens, flops = number(metrics, names.READ_TOKENS), number(metrics, names.MODEL_FLOPS)
         if not tokens or not flops or seconds <= 0:
             return {}
-        rates = {names.LEARNER_RATE_PER_DEVICE: tokens / seconds / self.learner}
+        rates: dict[str, float] = {names.LEARNER_RATE_PER_DEVICE: tokens / seconds / self.learner}
         if self.peak_flops:
             rates[names.MFU] = flops / seconds / self.learner / self.peak_flops
         return rates

@@ -36,6 +36,9 @@ class RunFacts:
     clock: str  # 'real' | 'virtual'
     planned_steps: int | None  # run.steps
     finished: bool = True
+    running: str | None = None  # unfinished: files.find_holder
+    missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
+    newest_checkpoint: int | None = None  # unfinished: its update; --resume goes on there
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
     wall_seconds: float | None = (
@@ -75,7 +78,7 @@ class RunFacts:
         values = read_facts(workdir, cls)
         for name in ('evaluation_before', 'evaluation_after'):
             values[name] = _scores(values.get(name))
-        for name in ('idle_fields', 'prolonged'):
+        for name in ('idle_fields', 'prolonged', 'missing'):
             values[name] = tuple(values.get(name, ()))
         return cls(**values | {'eta': None if values['eta'] is None else float(values['eta'])})
 

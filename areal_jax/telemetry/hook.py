@@ -68,10 +68,10 @@ class MetricsHook:
         else:
             self._waiting.put((step, metrics))
 
-    def close(self) -> HookFacts:
+    def close(self) -> None:
         """Waits for the rows that wait, up to FLUSH_S; says how many were left out. Nothing the second time."""
         if self._closed:
-            return self.facts()
+            return
         self._closed = True
         if self._thread.is_alive():
             self._waiting.put(None)
@@ -84,7 +84,6 @@ class MetricsHook:
                 file=sys.stderr,
                 flush=True,
             )
-        return self.facts()
 
     def facts(self) -> HookFacts:
         return {

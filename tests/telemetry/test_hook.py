@@ -44,7 +44,8 @@ def write(workdir: pathlib.Path, hook: MetricsHook, *steps: int, resume_after: i
     for step in steps:
         writer.write(step, {'reward/mean': step / 2})
     writer.close()
-    return hook.close()
+    hook.close()
+    return hook.facts()
 
 
 def test_a_row_has_the_finite_numbers_of_an_update(tmp_path: pathlib.Path):
@@ -52,9 +53,11 @@ def test_a_row_has_the_finite_numbers_of_an_update(tmp_path: pathlib.Path):
     hook = MetricsHook(calls, 'mine.py:log', tmp_path)
     hook.start([])
     hook.put(3, {'step': 3, 'reward/mean': 0.5, 'loss/value': math.nan, 'mismatch/mean_abs': None, 'ages': [1, 2]})
-    assert hook.close() == {'calls': 1, 'failed': 0, 'left_out': 0, 'first_error': ''}
+    hook.close()
+    assert hook.facts() == {'calls': 1, 'failed': 0, 'left_out': 0, 'first_error': ''}
     assert calls == [(3, {'reward/mean': 0.5}, tmp_path)]
-    assert hook.close()['left_out'] == 0  # the second time: nothing
+    hook.close()  # the second time: nothing
+    assert hook.facts()['left_out'] == 0
 
 
 def test_a_resumed_run_repeats_no_step_and_hands_over_what_was_not(tmp_path: pathlib.Path):
@@ -127,7 +130,8 @@ def test_nothing_waits_for_a_hook_and_rows_beyond_the_bound_are_counted(tmp_path
     began = time.monotonic()
     for step in range(2, 12):
         hook.put(step, {'x': 1.0})
-    facts = hook.close()
+    hook.close()
+    facts = hook.facts()
     assert time.monotonic() - began < 5
     # row 1 is being handed over; 5 of the next 10 found no place, and 5 waited when the run ended
     assert (facts['calls'], facts['left_out']) == (0, 10)
