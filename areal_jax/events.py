@@ -190,7 +190,7 @@ class DropEvent(Header):
 
     kind: Literal['drop']
     draw: Draw
-    reason: Annotated[str, 'over_age, verifier_failed, cancelled']
+    reason: Annotated[str, 'over_age, verifier_failed, cancelled, equal_rewards']
     detail: Annotated[str, 'further words on the reason, or empty']
 
 

@@ -186,6 +186,21 @@ class DirectoryLock:
         self._file.close()
 
 
+def find_holder(directory: pathlib.Path) -> str | None:
+    """'process 12 on host' where a run uses the directory now, None where none does; '' where that cannot be told."""
+    try:
+        with (directory / LOCK).open(encoding='utf-8') as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _read_holder(file)
+    except FileNotFoundError:
+        return None
+    except OSError:  # a file system without locks
+        return ''
+    return None
+
+
 def _read_holder(file: IO[str]) -> str:
     try:
         file.seek(0)

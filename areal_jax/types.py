@@ -138,6 +138,10 @@ class TrajectoryGroup:
         versions = [s.policy_version for t in self.trajectories for s in t.segments]
         return min(v for v in versions if v != NOT_GENERATED)
 
+    def has_equal_rewards(self) -> bool:
+        """Whether all rewards are equal, as that of a group of one is: every advantage would be 0."""
+        return len({trajectory.reward for trajectory in self.trajectories}) <= 1
+
 
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
@@ -181,7 +185,7 @@ class Dropped:
     """A group that will not be trained: cancellation is a value with a reason. Producer: control/."""
 
     draw: int
-    reason: str  # 'over_age', 'verifier_failed', 'prompt_too_long', ...
+    reason: str  # 'over_age', 'verifier_failed', 'equal_rewards', ...
     detail: str = ''
 
 

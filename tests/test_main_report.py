@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
@@ -52,8 +55,10 @@ def test_a_killed_run_says_where_it_stands(tmp_path: pathlib.Path):
     assert (report['finished'], report['steps'], report['planned_steps']) == (False, 2, 4)
     assert (report['seed'], report['eta'], report['token_age']['max']) == (7, 1.0, 1)
     assert report['warnings'][0].startswith(
-        'The run has not finished: it stands at update 2 of 4, and it was killed or is still running.'
+        'The run has not finished: it stands at update 2 of 4, and it was killed. --resume goes on from update 0. '
+        'Missing here: held-out scores before training, held-out scores after training, memory, lag of the event loop,'
     )
+    assert report['missing'][:2] == ['held-out scores before training', 'held-out scores after training']
     page = (tmp_path / 'report.md').read_text()
     assert 'seed 7, eta 1, real clock: 2 of 4 updates' in page
     assert 'weights not recorded' in page
@@ -75,6 +80,8 @@ def test_a_small_run_that_was_killed_and_then_finished(tmp_path: pathlib.Path):
     unfinished = rebuild(tmp_path, '--no-plots')
     assert (unfinished['finished'], unfinished['steps']) == (False, 3)
     assert unfinished['accuracy']['greedy']['before']['n'] == 4
+    assert unfinished['missing'][0] == 'held-out scores after training'
+    assert 'it ended with an error. --resume goes on from its checkpoint of update 2.' in unfinished['warnings'][0]
     finished = SmallRun(tmp_path, resume=True, **fields).train().report
     assert (finished['finished'], finished['steps'], finished['attempts']) == (True, 4, 2)
     assert rebuild(tmp_path, '--no-plots') == finished
@@ -87,7 +94,10 @@ def test_a_small_run_that_was_stopped(tmp_path: pathlib.Path):
     assert stopped.train() is None
     report = rebuild(tmp_path, '--no-plots')
     assert 0 < report['steps'] < report['planned_steps'] == 5
-    assert f'stands at update {report["steps"]} of 5, and it was stopped by a signal' in report['warnings'][0]
+    sentence = (
+        f'stands at update {report["steps"]} of 5, and it was stopped by a signal. --resume goes on from its checkpoint'
+    )
+    assert f'{sentence} of update {report["steps"]}.' in report['warnings'][0]
 
 
 def test_lock_step_warns_of_nothing_that_its_schedule_rules_out(tmp_path: pathlib.Path):
@@ -192,3 +202,101 @@ def test_what_is_no_run_or_not_whole_is_one_sentence(tmp_path: pathlib.Path, cap
     assert message in error
     assert str(tmp_path) in error
     assert 'Traceback' not in error
+
+
+def test_a_run_killed_at_any_moment_has_a_report(tmp_path: pathlib.Path):
+    """Copies of the workdir, as kill -9 leaves it: before the first event, while evaluating, around a checkpoint."""
+    run = SmallRun(tmp_path / 'run', checkpoint__every=2, evaluation__problems=4, evaluation__samples=1)
+    moments: list[tuple[str, pathlib.Path]] = []
+
+    def copy(event: dict[str, Any]) -> None:
+        if event['kind'] in ('evaluate', 'save', 'publish', 'consume', 'signal') or event['seq'] in (1, 2, 30):
+            to = tmp_path / f'at_{event["seq"]}'
+            shutil.copytree(tmp_path / 'run', to, ignore=shutil.ignore_patterns('.lock', 'arrays'))
+            moments.append((event['kind'], to))
+
+    run.session.log.listeners.append(copy)
+    run.train()
+    steps = set()
+    for _, workdir in moments:
+        for name in ('events.jsonl', 'metrics.jsonl'):  # the last line is torn: it was being written
+            with (workdir / name).open('r+b') as file:
+                file.truncate(max(0, file.seek(0, 2) - 7))
+        report = rebuild(workdir, '--no-plots')
+        assert (report['finished'], report['running'], report['planned_steps']) == (False, False, 5)
+        assert f'stands at update {report["steps"]} of 5, and it was killed.' in report['warnings'][0]
+        assert 'hash of the weights' in report['missing']
+        steps.add(report['steps'])
+    assert steps == {0, 1, 2, 3, 4}  # the line of the last whole update is torn too
+    assert [kind for kind, _ in moments].count('evaluate') == 4
+
+
+def test_a_run_killed_while_it_was_built_has_a_report(tmp_path: pathlib.Path):
+    write_run(tmp_path)
+    for name in ('events.jsonl', 'metrics.jsonl'):
+        (tmp_path / name).unlink()
+    report = rebuild(tmp_path)
+    assert (report['steps'], report['planned_steps'], report['finished']) == (0, 4, False)
+    (tmp_path / 'events.jsonl').write_text('')
+    (tmp_path / 'metrics.jsonl').write_text('')
+    assert rebuild(tmp_path) == report
+
+
+def test_a_run_that_is_still_running_is_reported_and_not_disturbed(tmp_path: pathlib.Path):
+    run, reports = SmallRun(tmp_path), []
+
+    def report(event: dict[str, Any]) -> None:
+        if (event['kind'], event.get('version')) == ('publish', 3):
+            reports.append(rebuild(tmp_path, '--no-plots'))
+
+    run.session.log.listeners.append(report)
+    run.train()
+    (report_at_3,) = reports
+    assert (report_at_3['running'], report_at_3['finished']) == (True, False)
+    assert f'it is still running (process {os.getpid()} on ' in report_at_3['warnings'][0]
+    assert '--resume' not in report_at_3['warnings'][0]
+    assert run.report['finished'] is True
+    assert json.loads((tmp_path / 'report.json').read_text()) == run.report
+
+
+def test_a_report_of_the_unfinished_run_is_not_taken_for_its_own(tmp_path: pathlib.Path):
+    """Killed after the last update, reported, resumed: the run writes the report of its end."""
+    killed = SmallRun(tmp_path, evaluation__problems=4)
+    killed.session._report = lambda: (_ for _ in ()).throw(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    assert rebuild(tmp_path, '--no-plots')['steps'] == 5
+    report = SmallRun(tmp_path, resume=True, evaluation__problems=4).train().report
+    assert (report['finished'], report['steps']) == (True, 5)
+    assert json.loads((tmp_path / 'report.json').read_text())['finished'] is True
+
+
+def test_report_json_is_copied(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / 'run').mkdir()
+    write_run(tmp_path / 'run')
+    report = rebuild(tmp_path / 'run', '--no-plots', f'--json={tmp_path}/copy.json')
+    assert json.loads((tmp_path / 'copy.json').read_text()) == report
+    (tmp_path / 'run' / 'report.json').unlink()
+    for wrong in (tmp_path, tmp_path / 'nowhere' / 'copy.json'):
+        assert main_report.main([f'--workdir={tmp_path}/run', f'--json={wrong}']) == ExitCode.USER_ERROR
+        assert f'error: --json={wrong} is a directory, or in none' in capsys.readouterr().err
+    assert not (tmp_path / 'run' / 'report.json').exists()  # nothing half done
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_command(tmp_path: pathlib.Path):
+    """A report while the command runs, and one of what kill -9 leaves of it."""
+    from tests.app.test_main_train import QUICK, ROOT, command, environment, wait_for_steps
+
+    options = [*QUICK, '--config.run.steps=500', '--config.checkpoint.every=5']
+    process = subprocess.Popen(command(tmp_path, *options), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    try:
+        wait_for_steps(tmp_path, 8, process)
+        assert rebuild(tmp_path, '--no-plots')['running'] is True
+    finally:
+        process.kill()
+        process.wait()
+    report = rebuild(tmp_path, '--no-plots')
+    assert (report['running'], report['finished']) == (False, False)
+    assert report['steps'] >= 8
+    assert 'and it was killed. --resume goes on from its checkpoint of update ' in report['warnings'][0]

@@ -21,6 +21,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.events import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
+from areal_jax.control.group_filter import EqualRewardsFilter
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.beside import EvaluationBeside
@@ -220,6 +221,7 @@ class ToyRun:
         top_k: int = 0,
         evaluation_every: int = 0,
         every_dispatches: int = 4,
+        max_filtered: int = 0,  # above 0: groups with equal rewards are dropped, at most so many in a row
         resume: Mapping[str, Any] | None = None,
         log: EventLog | None = None,
     ):
@@ -272,6 +274,7 @@ class ToyRun:
             on_step=self.steps.append, observer_state=self._observer_state, save_checkpoint=self._save,
             on_published=self._note_published,
             copy_version=lambda published: published.handle[0],
+            group_filter=EqualRewardsFilter(max_filtered) if max_filtered else None,
         )  # fmt: skip
         self.newest, self.resumed = newest, state
         self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None

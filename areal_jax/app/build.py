@@ -9,14 +9,18 @@ from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
+from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
 from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
 from areal_jax.learning.directions import DIRECTIONS
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
 from areal_jax.models.lora import Lora
+from areal_jax.plugins import Function, load_function
 from areal_jax.sharding.allocation import Allocation, allocate
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.tasks.tokenizer import Tokenizer
+from areal_jax.telemetry.devices import DeviceRates, peak_flops
+from areal_jax.telemetry.hook import FIELD
 from areal_jax.types import SamplingParams
 
 
@@ -145,6 +149,24 @@ def build_ring(config: TrackedConfig) -> VersionRing | None:
     """The versions that a lock-step schedule may still ask for; None without one."""
     schedule = build_schedule(config)
     return VersionRing(schedule) if schedule else None
+
+
+def build_group_filter(config: TrackedConfig) -> EqualRewardsFilter | None:
+    """What `task.filter` asks for; None for 'none'."""
+    return EqualRewardsFilter(config.task.max_filtered_groups) if config.task.filter == EQUAL_REWARDS else None
+
+
+def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceRates:
+    """What turns tokens and seconds into rates per device; a modelled second is no part of a device's peak."""
+    learner = allocation.learner.devices
+    modelled = config.loss.objective != 'sft' and config.run.clock == 'virtual'
+    peak = None if modelled else peak_flops(learner.flat[0].device_kind, config.learner.dtype)
+    return DeviceRates(learner.size, len(allocation.by_device()), peak)
+
+
+def build_hook_function(config: TrackedConfig) -> Function | None:
+    """The function that telemetry.hook names; None for ''. Raises UserError for one that cannot be loaded."""
+    return load_function(config.telemetry.hook, FIELD) if config.telemetry.hook else None
 
 
 def build_settings(config: TrackedConfig) -> LoopSettings:

@@ -6,6 +6,7 @@ from the learner and are passed on; this module counts events of the loop.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
@@ -13,6 +14,7 @@ from areal_jax.app.compilations import CompilationCounter
 from areal_jax.control.controller import StepRecord
 from areal_jax.events import Event
 from areal_jax.telemetry import names
+from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.telemetry.metrics import MetricsWriter, merge
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.values import Value, number
@@ -39,9 +41,11 @@ class StepObserver:
         compilations: CompilationCounter,
         cpu_seconds: Callable[[], float],
         first_time_s: float,
+        rates: DeviceRates,
     ):
         self._metrics, self._progress, self._compilations = metrics, progress, compilations
-        self._cpu_seconds, self._last_time_s = cpu_seconds, first_time_s
+        self._cpu_seconds, self._last_time_s, self._rates = cpu_seconds, first_time_s, rates
+        self._update_seconds: collections.deque[float] = collections.deque()  # of updates that are not published yet
         self._generated = self._interruptions = self._compiled = 0
         self._evaluating = False
         self._evaluations: list[Mapping[str, float]] = []  # of evaluations beside training, not written yet
@@ -54,6 +58,8 @@ class StepObserver:
             self._last_time_s = event['time']
             if self._progress:
                 self._progress.restart(event['time'])
+        elif event['kind'] == 'run_done' and event['work'] == 'train':
+            self._update_seconds.append(event['seconds'])
         elif self._evaluating:
             return
         elif event['kind'] == 'decode':
@@ -67,19 +73,18 @@ class StepObserver:
         if self._cpu_at_first_admission is not None:
             self.cpu_seconds_in_window = self._cpu_seconds() - self._cpu_at_first_admission
         compiled = self._compilations.count
-        pause: dict[str, float] = (
-            {} if record.publish_pause_s is None else {names.PUBLISH_PAUSE: record.publish_pause_s}
-        )
+        optional = {names.PUBLISH_PAUSE: record.publish_pause_s, names.FILTERED_RATE: record.filtered_rate}
         values = merge(
             learner=record.metrics,
             observer=self._counted(record),
+            update=self._rates.of_learner(record.metrics, self._take_update_seconds()),
             controller={
                 names.TIME: record.time_s,
                 names.BUFFER_GROUPS: record.buffered,
                 **{f'{names.GROUPS_DROPPED}{reason}': count for reason, count in record.dropped.items()},
                 **{f'{names.ADMISSION_HELD}{bound}': seconds for bound, seconds in record.held_s.items()},
             },
-            engines=pause,
+            loop={name: value for name, value in optional.items() if value is not None},
             process={names.COMPILATIONS: compiled - self._compiled},
             evaluation=self._evaluations.pop(0) if self._evaluations else {},
         )
@@ -91,6 +96,10 @@ class StepObserver:
     def note_evaluation(self, values: Mapping[str, float]) -> None:
         """Metrics of an evaluation beside training: they go into the row of the next update that has none."""
         self._evaluations.append(values)
+
+    def _take_update_seconds(self) -> float:
+        """How long the update took that was published last; updates end in the order of their publications."""
+        return self._update_seconds.popleft() if self._update_seconds else 0.0
 
     def state(self) -> ObserverState:
         """What the metrics of the next update need from before this instant, as JSON can hold it."""
@@ -111,6 +120,7 @@ class StepObserver:
         trained = 0.0 if known is None else known
         return {
             names.GENERATE_RATE: self._generated / seconds,
+            **self._rates.of_engines(self._generated / seconds),
             names.TRAIN_RATE: trained / seconds,
             names.TOKENS_GENERATED: self._generated,
             names.TOKENS_TRAINED: trained,

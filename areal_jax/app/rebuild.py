@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -19,9 +20,10 @@ from areal_jax.report.window import window
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.facts import EVALUATIONS, RunFacts, read_scores
+from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, read_scores
 from areal_jax.telemetry.values import Line, number
 
+_CHECKPOINTS = 'checkpoints'  # as in workdir.py, which imports jax
 Config = Mapping[str, object]  # as config.json has it: sections of fields
 Value = TypeVar('Value', str, int, float)
 
@@ -47,7 +49,7 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
     """What config.json, the event log and the metrics know of a run that has not finished."""
     schedule = _field(workdir, config, 'staleness.schedule', str)
     eta = float(_field(workdir, config, 'staleness.eta', float))
-    events = load_events(workdir / EVENTS)
+    events, scores = load_events(workdir / EVENTS), read_scores(workdir / EVALUATIONS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     intervals, within = lane_intervals(events), window(events)
     return RunFacts(
@@ -58,7 +60,11 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
         clock=_field(workdir, config, 'run.clock', str),
         planned_steps=_field(workdir, config, 'run.steps', int),
         finished=False,
-        evaluation_before=read_scores(workdir / EVALUATIONS).get('before'),
+        running=files.find_holder(workdir),
+        missing=_missing(workdir, config, scores),
+        newest_checkpoint=_newest_checkpoint(workdir),
+        evaluation_before=scores.get('before'),
+        evaluation_after=scores.get('after'),
         compilations=_total(metrics, names.COMPILATIONS),
         compilation_budget=_field(workdir, config, 'run.compilation_budget', int),
         alone_seconds=alone_seconds(intervals, within, len(metrics)) if metrics else {},
@@ -81,7 +87,24 @@ def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
         compilations=_total(metrics, names.COMPILATIONS),
         planned_steps=_field(workdir, config, 'run.steps', int),
         finished=False,
+        running=files.find_holder(workdir),
+        missing=('sizes of the data', 'memory', 'hash and export of the weights'),
+        newest_checkpoint=_newest_checkpoint(workdir),
     )
+
+
+def _missing(workdir: pathlib.Path, config: Config, scores: Mapping[str, EvaluationScores]) -> tuple[str, ...]:
+    """What the report of an unfinished asynchronous run lacks."""
+    wanted = _field(workdir, config, 'evaluation.problems', int) > 0
+    places = {'before': 'held-out scores before training', 'after': 'held-out scores after training'}
+    unscored = [text for phase, text in places.items() if wanted and phase not in scores]
+    return (*unscored, 'memory', 'lag of the event loop', 'processor time', 'hash of the weights')
+
+
+def _newest_checkpoint(workdir: pathlib.Path) -> int | None:
+    """Its update; None without one. Only names are read: a damaged one is found when the run resumes."""
+    steps = [re.match(r'step_(\d+)', path.name) for path in (workdir / _CHECKPOINTS).glob('step_*')]
+    return max((int(step[1]) for step in steps if step), default=None)
 
 
 def _total(metrics: Sequence[Line], name: str) -> int:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self, TypedDict, TypeVar
 
 from ml_collections import config_dict
 
+from areal_jax.app.build import build_hook_function
 from areal_jax.app.compilations import CompilationCounter, use_compilation_cache
 from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import Interrupts
@@ -25,6 +26,7 @@ from areal_jax.app.learner import build_learner, require_finite_weights
 from areal_jax.app.model import Model, build_model, describe_loading
 from areal_jax.app.own_code import Digests, load_own_code, note_own_code
 from areal_jax.app.processes import lead
+from areal_jax.app.profile import DIRECTORY, TracedLearner
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sizes import require_room
 from areal_jax.app.start_warnings import print_passed_over, print_warnings
@@ -46,8 +48,10 @@ from areal_jax.files import DirectoryLock
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.weights import Params
+from areal_jax.protocols import Learner
 from areal_jax.telemetry.facts import discard_facts
-from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.hook import MetricsHook
+from areal_jax.telemetry.metrics import FILE, MetricsWriter, read_metrics
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.telemetry.resources import ResourceSampler
 
@@ -89,6 +93,7 @@ class CommonFacts(TypedDict):
     prolonged: list[dict[str, int]]
     idle_fields: list[str]
     own_code: Digests
+    hook: Mapping[str, object]
 
 
 class Run(abc.ABC):
@@ -132,6 +137,8 @@ class Run(abc.ABC):
         self._unsaved: CheckpointError | None = None  # set when the checkpoint after the last update failed
         self._finished: Report | None = None  # the report of a resumed run that has nothing left to do
         self._idle_fields: list[str] = []
+        self._hook: MetricsHook | None = None
+        self._hook_function = build_hook_function(self.config)
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.push(self)
@@ -166,7 +173,10 @@ class Run(abc.ABC):
             if self._finished is not None:
                 return self._finished
             discard_facts(self.workdir)
-            report = self._report() if self._run() else None
+            finished = self._run()
+            if self._hook:
+                self._hook.close()  # before the report, which counts what became of the rows
+            report = self._report() if finished else None
             if self._unsaved:
                 raise self._unsaved
             return report
@@ -234,10 +244,21 @@ class Run(abc.ABC):
         except ValueError as error:
             raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
 
+    def _traced_learner(self) -> Learner:
+        """The learner, or one that traces the updates that telemetry.profile_steps names."""
+        steps = self.config.telemetry.profile_steps
+        if not steps:
+            return self.learner
+        return self._own(TracedLearner(self.learner, steps[0], steps[-1], self.workdir / DIRECTORY))
+
     def _open_metrics(self, step: int) -> MetricsWriter:
         """Opens metrics.jsonl and removes the updates after `step`, which will be made again."""
         metrics = self._own(MetricsWriter(self.workdir, self.config.telemetry.tensorboard))
         metrics.truncate(step)
+        if self._hook_function:
+            self._hook = self._own(MetricsHook(self._hook_function, self.config.telemetry.hook, self.workdir))
+            metrics.listeners.append(self._hook.put)
+            self._hook.start(read_metrics(self.workdir / FILE))
         return metrics
 
     def _require_all_read(self) -> None:
@@ -308,4 +329,5 @@ class Run(abc.ABC):
             'prolonged': read_prolongations(self.workdir),
             'idle_fields': self._idle_fields,
             'own_code': self._own_code,
+            'hook': self._hook.facts() if self._hook else {},
         }

@@ -90,7 +90,12 @@ class Session(Run):
         self.pool = Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
         self.metrics = self._open_metrics(self.version_at_start)
         self.observer = StepObserver(
-            self.metrics, self._progress(start_s), self.compilations, self.resources.cpu_seconds, start_s
+            self.metrics,
+            self._progress(start_s),
+            self.compilations,
+            self.resources.cpu_seconds,
+            start_s,
+            build.build_device_rates(config, self.allocation),
         )
         self.log.listeners.append(self.observer.on_event)
         sampling = build.build_sampling(config, model.tokenizer)
@@ -156,9 +161,10 @@ class Session(Run):
             pool=self.pool,
             workflow=self._make_workflow(self.pool, sampling, seed),
             verifier=self.verifier,
-            learner=self.learner,
+            learner=self._traced_learner(),
             channel=self._channel,
             gate=build.build_gate(config),
+            group_filter=build.build_group_filter(config),
             ring=ring,
             update_tokens=self.learner.update_tokens,
             on_step=self.observer.on_step,

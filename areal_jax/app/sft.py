@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+from areal_jax.app.build import build_device_rates, build_mesh
 from areal_jax.app.run import Checkpoint, Run
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.task import build_demonstrations
@@ -13,6 +14,7 @@ from areal_jax.app.workdir import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
+from areal_jax.sharding.allocation import Allocation
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import merge
 from areal_jax.telemetry.numerals import format_duration
@@ -47,6 +49,8 @@ class SftSession(Run):
         self._shows_progress = config.telemetry.progress
         self._export_dtype = config.sft.export_dtype
         self._companions = model.companions
+        self._rates = build_device_rates(config, Allocation(build_mesh(config), ()))
+        self._traced = self._traced_learner()
         self.metrics = self._open_metrics(self.step)
         self._require_all_read()
 
@@ -102,7 +106,7 @@ class SftSession(Run):
     def _update(self) -> None:
         began, compiled = time.monotonic(), self.compilations.count
         groups = [self.stream.draw() for _ in range(self._per_update)]
-        metrics = self.learner.update(groups, self.step)
+        metrics = self._traced.update(groups, self.step)
         self.step += 1
         train_seconds = time.monotonic() - began
         trained = metrics['update/trained_tokens']
@@ -118,7 +122,8 @@ class SftSession(Run):
             names.TOKENS_TRAINED: trained,
             names.COMPILATIONS: self.compilations.count - compiled,
         }
-        values = merge(learner=learned, evaluation=held_out, session=counted)
+        rates = self._rates.of_learner(metrics, train_seconds)
+        values = merge(learner=learned, evaluation=held_out, session=counted, devices=rates)
         self.metrics.write(self.step, values)
         if self._shows_progress:
             print(self._progress(values), flush=True)

@@ -7,13 +7,16 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax import files
-from areal_jax.report.caveats import warn_of_skipped_steps
+from areal_jax.report.aggregates import median
+from areal_jax.report.caveats import describe_unfinished, warn_of_skipped_steps
 from areal_jax.report.page import describe_idle_fields, describe_prolongation
 from areal_jax.report.report import FILE, PAGE, count_optimizer_steps
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
+from areal_jax.telemetry import names
+from areal_jax.telemetry.hook import warn_of_hook
 from areal_jax.telemetry.json_lines import plain
-from areal_jax.telemetry.numerals import format_duration, format_number
+from areal_jax.telemetry.numerals import format_duration, format_number, format_percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +40,13 @@ class SftFacts:
     hardware: Mapping[str, object] = dataclasses.field(default_factory=dict)
     planned_steps: int | None = None  # run.steps
     finished: bool = True
+    running: str | None = None  # unfinished: files.find_holder
+    missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
+    newest_checkpoint: int | None = None  # unfinished: its update; --resume goes on there
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
     own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)  # as in RunFacts
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
+    hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # HookFacts; empty without one
 
     def save(self, workdir: pathlib.Path) -> None:
         """Write WORKDIR/facts.json, all or nothing."""
@@ -50,7 +57,7 @@ class SftFacts:
         """Read WORKDIR/facts.json; raises FileError for a file that is not whole."""
         values = fact_file.read_facts(workdir, cls)
         values['held_out_nll'] = {int(step): nll for step, nll in values['held_out_nll'].items()}
-        values |= {name: tuple(values[name]) for name in ('idle_fields', 'prolonged')}
+        values |= {name: tuple(values.get(name, ())) for name in ('idle_fields', 'prolonged', 'missing')}
         return cls(**values)
 
 
@@ -59,13 +66,17 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> files.JsonObject
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     values = [line['loss/nll'] for line in metrics if 'loss/nll' in line]
     optimizer_steps = count_optimizer_steps(metrics)
-    warnings = [_warn_of_end(facts), warn_of_skipped_steps(optimizer_steps)]
+    warnings = [_warn_of_end(facts), warn_of_skipped_steps(optimizer_steps), warn_of_hook(facts.hook)]
     report: files.JsonObject = plain(
         {
             **dataclasses.asdict(facts),
             'held_out_nll': {str(step): nll for step, nll in sorted(facts.held_out_nll.items())},
             'train_nll': {'first': values[0] if values else None, 'last': values[-1] if values else None},
             'optimizer_steps': optimizer_steps,
+            'throughput': {
+                'learner_tokens_per_second_per_device': median(metrics, names.LEARNER_RATE_PER_DEVICE),
+                'mfu': median(metrics, names.MFU),
+            },
             'warnings': [warning for warning in warnings if warning],
         }
     )
@@ -77,10 +88,7 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> files.JsonObject
 def _warn_of_end(facts: SftFacts) -> str:
     if facts.finished:
         return ''
-    return (
-        f'The run has not finished: it stands at update {facts.steps} of {facts.planned_steps}, stopped, killed or '
-        'still running. What only the running program measures is missing here.'
-    )
+    return describe_unfinished(facts.steps, facts, 'it was stopped or killed')
 
 
 def _render(report: files.JsonObject) -> str:
@@ -108,6 +116,9 @@ def _render(report: files.JsonObject) -> str:
 
 def _what_ran(report: files.JsonObject) -> str:
     steps, sizes, memory = report['optimizer_steps'], report['demonstrations'], report['peak_memory_bytes']
+    rate, mfu = report['throughput']['learner_tokens_per_second_per_device'], report['throughput']['mfu']
+    speed = '' if rate is None else f'{format_number(rate)} tokens a second and device read by an update, '
+    utilisation = '' if mfu is None else f'{format_percent(mfu)} of the peak of the devices, '
     data = (
         f'{sizes["train"]} demonstrations ({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped '
         'because they fit no row)'
@@ -118,7 +129,7 @@ def _what_ran(report: files.JsonObject) -> str:
         f'{report["steps"]} updates ({steps["applied"]} optimizer steps applied, {steps["skipped"]} skipped because '
         f'their gradient was not finite), {format_number(report["epochs"])} epochs over {data}, '
         f'{report["trained_tokens"]} tokens in the loss, {format_duration(report["training_seconds"])}; '
-        f'{report["compilations"]} compilations after warm-up'
+        f'{speed}{utilisation}{report["compilations"]} compilations after warm-up'
         f'{"" if memory is None else f", {memory / 1e9:.2f} GB of memory at most"}.'
     )
 

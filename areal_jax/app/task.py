@@ -71,7 +71,8 @@ def build_verifier(
 ) -> ProcessVerifier | InlineVerifier:
     """The verifier of the task's answers, which are scored by task.reward where that is set.
 
-    An own scorer is called once, with an empty answer, when the verifier starts. `workers`: None = task.verifier_workers.
+    An own scorer is called once, with an empty answer, when the verifier starts. `workers`: None =
+    task.verifier_workers.
     Raises UserError for one that workers cannot load, and at the start for one that fails.
     """
     reward = config.task.reward

@@ -34,7 +34,7 @@ _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
 _MAY_CHANGE = (
     *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
-    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'run.compilation_'),
+    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.max_filtered_groups', 'run.compilation_'),
 )
 _SCORED = ('evaluation.problems', 'evaluation.samples')  # what the scores before and after depend on
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
@@ -121,7 +121,8 @@ def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
     """report.json of a run that has made all its `steps` updates; None where it was not written."""
     path = workdir / report.FILE
     found = files.read_json(path, 'remove it: --resume writes it again') if path.exists() else {}
-    return found if found.get('steps') == steps else None
+    made_by_the_run = found.get('steps') == steps and found.get('finished', True)  # main_report reports unfinished runs
+    return found if made_by_the_run else None
 
 
 def note_weights(workdir: pathlib.Path, source: pathlib.Path | None, *, resume: bool) -> None:

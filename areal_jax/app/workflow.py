@@ -17,7 +17,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import Prompt, SamplingParams
 
-WorkflowFactory: TypeAlias = Callable[[Pool, SamplingParams, int], Workflow]  # the last argument is the seed
+WorkflowFactory: TypeAlias = Callable[[Generator, SamplingParams, int], Workflow]  # the last argument is the seed
 
 _FIELD = 'rollout.workflow'
 
@@ -52,7 +52,7 @@ def build_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> WorkflowFacto
             f'{_FIELD}={spec} has a parameter {unknown[0]!r}, which nobody gives; known: {", ".join(offered)}'
         )
 
-    def make(pool: Pool, sampling: SamplingParams, seed: int) -> Workflow:
+    def make(pool: Generator, sampling: SamplingParams, seed: int) -> Workflow:
         values = {'pool': pool, 'sampling': sampling, 'seed': seed, **fixed}
         with raising_user_error(spec, _FIELD):
             workflow = build(**{p.name: values[p.name] for p in named if p.name in values})

@@ -26,6 +26,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _evaluation_problems(c)
     yield from _task_and_model_problems(c)
     yield from _device_problems(c)
+    yield from _telemetry_problems(c)
 
 
 def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -131,6 +132,17 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f'model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}'
     if model.source == 'random' and model.head_dim % 2:
         yield f'model.head_dim={model.head_dim} must be even: rotary positions need pairs'
+
+
+def _telemetry_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    steps = tuple(c.telemetry.profile_steps)
+    if len(steps) > 2:
+        yield f'telemetry.profile_steps={steps} must be the first and the last update of the trace, one update, or ()'
+    elif steps and steps[-1] > c.run.steps:
+        yield (
+            f'telemetry.profile_steps={steps} ends after the last update, run.steps={c.run.steps}; lower it, or raise '
+            'run.steps'
+        )
 
 
 def _device_problems(c: config_dict.ConfigDict) -> Iterator[str]:

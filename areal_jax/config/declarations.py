@@ -88,6 +88,8 @@ SECTIONS: Mapping[str, Section] = {
         verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),
         verifier_memory_mb=Integer(2048, MEBIBYTES, 'MiB of heap (RLIMIT_DATA) of each scorer process; 0 = no limit'),
         max_failed_groups=Integer(32, COUNT, 'groups (evaluation: answers) in a row without reward that end a run'),
+        filter=Choice('none', ('none', 'equal_rewards'), 'equal_rewards: drop a finished group without signal, refill'),
+        max_filtered_groups=Integer(256, COUNT, 'groups in a row that the filter drops before the run ends'),
     ),
     'rollout': Section(
         'Generation',
@@ -221,6 +223,8 @@ SECTIONS: Mapping[str, Section] = {
         progress=Flag(True, 'a line per update on the terminal'),
         tensorboard=Flag(True, 'event files in WORKDIR/tensorboard'),
         plots=Flag(True, 'PNG plots when the run ends'),
+        hook=Text('', "'my_file.py:function', called with the metrics of every update, see docs/tracking.md; '' = off"),
+        profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),
     ),
     'virtual': Section(
         'Seconds that work costs under the virtual clock',

@@ -201,7 +201,7 @@ class Lengths(Field):
             raise ConfigError(f'{path}={value} must {self.rule()}')
 
     def rule(self) -> str:
-        return 'be positive lengths in ascending order'
+        return 'be positive whole numbers in ascending order'
 
 
 @dataclasses.dataclass(frozen=True)

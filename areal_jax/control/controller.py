@@ -20,6 +20,7 @@ from areal_jax.control.episode import CANCELLED, RunningGroup
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import FailureCount
 from areal_jax.control.gate import HeldState, StalenessGate
+from areal_jax.control.group_filter import EqualRewardsFilter
 from areal_jax.control.groups import RunningGroups
 from areal_jax.control.lock_step import CopyVersion, LockStep
 from areal_jax.control.publisher import Publisher, Update
@@ -54,6 +55,7 @@ class StepRecord:
     buffered: int
     held_s: Mapping[str, float]  # clock seconds in which admission was closed since the last update, by gate.Bound
     dropped: Mapping[str, int]  # by reason, since the start
+    filtered_rate: float | None  # see EqualRewardsFilter.take_rate; None: no filter
 
 
 class HostState(TypedDict):
@@ -69,6 +71,7 @@ class HostState(TypedDict):
     running: list[RunningGroup]
     order: list[tuple[str, int, int]]  # Pool.order
     dropped: dict[str, int]
+    filter: dict[str, int] | None  # EqualRewardsFilter.state
     generated_update: int | None  # LockStep.generated_update
     admission: HeldState
     observer: dict[str, Any]
@@ -103,13 +106,14 @@ class Controller:
         ring: VersionRing | None,
         observer_state: Callable[[], Mapping[str, Any]],
         on_published: Callable[[PublishedWeights], None] = lambda _: None,
+        group_filter: EqualRewardsFilter | None = None,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
         self._on_published = on_published
         self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
-        self._buffer = TrajectoryBuffer()
+        self._buffer, self._filter = TrajectoryBuffer(), group_filter
         self._dropped: collections.Counter[str] = collections.Counter()
         self._trained_version = 0  # of the learner's weights; publication follows
         self._failures = FailureCount(settings.max_failed_groups, 'groups')
@@ -157,11 +161,8 @@ class Controller:
     def _finish_group(self, group: RunningGroup) -> None:
         draw = group.prompt.draw
         if group.trajectories:
-            self._gate.buffer()
-            self._buffer.put(group.group())
-            self._log.write('buffer', draw=draw, partial=bool(group.failed))
-            self._filled.set()
             self._failures.note_verified()
+            self._judge(group)
         else:
             self._gate.drop_running()
             reason = CANCELLED if group.all_cancelled else 'verifier_failed'
@@ -169,6 +170,19 @@ class Controller:
             if not group.all_cancelled:
                 self._failures.note_failed(f'draw {draw}', group.failed.values())
         self._admission.note_change()
+
+    def _judge(self, group: RunningGroup) -> None:
+        """Puts a group with scored answers into the buffer, or drops it where task.filter says so."""
+        finished = group.group()
+        if self._filter and (drop := self._filter.judge(finished)):
+            self._gate.drop_running()
+            self._note_drop(drop)
+            self._filter.require_signal(drop)
+            return
+        self._gate.buffer()
+        self._buffer.put(finished)
+        self._log.write('buffer', draw=finished.draw, partial=bool(group.failed))
+        self._filled.set()
 
     def _note_drop(self, drop: Dropped) -> None:
         self._dropped[drop.reason] += 1
@@ -255,6 +269,7 @@ class Controller:
             buffered=len(self._buffer),
             held_s=self._admission.held.take(now),
             dropped=dict(self._dropped),
+            filtered_rate=self._filter.take_rate() if self._filter else None,
         )
         self._on_step(step)
         self._admission.note_change()
@@ -319,6 +334,7 @@ class Controller:
             'running': self._groups.copies(),
             'order': self._pool.order(),
             'dropped': dict(self._dropped),
+            'filter': self._filter.state() if self._filter else None,
             'generated_update': self._lock_step.generated_update if self._lock_step else None,
             'admission': self._admission.held.state(self._clock.now()),
             'observer': dict(self._observer_state()),
@@ -335,6 +351,8 @@ class Controller:
             self._buffer.put(group)
         self._groups.restore(state['running'], state['order'])
         self._dropped.update(state['dropped'])
+        if self._filter and state.get('filter'):
+            self._filter.restore(state['filter'])
         self._admission.held.restore(state['admission'])
         self._log.write('restore', update=self._trained_version)
 

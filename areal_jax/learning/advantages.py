@@ -65,9 +65,12 @@ def rewards_of(group: TrajectoryGroup) -> np.ndarray:
 
 
 def has_signal(group: TrajectoryGroup) -> bool:
-    """False where all rewards are equal (a group of one included): every advantage would be 0."""
-    rewards = rewards_of(group)
-    return bool(len(rewards)) and bool((rewards != rewards[0]).any())
+    """False where all rewards are equal (a group of one included): every advantage would be 0.
+
+    Raises BatchError as `rewards_of`.
+    """
+    rewards_of(group)
+    return not group.has_equal_rewards()
 
 
 def group_advantages(group: TrajectoryGroup, estimator: str) -> np.ndarray:

@@ -18,6 +18,7 @@ from areal_jax.learning.advantages import has_signal, make_estimator
 from areal_jax.learning.denominators import denominator_scale
 from areal_jax.learning.diagnostics import Metrics
 from areal_jax.learning.finiteness import require_finite
+from areal_jax.learning.flops import work_metrics
 from areal_jax.learning.interchange import export_weights, match_snapshot, read_snapshot, take_snapshot
 from areal_jax.learning.layout import RowLayout
 from areal_jax.learning.likelihood import held_out_likelihood
@@ -121,6 +122,7 @@ class SpmdLearner:
             'ages': diagnostics.age_metrics(kept, batches, version),
             'packing': report.metrics(),
             'sampling': truncation.kept_mass_metrics(kept, oldest),
+            'work': work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs),
         }
         self._copy = None
         training = train(self._passes, self.state, settings, batches, version, scale)

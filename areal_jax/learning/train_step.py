@@ -106,43 +106,50 @@ class Programs:
 
     def export(self) -> jax.stages.Wrapped:
         """(params, frozen) -> the interchange form, in buffers of its own."""
-        run = lambda *sides: jax.tree.map(jnp.copy, export_weights(self.decoder, self.settings.publish_dtype, *sides))
-        return jax.jit(run, out_shardings=self.exported)
+
+        def export(*sides: Tree) -> Tree:
+            return jax.tree.map(jnp.copy, export_weights(self.decoder, self.settings.publish_dtype, *sides))
+
+        return jax.jit(export, out_shardings=self.exported)
 
     def logprobs(self) -> jax.stages.Wrapped:
         """(working, frozen, rows, scalars) -> log-probs [R, N]."""
-        return jax.jit(lambda *args: self._forward(*args)[0], out_shardings=replicated(self.mesh))
+
+        def logprobs(*args: Tree) -> jax.Array:
+            return self._forward(*args)[0]
+
+        return jax.jit(logprobs, out_shardings=replicated(self.mesh))
 
     def accumulate(self) -> jax.stages.Wrapped:
         """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
         [R, N])."""
 
-        def run(
+        def accumulate(
             gradients: Tree, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
         ) -> tuple[Tree, _Metrics, jax.Array]:
             added, metrics, logprobs = self._gradients(working, frozen, rows, scalars)
             return self._add(gradients, added), metrics, logprobs
 
         everywhere = replicated(self.mesh)
-        return jax.jit(run, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
+        return jax.jit(accumulate, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
 
     def apply(self) -> jax.stages.Wrapped:
         """(params, state, gradients, learning rate) -> (params, state, gradients of nothing, step metrics)."""
 
-        def run(
+        def apply(
             params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array
         ) -> tuple[Tree, Tree, Tree, _Metrics]:
             params, state, metrics = self.optimizer.apply(params, state, gradients, learning_rate)
             return params, state, jax.tree.map(jnp.zeros_like, gradients), metrics
 
         shardings = (self.params, self.state, self.params, replicated(self.mesh))
-        return jax.jit(run, donate_argnums=(0, 1, 2), out_shardings=shardings)
+        return jax.jit(apply, donate_argnums=(0, 1, 2), out_shardings=shardings)
 
     def scan(self) -> jax.stages.Wrapped:
         """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics
         [M], log-probs [M, R, N]): a whole minibatch."""
 
-        def run(
+        def scan(
             params: Tree, state: Tree, frozen: Tree, rows: Rows, scalars: Scalars, learning_rate: jax.Array
         ) -> tuple[Tree, Tree, _Metrics, _Metrics, jax.Array]:
             working = trees.cast(params, self.settings.dtype)  # once, outside the loop
@@ -158,7 +165,7 @@ class Programs:
 
         everywhere = replicated(self.mesh)
         shardings = (self.params, self.state, everywhere, everywhere, everywhere)
-        return jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings)
+        return jax.jit(scan, donate_argnums=(0, 1), out_shardings=shardings)
 
     def _add(self, gradients: Tree, added: Tree) -> Tree:
         """Adds in float32 and divides the loss scale out, which kept small gradients of a narrow dtype above 0."""

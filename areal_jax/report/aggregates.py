@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import statistics
 from collections.abc import Sequence
 
 from areal_jax.report.contents import Ends, MeanMax, Mismatch
@@ -21,6 +22,12 @@ def total(metrics: Metrics, name: str) -> float:
 def largest(metrics: Metrics, name: str) -> float | None:
     """Largest value over the updates."""
     return max(_values(metrics, name), default=None)
+
+
+def median(metrics: Metrics, name: str) -> float | None:
+    """Median over the updates that have the metric."""
+    values = _values(metrics, name)
+    return statistics.median(values) if values else None
 
 
 def ends(metrics: Metrics, name: str) -> Ends:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
+from areal_jax.control.group_filter import EQUAL_REWARDS
 from areal_jax.events import Event
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.contents import OptimizerSteps, Report
 from areal_jax.report.ledger import conservation
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts
+from areal_jax.telemetry.hook import warn_of_hook
 from areal_jax.telemetry.numerals import format_number
 from areal_jax.telemetry.values import counts, number
 
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
 AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
+MOST_FILTERED = 0.5  # of the finished groups
 COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
 
 
 def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, facts: RunFacts) -> list[str]:
     """One sentence per caveat, the gravest first."""
     checks = (
-        _unfinished(events, report),
+        _unfinished(events, report, facts),
         _broken_conservation(events),
         _errors(events),
         warn_of_skipped_steps(report['optimizer_steps']),
@@ -37,6 +41,8 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
         _gain(report),
         _collapse(report),
         _drops(report),
+        _filtered(report),
+        warn_of_hook(facts.hook),
     )
     return [caveat for caveat in checks if caveat]
 
@@ -82,16 +88,41 @@ def warn_of_equal_rewards(metrics: Metrics) -> str:
     )
 
 
-def _unfinished(events: Sequence[Event], report: Report) -> str:
+class UnfinishedFacts(Protocol):
+    """What RunFacts and SftFacts say of a run that has not finished; see RunFacts."""
+
+    @property
+    def planned_steps(self) -> int | None: ...
+
+    @property
+    def running(self) -> str | None: ...
+
+    @property
+    def missing(self) -> Sequence[str]: ...
+
+    @property
+    def newest_checkpoint(self) -> int | None: ...
+
+
+def describe_unfinished(steps: int, facts: UnfinishedFacts, ended: str) -> str:
+    """Where an unfinished run stands, how it `ended` unless it is still running, and what its report lacks."""
+    how = ended if facts.running is None else f'it is still running ({facts.running})'
+    if facts.running == '':
+        how = f'{ended} or is still running'
+    resume = 'update 0' if facts.newest_checkpoint is None else f'its checkpoint of update {facts.newest_checkpoint}'
+    goes_on = '' if facts.running else f' --resume goes on from {resume}.'
+    missing = f' Missing here: {", ".join(facts.missing)}.' if facts.missing else ''
+    return (
+        f'The run has not finished: it stands at update {steps} of {facts.planned_steps}, and {how}.{goes_on}{missing}'
+    )
+
+
+def _unfinished(events: Sequence[Event], report: Report, facts: RunFacts) -> str:
     if report['finished']:
         return ''
     last = [event for event in events if event['kind'] in ('signal', 'error', 'restore')][-1:]
     ends = {'signal': 'it was stopped by a signal', 'error': 'it ended with an error'}
-    how = ends.get(last[0]['kind'] if last else '', 'it was killed or is still running')
-    return (
-        f'The run has not finished: it stands at update {report["steps"]} of {report["planned_steps"]}, and {how}. '
-        'What only the running program measures is missing here.'
-    )
+    return describe_unfinished(report['steps'], facts, ends.get(last[0]['kind'] if last else '', 'it was killed'))
 
 
 def _kept_mass(metrics: Metrics) -> str:
@@ -198,8 +229,19 @@ def _collapse(report: Report) -> str:
     )
 
 
+def _filtered(report: Report) -> str:
+    rate = report['groups']['filtered_rate']
+    if rate is None or rate <= MOST_FILTERED:
+        return ''
+    return (
+        f'task.filter dropped {rate:.0%} of the finished groups, whose rewards were equal: most of the generation '
+        'trained nothing. Problems nearer to what the policy can do, or a larger rollout.group_size, would waste less.'
+    )
+
+
 def _drops(report: Report) -> str:
-    dropped, drawn = sum(report['groups']['dropped'].values()), report['groups']['drawn']
+    dropped = sum(count for reason, count in report['groups']['dropped'].items() if reason != EQUAL_REWARDS)
+    drawn = report['groups']['drawn']
     if not drawn or dropped <= 0.1 * drawn:
         return ''
     return f'{dropped} of {drawn} groups were dropped; what is lost may be biased (by length, by difficulty).'

@@ -67,6 +67,7 @@ class Groups(TypedDict):
     trained: int
     filtered: int  # left out of their batch for equal rewards
     dropped: Mapping[str, int]  # by reason
+    filtered_rate: float | None  # share of the finished groups that task.filter dropped; None where it dropped none
 
 
 class Tokens(TypedDict):
@@ -92,6 +93,9 @@ class MedianMax(TypedDict):
 class Throughput(TypedDict):
     generate_tokens_per_second: float | None
     train_tokens_per_second: float | None
+    generate_tokens_per_second_per_device: float | None  # median over the updates, as the next two
+    learner_tokens_per_second_per_device: float | None
+    mfu: float | None  # of the updates; None on devices whose peak is unknown
 
 
 class Busy(TypedDict):
@@ -120,6 +124,8 @@ class Report(TypedDict):
     steps: int  # updates published
     planned_steps: int | None
     finished: bool
+    running: bool  # it has not finished, and a process uses its workdir
+    missing: list[str]  # what the report of an unfinished run lacks, in words
     attempts: int  # starts of the program that the log tells of
     wall_seconds: float | None
     groups: Groups
@@ -155,6 +161,7 @@ class Report(TypedDict):
     clock: str
     idle_fields: list[str]
     prolonged: list[dict[str, int]]
+    hook: Mapping[str, object]  # telemetry.hook.HookFacts; empty without one
     hardware: Mapping[str, object]
     devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]]  # ids by user
     window_seconds: float

@@ -169,6 +169,12 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
             'tokens generated / trained per second',
             f'{format_number(rate["generate_tokens_per_second"])} / {format_number(rate["train_tokens_per_second"])}',
         ),
+        (
+            'tokens per second and device: generated / read by an update',
+            f'{format_number(rate["generate_tokens_per_second_per_device"])} / '
+            f'{format_number(rate["learner_tokens_per_second_per_device"])}',
+        ),
+        ('model FLOPs utilisation of an update', format_percent(rate['mfu'])),
         ('lane occupied: rollout / learner', f'{format_percent(busy["rollout"])} / {format_percent(busy["learner"])}'),
         ('peak memory of the process tree', f'{memory / 2**30:.2f} GiB' if memory is not None else '-'),
         ('largest lag of the event loop (s)', format_number(report['event_loop_lag_seconds']['max'])),
@@ -179,6 +185,8 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
 def _group_rows(groups: Groups) -> list[tuple[str, ...]]:
     dropped = [(f'dropped: {reason}', str(count)) for reason, count in groups['dropped'].items()]
     filtered = [('left out of their batch for equal rewards', str(groups['filtered']))] if groups['filtered'] else []
+    if (rate := groups['filtered_rate']) is not None:
+        dropped.append(('share of the finished groups that task.filter dropped', format_percent(rate)))
     return [('drawn', str(groups['drawn'])), ('trained', str(groups['trained'])), *filtered, *dropped]
 
 

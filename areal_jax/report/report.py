@@ -13,6 +13,7 @@ from statistics import median
 from typing import cast
 
 from areal_jax import files
+from areal_jax.control.group_filter import EQUAL_REWARDS
 from areal_jax.events import FILE as EVENTS
 from areal_jax.events import Event, InterruptEvent
 from areal_jax.report import aggregates, contents, statistics
@@ -69,6 +70,8 @@ def build_report(
         'steps': len(metrics),
         'planned_steps': facts.planned_steps,
         'finished': facts.finished,
+        'running': facts.running is not None and bool(facts.running),
+        'missing': list(facts.missing),
         'attempts': 1 + sum(event['kind'] == 'restore' for event in events),
         'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
         'groups': _groups(events, metrics),
@@ -108,6 +111,7 @@ def build_report(
         'clock': facts.clock,
         'idle_fields': list(facts.idle_fields),
         'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
+        'hook': dict(facts.hook),
         'hardware': dict(facts.hardware),
         'devices': dict(facts.devices),
         'window_seconds': within.seconds,
@@ -137,7 +141,14 @@ def _groups(events: Sequence[Event], metrics: Metrics) -> contents.Groups:
         'trained': int(aggregates.total(metrics, names.GROUPS_TRAINED)),
         'filtered': int(aggregates.total(metrics, names.UPDATE_FILTERED)),
         'dropped': dict(sorted(reasons.items())),
+        'filtered_rate': _filtered_rate(events, reasons[EQUAL_REWARDS]),
     }
+
+
+def _filtered_rate(events: Sequence[Event], filtered: int) -> float | None:
+    """Of the groups that finished with a scored answer; those that were kept entered the buffer."""
+    kept = sum(event['kind'] == 'buffer' for event in events)
+    return filtered / (filtered + kept) if filtered else None
 
 
 def _generated(events: Sequence[Event]) -> int:
@@ -156,13 +167,15 @@ def _pauses(events: Sequence[Event]) -> contents.MedianMax:
 
 
 def _throughput(events: Sequence[Event], metrics: Metrics, within: Window) -> contents.Throughput:
-    """Tokens per second of the window."""
-    if not within.seconds:
-        return {'generate_tokens_per_second': None, 'train_tokens_per_second': None}
+    """Tokens per second of the window, and medians of the rates per device."""
     generated = _generated([event for event in events if within.contains(event['time'])])
+    trained, seconds = aggregates.total(metrics, names.TOKENS_TRAINED), within.seconds
     return {
-        'generate_tokens_per_second': generated / within.seconds,
-        'train_tokens_per_second': aggregates.total(metrics, names.TOKENS_TRAINED) / within.seconds,
+        'generate_tokens_per_second': generated / seconds if seconds else None,
+        'train_tokens_per_second': trained / seconds if seconds else None,
+        'generate_tokens_per_second_per_device': aggregates.median(metrics, names.GENERATE_RATE_PER_DEVICE),
+        'learner_tokens_per_second_per_device': aggregates.median(metrics, names.LEARNER_RATE_PER_DEVICE),
+        'mfu': aggregates.median(metrics, names.MFU),
     }
 
 

@@ -52,6 +52,9 @@ class RunFacts:
     clock: str  # 'real' | 'virtual'
     planned_steps: int | None  # run.steps
     finished: bool = True
+    running: str | None = None  # unfinished: files.find_holder
+    missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
+    newest_checkpoint: int | None = None  # unfinished: its update; --resume goes on there
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built: 'evaluation.samples=16'
     own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(
         default_factory=dict
@@ -75,6 +78,7 @@ class RunFacts:
     )  # 'generate', 'train': an update
     cpu_seconds: float | None = None  # of the process tree, in the window; None where several processes made the run
     cores: int = 1
+    hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # HookFacts; empty without one
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
     devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]] = dataclasses.field(
@@ -93,8 +97,8 @@ class RunFacts:
         values = read_facts(workdir, cls)
         for name in ('evaluation_before', 'evaluation_after'):
             values[name] = _scores(values.get(name))
-        for name in ('idle_fields', 'prolonged'):
-            values[name] = tuple(values[name])
+        for name in ('idle_fields', 'prolonged', 'missing'):
+            values[name] = tuple(values.get(name, ()))
         return cls(**values | {'eta': None if values['eta'] is None else float(values['eta'])})
 
 
@@ -103,7 +107,9 @@ def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
     path = pathlib.Path(workdir) / FILE
     fix = 'remove it: a report can be made without it'
     values = files.read_json(path, fix)
-    if wrong := sorted(set(values) ^ {field.name for field in dataclasses.fields(kind)}):
+    fields = dataclasses.fields(kind)
+    required = {field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING}
+    if wrong := sorted((set(values) - {field.name for field in fields}) | (required - set(values))):
         raise files.FileError(
             f'{path} was written by another version (fields that are missing or unknown: {wrong}); {fix}'
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 from areal_jax import files
@@ -46,6 +46,7 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: pathlib.Path | str, tensorboard: bool):
+        self.listeners: list[Callable[[int, Line], None]] = []  # called with the step and the row of each update
         self._workdir = pathlib.Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._path = self._workdir / FILE
@@ -61,6 +62,8 @@ class MetricsWriter:
         self._file.write(json.dumps({STEP: int(step), **values}))
         if self._use_tensorboard:
             self._write_tensorboard(step, values)
+        for listener in self.listeners:
+            listener(step, values)
 
     def truncate(self, step: int) -> None:
         """Remove every update after `step`; a resumed run makes them again.

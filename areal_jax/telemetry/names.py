@@ -26,6 +26,10 @@ TIME = Metric('time', 's', 'seconds of the clock, evaluations included; a resume
 REWARD_MEAN = Metric('reward/mean', 'reward', 'mean over the trajectories of the batch, filtered groups included')
 REWARD_STD = Metric('reward/std', 'reward', 'standard deviation over the same trajectories')
 
+FILTERED_RATE = Metric(
+    'reward/filtered_rate', 'share', 'finished groups that task.filter dropped and refilled; absent without a filter'
+)
+
 TOKEN_AGE_MEAN = Metric('staleness/token_age_mean', 'versions', 'mean age of the trained tokens')
 TOKEN_AGE_MAX = Metric('staleness/token_age_max', 'versions', 'age of the oldest trained token')
 TOKEN_AGE_HISTOGRAM = Metric(
@@ -46,6 +50,18 @@ TRAIN_RATE = Metric(
     'throughput/train_tokens_per_second', 'tokens/s', 'trained tokens per clock second (sft: of the update)'
 )
 
+LEARNER_RATE_PER_DEVICE = Metric(
+    'learner/tokens_per_second_per_device', 'tokens/s', 'tokens read per second of the update and device of the learner'
+)
+MFU = Metric(
+    'learner/mfu',
+    'share',
+    'model FLOPs per second of the update, of the peak of its devices; absent where that is unknown',
+)
+GENERATE_RATE_PER_DEVICE = Metric(
+    'rollout/tokens_per_second_per_device', 'tokens/s', 'throughput/generate_tokens_per_second by device of the engines'
+)
+
 TOKENS_GENERATED = Metric('tokens/generated', 'tokens', 'tokens decoded, trained later or not')
 TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'trained tokens, as update/trained_tokens')
 GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups of the batch that the filter of equal rewards left')
@@ -64,6 +80,8 @@ UPDATE_GROUPS = Metric('update/trained_groups', 'groups', 'groups of the batch t
 UPDATE_FILTERED = Metric('update/filtered_equal_rewards', 'groups', 'groups of the batch left out for equal rewards')
 UPDATE_TRAJECTORIES = Metric('update/trained_trajectories', 'trajectories', 'trajectories with a trained token')
 UPDATE_TOKENS = Metric('update/trained_tokens', 'tokens', 'trained tokens: generated, neither filtered nor masked')
+READ_TOKENS = Metric('train/read_tokens', 'tokens', 'prompts and answers that passes of the update read, no padding')
+MODEL_FLOPS = Metric('train/model_flops', 'FLOP', 'that the model needs for these passes, see learning/flops.py')
 OPTIMIZER_STEPS = Metric('update/optimizer_steps', 'steps', 'optimizer steps that were applied')
 SKIPPED_STEPS = Metric('update/skipped_steps', 'steps', 'optimizer steps left out: their gradient was not finite')
 

@@ -45,7 +45,10 @@ def final(session):
 def metrics(workdir):
     """Without what a clock says."""
     lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != 'time' and not k.startswith('throughput/')} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k != 'time' and not k.startswith(('throughput/', 'learner/'))}
+        for line in lines
+    ]
 
 
 def nll_by_hand(session, groups):

@@ -1,6 +1,7 @@
 """The production controller around toys whose every token can be predicted (tests/toys.py)."""
 
 import collections
+import dataclasses
 import itertools
 import math
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.loop import DeadlockError
 from areal_jax.control.failures import UnverifiedError
+from areal_jax.control.group_filter import NoSignalError
 from areal_jax.types import NOT_GENERATED, Trajectory, TrajectoryGroup
 from tests.toys import PRICES, STOP, ToyLearner, ToyRun, length, logprob, token, toy_prompt
 
@@ -88,11 +90,13 @@ def test_kept_kv_is_stale_and_recomputed_kv_is_not():
     st.floats(0.0001, 0.02),
     st.sampled_from([None, 0, 1, 3]),
     st.lists(st.integers(0, 20), max_size=3),
+    st.booleans(),
 )
-def test_staleness_and_conservation_in_any_order_of_arrival(delays, eta, engines, train_token_s, max_age, fail):
+def test_staleness_and_conservation_in_any_order_of_arrival(delays, eta, engines, train_token_s, max_age, fail, refill):
     run = ToyRun(
         steps=5, eta=eta, engines=engines, delays=delays, fail=fail, max_token_age=max_age,
         over_age='off' if max_age is None else 'drop', prices=PRICES | {'train': train_token_s},
+        max_filtered=99 * refill,
     ).run()  # fmt: skip
     counts = assert_conserved(run.log.events)
     assert counts['trained'] == 5 * 3
@@ -101,6 +105,7 @@ def test_staleness_and_conservation_in_any_order_of_arrival(delays, eta, engines
     drawn = [e['draw'] for e in run.log.events if e['kind'] == 'draw']
     assert drawn == list(range(len(drawn)))
     assert not {g.draw for g in run.groups} & set(fail)
+    assert not (refill and any(g.has_equal_rewards() for g in run.groups))
     if max_age is not None:
         assert max(s.metrics['staleness/token_age_max'] for s in run.steps) <= max_age
 
@@ -118,14 +123,18 @@ def assert_admission_bound(events, groups_per_update, eta):
             version = event['version']
 
 
-def synchronous_loop(steps, groups_per_update, group_size):
-    """A plain loop: generate B groups with the current weights, train, repeat."""
+def synchronous_loop(steps, groups_per_update, group_size, filters=False):
+    """A plain loop: generate B groups with the current weights, train, repeat.
+
+    With `filters` it draws on until B groups have different rewards: dynamic sampling (DAPO, arXiv 2503.14476).
+    """
     learner, draw = ToyLearner(), 0
     for version in range(steps):
         groups = []
-        for _ in range(groups_per_update):
+        while len(groups) < groups_per_update:
             trajectories = tuple(generate_plainly(learner.w, version, draw, sample) for sample in range(group_size))
-            groups.append(TrajectoryGroup(draw, trajectories))
+            group = TrajectoryGroup(draw, trajectories)
+            groups += [] if filters and len({t.reward for t in trajectories}) == 1 else [group]
             draw += 1
         learner.update(groups, version)
     return learner.w
@@ -205,6 +214,77 @@ def test_uniform_draws_every_delay_and_trace_follows_its_file(tmp_path):
     (tmp_path / 'delays').write_text('0 0 2 1')
     run = ToyRun(steps=4, eta=math.inf, schedule=f'trace({tmp_path}/delays)').run()
     assert [s.metrics['staleness/token_age_max'] for s in run.steps] == [0, 0, 2, 1]
+
+
+@pytest.mark.parametrize('how', [{'eta': 0}, {'eta': math.inf, 'schedule': 'fixed(0)'}])
+def test_a_synchronous_run_that_filters_is_dynamic_sampling(how):
+    run = ToyRun(steps=5, max_filtered=99, delays=[1, 9, 4], **how).run()
+    assert run.learner.w == synchronous_loop(5, 3, 2, filters=True) != synchronous_loop(5, 3, 2)
+    assert all(len(step.groups) == 3 for step in run.steps)  # batches stay full
+    counts = assert_conserved(run.log.events)
+    assert counts == {'trained': 15, 'dropped': run.steps[-1].dropped['equal_rewards']}
+    drops = [e for e in run.log.events if e['kind'] == 'drop']
+    assert {(e['reason'], e['detail']) for e in drops} == {('equal_rewards', f'2 rewards of {r}') for r in (0, 1)}
+
+
+def test_the_filtered_rate_counts_the_groups_that_finished_since_the_last_update():
+    run = ToyRun(steps=6, eta=0, max_filtered=99).run()
+    dropped = 0
+    for step in run.steps:  # synchronous: an update has 3 kept groups and those dropped before them
+        new, dropped = step.dropped.get('equal_rewards', 0) - dropped, step.dropped.get('equal_rewards', 0)
+        assert step.filtered_rate == new / (new + 3)
+    assert dropped > 0
+    assert {step.filtered_rate for step in ToyRun(steps=2).run().steps} == {None}
+
+
+@pytest.mark.parametrize('schedule', ['fixed(2)', 'uniform(0,2)'])
+def test_a_lock_step_batch_that_is_filtered_is_refilled_with_its_own_version(schedule):
+    run = ToyRun(steps=6, eta=math.inf, schedule=schedule, max_filtered=99, fail=[4]).run()
+    assert set(run.steps[-1].dropped) == {'equal_rewards', 'verifier_failed'}
+    for step in run.steps:
+        assert len(step.groups) == 3
+        ages = step.metrics['staleness/token_age_histogram']
+        assert ages[:-1] == [0] * (len(ages) - 1)  # one version a batch
+
+
+@pytest.mark.parametrize('how', [{'engines': 2}, {'schedule': 'fixed(2)', 'eta': math.inf}])
+def test_a_run_that_filters_resumed_from_any_checkpoint_equals_the_uninterrupted_one(how):
+    options = {'steps': 8, 'max_filtered': 99, 'delays': [1, 4], 'checkpoint_every': 1, **how}
+    options['prices'] = PRICES | {'train': 0.0005}
+    whole = ToyRun(**options).run()
+    for checkpoint in whole.checkpoints[:-1]:
+        seq, time_s = checkpoint['run_state']['next_seq'], checkpoint['run_state']['clock_s']
+        resumed = ToyRun(**options, resume=checkpoint).run()
+        assert resumed.learner.w == whole.learner.w
+        rest = whole.steps[checkpoint['step'] :]
+        assert [(s.filtered_rate, s.dropped) for s in resumed.steps] == [(s.filtered_rate, s.dropped) for s in rest]
+        later = [e for e in whole.log.events if e['seq'] >= seq]
+        assert what_happened(resumed.log.events, time_s) == what_happened(later, time_s)
+        assert_conserved([e for e in whole.log.events if e['seq'] < seq] + resumed.log.events)
+    counted = [c['run_state']['filter'] for c in whole.checkpoints]
+    if 'engines' in how:  # in lock-step a save follows the last kept group of a batch
+        assert any(c['dropped'] for c in counted), 'no checkpoint fell between a drop and the update that counts it'
+
+
+def test_a_policy_that_answers_everything_alike_ends_the_run():
+    """Rewards differ in groups of the first 20 draws only: the run ends at the 30th drop in a row, not before."""
+    run = ToyRun(steps=40, max_filtered=30, checkpoint_every=1)
+    verify = run.controller._groups._verifier.verify
+
+    async def score(prompt, answer_tokens, finish_reason):
+        verdict = await verify(prompt, answer_tokens, finish_reason)
+        return verdict if prompt.draw < 20 else dataclasses.replace(verdict, reward=0.0)
+
+    run.controller._groups._verifier.verify = score
+    message = r"^30 groups in a row \(task\.max_filtered_groups\) were dropped by task\.filter='equal_rewards'"
+    with pytest.raises(NoSignalError, match=message):
+        run.run()
+    assert run.steps, 'groups with a signal were trained before'
+    last = [e['kind'] for e in run.log.events if e['kind'] in ('buffer', 'drop')][-31:]
+    assert last == ['buffer'] + ['drop'] * 30
+    assert_conserved(run.log.events)
+    checkpoint = run.checkpoints[-1]  # what was saved before is whole: with a task that gives a signal it goes on
+    assert ToyRun(steps=40, max_filtered=99, resume=checkpoint).run().finished
 
 
 @pytest.mark.parametrize(

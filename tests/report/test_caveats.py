@@ -132,3 +132,24 @@ def test_an_eta_that_never_held_admission_back():
     assert warn(lines, eta=float('inf')) == []
     assert warn(lines, eta=None, schedule='fixed(1)') == []
     assert warn(_with()) == []
+
+
+def _dropped(reason: str, share: int) -> list[dict[str, Any]]:
+    """Events in which `share` of 10 groups were dropped for `reason` and the others entered the buffer."""
+    events: list[dict[str, Any]] = []
+    for draw in range(10):
+        end = {'kind': 'drop', 'reason': reason, 'detail': ''} if draw < share else {'kind': 'buffer', 'partial': False}
+        events += [{'kind': 'draw', 'draw': draw}, {'kind': 'admit', 'draw': draw}, {**end, 'draw': draw}]
+    return [{'seq': seq, 'time': 0.0, 'lane': None, **event} for seq, event in enumerate(events)]
+
+
+def test_a_filter_that_drops_more_than_half_is_named():
+    sentence = 'task.filter dropped 60% of the finished groups, whose rewards were equal'
+    for share, found in ((5, False), (6, True)):
+        report = build_report(_dropped('equal_rewards', share), two_metrics(), two_facts())
+        assert report['groups']['filtered_rate'] == share / 10
+        assert any(warning.startswith(sentence) for warning in report['warnings']) == found
+        assert not any('what is lost may be biased' in warning for warning in report['warnings'])  # it was asked for
+    report = build_report(_dropped('over_age', 6), two_metrics(), two_facts())
+    assert report['groups']['filtered_rate'] is None
+    assert any('6 of 10 groups were dropped; what is lost may be biased' in warning for warning in report['warnings'])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from areal_jax.report.page import render_page
 from areal_jax.report.report import build_report, write_report
 from tests.telemetry.logs import event_log, two_facts, two_metrics, two_updates
 
@@ -23,7 +24,13 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
 
     interval = dict.fromkeys(('mean', 'low', 'high', 'n'))
     expected = {
-        'groups': {'drawn': None, 'trained': None, 'filtered': None, 'dropped': {'over_age': None}},
+        'groups': {
+            'drawn': None,
+            'trained': None,
+            'filtered': None,
+            'dropped': {'over_age': None},
+            'filtered_rate': None,
+        },
         'admission_held': dict.fromkeys(('eta', 'max_running_groups')),
         'tokens': dict.fromkeys(('generated', 'trained')),
         'optimizer_steps': dict.fromkeys(('applied', 'skipped')),
@@ -37,7 +44,13 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'versions_per_trajectory': dict.fromkeys(('mean', 'max')),
         'publish_pause_seconds': dict.fromkeys(('median', 'max')),
         'mismatch': dict.fromkeys(('mean', 'max', 'exact_share', 'n')),
-        'throughput': dict.fromkeys(('generate_tokens_per_second', 'train_tokens_per_second')),
+        'throughput': dict.fromkeys(
+            (
+                *('generate_tokens_per_second', 'train_tokens_per_second', 'mfu'),
+                *('generate_tokens_per_second_per_device', 'learner_tokens_per_second_per_device'),
+            )
+        ),
+        'hook': {},
         'busy': dict.fromkeys(('rollout', 'learner')),
         'time': dict.fromkeys(('generate', 'train', 'publish', 'ideal', 'achieved', 'ideal_rule')),
         'event_loop_lag_seconds': {'max': None},
@@ -49,7 +62,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
     plain = (
         'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
         'git_commit config seed eta clock window_seconds cause_of_gap warnings '
-        'planned_steps finished attempts schedule idle_fields prolonged '
+        'planned_steps finished running missing attempts schedule idle_fields prolonged '
         'evaluation_curve evaluation_lane_share evaluation_cache_bytes'
     )
     assert keys(report) == expected | dict.fromkeys(plain.split())
@@ -59,7 +72,8 @@ def test_groups_tokens_reward(report: dict[str, Any]):
     # draws 0..4: two trained, one dropped, one running, one pending; trained and filtered are from the metrics
     # tokens 8 + 8 + 4 + 3 in the window and 5 after it, the evaluations' 200 left out
     assert (report['steps'], report['wall_seconds']) == (2, 40.0)
-    assert report['groups'] == {'drawn': 5, 'trained': 2, 'filtered': 1, 'dropped': {'over_age': 1}}
+    dropped = {'dropped': {'over_age': 1}, 'filtered_rate': None}
+    assert report['groups'] == {'drawn': 5, 'trained': 2, 'filtered': 1, **dropped}
     assert report['tokens'] == {'generated': 28, 'trained': 16}
     assert report['reward'] == {'first': 0.25, 'last': 0.75}
 
@@ -111,7 +125,23 @@ def test_optimizer_steps_are_summed(tmp_path: pathlib.Path):
 def test_rates_and_time(report: dict[str, Any]):
     # window 20 s: 23 / 20 and 16 / 20 tokens a second; lanes and ideal: see test_limit
     assert report['window_seconds'] == 20
-    assert report['throughput'] == pytest.approx({'generate_tokens_per_second': 1.15, 'train_tokens_per_second': 0.8})
+    rates = {'generate_tokens_per_second': 1.15, 'train_tokens_per_second': 0.8}
+    assert {name: report['throughput'][name] for name in rates} == pytest.approx(rates)
+    assert not any(rate for name, rate in report['throughput'].items() if name not in rates)  # of devices: not measured
+
+
+def test_rates_per_device_are_medians_over_the_updates():
+    rates = {'rollout/tokens_per_second_per_device': (40, 50), 'learner/tokens_per_second_per_device': (300, 500)}
+    rates |= {'learner/mfu': (0.2, 0.5)}
+    lines = [line | {name: values[i] for name, values in rates.items()} for i, line in enumerate(two_metrics())]
+    report = build_report(two_updates(), lines, two_facts())
+    throughput = report['throughput']
+    assert throughput['generate_tokens_per_second_per_device'] == 45
+    assert throughput['learner_tokens_per_second_per_device'] == 400
+    assert throughput['mfu'] == 0.35
+    page = render_page(report, [])
+    assert '| tokens per second and device: generated / read by an update | 45 / 400 |' in page
+    assert '| model FLOPs utilisation of an update | 35% |' in page
     assert report['busy'] == pytest.approx({'rollout': 0.9, 'learner': 0.475})
     assert (report['time']['ideal'], report['time']['achieved']) == (pytest.approx(8), pytest.approx(10))
 
