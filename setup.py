@@ -48,7 +48,7 @@ setup(
         'gguf': GGUF,
         'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
         'dev': [
-            'reasoning-gym>=0.1.25',
+            *TASKS,
             *TENSORBOARD,
             *PLOTS,
             *GGUF,

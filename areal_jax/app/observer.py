@@ -24,6 +24,8 @@ class ObserverState(TypedDict):
     last_time_s: float
     generated: int  # tokens since the last update
     interruptions: int  # since the last update
+    audited: int  # answers compared a second time since the last update
+    disagreements: int  # of these
 
 
 class StepObserver:
@@ -42,7 +44,7 @@ class StepObserver:
     ):
         self._metrics, self._progress, self._compilations = metrics, progress, compilations
         self._cpu_seconds, self._last_time_s = cpu_seconds, first_time_s
-        self._generated = self._interruptions = self._compiled = 0
+        self._generated = self._interruptions = self._compiled = self._audited = self._disagreements = 0
         self._evaluating = False
         self._cpu_at_first_admission: float | None = None
         self.cpu_seconds_in_window = 0.0
@@ -59,6 +61,9 @@ class StepObserver:
             self._generated += event['tokens']
         elif event['kind'] == 'interrupt':
             self._interruptions += 1
+        elif event['kind'] == 'audit':
+            self._audited += 1
+            self._disagreements += event['outcome'] == 'disagrees'
         elif event['kind'] == 'admit' and self._cpu_at_first_admission is None:
             self._cpu_at_first_admission = self._cpu_seconds()
 
@@ -85,6 +90,7 @@ class StepObserver:
         if self._progress:
             self._progress.update(record.step, values)
         self._last_time_s, self._generated, self._interruptions, self._compiled = record.time_s, 0, 0, compiled
+        self._audited = self._disagreements = 0
 
     def state(self) -> ObserverState:
         """What the metrics of the next update need from before this instant, as JSON can hold it."""
@@ -92,18 +98,25 @@ class StepObserver:
             'last_time_s': self._last_time_s,
             'generated': self._generated,
             'interruptions': self._interruptions,
+            'audited': self._audited,
+            'disagreements': self._disagreements,
         }
 
     def restore(self, state: ObserverState) -> None:
         """Continue from the state in a checkpoint."""
         self._last_time_s = state['last_time_s']
         self._generated, self._interruptions = state['generated'], state['interruptions']
+        self._audited, self._disagreements = state.get('audited', 0), state.get('disagreements', 0)
 
     def _counted(self, record: StepRecord) -> dict[str, Value]:
         seconds = max(record.time_s - self._last_time_s, 1e-9)
         known = number(record.metrics, names.UPDATE_TOKENS)
         trained = 0.0 if known is None else known
+        labels = [trajectory.label for group in record.groups for trajectory in group.trajectories]
+        audit = {names.AUDIT_DISAGREEMENTS: self._disagreements} if self._audited else {}
         return {
+            **audit,
+            names.REWARD_UNPARSED: labels.count('unparsed') / max(len(labels), 1),
             names.GENERATE_RATE: self._generated / seconds,
             names.TRAIN_RATE: trained / seconds,
             names.TOKENS_GENERATED: self._generated,

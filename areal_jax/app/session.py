@@ -66,7 +66,7 @@ class Session(Run):
         start_s = snapshot['clock_s'] if snapshot else 0.0
         self.log = self._open_log(*((snapshot['next_seq'], snapshot['next_run']) if snapshot else (0, 0)))
         self.clock = build_clock(config, self.log, start_s)
-        self.verifier = self._own(build_verifier(config, self.clock, task, model.tokenizer.decode))
+        self.verifier = self._own(build_verifier(config, self.clock, task, model.tokenizer.decode, self.workdir))
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
         self._build_learner(model, checkpoint)

@@ -5,12 +5,15 @@ Used by session.py and sft.py; tasks/ has the implementations.
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 
 import numpy as np
 
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.audit import Audit
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.task import Task
@@ -48,8 +51,13 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
 
 
 def build_verifier(
-    config: TrackedConfig, clock: LoopClock, task: Task, decode: Callable[[np.ndarray], str]
+    config: TrackedConfig,
+    clock: LoopClock,
+    task: Task,
+    decode: Callable[[np.ndarray], str],
+    workdir: pathlib.Path | None = None,
 ) -> ProcessVerifier | InlineVerifier:
+    """The verifier of the task's answers; one that compares some of them twice writes to WORKDIR/audit.jsonl."""
     if config.task.verifier == 'inline':
         return InlineVerifier(task.score, decode)
     return ProcessVerifier(
@@ -60,4 +68,11 @@ def build_verifier(
         deadline_s=config.task.verifier_deadline_s,
         attempts=config.task.verifier_attempts,
         memory_mb=config.task.verifier_memory_mb,
+        audit=_build_audit(config, workdir),
     )
+
+
+def _build_audit(config: TrackedConfig, workdir: pathlib.Path) -> Audit | None:
+    if config.task.name != 'jsonl' or config.task.answer != 'math' or not config.task.audit_fraction:
+        return None
+    return Audit(workdir, config.task.audit_fraction, mathematics.compare_texts)
