@@ -50,7 +50,7 @@ setup(
         'docs': DOCS,
         'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
         'dev': [
-            'reasoning-gym>=0.1.25',
+            *TASKS,
             *TENSORBOARD,
             *PLOTS,
             *GGUF,

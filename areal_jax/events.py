@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 from areal_jax import files, records
 
 FILE = 'events.jsonl'  # in the workdir
-VERSION = 3  # 2: no evaluation beside training; 1: no event `log`, and each start counts its runs from 0
+VERSION = 3  # 2: neither evaluation beside training nor `audit`; 1: no event `log`, each start counts its runs from 0
 
 LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
 EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it
@@ -165,8 +165,17 @@ class RewardEvent(Header):
     draw: Draw
     sample: Sample
     value: Annotated[float, 'the reward; 0 where no attempt gave one']
-    label: Annotated[str, 'ok, or why the last attempt gave no reward: timeout, crash, error']
+    label: Annotated[str, 'ok; unparsed: no answer could be read; or why there is no reward: timeout, crash, error']
     attempts: Annotated[int, 'attempts at verification, from 1']
+
+
+class AuditEvent(Header):
+    """A scored answer was compared with the gold a second time, in another way."""
+
+    kind: Literal['audit']
+    draw: Draw
+    sample: Sample
+    outcome: Annotated[str, 'agrees or disagrees with the reward; undecided: it cannot tell whether they differ']
 
 
 class BufferEvent(Header):
@@ -352,10 +361,10 @@ class ErrorEvent(Header):
 
 Event = (
     LogEvent | DrawEvent | AdmitEvent | RouteEvent | ArriveEvent | PrefillEvent | DecodeEvent | InterruptEvent
-    | LoadEvent | FinishEvent | RewardEvent | BufferEvent | ConsumeEvent | DropEvent | PublishEvent | RunStartEvent
-    | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent | EvaluateEvent | EvaluationSlotsEvent
-    | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent | EvaluationLostEvent | EvaluationPrefillEvent
-    | EvaluationDecodeEvent | JoinEvent | LeaveEvent | ErrorEvent
+    | LoadEvent | FinishEvent | RewardEvent | AuditEvent | BufferEvent | ConsumeEvent | DropEvent | PublishEvent
+    | RunStartEvent | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent | EvaluateEvent
+    | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent | EvaluationLostEvent
+    | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

@@ -96,6 +96,7 @@ class Trajectory:
     admitted_s: float  # clock seconds
     finished_s: float
     consumed_s: float = float('nan')
+    label: str = 'ok'  # of its Verdict: 'ok' or 'unparsed'
 
     @property
     def tokens(self) -> np.ndarray:
@@ -205,11 +206,14 @@ class Verdict:
 
     reward: float
     attempts: int = 1  # more than 1: earlier attempts hung or crashed
-    label: str = 'ok'  # 'timeout', 'crash', 'error' (it raised, or returned no reward): why the last attempt has none
+    # 'ok'; 'unparsed': reward 0, no answer could be read in the text; or why the last attempt has no reward: 'timeout',
+    # 'crash', 'error' (the scorer raised, or returned no reward)
+    label: str = 'ok'
+    audit: str = ''  # what a second comparison said: 'agrees', 'disagrees', 'undecided'; '' = there was none
 
     @property
     def failed(self) -> bool:
-        return self.label != 'ok'
+        return self.label not in ('ok', 'unparsed')
 
 
 @dataclasses.dataclass(frozen=True)

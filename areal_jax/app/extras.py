@@ -12,7 +12,13 @@ from ml_collections import config_dict
 
 from areal_jax.config.ranges import ConfigError
 
-_EXTRAS = {'tensorboardX': 'tensorboard', 'matplotlib': 'plots', 'reasoning_gym': 'tasks', 'gguf': 'gguf'}
+_EXTRAS = {
+    'tensorboardX': 'tensorboard',
+    'matplotlib': 'plots',
+    'reasoning_gym': 'tasks',
+    'math_verify': 'tasks',
+    'gguf': 'gguf',
+}
 
 
 def require_extras(config: config_dict.ConfigDict) -> None:
@@ -31,5 +37,7 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
     if c.task.name == 'reasoning_gym':
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
+    if c.task.name == 'jsonl' and c.task.answer == 'math' and c.loss.objective != 'sft':
+        yield 'math_verify', "task.answer='math'", ''
     if c.model.source == 'gguf':
         yield 'gguf', "model.source='gguf'", ''

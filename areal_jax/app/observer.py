@@ -26,6 +26,8 @@ class ObserverState(TypedDict):
     last_time_s: float
     generated: int  # tokens since the last update
     interruptions: int  # since the last update
+    audited: int  # answers compared a second time since the last update
+    disagreements: int  # of these
 
 
 class StepObserver:
@@ -46,7 +48,7 @@ class StepObserver:
         self._metrics, self._progress, self._compilations = metrics, progress, compilations
         self._cpu_seconds, self._last_time_s, self._rates = cpu_seconds, first_time_s, rates
         self._update_seconds: collections.deque[float] = collections.deque()  # of updates that are not published yet
-        self._generated = self._interruptions = self._compiled = 0
+        self._generated = self._interruptions = self._compiled = self._audited = self._disagreements = 0
         self._evaluating = False
         self._evaluations: list[Mapping[str, float]] = []  # of evaluations beside training, not written yet
         self._cpu_at_first_admission: float | None = None
@@ -66,6 +68,9 @@ class StepObserver:
             self._generated += event['tokens']
         elif event['kind'] == 'interrupt':
             self._interruptions += 1
+        elif event['kind'] == 'audit':
+            self._audited += 1
+            self._disagreements += event['outcome'] == 'disagrees'
         elif event['kind'] == 'admit' and self._cpu_at_first_admission is None:
             self._cpu_at_first_admission = self._cpu_seconds()
 
@@ -92,6 +97,7 @@ class StepObserver:
         if self._progress:
             self._progress.update(record.step, values)
         self._last_time_s, self._generated, self._interruptions, self._compiled = record.time_s, 0, 0, compiled
+        self._audited = self._disagreements = 0
 
     def note_evaluation(self, values: Mapping[str, float]) -> None:
         """Metrics of an evaluation beside training: they go into the row of the next update that has none."""
@@ -107,18 +113,25 @@ class StepObserver:
             'last_time_s': self._last_time_s,
             'generated': self._generated,
             'interruptions': self._interruptions,
+            'audited': self._audited,
+            'disagreements': self._disagreements,
         }
 
     def restore(self, state: ObserverState) -> None:
         """Continue from the state in a checkpoint."""
         self._last_time_s = state['last_time_s']
         self._generated, self._interruptions = state['generated'], state['interruptions']
+        self._audited, self._disagreements = state.get('audited', 0), state.get('disagreements', 0)
 
     def _counted(self, record: StepRecord) -> dict[str, Value]:
         seconds = max(record.time_s - self._last_time_s, 1e-9)
         known = number(record.metrics, names.UPDATE_TOKENS)
         trained = 0.0 if known is None else known
+        labels = [trajectory.label for group in record.groups for trajectory in group.trajectories]
+        audit = {names.AUDIT_DISAGREEMENTS: self._disagreements} if self._audited else {}
         return {
+            **audit,
+            names.REWARD_UNPARSED: labels.count('unparsed') / max(len(labels), 1),
             names.GENERATE_RATE: self._generated / seconds,
             **self._rates.of_engines(self._generated / seconds),
             names.TRAIN_RATE: trained / seconds,

@@ -80,7 +80,9 @@ class Session(Run):
         start_s = snapshot['clock_s'] if snapshot else 0.0
         self.log = self._open_log(*((snapshot['next_seq'], snapshot['next_run']) if snapshot else (0, 0)))
         self.clock = build_clock(config, self.log, start_s)
-        self.verifier = self._own(build_verifier(config, self.clock, task, model.tokenizer.decode))
+        self.verifier = self._own(
+            build_verifier(config, self.clock, task, model.tokenizer.decode, workdir=self.workdir)
+        )
         self.verifier.start()
         self._beside_verifier = self._start_beside_verifier(task, model)
         self.supervisor = Supervisor(self.clock)

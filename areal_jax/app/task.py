@@ -5,6 +5,7 @@ Used by session.py and sft.py; tasks/ has the implementations.
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import cast
 
@@ -14,6 +15,8 @@ from areal_jax import events
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.plugins import absolute_spec, is_own, load_function
+from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.audit import Audit
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.task import Scorer, Task, TaskError
@@ -68,12 +71,13 @@ def build_verifier(
     *,
     workers: int | None = None,
     lane: str = events.REWARD,
+    workdir: pathlib.Path | None = None,
 ) -> ProcessVerifier | InlineVerifier:
     """The verifier of the task's answers, which are scored by task.reward where that is set.
 
-    An own scorer is called once, with an empty answer, when the verifier starts. `workers`: None =
-    task.verifier_workers.
-    Raises UserError for one that workers cannot load, and at the start for one that fails.
+    An own scorer is called once, with an empty answer, when the verifier starts. A verifier that compares some answers
+    twice writes to WORKDIR/audit.jsonl. `workers`: None = task.verifier_workers.
+    Raises UserError for a scorer that workers cannot load, and at the start for one that fails.
     """
     reward = config.task.reward
     own = reward or is_own(config.task.name)
@@ -94,7 +98,14 @@ def build_verifier(
         memory_mb=config.task.verifier_memory_mb,
         lane=lane,
         trial=trial,
+        audit=_build_audit(config, workdir),
     )
+
+
+def _build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | None:
+    if workdir is None or config.task.name != 'jsonl' or config.task.answer != 'math' or not config.task.audit_fraction:
+        return None
+    return Audit(workdir, config.task.audit_fraction, mathematics.compare_texts)
 
 
 def _require_loadable(scorer: str, task: Task, reward: str) -> None:

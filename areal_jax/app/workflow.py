@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import UserError
 from areal_jax.plugins import is_own, load_function, raising_user_error
-from areal_jax.protocols import Episode, Pool, Workflow
+from areal_jax.protocols import Episode, Generator, Workflow
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.types import Prompt, SamplingParams

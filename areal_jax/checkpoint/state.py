@@ -121,6 +121,7 @@ def encode_trajectory(trajectory: Trajectory) -> JsonObject:
         'admitted_s': float(trajectory.admitted_s),
         'finished_s': float(trajectory.finished_s),
         'consumed_s': float(trajectory.consumed_s),
+        'label': trajectory.label,
     }
 
 
@@ -135,6 +136,7 @@ def decode_trajectory(record: Mapping[str, object]) -> Trajectory:
         reward=float(_take(record, 'reward', _NUMBER, 'trajectory')),
         finish_reason=_take(record, 'finish_reason', str, 'trajectory'),
         engine=_take(record, 'engine', str, 'trajectory'),
+        label=str(record.get('label', 'ok')),  # checkpoints of earlier versions have none
         **times,
     )
 

@@ -120,6 +120,11 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     model = c.model
     if c.task.name == 'jsonl' and not c.task.path:
         yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"
+    if c.task.name == 'jsonl' and c.task.answer == 'math' and c.task.verifier == 'inline':
+        yield (
+            "task.verifier='inline' cannot end a comparison that hangs, which task.answer='math' needs; use "
+            "task.verifier='process'"
+        )
     if model.source == 'gguf' and not model.path:
         yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
     if model.source == 'hf' and not model.path:

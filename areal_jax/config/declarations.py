@@ -76,8 +76,19 @@ SECTIONS: Mapping[str, Section] = {
         options=Options('FILE.py:FUNCTION: its parameters by name, any keys; task.options.digits=3'),
         reward=Text('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
         system_prompt=Text('', "'' = that of the chat template"),
-        datasets=Texts((), 'reasoning_gym: a mix of basic_arithmetic, chain_sum, products'),
+        datasets=Texts(
+            (), "reasoning_gym: a mix of its data sets, 'name' or 'name:option=value:...', see docs/answers.md"
+        ),
+        dataset_size=Integer(500, COUNT, 'reasoning_gym: questions drawn from each data set; all of basic ones'),
         path=Text('', 'jsonl: a file with one JSON object {question, answer} a line; sft: also {messages}'),
+        answer=Choice(
+            'integer',
+            ('integer', 'number', 'exact', 'normalised', 'math'),
+            'jsonl: what is compared, see docs/answers.md',
+        ),
+        audit_fraction=Real(
+            0.01, SHARE, 'math: share of the answers that are compared a second time, see docs/answers.md'
+        ),
         held_out_fraction=Real(0.25, SHARE, 'share of the problems kept for evaluation'),
         over_length=Choice('refuse', ('refuse', 'drop'), 'problems that fit no slot (sft: no row); drops are counted'),
         symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),

@@ -65,6 +65,7 @@ class RunningGroup:
             engine=episode.engine,
             admitted_s=self.admitted_s,
             finished_s=finished_s,
+            label=verdict.label,
         )
 
     @property

@@ -117,4 +117,6 @@ class RunningGroups:
             'reward', draw=group.prompt.draw, sample=episode.sample, value=verdict.reward, label=verdict.label,
             attempts=verdict.attempts,
         )  # fmt: skip
+        if verdict.audit:
+            self._log.write('audit', draw=group.prompt.draw, sample=episode.sample, outcome=verdict.audit)
         return verdict

@@ -36,6 +36,12 @@ def ends(metrics: Metrics, name: str) -> Ends:
     return {'first': values[0] if values else None, 'last': values[-1] if values else None}
 
 
+def mean(metrics: Metrics, name: str) -> float | None:
+    """Mean over the updates that have the metric."""
+    values = _values(metrics, name)
+    return sum(values) / len(values) if values else None
+
+
 def weighted_mean(metrics: Metrics, name: str, weight: str) -> float | None:
     """Mean over the updates, each with its count; updates without a value or a count are left out."""
     pairs = [(number(line, name), number(line, weight)) for line in metrics]

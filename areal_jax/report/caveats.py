@@ -20,6 +20,8 @@ from areal_jax.telemetry.values import counts, number
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
 AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
 MOST_FILTERED = 0.5  # of the finished groups
+UNPARSED_SHARE = 0.5  # of the answers of the second half of the run: the task or the reading of answers is at fault
+UNPARSED_RISE = 0.2  # of that share from the first to the last quarter of the updates
 COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
 
 
@@ -31,6 +33,8 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
         _errors(events),
         warn_of_skipped_steps(report['optimizer_steps']),
         warn_of_equal_rewards(metrics),
+        _unparsed(metrics),
+        _audit(report),
         _kept_mass(metrics),
         _compilations(facts),
         _at_bound(metrics, facts.eta),
@@ -123,6 +127,36 @@ def _unfinished(events: Sequence[Event], report: Report, facts: RunFacts) -> str
     last = [event for event in events if event['kind'] in ('signal', 'error', 'restore')][-1:]
     ends = {'signal': 'it was stopped by a signal', 'error': 'it ended with an error'}
     return describe_unfinished(report['steps'], facts, ends.get(last[0]['kind'] if last else '', 'it was killed'))
+
+
+def _unparsed(metrics: Metrics) -> str:
+    rates = [rate for line in metrics if (rate := number(line, names.REWARD_UNPARSED)) is not None]
+    if not rates:
+        return ''
+    late, quarter = rates[len(rates) // 2 :], max(len(rates) // 4, 1)
+    first, last = sum(rates[:quarter]) / quarter, sum(rates[-quarter:]) / quarter
+    advice = 'look at such answers, and say in task.system_prompt how the final answer is to be written.'
+    if (share := sum(late) / len(late)) > UNPARSED_SHARE:
+        return (
+            f'In {share:.0%} of the answers of the second half of the run no answer could be read, and they were '
+            f'trained as reward 0: {advice}'
+        )
+    if last - first >= UNPARSED_RISE:
+        return (
+            f'Answers that could not be read rose from {first:.0%} to {last:.0%} of a batch, trained as reward 0: '
+            f'the policy may be leaving the form that the scorer reads; {advice}'
+        )
+    return ''
+
+
+def _audit(report: Report) -> str:
+    audit = report['audit']
+    if audit is None or not audit['disagreements']:
+        return ''
+    return (
+        f'A second comparison contradicts {audit["disagreements"]} of {audit["answers"]} rewards that were checked: '
+        'read audit.jsonl.'
+    )
 
 
 def _kept_mass(metrics: Metrics) -> str:

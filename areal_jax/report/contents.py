@@ -80,6 +80,18 @@ class OptimizerSteps(TypedDict):
     skipped: int  # their gradient was not finite
 
 
+class Unparsed(Ends):
+    mean: float | None  # over the updates
+
+
+class Audit(TypedDict):
+    """Answers whose score was compared a second time (task.audit_fraction)."""
+
+    answers: int
+    disagreements: int  # kept in audit.jsonl
+    undecided: int
+
+
 class BeforeAfter(TypedDict):
     before: float | None
     after: float | None
@@ -133,6 +145,8 @@ class Report(TypedDict):
     tokens: Tokens
     optimizer_steps: OptimizerSteps
     reward: Ends
+    unparsed_rate: Unparsed  # share of a batch's answers in which no answer could be read
+    audit: Audit | None  # None where no answer was compared a second time
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
     evaluation_curve: list[CurveRow]  # evaluations beside training, by version

@@ -111,9 +111,16 @@ def _accuracy_rows(report: Report) -> list[tuple[str, ...]]:
 
 def _learning_rows(report: Report) -> list[tuple[str, ...]]:
     reward, mismatch, steps = report['reward'], report['mismatch'], report['optimizer_steps']
+    unparsed, audit = report['unparsed_rate'], report['audit']
+    compared = audit and f'{audit["answers"]} / {audit["disagreements"]} / {audit["undecided"]}'
     return [
         ('optimizer steps, applied / skipped (gradient not finite)', f'{steps["applied"]} / {steps["skipped"]}'),
         ('reward, first to last update', f'{format_number(reward["first"])} to {format_number(reward["last"])}'),
+        (
+            'answers that could not be read, first to last update',
+            f'{format_percent(unparsed["first"])} to {format_percent(unparsed["last"])}',
+        ),
+        *([('answers compared twice / disagreements (audit.jsonl) / undecided', compared)] if compared else []),
         (
             'tokens generated / trained',
             f'{report["tokens"]["generated"]} / {format_number(report["tokens"]["trained"])}',

@@ -79,6 +79,11 @@ def build_report(
         'tokens': {'generated': _generated(training), 'trained': aggregates.total(metrics, names.TOKENS_TRAINED)},
         'optimizer_steps': count_optimizer_steps(metrics),
         'reward': aggregates.ends(metrics, names.REWARD_MEAN),
+        'unparsed_rate': {
+            **aggregates.ends(metrics, names.REWARD_UNPARSED),
+            'mean': aggregates.mean(metrics, names.REWARD_UNPARSED),
+        },
+        'audit': _audit(training),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
         'evaluation_curve': evaluation_curve(events, curve),
@@ -153,6 +158,17 @@ def _filtered_rate(events: Sequence[Event], filtered: int) -> float | None:
 
 def _generated(events: Sequence[Event]) -> int:
     return sum(event['tokens'] for event in events if event['kind'] == 'decode')
+
+
+def _audit(events: Sequence[Event]) -> contents.Audit | None:
+    outcomes = [event['outcome'] for event in events if event['kind'] == 'audit']
+    if not outcomes:
+        return None
+    return {
+        'answers': len(outcomes),
+        'disagreements': outcomes.count('disagrees'),
+        'undecided': outcomes.count('undecided'),
+    }
 
 
 def _interruptions(events: Sequence[Event]) -> list[InterruptEvent]:

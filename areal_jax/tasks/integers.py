@@ -8,6 +8,11 @@ import re
 _NUMBER = re.compile(r'((?<![\w.)])-)?([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(\.[0-9]+)?')
 
 
+def has_number(text: str) -> bool:
+    """Whether there is any number in the text, an integer or not."""
+    return _NUMBER.search(text) is not None
+
+
 def last_integer(text: str) -> str | None:
     """The last number of the text in its shortest form, '-?[0-9]+'; None if there is none or it has a fraction.
 

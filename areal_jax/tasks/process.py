@@ -43,7 +43,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=_worker_environment() | {MARK: self._mark},
+            env=worker_environment() | {MARK: self._mark},
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -157,7 +157,8 @@ def _parse(line: bytes, keys: tuple[str, ...]) -> JsonObject:
     raise WorkerDiedError(f'expected {" or ".join(keys) or "nothing"} from a worker, got {line[:80]!r}')
 
 
-def _worker_environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
+    """The environment of a process that runs a module of this package."""
     # The worker must import the same copy of this package. One thread each, so that n workers use n cores.
     root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.pathsep.join(entry for entry in (root, os.environ.get('PYTHONPATH', '')) if entry)

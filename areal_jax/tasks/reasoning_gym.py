@@ -1,13 +1,19 @@
-"""The task `reasoning_gym`: one-digit arithmetic from the package reasoning-gym, and the scorer of its answers."""
+"""The task `reasoning_gym`: questions from the data sets of the package reasoning-gym, and the scorer of their answers.
+
+Three data sets of arithmetic, named without options, are given in full with one-digit numbers, and their last integer
+is scored as right or wrong. gym_datasets.py has all others.
+"""
 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Sequence
 
-from areal_jax.tasks.integers import last_integer
-from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
+from areal_jax.tasks import gym_datasets
+from areal_jax.tasks.gym_datasets import import_package
+from areal_jax.tasks.integers import has_number, last_integer
+from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction, integer_or_text
 from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
@@ -28,23 +34,35 @@ DATASETS: dict[str, dict[str, object]] = {
 _PATIENCE = 20
 
 
-def build(tokenizer: Tokenizer, datasets: Sequence[str], system_prompt: str, held_out_fraction: float) -> ListedTask:
-    """All distinct questions of the data sets, split by their expression. Raises TaskError for an unknown data set."""
-    unknown = [name for name in datasets if name not in DATASETS]
-    if unknown or not datasets:
-        raise TaskError(f'task.datasets={tuple(datasets)!r}: choose one or more of {sorted(DATASETS)}')
-    problems = [problem for name in sorted(set(datasets)) for problem in list_problems(name)]
+def build(
+    tokenizer: Tokenizer, datasets: Sequence[str], dataset_size: int, system_prompt: str, held_out_fraction: float
+) -> ListedTask:
+    """The questions of the data sets, split by their expression or text. Raises TaskError for an unknown data set.
+
+    Args:
+      dataset_size: questions drawn from each data set but the three of arithmetic; equal ones count once.
+    """
+    if not datasets:
+        raise TaskError(f'task.datasets=() names none: choose one or more of {gym_datasets.known_names()}')
     sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
-    for problem in problems:
-        side: Split = 'held_out' if is_held_out(problem['expression'], held_out_fraction) else 'train'
-        sides[side].append(problem)
+    for problem in _list_all(sorted(set(datasets)), dataset_size):
+        key = problem['expression'] if 'expression' in problem else problem['question']
+        sides['held_out' if is_held_out(key, held_out_fraction) else 'train'].append(problem)
     return ListedTask(
-        'reasoning_gym', score, sides, lambda problem: chat_messages(problem['question'], system_prompt), tokenizer
+        'reasoning_gym',
+        score,
+        sides,
+        lambda problem: chat_messages(problem['question'], system_prompt),
+        tokenizer,
+        integer_or_text if set(datasets) <= set(DATASETS) else gym_datasets.extract_answer,
     )
 
 
 def is_held_out(expression: str, held_out_fraction: float) -> bool:
-    """Whether an expression is held out; this depends neither on its sentence nor on the other data sets."""
+    """Whether an expression is held out; this depends neither on its sentence nor on the other data sets.
+
+    Data sets without expressions give the question.
+    """
     return hash_fraction(expression) < held_out_fraction
 
 
@@ -53,7 +71,7 @@ def list_problems(dataset: str) -> list[dict[str, str]]:
 
     Item i of seed s is item i + 1 of seed s - 1, so one seed and a growing index see all there is.
     """
-    items = _import_reasoning_gym().create_dataset(dataset, seed=0, **DATASETS[dataset])
+    items = import_package().create_dataset(dataset, seed=0, **DATASETS[dataset])
     found: dict[str, dict[str, str]] = {}
     index = last_new = 0
     while index - last_new <= _PATIENCE * max(len(found), 1):
@@ -78,13 +96,16 @@ def normalize_expression(expression: str) -> str:
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
-    """1 if the answer ended by itself and the data set's own scorer takes its last integer as exactly right, else 0.
+    """For arithmetic 1 if the answer ended by itself and the data set's own scorer takes its last integer, else 0.
 
-    The last integer is taken out first, because the scorers give partial credit for text around it.
+    The last integer is taken out first, because the scorers give partial credit for text around it. The answers of
+    other data sets get what gym_datasets.score gives.
     """
+    if 'options' in problem:
+        return gym_datasets.score(problem, answer_text, finish_reason)
     number = last_integer(answer_text)
     if finish_reason != 'stop' or number is None:
-        return 0.0
+        return UNPARSED if finish_reason == 'stop' and not has_number(answer_text) else 0.0
     return float(_load_scorer(problem['dataset'])(number, problem) == 1.0)
 
 
@@ -96,12 +117,10 @@ def warm_up() -> None:
 
 @functools.cache
 def _load_scorer(dataset: str) -> Callable[[str, Problem], float]:
-    return _import_reasoning_gym().get_score_answer_fn(dataset)
+    return import_package().get_score_answer_fn(dataset)
 
 
-def _import_reasoning_gym() -> types.ModuleType:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise TaskError(f"task.name='reasoning_gym' needs a package: pip install reasoning-gym ({error})") from error
-    return reasoning_gym
+def _list_all(entries: Sequence[str], size: int) -> list[Problem]:
+    arithmetic = [problem for entry in entries if entry in DATASETS for problem in list_problems(entry)]
+    others = [gym_datasets.parse_name(entry) for entry in entries if entry not in DATASETS]
+    return [*arithmetic, *(gym_datasets.list_problems(others, size) if others else [])]

@@ -1,7 +1,7 @@
 """The process that runs a scorer: a line in, a line out, until the pipe closes. Its parent is tasks/worker.py.
 
 First line out: {"ready": true}. Then for each line in, {"id": ..., "problem": ..., "text": ..., "finish_reason": ...},
-one line out: {"id": ..., "reward": 0.5} or {"id": ..., "error": "..."}.
+one line out: {"id": ..., "reward": 0.5} or {"id": ..., "error": "..."}; beside a reward, "label" unless it is 'ok'.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def reply_to(score: Scorer, line: bytes) -> dict[str, object]:
     try:
         request = json.loads(line)
         reply['id'] = request.get('id')
-        reply['reward'] = score_answer(score, request['problem'], request['text'], request['finish_reason'])
+        scored = score_answer(score, request['problem'], request['text'], request['finish_reason'])
+        reply['reward'] = float(scored)
+        if scored.label != 'ok':
+            reply['label'] = scored.label
     except ScoringError as error:
         reply['error'] = str(error)
     except (Exception, KeyboardInterrupt) as error:

@@ -14,18 +14,42 @@ _DESCRIPTION_CHARACTERS = 2000  # of an exception's text
 _NO_NUMBERS = 'cmMSUO'  # kinds of numpy dtypes: complex, times, bytes, text, objects
 
 
+SCORED = ('ok', 'unparsed')  # labels of an answer that has a reward
+
+
+class Score(float):
+    """A reward with a label, which a scorer may return instead of a plain number (label 'ok').
+
+    'unparsed': no answer could be read in the text. Such an answer is trained as reward 0, and counted apart from wrong
+    ones. Raises ValueError for another label, and for 'unparsed' with a reward other than 0.
+    """
+
+    label: str
+
+    def __new__(cls, reward: float, label: str = 'ok') -> Score:
+        if label not in SCORED or (label == 'unparsed' and reward != 0):
+            raise ValueError(f'a score of {reward} with the label {label!r}: labels are ok, and unparsed for reward 0')
+        score = super().__new__(cls, reward)
+        score.label = label
+        return score
+
+
+UNPARSED = Score(0.0, 'unparsed')
+
+
 class ScoringError(Exception):
     """The scorer raised, or returned something that is not a reward; the message says what."""
 
 
-def score_answer(score: Callable[..., object], problem: object, text: str, finish_reason: object) -> float:
-    """The reward of one answer.
+def score_answer(score: Callable[..., object], problem: object, text: str, finish_reason: object) -> Score:
+    """The reward of one answer, with its label.
 
     Raises ScoringError if the scorer raises anything, SystemExit included, or if `to_reward` refuses its value.
     KeyboardInterrupt is raised again: with inline scoring it is the user's Ctrl-C.
     """
     try:
-        return to_reward(score(problem, text, finish_reason))
+        value = score(problem, text, finish_reason)
+        return Score(to_reward(value), value.label if isinstance(value, Score) else 'ok')
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -66,6 +66,11 @@ class Task(Protocol):
         ...
 
 
+def integer_or_text(text: str) -> str:
+    """The last integer of the text; the text itself where there is none."""
+    return last_integer(text) or text
+
+
 class ListedTask:
     """A task whose problems are all listed and already split.
 
@@ -80,6 +85,7 @@ class ListedTask:
         problems: Mapping[Split, Sequence[Problem]],
         messages: Callable[[Problem], Messages],
         tokenizer: Tokenizer,
+        final_answer: Callable[[str], str] = integer_or_text,
     ):
         self.name = name
         self.scorer = spec_of(score)
@@ -88,6 +94,7 @@ class ListedTask:
         self._score = score
         self._messages = messages
         self._tokenizer = tokenizer
+        self._final_answer = final_answer
         self._tokens: dict[Split, list[np.ndarray]] = {}  # of the prompts, int32 [P] each
 
     def fitting(self, prompt_tokens: int, over_length: OverLength) -> ListedTask:
@@ -135,8 +142,8 @@ class ListedTask:
         return self._score(problem, answer_text, finish_reason)
 
     def final_answer(self, text: str) -> str:
-        """The last integer of the text; the text itself where there is none."""
-        return last_integer(text) or text
+        """What an answer's text comes to; see Task."""
+        return self._final_answer(text)
 
     def _make_prompt(self, draw: int, item: tuple[Problem, np.ndarray]) -> Prompt:
         problem, tokens = item

@@ -20,12 +20,14 @@ from areal_jax import events
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock, Event
+from areal_jax.tasks.audit import Audit
 from areal_jax.tasks.process import WorkerDiedError, WorkerProcess
-from areal_jax.tasks.scoring import ScoringError, make_printable, score_answer, to_reward
+from areal_jax.tasks.scoring import SCORED, Score, ScoringError, make_printable, score_answer, to_reward
 from areal_jax.tasks.task import Problem, Scorer, TaskError
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 
-LABELS = ('ok', 'timeout', 'crash', 'error')  # of an attempt; 'error': the scorer raised, or returned no reward
+# of an attempt; 'error': the scorer raised, or returned no reward; for 'unparsed' see scoring.Score
+LABELS = (*SCORED, 'timeout', 'crash', 'error')
 LANE = events.REWARD
 
 _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
@@ -66,7 +68,8 @@ class InlineVerifier:
         """The verdict on one answer; one whose scorer raises or returns no reward is labelled 'error'."""
         problem = copy.deepcopy(dict(prompt.problem))  # a scorer that changes it must not change the next scoring
         try:
-            verdict = Verdict(score_answer(self._score, problem, self._decode(answer_tokens), finish_reason))
+            score = score_answer(self._score, problem, self._decode(answer_tokens), finish_reason)
+            verdict = Verdict(float(score), label=score.label)
         except ScoringError as error:
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
             verdict = Verdict(0.0, label='error')
@@ -102,7 +105,8 @@ class ProcessVerifier:
     If an attempt hangs ('timeout'), or its worker ends or sends anything but one reply ('crash'), the worker is killed
     with every process of its scorer and replaced, and the answer is scored again, `attempts` times at most. If the
     scorer raises or returns no reward ('error'), it would do so again, so there is no further attempt.
-    `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory.
+    `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory. `audit`
+    compares a share of the scored answers a second time, which changes no reward.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class ProcessVerifier:
         start_deadline_s: float = 120.0,
         lane: str = LANE,
         trial: Problem | None = None,
+        audit: Audit | None = None,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
             raise TaskError(
@@ -135,6 +140,7 @@ class ProcessVerifier:
         self._attempts = attempts
         self._memory_mb = memory_mb
         self._trial = trial
+        self._audit = audit
         self._workers: list[WorkerProcess] = []  # every process that may still be in the process table
         self._free: collections.deque[_Slot] = collections.deque()
         self._queue: collections.deque[_Ticket] = collections.deque()
@@ -178,9 +184,9 @@ class ProcessVerifier:
             for attempt in range(1, self._attempts + 1):
                 verdict = await self._attempt(slot, request, prompt, attempt)
                 self.attempts_by_label[verdict.label] += 1
-                if verdict.label in ('ok', 'error'):
+                if verdict.label not in ('timeout', 'crash'):
                     break
-            return verdict
+            return self._audited(verdict, prompt, request)
         finally:
             self._release_slot(slot)
 
@@ -199,6 +205,11 @@ class ProcessVerifier:
             self.close()
             raise _trial_failed(self._scorer, error) from error
 
+    def _audited(self, verdict: Verdict, prompt: Prompt, request: JsonObject) -> Verdict:
+        if self._audit is None or verdict.failed or request['finish_reason'] != 'stop':
+            return verdict
+        return dataclasses.replace(verdict, audit=self._audit.check(prompt, request['text'], verdict.reward))
+
     async def _attempt(self, slot: _Slot, request: JsonObject, prompt: Prompt, attempt: int) -> Verdict:
         try:
             reply = await self._ask(slot, request, {'draw': prompt.draw, 'attempt': attempt})
@@ -214,7 +225,8 @@ class ProcessVerifier:
         try:
             if 'error' in reply:
                 raise ScoringError(reply['error'])
-            return Verdict(to_reward(reply['reward']), attempt)
+            score = Score(to_reward(reply['reward']), reply.get('label', 'ok'))
+            return Verdict(float(score), attempt, score.label)
         except (ScoringError, TypeError, ValueError, OverflowError) as error:
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, make_printable(str(error)))
             return Verdict(0.0, attempt, 'error')

@@ -25,6 +25,12 @@ TIME = Metric('time', 's', 'seconds of the clock, evaluations included; a resume
 
 REWARD_MEAN = Metric('reward/mean', 'reward', 'mean over the trajectories of the batch, filtered groups included')
 REWARD_STD = Metric('reward/std', 'reward', 'standard deviation over the same trajectories')
+REWARD_UNPARSED = Metric('reward/unparsed_rate', 'share', 'answers of the batch in which no answer could be read')
+AUDIT_DISAGREEMENTS = Metric(
+    'reward/audit_disagreements',
+    'answers',
+    'whose second comparison contradicts the reward; absent where none was compared',
+)
 
 FILTERED_RATE = Metric(
     'reward/filtered_rate', 'share', 'finished groups that task.filter dropped and refilled; absent without a filter'

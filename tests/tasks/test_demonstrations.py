@@ -49,7 +49,9 @@ def test_the_sides_are_those_of_the_task_that_rewards(path):
     held_out = {prompt for prompt, _ in texts(read(path, TOKENIZER).held_out)}
     assert held_out == {
         p['question']
-        for p in jsonl.build(TOKENIZER, path, **task_values('system_prompt', 'held_out_fraction')).problems['held_out']
+        for p in jsonl.build(TOKENIZER, path, **task_values('answer', 'system_prompt', 'held_out_fraction')).problems[
+            'held_out'
+        ]
     }
 
 

@@ -54,7 +54,7 @@ def check(name, tmp_path, deadline_s):
     assert first == Verdict(expected.reward, attempts=1, label=expected.label)
     assert after == [Verdict(reward) for reward in AFTER]
     labels = [expected.label, 'ok', 'ok', 'ok']
-    assert counts == {label: labels.count(label) for label in ('ok', 'timeout', 'crash', 'error')}
+    assert counts == {label: labels.count(label) for label in ('ok', 'unparsed', 'timeout', 'crash', 'error')}
 
 
 @pytest.mark.parametrize('name', [name for name, expected in HOSTILE_SCORERS.items() if not expected.slow])

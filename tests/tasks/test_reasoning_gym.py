@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 
-from areal_jax.tasks import reasoning_gym
+from areal_jax.tasks import gym_datasets, reasoning_gym
+from areal_jax.tasks.scoring import score_answer
 from areal_jax.tasks.task import ListedTask, TaskError
 from areal_jax.tasks.tokenizer import CharacterTokenizer
 from tests.tasks.declared import task_values
@@ -15,7 +17,7 @@ ASCII = ''.join(map(chr, range(32, 127)))
 
 
 def build(datasets, **changes):
-    values = task_values('system_prompt', 'held_out_fraction', **changes)
+    values = task_values('dataset_size', 'system_prompt', 'held_out_fraction', **changes)
     return reasoning_gym.build(CharacterTokenizer(ASCII), datasets, **values)
 
 
@@ -105,10 +107,72 @@ def test_every_listed_answer_is_right_and_its_successor_wrong(task):
         assert task.score(problem, str(int(problem['answer']) + 1), 'stop') == 0.0
 
 
-@pytest.mark.parametrize('datasets', [(), ('chain_sum', 'sudoku')])
-def test_unknown_data_sets_are_named(datasets):
-    with pytest.raises(TaskError, match=r"task\.datasets=.*choose one or more of \['basic_arithmetic'"):
+@pytest.mark.parametrize(('text', 'label'), [('five', 'unparsed'), ('5', 'ok'), ('6.5', 'ok')])
+def test_an_answer_without_a_number_is_unparsed(text, label):
+    assert score_answer(reasoning_gym.score, {'dataset': 'products', 'answer': '6'}, text, 'stop').label == label
+
+
+@pytest.mark.parametrize(
+    ('datasets', 'message'),
+    [
+        ((), r"task\.datasets=\(\) names none: choose one or more of \['ab', 'acre', "),
+        (
+            ('chain_sum', 'sudokku'),
+            r"task\.datasets: reasoning-gym has no data set 'sudokku'; did you mean 'sudoku' or 'mini_sudoku'",
+        ),
+        (
+            ('chain_sum:terms=3',),
+            r"task\.datasets: 'chain_sum:terms=3' has no option 'terms'; its options: min_terms, max_terms,",
+        ),
+        (('chain_sum:min_terms',), r"task\.datasets: 'min_terms' in 'chain_sum:min_terms' must be option=value"),
+        (('chain_sum:min_terms=9:max_terms=3',), r"'chain_sum:min_terms=9:max_terms=3' cannot be made: AssertionError"),
+        (
+            ('composite',),
+            r"task\.datasets: 'composite' cannot be made: AssertionError: Must specify at least one dataset",
+        ),
+    ],
+)
+def test_what_the_package_does_not_have_is_named(datasets, message):
+    with pytest.raises(TaskError, match=message):
         build(datasets)
+
+
+def test_a_data_set_with_options_is_the_packages_own():
+    task = build(('products', 'chain_sum:min_digits=3:max_digits=3'), dataset_size=8)
+    problems = [p for side in ('train', 'held_out') for p in task.problems[side] if p['dataset'] == 'chain_sum']
+    assert len(problems) == 8
+    assert all(len(number) == 3 for p in problems for number in re.findall('[0-9]+', p['question']))
+    json.dumps(problems)
+    for problem in problems:
+        assert task.score(problem, problem['answer'], 'stop') == 1.0
+        assert task.score(problem, f'<answer>{problem["answer"]}</answer>', 'stop') == 1.0
+        assert task.score(problem, problem['answer'], 'length') == 0.0
+        assert score_answer(task.score, problem, ' ', 'stop').label == 'unparsed'
+    assert task.final_answer('so it is <answer> 17 </answer>.') == '17'
+
+
+# word_ladder and isomorphic_strings follow the order of a set, list_functions the global generator of `random`,
+# arc_agi has tuples and graph_color numbers as keys, gsm_symbolic fractions
+NAMES = ('word_ladder', 'isomorphic_strings', 'list_functions', 'arc_agi', 'graph_color', 'gsm_symbolic', 'sudoku')
+
+
+def test_items_depend_on_the_data_set_alone_and_survive_json():
+    one = list_all(*NAMES, size=12)  # one process
+    assert len(one) > 12 * len(NAMES) / 2
+    assert [p for p in one if p['dataset'] == 'word_ladder'] == list_all('word_ladder', size=12)
+    read = json.loads(json.dumps(one))
+    assert read == one
+    rewards = {p['dataset']: reasoning_gym.score(p, p['answer'], 'stop') for p in read if 'answer' in p}
+    assert rewards == dict.fromkeys(set(NAMES) - {'graph_color'}, 1.0)  # which has no single gold
+
+
+def list_all(*names, size):
+    return gym_datasets.list_problems([gym_datasets.parse_name(name) for name in names], size)
+
+
+def test_an_answer_that_makes_the_scorer_raise_is_unparsed():
+    [problem] = list_all('prime_factorization', size=1)
+    assert score_answer(reasoning_gym.score, problem, 'no idea', 'stop').label == 'unparsed'
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):

@@ -64,7 +64,7 @@ def test_reward_comes_back_through_the_clocks_reward_lane(make):
     assert asyncio.run(ask(judge, 'abcd', draw=5, do='length')) == Verdict(4.0)
     [(lane, work)] = clock.calls
     assert (lane, work.kind, work.amount, work.detail) == ('reward', 'reward', 1.0, {'draw': 5, 'attempt': 1})
-    assert judge.attempts_by_label == {'ok': 1, 'timeout': 0, 'crash': 0, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 0, 'crash': 0, 'error': 0}
 
 
 def test_text_larger_than_a_pipe_holds(make):
@@ -119,7 +119,7 @@ def test_hanging_worker_is_killed_with_its_children_and_replaced(make, tmp_path)
     assert failed == Verdict(0.0, attempts=2, label='timeout')
     assert failed.failed
     assert after == Verdict(3.0)
-    assert judge.attempts_by_label == {'ok': 1, 'timeout': 2, 'crash': 0, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 2, 'crash': 0, 'error': 0}
     started = read_pids(pids, 4)  # worker and child of both attempts
     assert len(set(started)) == 4
     assert all_end(started)
@@ -129,14 +129,14 @@ def test_second_attempt_may_succeed(make, tmp_path):
     judge = make(deadline_s=0.4, attempts=2)
     verdict = asyncio.run(ask(judge, do='hang_once', marker=str(tmp_path / 'marker')))
     assert verdict == Verdict(1.0, attempts=2, label='ok')
-    assert judge.attempts_by_label == {'ok': 1, 'timeout': 1, 'crash': 0, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 1, 'crash': 0, 'error': 0}
 
 
 def test_crash_is_seen_at_once_although_a_child_lives_on(make, tmp_path):
     judge, pids = make(deadline_s=30.0, attempts=2), tmp_path / 'pids'
     verdict = asyncio.run(asyncio.wait_for(ask(judge, do='crash', pids=str(pids)), 10))
     assert verdict == Verdict(0.0, attempts=2, label='crash')
-    assert judge.attempts_by_label == {'ok': 0, 'timeout': 0, 'crash': 2, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 0, 'unparsed': 0, 'timeout': 0, 'crash': 2, 'error': 0}
     assert all_end(read_pids(pids, 4))
 
 
@@ -213,7 +213,7 @@ def test_a_surplus_reply_is_a_crash_of_the_worker_and_shifts_no_other(make, tmp_
         return [first, *[await ask(judge, 'x' * n, do='length') for n in range(2, 6)]]
 
     assert asyncio.run(main()) == [Verdict(1.0), Verdict(2.0, attempts=2), *(Verdict(float(n)) for n in range(3, 6))]
-    assert judge.attempts_by_label == {'ok': 5, 'timeout': 0, 'crash': 1, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 5, 'unparsed': 0, 'timeout': 0, 'crash': 1, 'error': 0}
 
 
 def test_a_limit_below_what_a_worker_needs_names_its_field():
@@ -306,7 +306,7 @@ def test_inline_verifier_labels_like_the_other():
         return [await ask(judge, do='length'), await ask(judge, do='raise')]
 
     assert asyncio.run(main()) == [Verdict(3.0), Verdict(0.0, label='error')]
-    assert judge.attempts_by_label == {'ok': 1, 'timeout': 0, 'crash': 0, 'error': 1}
+    assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 0, 'crash': 0, 'error': 1}
 
 
 # Under the clocks of the program.

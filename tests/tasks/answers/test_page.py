@@ -1,0 +1,47 @@
+"""The tables of docs/answers.md say what the code does."""
+
+import pathlib
+import re
+
+import pytest
+
+from areal_jax.config.declarations import choices
+from areal_jax.tasks import jsonl
+from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.scoring import score_answer
+
+PAGE = (pathlib.Path(__file__).parents[3] / 'docs' / 'answers.md').read_text()
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without backticks and with line ends."""
+    section = PAGE.partition(f'### `{heading}`')[2].partition('\n#')[0]
+    table = [line for line in section.splitlines() if line.startswith('| `')]
+    return [[cell.strip('`').replace(r'\n', '\n') for cell in re.split(r' ?\| ?', line)[1:-1]] for line in table]
+
+
+@pytest.mark.parametrize(('kind', 'n'), [('number', 22), ('exact', 5), ('normalised', 8)])
+def test_what_a_text_is_read_as(kind, n):
+    table = rows(kind)
+    assert len(table) == n
+    for text, form in table:
+        label = score_answer(jsonl.KINDS[kind].score, {'answer': form}, text, 'stop').label
+        assert label == ('unparsed' if form == 'unparsed' else 'ok'), text
+        if label == 'ok':
+            assert jsonl.KINDS[kind].final_answer(text) == form, text
+            assert jsonl.KINDS[kind].score({'answer': form}, text, 'stop') == 1.0
+            assert jsonl.KINDS[kind].read_gold(text) == form
+
+
+def test_what_is_equal_as_mathematics():
+    table = rows('math')
+    assert len(table) == 11
+    for gold, text, equal in table:
+        score = score_answer(mathematics.score, {'answer': gold}, text, 'stop')
+        expected = {'yes': 1.0, 'no': 0.0}.get(equal, equal)
+        assert (score.label if equal == 'unparsed' else score) == expected, (gold, text)
+
+
+def test_every_kind_is_on_the_page():
+    for kind in choices('task.answer'):
+        assert f'| `{kind}` |' in PAGE
