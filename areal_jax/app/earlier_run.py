@@ -117,20 +117,21 @@ def split_checkpoint(path: str) -> tuple[pathlib.Path, str | None]:
 def read_run_config(path: str, field: str = _FIELD) -> TrackedConfig:
     """What the config of a run says about its model; raises ConfigError for a path that is not of a run."""
     workdir, _ = split_checkpoint(path)
-    file = workdir / CONFIG
-    if not file.is_file():
+    file, fix = workdir / CONFIG, 'restore the file as the run wrote it'
+    values = files.read_json(file, fix) if file.is_file() else {}
+    if not isinstance(values.get('model'), dict):  # a directory of Hugging Face has a config.json too
         files_of_a_model = "; a directory of Hugging Face files needs model.source='hf'" if field == _FIELD else ''
         raise ConfigError(
-            f'{field}={path!r} is no run: {workdir} has no {CONFIG}. Give the --workdir of a run, or one of its '
+            f'{field}={path!r} is no run: {workdir} has no {CONFIG} of one. Give the --workdir of a run, or one of its '
             f'checkpoints, WORKDIR/{CHECKPOINTS}/step_...{files_of_a_model}'
         )
-    fix = 'restore the file as the run wrote it'
     config = default_config()
     known = dict(flatten(config))
-    saved = {name: value for name, value in flatten(files.read_json(file, fix)) if name.startswith(_READ)}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    saved = {name: value for name, value in flatten(values) if name.startswith(_READ) and name in known}
     try:
-        config.update_from_flattened_dict({name: value for name, value in values.items() if name in known})
+        config.update_from_flattened_dict(
+            {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(f'{file} holds a value of another type than its field ({error}): {fix}') from error
     return TrackedConfig(config)

@@ -62,19 +62,28 @@ def replace_export(workdir: pathlib.Path, step: int, dtype: str) -> None:
     _write_checkpoint(workdir / DIRECTORY, workdir, step, dtype)
 
 
-def write_export(out: pathlib.Path, workdir: pathlib.Path, step: int, params: Params, model: Model, dtype: str) -> None:
+def write_export(
+    out: pathlib.Path,
+    workdir: pathlib.Path,
+    step: int,
+    params: Params,
+    digest: str,
+    model: Model,
+    dtype: str,
+) -> None:
     """Writes weights of a run with all that belongs to them; replaces an earlier export in `out`.
 
     Args:
       workdir: of the run; its config and, as far as they are there, its scores and facts go into the model card.
       step: updates that made the weights.
       params: in list form, adapters merged; a value head is left out.
+      digest: `weights_sha256` of them.
       model: the decoder and the tokenizer; its own weights are not used.
 
     Raises PublicationError, HfError, and FileError for a damaged file of the workdir.
     """
     values = _read_values(workdir)
-    digest, tokenizer = weights_sha256(params), model.tokenizer
+    tokenizer = model.tokenizer
     card = ExportedModel(
         values=values,
         step=step,
@@ -109,10 +118,16 @@ def holds_export(directory: pathlib.Path, step: int) -> bool:
 
 def _write_checkpoint(out: pathlib.Path, workdir: pathlib.Path, step: int | None, dtype: str) -> None:
     run = EarlierRun(str(workdir), step, '--workdir')
-    model = describe_model(run.config)
+    try:
+        model = describe_model(run.config)
+    except UserError as error:
+        raise ExportError(
+            f'{run.workdir / CONFIG} names the model that the run started from, which has its shape and tokenizer: '
+            f'{error}. A relative path there is one of the directory in which the run was started'
+        ) from error
     on_host = jax.sharding.SingleDeviceSharding(_host_device())
     params = run.read_weights(model.decoder, lambda tree: jax.tree.map(lambda _: on_host, tree))
-    write_export(out, run.workdir, run.step, params, model, dtype)
+    write_export(out, run.workdir, run.step, params, weights_sha256(params), model, dtype)
 
 
 def _require_free(out: pathlib.Path) -> None:

@@ -174,7 +174,7 @@ class Run(abc.ABC):
             report = None
             if self._run():
                 report, weights = self._report()
-                self._export(weights)
+                self._export(weights, report['weights_sha256'])
             if self._unsaved:
                 raise self._unsaved
             return report
@@ -303,7 +303,7 @@ class Run(abc.ABC):
 
     # The export and the report.
 
-    def _export(self, weights: Params) -> None:
+    def _export(self, weights: Params, digest: str) -> None:
         """Writes WORKDIR/export. The results of the run are on the disk, so that a failure is kept for the end.
 
         Engines may decode with weights of a lower precision. Then the checkpoint has what is exported.
@@ -313,7 +313,8 @@ class Run(abc.ABC):
         steps = self.config.run.steps
         try:
             if all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights)):
-                write_export(self.workdir / EXPORT, self.workdir, steps, weights, self._model, self._export_dtype)
+                out, dtype = self.workdir / EXPORT, self._export_dtype
+                write_export(out, self.workdir, steps, weights, digest, self._model, dtype)
             else:
                 replace_export(self.workdir, steps, self._export_dtype)
         except UserError as error:

@@ -93,7 +93,8 @@ def test_a_checkpoint_that_was_replaced_is_noticed_at_the_resume(origin, tmp_pat
 def test_what_is_no_run_to_start_from_is_named(origin, tmp_path):
     workdir = origin[0]
     with pytest.raises(
-        ConfigError, match=r"model\.path=.*nowhere' is no run: .* has no config\.json\. .*needs model\.source='hf'"
+        ConfigError,
+        match=r"model\.path=.*nowhere' is no run: .* has no config\.json of one\. .*needs model\.source='hf'",
     ):
         build_model(TrackedConfig(from_run(tmp_path / 'nowhere')))
     with pytest.raises(ConfigError, match=r"model\.source='run' needs model\.path"):

@@ -153,7 +153,7 @@ def test_a_tokenizer_from_hugging_face_is_copied(finished, tmp_path):
     makers = {'eos_token_id': 8, 'pad_token_id': 9, 'repetition_penalty': 1.1, 'temperature': 0.2}
     (source / 'generation_config.json').write_text(json.dumps(makers))
     model = Model(Decoder(CONFIG), None, HfTokenizer(source), companions=source)
-    write_export(tmp_path / 'out', finished.workdir, 5, host_params(), model, 'float32')
+    write_export(tmp_path / 'out', finished.workdir, 5, host_params(), 'digest', model, 'float32')
     for name in ('tokenizer.json', 'tokenizer_config.json'):
         assert (tmp_path / 'out' / name).read_bytes() == (source / name).read_bytes()
     # the run stopped at token 259; its own sampling defines the policy
@@ -236,8 +236,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(finished, tmp_path, c
 BAD = [
     ({'out': 'full'}, r"--out='.*full' exists and is not empty: name another directory, or remove it"),
     ({'out': 'full/file'}, r"--out='.*file' is a file: name a directory that is not there yet"),
-    ({'workdir': 'full'}, r"--workdir='.*full' is no run: .*full has no config\.json\. Give the --workdir of a run"),
+    ({'workdir': 'full'}, r"--workdir='.*full' is no run: .*full has no config\.json of one\. Give the --workdir"),
     ({'workdir': 'nowhere'}, r"--workdir='.*nowhere' is no run"),
+    ({'workdir': 'run/export'}, r"--workdir='.*export' is no run: .*export has no config\.json of one"),
+    ({'workdir': 'torn'}, r'torn/config\.json is no JSON: .*; restore the file as the run wrote it'),
+    (
+        {'workdir': 'moved'},
+        r'moved/config\.json names the model that the run started from.*none/config\.json.*A relative',
+    ),
     ({'workdir': 'begun'}, r"--workdir='.*begun' holds no checkpoint: let that run end, or stop it with Ctrl-C"),
     ({'step': 3}, r'checkpoints has no checkpoint of step 3; it has: 2, 4, 5'),
     ({'workdir': 'run/checkpoints/step_00000003'}, r'has no checkpoint step_00000003; it has: 2, 4, 5'),
@@ -253,6 +259,12 @@ def test_what_cannot_be_exported_is_one_sentence(finished, tmp_path, capsys, cha
     (tmp_path / 'begun').mkdir()
     shutil.copyfile(finished.workdir / 'config.json', tmp_path / 'begun' / 'config.json')
     (tmp_path / 'run').symlink_to(finished.workdir)
+    shutil.copytree(finished.workdir, tmp_path / 'moved')
+    config = json.loads((tmp_path / 'moved' / 'config.json').read_text())
+    config['model'] |= {'source': 'hf', 'path': 'none'}
+    (tmp_path / 'moved' / 'config.json').write_text(json.dumps(config))
+    (tmp_path / 'torn').mkdir()
+    (tmp_path / 'torn' / 'config.json').write_text('{"model":')
     before = {path for path in tmp_path.rglob('*') if 'run/' not in str(path)}
     given = {'workdir': 'run', 'out': 'out', **changes}
     paths = {name: tmp_path / given[name] for name in ('workdir', 'out')}
