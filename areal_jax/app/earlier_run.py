@@ -1,13 +1,17 @@
-"""The weights of another run, for model.source='run': described by its config.json, held by its newest checkpoint."""
+"""The weights of another run: described by its config.json, held by one of its checkpoints.
+
+Used by model.py for model.source='run', and by export.py.
+"""
 
 from __future__ import annotations
 
-import json
 import pathlib
+import re
 from collections.abc import Callable
 
 import jax
 
+from areal_jax import files
 from areal_jax.app.workdir import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
@@ -21,27 +25,42 @@ from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import path_name
 
 _SHAPE = ('family', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
+_FIELD = 'model.path'
+_PARAMS = 'params'  # in the arrays of a checkpoint
 # the fields of that run's config that say which weights and tokenizer it has
 _READ = ('model.', 'lora.', 'task.symbols', 'loss.objective', 'learner.row_tokens', 'rollout.context_tokens')
 
 
 class EarlierRun:
-    """A workdir that model.path names.
+    """The run of a workdir, at one of its checkpoints.
 
-    Raises ConfigError for a path that is not the workdir of a run, or a workdir without a checkpoint.
+    A newer checkpoint that is damaged is passed over, said so on stderr.
+
+    Args:
+      path: the workdir, or one of its checkpoints, WORKDIR/checkpoints/step_00000012.
+      step: which checkpoint; None = the one that `path` names, or the newest that is intact.
+      field: what gave the path, for errors.
+
+    Raises ConfigError for a path that is not of a run, and for a run without a checkpoint; CheckpointError for a step
+    that is not there (naming those that are), for a damaged one, and where none is intact.
     """
 
-    def __init__(self, path: str):
-        self.workdir = pathlib.Path(path)
-        self.config = read_run_config(self.workdir)
+    def __init__(self, path: str, step: int | None = None, field: str = _FIELD):
+        self.workdir, name = split_checkpoint(path)
+        self.config = read_run_config(path, field)
         store = CheckpointStore(self.workdir / CHECKPOINTS)
-        step = store.latest()
-        if step is None:
+        if store.latest() is None:
             raise ConfigError(
-                f'model.path={path!r} holds no checkpoint: let that run end, or stop it with Ctrl-C, which saves one'
+                f'{field}={path!r} holds no checkpoint: let that run end, or stop it with Ctrl-C, which saves one'
             )
-        self.checkpoint = store.path(step)
-        self._params = store.restore(step)[0]['params']
+        if name and step is not None:
+            raise ConfigError(f'{field}={path!r} names a checkpoint already, and the step {step}: give one of them')
+        if (chosen := name or step) is None:
+            self.checkpoint, arrays = store.read_latest(_PARAMS)
+        else:
+            self.checkpoint, arrays = store.path(chosen), store.restore(chosen)[0]
+        self.step = int(self.checkpoint.name.split('_')[1])
+        self._params = arrays[_PARAMS]
 
     def require_shape(self, config: TrackedConfig, shape: ModelConfig) -> None:
         """Raises ConfigError for a field of model.* that is set and differs from the shape of that run's model."""
@@ -49,7 +68,7 @@ class EarlierRun:
             value, theirs = getattr(config.model, field), getattr(shape, field)
             if value not in (default_config().model[field], theirs):
                 raise ConfigError(
-                    f'model.{field}={value!r} is another architecture than that of model.path={str(self.workdir)!r}, '
+                    f'model.{field}={value!r} is another architecture than that of {_FIELD}={str(self.workdir)!r}, '
                     f'which has {theirs!r}: remove the setting'
                 )
 
@@ -84,17 +103,33 @@ class EarlierRun:
             )
 
 
-def read_run_config(workdir: pathlib.Path) -> TrackedConfig:
-    """What the config of a run says about its model; raises ConfigError for a directory that is no workdir."""
-    path = workdir / CONFIG
-    if not path.is_file():
+def split_checkpoint(path: str) -> tuple[pathlib.Path, str | None]:
+    """(workdir, name of the checkpoint's directory) of a path to either; no name for a workdir."""
+    given = pathlib.Path(path)
+    whole = given.absolute()
+    if whole.parent.name == CHECKPOINTS and re.fullmatch(r'step_\d+(_\d+)?', whole.name):
+        return given.parent.parent if len(given.parts) > 2 else whole.parent.parent, whole.name
+    return given, None
+
+
+def read_run_config(path: str, field: str = _FIELD) -> TrackedConfig:
+    """What the config of a run says about its model; raises ConfigError for a path that is not of a run."""
+    workdir, _ = split_checkpoint(path)
+    file, fix = workdir / CONFIG, 'restore the file as the run wrote it'
+    values = files.read_json(file, fix) if file.is_file() else {}
+    if not isinstance(values.get('model'), dict):  # a directory of Hugging Face has a config.json too
+        files_of_a_model = "; a directory of Hugging Face files needs model.source='hf'" if field == _FIELD else ''
         raise ConfigError(
-            f"model.path={str(workdir)!r} has no {CONFIG}: for model.source='run' it must be the --workdir of a run; a "
-            "directory of Hugging Face files needs model.source='hf'"
+            f'{field}={path!r} is no run: {workdir} has no {CONFIG} of one. Give the --workdir of a run, or one of its '
+            f'checkpoints, WORKDIR/{CHECKPOINTS}/step_...{files_of_a_model}'
         )
     config = default_config()
     known = dict(flatten(config))
-    saved = {name: value for name, value in flatten(json.loads(path.read_text())) if name.startswith(_READ)}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    config.update_from_flattened_dict({name: value for name, value in values.items() if name in known})
+    saved = {name: value for name, value in flatten(values) if name.startswith(_READ) and name in known}
+    try:
+        config.update_from_flattened_dict(
+            {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f'{file} holds a value of another type than its field ({error}): {fix}') from error
     return TrackedConfig(config)

@@ -13,7 +13,7 @@ from areal_jax.app.build import build_mesh
 from areal_jax.app.earlier_run import EarlierRun, read_run_config
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
-from areal_jax.formats.gguf import find_package_file, load_gguf, read_gguf_shape
+from areal_jax.formats.gguf import describe_gguf, find_package_file, load_gguf, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.models.decoder import Decoder
@@ -83,9 +83,9 @@ def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
 
 
 def _load_run_model(config: TrackedConfig) -> Model:
-    """The weights of another run's newest checkpoint, with the tokenizer that it was trained with."""
+    """The weights of another run, with the tokenizer that it was trained with."""
     run = EarlierRun(config.model.path)
-    model = _describe_model(run.config)
+    model = describe_model(run.config)
     run.require_shape(config, model.decoder.config)
     model.params = run.read_weights(model.decoder, _cut_params(config, model.decoder.config))
     model.source = run.checkpoint
@@ -100,16 +100,17 @@ def _find_origin(config: TrackedConfig) -> TrackedConfig:
         if path in runs:
             raise ConfigError(f'{runs[-1]} started from {path}, which started from it: their config.json were changed')
         runs.append(path)
-        config = read_run_config(pathlib.Path(path))
+        config = read_run_config(path)
     return config
 
 
-def _describe_model(config: TrackedConfig) -> Model:
-    """Decoder and tokenizer of an earlier run's config, without weights."""
+def describe_model(config: TrackedConfig) -> Model:
+    """Decoder and tokenizer that `build_model` would give, without weights; raises TokenizerError like it."""
     config = _find_origin(config)
     if config.model.source == 'gguf':
-        shape, _, fields = load_gguf(_gguf_file(config))
-        return Model(Decoder(shape), None, GgufTokenizer(fields))
+        file = _gguf_file(config)
+        shape, fields = describe_gguf(file)
+        return Model(Decoder(shape), None, GgufTokenizer(fields, str(file)))
     if config.model.source == 'hf':
         directory = pathlib.Path(config.model.path)
         return Model(Decoder(read_hf_config(directory)), None, HfTokenizer(directory), companions=directory)

@@ -16,10 +16,14 @@ from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, TypedDict, TypeVar
 
+import jax
+import numpy as np
 from ml_collections import config_dict
 
 from areal_jax.app.build import build_hook_function
 from areal_jax.app.compilations import CompilationCounter, use_compilation_cache
+from areal_jax.app.export import DIRECTORY as EXPORT
+from areal_jax.app.export import holds_export, replace_export, write_export
 from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.learner import build_learner, require_finite_weights
@@ -34,6 +38,7 @@ from areal_jax.app.workdir import (
     CHECKPOINTS,
     Report,
     continue_run,
+    describe_unexported,
     describe_unsaved,
     note_weights,
     prepare_workdir,
@@ -44,6 +49,7 @@ from areal_jax.app.workdir import (
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.distributed.leader import CommandLeader
+from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.learning.learner import SpmdLearner
@@ -134,7 +140,7 @@ class Run(abc.ABC):
         self.workdir, self.config = workdir, TrackedConfig(config, overrides)
         self._source, self._resume, self._interrupts = source, resume, interrupts
         self._started = time.monotonic()
-        self._unsaved: CheckpointError | None = None  # set when the checkpoint after the last update failed
+        self._unsaved: UserError | None = None  # set when the checkpoint after the last update, or the export, failed
         self._finished: Report | None = None  # the report of a resumed run that has nothing left to do
         self._idle_fields: list[str] = []
         self._hook: MetricsHook | None = None
@@ -159,24 +165,29 @@ class Run(abc.ABC):
         """Makes all updates (True), or those up to a requested stop, which is saved (False)."""
 
     @abc.abstractmethod
-    def _report(self) -> Report:
-        """Writes the facts and the report of a finished run; returns the report."""
+    def _report(self) -> tuple[Report, Params]:
+        """Writes the facts and the report of a finished run; returns the report and the published weights."""
 
     # From start to end.
 
     def train(self) -> Report | None:
         """Run to the end (the report) or to a requested stop (None; the checkpoint is saved), and free all parts.
 
-        Raises CheckpointError, after the report is written, where the checkpoint after the last update failed.
+        Raises CheckpointError, after the report is written, where the checkpoint after the last update failed, and
+        UserError where the export did.
         """
         with self:
             if self._finished is not None:
+                self._complete_export()
                 return self._finished
             discard_facts(self.workdir)
             finished = self._run()
             if self._hook:
                 self._hook.close()  # before the report, which counts what became of the rows
-            report = self._report() if finished else None
+            report = None
+            if finished:
+                report, weights = self._report()
+                self._export(weights, report['weights_sha256'])
             if self._unsaved:
                 raise self._unsaved
             return report
@@ -223,7 +234,9 @@ class Run(abc.ABC):
         self._start.begin(describe_loading(self.config))
         model = build_model(self.config)
         note_weights(self.workdir, model.source, resume=self._resume)
-        self.decoder = model.decoder
+        self.decoder, self._model = model.decoder, model
+        self._exports = self.config.run.export
+        self._export_dtype = self.config.run.export_dtype if self._exports else ''
         return model
 
     def _build_learner(self, model: Model, checkpoint: Checkpoint | None) -> None:
@@ -313,7 +326,30 @@ class Run(abc.ABC):
                 raise
             self._unsaved = describe_unsaved(error, self.workdir)
 
-    # The report.
+    # The export and the report.
+
+    def _export(self, weights: Params, digest: str) -> None:
+        """Writes WORKDIR/export. The results of the run are on the disk, so that a failure is kept for the end.
+
+        Engines may decode with weights of a lower precision. Then the checkpoint has what is exported.
+        """
+        if not self._exports:
+            return
+        steps = self.config.run.steps
+        try:
+            if all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights)):
+                out, dtype = self.workdir / EXPORT, self._export_dtype
+                write_export(out, self.workdir, steps, weights, digest, self._model, dtype)
+            else:
+                replace_export(self.workdir, steps, self._export_dtype)
+        except UserError as error:
+            self._unsaved = self._unsaved or describe_unexported(error, self.workdir)
+
+    def _complete_export(self) -> None:
+        """Writes the export of a finished run where it is missing, after a kill or on a disk that was full."""
+        steps = self.config.run.steps
+        if self._exports and not holds_export(self.workdir / EXPORT, steps):
+            replace_export(self.workdir, steps, self._export_dtype)
 
     def _common_facts(self) -> CommonFacts:
         return {

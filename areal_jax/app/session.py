@@ -295,11 +295,12 @@ class Session(Run):
         whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
         self._save(step, whole, encode_run_state(snapshot))
 
-    def _report(self) -> Report:
+    def _report(self) -> tuple[Report, Params]:
         self.resources.stop()  # the report is not part of what is measured
         config = self.config
         events = load_events(self.workdir / EVENTS)
         natural = config.staleness.schedule == 'natural'
+        weights = self.learner.publish(config.run.steps)
         facts = RunFacts(
             **self._common_facts(),
             eta=config.staleness.eta if natural else None,
@@ -309,7 +310,7 @@ class Session(Run):
             evaluation_after=self._scores.get('after'),
             compilation_budget=self._compilation_budget,
             event_loop_lag_max=self.clock.max_lag_s if isinstance(self.clock, RealClock) else 0.0,
-            weights_sha256=weights_sha256(self.learner.publish(config.run.steps)),
+            weights_sha256=weights_sha256(weights),
             alone_seconds=alone_seconds(lane_intervals(events), window(events), config.run.steps),
             cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
@@ -318,4 +319,4 @@ class Session(Run):
             problems=self._problems,
         )
         facts.save(self.workdir)
-        return write_report(self.workdir, facts, plots=self._plots)
+        return write_report(self.workdir, facts, plots=self._plots), weights

@@ -12,7 +12,7 @@ from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.task import build_demonstrations
 from areal_jax.app.workdir import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError
-from areal_jax.publication.export import export_hf
+from areal_jax.models.weights import Params
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.sharding.allocation import Allocation
 from areal_jax.telemetry import names
@@ -20,7 +20,6 @@ from areal_jax.telemetry.metrics import merge
 from areal_jax.telemetry.numerals import format_duration
 from areal_jax.telemetry.progress import describe_skipped_steps
 
-EXPORT = 'export'
 _OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
 
 
@@ -47,8 +46,6 @@ class SftSession(Run):
         self._steps, self._per_update = config.run.steps, config.learner.groups_per_update
         self._evaluate_every, self._save_every = config.sft.evaluate_every, config.checkpoint.every
         self._shows_progress = config.telemetry.progress
-        self._export_dtype = config.sft.export_dtype
-        self._companions = model.companions
         self._rates = build_device_rates(config, Allocation(build_mesh(config), ()))
         self._traced = self._traced_learner()
         self.metrics = self._open_metrics(self.step)
@@ -167,10 +164,9 @@ class SftSession(Run):
         self._save(self.step, self.learner.save(), state)
         return self.step
 
-    def _report(self) -> Report:
+    def _report(self) -> tuple[Report, Params]:
         self.learner.require_finite('the trained weights', 'lower optimizer.learning_rate')
         params = self.learner.publish(self.step)
-        export_hf(self.workdir / EXPORT, params, self.decoder.config, dtype=self._export_dtype, source=self._companions)
         facts = SftFacts(
             **self._common_facts(),
             steps=self.step,
@@ -186,4 +182,4 @@ class SftSession(Run):
             weights_sha256=weights_sha256(params),
         )
         facts.save(self.workdir)
-        return write_sft_report(self.workdir, facts)
+        return write_sft_report(self.workdir, facts), params

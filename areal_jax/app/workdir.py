@@ -17,6 +17,7 @@ from areal_jax.config import CONFIG, flatten
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FREE
 from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import UserError
 from areal_jax.events import FILE as EVENTS
 from areal_jax.report import report
 from areal_jax.telemetry import metrics
@@ -34,7 +35,8 @@ _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
 _MAY_CHANGE = (
     *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
-    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.max_filtered_groups', 'run.compilation_'),
+    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.max_filtered_groups'),
+    *('run.compilation_', 'run.export'),
 )
 _SCORED = ('evaluation.problems', 'evaluation.samples')  # what the scores before and after depend on
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
@@ -55,11 +57,13 @@ def prepare_workdir(workdir: pathlib.Path, values: Values, *, resume: bool) -> N
     except OSError as error:
         raise ConfigError(f'--workdir={workdir} cannot be made ({error.strerror}); choose another one') from error
     model = values.get('model', {})
-    if model.get('source') == 'run' and pathlib.Path(model['path']).resolve() == workdir.resolve():
-        raise ConfigError(
-            f'model.path={model["path"]!r} is the --workdir itself: the run that starts from its weights needs '
-            'another --workdir; to go on with it use --resume'
-        )
+    if model.get('source') == 'run':
+        path, ours = pathlib.Path(model['path']).resolve(), workdir.resolve()
+        if ours == path or ours / CHECKPOINTS == path.parent:
+            raise ConfigError(
+                f'model.path={model["path"]!r} is the --workdir itself: the run that starts from its weights needs '
+                'another --workdir; to go on with it use --resume'
+            )
     if resume:
         _require_continuable(workdir, _read_config(workdir), dict(flatten(values)))
         return
@@ -108,6 +112,14 @@ def describe_unsaved(error: CheckpointError, workdir: pathlib.Path) -> Checkpoin
     return CheckpointError(
         f'the checkpoint after the last update of {workdir} failed: {error}. The same command with --resume makes the '
         'updates since the checkpoint before it again'
+    )
+
+
+def describe_unexported(error: UserError, workdir: pathlib.Path) -> UserError:
+    """The error with which a run ends whose export failed."""
+    return UserError(
+        f'the run has finished and its report is in {workdir}, but the export failed: {error}. The same command with '
+        '--resume writes it'
     )
 
 

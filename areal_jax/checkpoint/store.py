@@ -14,7 +14,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -57,6 +57,13 @@ class Follower(Protocol):
 
 class _FollowerError(Exception):
     """A follower that did not write its shards."""
+
+
+class _IntactStep(NamedTuple):
+    step: int
+    path: pathlib.Path
+    arrays: Any
+    run_state: JsonObject
 
 
 class CheckpointStore:
@@ -138,26 +145,53 @@ class CheckpointStore:
 
         Raises CheckpointError where there is no step, or none that is intact.
         """
+        found, damaged = self._newest_intact()
+        if found is None:
+            fix = ': move that directory away to start again at update 0 with --resume, or use another --workdir'
+            raise CheckpointError(f'{self._none_intact(damaged)}{fix if damaged else ""}')
+        for path_damaged, reason in damaged:
+            self._set_aside(path_damaged, reason, found.step)
+        return found.step, found.arrays, found.run_state
+
+    def read_latest(self, part: str) -> tuple[pathlib.Path, Any]:
+        """(directory, arrays) of the newest step of which `part` is intact, 'params' for instance; see `restore`.
+
+        For those who read the checkpoints of another run: a newer step that is damaged is named on stderr, and nothing
+        is changed on the disk.
+
+        Raises CheckpointError where there is no step, or none that is intact.
+        """
+        found, damaged = self._newest_intact(part)
+        if found is None:
+            raise CheckpointError(f'{self._none_intact(damaged)}; name another run')
+        for path, reason in damaged:
+            print(
+                f'warning: the checkpoint {path} is damaged ({reason}); {found.path.name} is read in its place',
+                file=sys.stderr,
+                flush=True,
+            )
+        return found.path, found.arrays
+
+    def _newest_intact(self, part: str | None = None) -> tuple[_IntactStep | None, list[tuple[pathlib.Path, str]]]:
+        """The newest step whose arrays (only those of `part`) are intact, and all newer ones: (path, the damage)."""
         damaged: list[tuple[pathlib.Path, str]] = []
         for step, _, path in reversed(self._saves()):
             try:
                 arrays, run_state = _read_step(path, 'it was intact when the run began: look at the disk')
-                verify_arrays(jax.tree.leaves(arrays))
+                verify_arrays(jax.tree.leaves(arrays if part is None else arrays[part]))
             except (MemoryError, PermissionError):  # say nothing about the files
                 raise
             except Exception as error:  # whatever a damaged file makes the readers raise
                 damaged.append((path, brief(error)))
                 continue
-            for path_damaged, reason in damaged:
-                self._set_aside(path_damaged, reason, step)
-            return step, arrays, run_state
+            return _IntactStep(step, path, arrays, run_state), damaged
+        return None, damaged
+
+    def _none_intact(self, damaged: Sequence[tuple[pathlib.Path, str]]) -> str:
         if not damaged:
-            raise CheckpointError(f'{self._directory} has no checkpoint')
+            return f'{self._directory} has no checkpoint'
         reasons = ', '.join(f'{path.name}: {reason}' for path, reason in damaged)
-        raise CheckpointError(
-            f'no checkpoint in {self._directory} is intact ({reasons}): move that directory away to start again at '
-            'update 0 with --resume, or use another --workdir'
-        )
+        return f'no checkpoint in {self._directory} is intact ({reasons})'
 
     def _set_aside(self, path: pathlib.Path, reason: str, step: int) -> None:
         target = path.with_name(f'damaged_{path.name}')
@@ -172,16 +206,20 @@ class CheckpointStore:
             flush=True,
         )
 
-    def path(self, step: int) -> pathlib.Path:
-        """The directory of a step; the last where it was saved several times. Raises CheckpointError for none."""
+    def path(self, step: int | str) -> pathlib.Path:
+        """The directory of a step, given by its number or by the directory's name; raises CheckpointError for none.
+
+        A number means the last directory where the step was saved several times.
+        """
         saves = self._saves()
-        paths = [path for saved, _, path in saves if saved == step]
+        paths = [path for saved, _, path in saves if step in (saved, path.name)]
         if not paths:
             known = ', '.join(str(saved) for saved, _, _ in saves) or 'none'
-            raise CheckpointError(f'{self._directory} has no checkpoint of step {step}; it has: {known}')
+            wanted = step if isinstance(step, str) else f'of step {step}'
+            raise CheckpointError(f'{self._directory} has no checkpoint {wanted}; it has: {known}')
         return paths[-1]
 
-    def restore(self, step: int) -> tuple[Any, JsonObject]:
+    def restore(self, step: int | str) -> tuple[Any, JsonObject]:
         """(arrays, run state) of a step: nested dicts of StoredArray, which are read when they are asked for.
 
         Raises CheckpointError for a step that is missing or damaged, as far as can be seen without the arrays.

@@ -18,7 +18,12 @@ LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.stra
 AXES = ('data', 'fsdp', 'context', 'tensor')  # of the learner's mesh
 MOST_ENGINES = 1024  # each has a thread
 _MOST_DEVICES = 2**31 - 1
-_FORMER = {**{f'mesh.{axis}': LEARNER for axis in AXES}, 'mesh.strategy': STRATEGY, 'rollout.engines': ENGINES}
+_FORMER = {
+    **{f'mesh.{axis}': LEARNER for axis in AXES},
+    'mesh.strategy': STRATEGY,
+    'rollout.engines': ENGINES,
+    'sft.export_dtype': 'run.export_dtype',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +144,8 @@ def describe_former(fields: Mapping[str, object]) -> str | None:
         new[STRATEGY] = str(named['mesh.strategy'])
     if 'rollout.engines' in named:
         new[ENGINES] = f'{named["rollout.engines"]} x shared'
+    if 'sft.export_dtype' in named:
+        new['run.export_dtype'] = str(named['sft.export_dtype'])
     given = ', '.join(f'{path}={value}' for path, value in named.items())
     use = ', '.join(f'{path}={value!r}' for path, value in new.items())
     return f'{given}: {"these fields were" if len(named) > 1 else "this field was"} replaced; use {use}'

@@ -54,11 +54,13 @@ SECTIONS: Mapping[str, Section] = {
         stall_timeout_s=Real(300.0, SECONDS, 'real clock: the run ends after so many seconds without a completion'),
         compilation_budget=Integer(0, COUNT_OR_OFF, 'XLA programs compiled after warm-up before the report warns'),
         compilation_cache=Text('', "directory of XLA's persistent cache; '' = off"),
+        export=Flag(True, 'write WORKDIR/export, a Hugging Face directory, when the run has finished'),
+        export_dtype=Choice('float32', DTYPES, 'of the weights in WORKDIR/export'),
     ),
     'model': Section(
         'The model; fields marked random are read with model.source=random only',
         source=Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
-        path=Text('', "gguf: a file, or 'package:NAME/FILE' in an installed package; hf: a directory; run: a workdir"),
+        path=Text('', "gguf: a file or 'package:NAME/FILE'; hf: a directory; run: a workdir or one of its checkpoints"),
         characters=Text('', "random: one token each; '' = those of the task token_reversal"),
         family=Choice('llama', ('llama', 'qwen2', 'qwen3'), 'random: qwen2 = biases of q, k, v; qwen3 = norms of q, k'),
         n_layers=Integer(2, COUNT, 'random: layers of the decoder'),
@@ -218,7 +220,6 @@ SECTIONS: Mapping[str, Section] = {
     'sft': Section(
         'Supervised training, read with loss.objective=sft only',
         evaluate_every=Integer(0, COUNT_OR_OFF, 'updates between held-out likelihoods; 0 = only at start and end'),
-        export_dtype=Choice('float32', DTYPES, 'of WORKDIR/export'),
     ),
     'evaluation': Section(
         'Held-out problems: before, after and beside training',

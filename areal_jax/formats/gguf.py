@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 _MAGIC = b'GGUF'  # the first bytes of a file
 _SIZE_END = 2**31  # sizes are int32
-_BOS_ID = 'tokenizer.ggml.bos_token_id'
+_OPTIONAL_IDS = {
+    'bos_id': 'tokenizer.ggml.bos_token_id',
+    'pad_id': 'tokenizer.ggml.padding_token_id',
+    'unk_id': 'tokenizer.ggml.unknown_token_id',
+}
 _PACKAGE = 'package:'
 _Entry = TypeVar('_Entry', str, int)
 
@@ -40,23 +44,35 @@ class GgufError(UserError, ValueError):
 def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[str, object]]:
     """(shape, weights as nested dict of float32 numpy arrays, tokenizer fields) of a Llama-type GGUF file.
 
-    Tokenizer fields: tokens (list of str), merges (list of
-    'left right'), token_types (list of int, 3 = special), pre (name of the pre-tokenizer), eos_id, bos_id (None where
-    the file has none), chat_template ('' where it has none). Raises GgufError.
+    Tokenizer fields: see `describe_gguf`. Raises GgufError.
     """
     path = pathlib.Path(path)
     reader = _open(path)
-    fields = _Fields(path, reader.fields)
-    # GGUF lists the last axis first
-    shapes = {tensor.name: tuple(int(n) for n in tensor.shape[::-1]) for tensor in reader.tensors}
-    config = _model_config(fields, shapes)
-    tokenizer_fields = _tokenizer_fields(fields)
+    config, tokenizer_fields = _describe(path, reader)
     tensors = _read_tensors(path, reader.tensors, config)
     try:
         params = from_hf_names(tensors, config)
     except WeightsError as error:
         raise GgufError(f'{path}: {error}') from error
     return config, params, tokenizer_fields
+
+
+def describe_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, object]]:
+    """(shape, tokenizer fields) that `load_gguf` would find; reads no weights, raises GgufError.
+
+    Tokenizer fields: tokens (list of str), merges (list of 'left right'), token_types (list of int, 3 = special), pre
+    (name of the pre-tokenizer), eos_id, chat_template ('' where the file has none), bos_id, pad_id and unk_id (None
+    where it has none), add_bos and add_eos (whether plain text gets them at its ends).
+    """
+    path = pathlib.Path(path)
+    return _describe(path, _open(path))
+
+
+def _describe(path: pathlib.Path, reader: gguf.GGUFReader) -> tuple[ModelConfig, dict[str, object]]:
+    fields = _Fields(path, reader.fields)
+    # GGUF lists the last axis first
+    shapes = {tensor.name: tuple(int(n) for n in tensor.shape[::-1]) for tensor in reader.tensors}
+    return _model_config(fields, shapes), _tokenizer_fields(fields)
 
 
 def _read_tensors(
@@ -155,6 +171,12 @@ class _Fields:
         value = self._get(key, None)
         if type(value) is not int or value < 0:
             raise GgufError(f'{self.path}: {key}={value!r} must be an integer of at least 0')
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self._get(key, False)
+        if not isinstance(value, bool):
+            raise GgufError(f'{self.path}: {key}={value!r} must be true or false')
         return value
 
     def __contains__(self, key: str) -> bool:
@@ -260,8 +282,10 @@ def _tokenizer_fields(fields: _Fields) -> dict[str, object]:
         'token_types': fields.listed('tokenizer.ggml.token_type', int),
         'pre': fields.text('tokenizer.ggml.pre'),
         'eos_id': fields.token_id('tokenizer.ggml.eos_token_id'),
-        'bos_id': fields.token_id(_BOS_ID) if _BOS_ID in fields else None,
         'chat_template': fields.text('tokenizer.chat_template', ''),
+        **{name: fields.token_id(key) if key in fields else None for name, key in _OPTIONAL_IDS.items()},
+        'add_bos': fields.flag('tokenizer.ggml.add_bos_token'),
+        'add_eos': fields.flag('tokenizer.ggml.add_eos_token'),
     }
 
 

@@ -37,7 +37,7 @@ COMPANIONS = (
     'chat_template.json',
     'generation_config.json',
 )
-_TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')  # of config.json: where generation ends
+TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')  # of config.json: where generation ends
 _HEADER_BYTES = 1 << 20  # more than the headers of the tensors and the JSON files take
 
 _Planned = dict[str, jax.ShapeDtypeStruct]  # the tensors of a file by name
@@ -51,13 +51,15 @@ class HfFiles:
     config: ModelConfig
     weights: Mapping[str, _Planned]  # by file name
     config_json: Mapping[str, object]
-    companions: Sequence[pathlib.Path]
+    companions: Sequence[pathlib.Path]  # are copied
+    texts: Mapping[str, str]  # by file name
 
     @property
     def nbytes(self) -> int:
         """Of all files, an upper bound."""
         weights = sum(_nbytes(tensor) for planned in self.weights.values() for tensor in planned.values())
-        return weights + _HEADER_BYTES + sum(path.stat().st_size for path in self.companions)
+        texts = sum(len(text.encode()) for text in self.texts.values())
+        return weights + _HEADER_BYTES + texts + sum(path.stat().st_size for path in self.companions)
 
     def write(self, directory: pathlib.Path) -> None:
         """Writes every file into an existing directory; fetches, transposes and casts one tensor at a time.
@@ -67,6 +69,8 @@ class HfFiles:
         """
         for path in self.companions:
             shutil.copyfile(path, directory / path.name)
+        for name, text in self.texts.items():
+            (directory / name).write_text(text)
         tensors = {tensor.name: tensor for tensor in hf_tensors(self.config)}
         for name, planned in self.weights.items():
             read = lambda key: _host_tensor(self.params, tensors[key], planned[key].dtype)
@@ -84,29 +88,33 @@ def plan_hf_files(
     dtype: str | None = None,
     file_bytes: int | None = None,
     source: pathlib.Path | None = None,
+    token_ids: Mapping[str, int] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> HfFiles:
-    """Plans `config.json`, the safetensors files and what is copied; fetches no values.
+    """Plans `config.json`, the safetensors files and what goes along with them; fetches no values.
 
     Args:
       params: nested dict of float arrays in list form, without adapters.
       dtype: of the files; None = that of the arrays.
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
       source: the directory that the weights came from: its COMPANIONS are copied and its special token ids kept.
+      token_ids: 'bos_token_id' and so on for config.json, where no `source` has them.
+      texts: further files by name; they replace companions of the same name.
 
     Raises HfError for a config that the family cannot have, and WeightsError for adapters.
     """
     require_merged(params)
     planned = _split(params, config, dtype, file_bytes)
     stored_dtype = str(next(iter(planned[0].values())).dtype)
-    config_json = hf_config(config, stored_dtype)
+    config_json, texts = hf_config(config, stored_dtype) | (token_ids or {}), texts or {}
     companions: list[pathlib.Path] = []
     if source is not None:
-        companions = [source / name for name in COMPANIONS if (source / name).is_file()]
+        companions = [source / name for name in COMPANIONS if (source / name).is_file() and name not in texts]
         original = read_json(source / CONFIG)
-        config_json |= {name: original[name] for name in _TOKEN_IDS if original.get(name) is not None}
+        config_json |= {name: original[name] for name in TOKEN_IDS if original.get(name) is not None}
     count = len(planned)
     names = [f'model-{n:05d}-of-{count:05d}.safetensors' for n in range(1, count + 1)] if count > 1 else [WEIGHTS]
-    return HfFiles(params, config, dict(zip(names, planned, strict=True)), config_json, companions)
+    return HfFiles(params, config, dict(zip(names, planned, strict=True)), config_json, companions, texts)
 
 
 def write_record(path: pathlib.Path, record: Mapping[str, object]) -> None:

@@ -18,9 +18,14 @@ from areal_jax.publication.errors import PublicationError
 
 
 def write_hf_directory(
-    target: pathlib.Path, contents: HfFiles, records: Mapping[str, Mapping[str, object]] | None = None
+    target: pathlib.Path,
+    contents: HfFiles,
+    records: Mapping[str, Mapping[str, object]] | None = None,
+    elsewhere: str = 'name another publication.directory',
 ) -> None:
     """Writes planned files and JSON `records` by file name; an earlier directory of the same name is replaced.
+
+    `elsewhere` says in errors what else to do on a full disk than to make room.
 
     Raises PublicationError for a directory in the way that holds no weights, for lack of space (naming needed and
     free bytes), for a failed write, and for values that the dtype of the files cannot hold.
@@ -32,7 +37,7 @@ def write_hf_directory(
     partial = files.partial_name(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _require_free_space(target.parent, contents.nbytes)
+        _require_free_space(target.parent, contents.nbytes, elsewhere)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         for name, record in (records or {}).items():
@@ -46,17 +51,16 @@ def write_hf_directory(
         shutil.rmtree(partial, ignore_errors=True)
         raise PublicationError(
             f'writing {target} failed ({error}); the disk has {files.free_bytes(target.parent)} bytes free. '
-            'Make room or name another publication.directory'
+            f'Make room or {elsewhere}'
         ) from error
     except (PublicationError, HfError, SafetensorsError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise PublicationError(f'writing {target} failed: {error}') from error
 
 
-def _require_free_space(directory: pathlib.Path, needed: int) -> None:
+def _require_free_space(directory: pathlib.Path, needed: int, elsewhere: str) -> None:
     free = files.free_bytes(directory)
     if free < needed:
         raise PublicationError(
-            f'{directory} has {free} bytes free, one version of the weights needs {needed}: '
-            'make room or name another publication.directory'
+            f'{directory} has {free} bytes free, one version of the weights needs {needed}: make room or {elsewhere}'
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Mapping
 
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.formats.hf_export import plan_hf_files
@@ -21,8 +22,10 @@ def export_hf(
     config: ModelConfig,
     *,
     dtype: str,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int | None = None,
     source: str | os.PathLike[str] | None = None,
+    token_ids: Mapping[str, int] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Writes `config.json` and safetensors, atomically; replaces an earlier export.
 
@@ -33,9 +36,12 @@ def export_hf(
     Args:
       params: nested dict of arrays in list form, without adapters.
       dtype: of the files: float32, bfloat16 or float16.
-      file_bytes: more bytes of weights than this become several files with `model.safetensors.index.json`.
+      file_bytes: more bytes of weights than this become several files with `model.safetensors.index.json`; None =
+        FILE_BYTES.
       source: the directory that the weights came from: its tokenizer and chat template (hf_export.COMPANIONS) are
         copied and its special token ids kept.
+      token_ids: 'bos_token_id' and so on for config.json, where no `source` has them.
+      texts: further files by name; they replace those of `source`.
 
     Raises PublicationError for an unknown `dtype` or one that cannot hold the values, a `source` that is the directory
     itself, lack of space, or a foreign directory in the way; HfError for a config that the family cannot have;
@@ -46,5 +52,13 @@ def export_hf(
         raise PublicationError(f'dtype={dtype!r} is unknown; use one of {", ".join(WEIGHT_DTYPES)}')
     if original is not None and original.resolve() == target.resolve():
         raise PublicationError(f'{target} is where the weights came from; export to another directory')
-    contents = plan_hf_files(params, config, dtype=dtype, file_bytes=file_bytes, source=original)
-    write_hf_directory(target, contents)
+    contents = plan_hf_files(
+        params,
+        config,
+        dtype=dtype,
+        file_bytes=file_bytes or FILE_BYTES,
+        source=original,
+        token_ids=token_ids,
+        texts=texts,
+    )
+    write_hf_directory(target, contents, elsewhere='write to another disk')

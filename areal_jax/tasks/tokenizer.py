@@ -14,6 +14,7 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.tasks.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError
+from areal_jax.tasks.tokenizer_files import CONFIG, TOKENIZER, describe_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,7 +24,7 @@ _CONTROL = 3
 _USER_DEFINED = 4
 
 _BATCH = 1024  # texts encoded at once: bounds memory
-_HF_TOKENIZER, _HF_CONFIG, _HF_TEMPLATE = 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'
+_HF_TEMPLATE = 'chat_template.jinja'
 _HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 
 
@@ -91,6 +92,11 @@ class _BpeTokenizer(_SizedTokenizer):
     _bpe: tokenizers.Tokenizer
     _template: ChatTemplate | None
 
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        return self._template is not None
+
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], nothing added; the text of a special token becomes that token."""
         with _naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
@@ -130,8 +136,9 @@ class GgufTokenizer(_BpeTokenizer):
     """Byte-level BPE and chat template as a GGUF file describes them.
 
     `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
-    pre-tokenizer), eos_id, bos_id (None if there is none), chat_template (jinja2 source). Raises TokenizerError for a
-    missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
+    pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally bos_id, pad_id, unk_id, add_bos and add_eos,
+    as formats.gguf.describe_gguf has them. Raises TokenizerError for a missing field, an unknown `pre`, an unknown id,
+    and fields that do not fit together.
     """
 
     def __init__(self, fields: JsonObject, source: str = 'the GGUF file'):
@@ -142,11 +149,24 @@ class GgufTokenizer(_BpeTokenizer):
         tokens = _require_tokens(fields, source)
         self.vocab_size = len(tokens)
         self.eos_id = _require_id('eos_id', fields['eos_id'], tokens, source)
-        bos_id = fields.get('bos_id')
-        bos_id = None if bos_id is None else _require_id('bos_id', bos_id, tokens, source)
+        self.special_ids = {'eos': self.eos_id}  # by role, see tokenizer_files.describe_tokenizer
+        for role in ('bos', 'pad', 'unk'):
+            if fields.get(f'{role}_id') is not None:
+                self.special_ids[role] = _require_id(f'{role}_id', fields[f'{role}_id'], tokens, source)
+        self._fields = fields
         self._bpe = _build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
-        values = {'bos_token': '' if bos_id is None else tokens[bos_id], 'eos_token': tokens[self.eos_id]}
+        bos = tokens[self.special_ids['bos']] if 'bos' in self.special_ids else ''
+        values = {'bos_token': bos, 'eos_token': tokens[self.eos_id]}
         self._template = ChatTemplate(fields['chat_template'], values, source)
+
+    def hf_files(self) -> dict[str, str]:
+        """The contents of tokenizer.json and tokenizer_config.json, by name: transformers makes this tokenizer of them.
+
+        add_bos and add_eos of the GGUF file hold there for plain text. `encode` adds nothing, whatever they say.
+        """
+        add_bos, add_eos = (bool(self._fields.get(name)) for name in ('add_bos', 'add_eos'))
+        template = self._fields['chat_template']
+        return describe_tokenizer(self._bpe, self.special_ids, add_bos=add_bos, add_eos=add_eos, template=template)
 
 
 class HfTokenizer(_BpeTokenizer):
@@ -163,10 +183,10 @@ class HfTokenizer(_BpeTokenizer):
 
     def __init__(self, directory: str | os.PathLike[str]):
         directory = pathlib.Path(directory)
-        self.source = str(directory / _HF_TOKENIZER)
-        path = directory / _HF_CONFIG
+        self.source = str(directory / TOKENIZER)
+        path = directory / CONFIG
         fields = _read_object(path)
-        self._bpe = _read_hf_tokenizer(directory / _HF_TOKENIZER)
+        self._bpe = _read_hf_tokenizer(directory / TOKENIZER)
         _add_tokens(self._bpe, fields.get('added_tokens_decoder') or {}, path)
         specials = {name: _token_text(fields[name], path, name) for name in _HF_SPECIALS if fields.get(name)}
         if 'eos_token' not in specials:
@@ -184,7 +204,7 @@ class HfTokenizer(_BpeTokenizer):
             raise ConversationError(
                 0,
                 f'{pathlib.Path(self.source).parent} has a chat template neither in {_HF_TEMPLATE} nor in '
-                f'{_HF_CONFIG}: its model was not trained to chat, or the file was not copied',
+                f'{CONFIG}: its model was not trained to chat, or the file was not copied',
             )
         return super().encode_chats(conversations)
 
@@ -356,14 +376,14 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Pa
                 add([AddedToken(text, **chosen)])
         if tokenizer.token_to_id(text) != int(number):
             raise TokenizerError(
-                f'{path}: added_tokens_decoder gives {text!r} the id {number}, {_HF_TOKENIZER} the id '
+                f'{path}: added_tokens_decoder gives {text!r} the id {number}, {TOKENIZER} the id '
                 f'{tokenizer.token_to_id(text)}: take both files from the same checkpoint'
             )
 
 
 def _hf_template(directory: pathlib.Path, fields: JsonObject, values: JsonObject) -> ChatTemplate | None:
     """The chat template, or None; of several that have names the one called default."""
-    path, source = directory / _HF_CONFIG, fields.get('chat_template')
+    path, source = directory / CONFIG, fields.get('chat_template')
     if (directory / _HF_TEMPLATE).is_file():
         path = directory / _HF_TEMPLATE
         source = _read_text(path)

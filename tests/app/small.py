@@ -17,6 +17,7 @@ def small_config(**fields):
     config = schema.default_config()
     config.run.steps = 5
     config.run.clock = 'virtual'
+    config.run.export = False
     config.model.d_model, config.model.d_ff = 32, 64
     config.model.n_heads, config.model.n_kv_heads, config.model.head_dim = 2, 1, 16
     config.task.verifier = 'inline'

@@ -92,7 +92,10 @@ def test_a_checkpoint_that_was_replaced_is_noticed_at_the_resume(origin, tmp_pat
 
 def test_what_is_no_run_to_start_from_is_named(origin, tmp_path):
     workdir = origin[0]
-    with pytest.raises(ConfigError, match=r"model\.path=.*nowhere' has no config\.json"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.path=.*nowhere' is no run: .* has no config\.json of one\. .*needs model\.source='hf'",
+    ):
         build_model(TrackedConfig(from_run(tmp_path / 'nowhere')))
     with pytest.raises(ConfigError, match=r"model\.source='run' needs model\.path"):
         validate(from_run(''))
@@ -107,6 +110,6 @@ def test_what_is_no_run_to_start_from_is_named(origin, tmp_path):
     with pytest.raises(ConfigError, match=r'holds no checkpoint: let that run end, or stop it with Ctrl-C'):
         build_model(TrackedConfig(from_run(tmp_path)))
     (tmp_path / 'copy' / 'checkpoints' / 'step_00000002' / 'run_state.json').unlink()
-    with pytest.raises(CheckpointError, match=r'step_00000002 is damaged'):
+    with pytest.raises(CheckpointError, match=r'copy/checkpoints is intact \(step_00000002: .*\); name another run'):
         build_model(TrackedConfig(from_run(tmp_path / 'copy')))
     assert jax.tree.leaves(origin[1])

@@ -194,7 +194,7 @@ BAD = [
     ({'sft__evaluate_every': 2, 'evaluation__problems': 0}, r'evaluate_every=2 measures nothing.*problems=0'),
     ({'sft__evaluate_every': -1}, r'sft\.evaluate_every=-1 must not be negative'),
     ({'task__over_length': 'cut'}, r"task\.over_length='cut' is not known; use one of refuse, drop"),
-    ({'sft__export_dtype': 'int8'}, r"sft\.export_dtype='int8' is not known"),
+    ({'run__export_dtype': 'int8'}, r"run\.export_dtype='int8' is not known"),
 ]
 
 

@@ -102,4 +102,7 @@ def test_former_fields_are_answered_with_the_new_ones():
     )
     assert describe_former({'mesh.strategy': 'tensor'}).endswith("use cluster.strategy='tensor'")
     assert describe_former({'mesh.fsdp': None}).endswith("use cluster.learner='fsdp=N'")  # --config.mesh.fsdp 4
+    assert describe_former({'sft.export_dtype': 'float16'}) == (
+        "sft.export_dtype=float16: this field was replaced; use run.export_dtype='float16'"
+    )
     assert describe_former({'rollout.slots': 8, 'learner.fill': 'first_fit'}) is None

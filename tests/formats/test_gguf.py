@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal_jax.errors import UserError
-from areal_jax.formats.gguf import GgufError, find_package_file, load_gguf, unpermute
+from areal_jax.formats.gguf import GgufError, describe_gguf, find_package_file, load_gguf, unpermute
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.tasks.tokenizer import GgufTokenizer
@@ -71,7 +71,8 @@ def write(path, tensors, *, architecture='llama', without=(), **more):
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**FIELDS, **{key.replace('__', '.'): value for key, value in more.items()}}.items():
         if key not in without:
-            writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
+            add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+            add(key, value)
     for key, value in NUMBERS.items():
         writer.add_float32(key, value)
     writer.add_tokenizer_model('gpt2')
@@ -102,9 +103,25 @@ def test_shape_weights_and_tokenizer_come_out(tmp_path):
         'token_types': [3, 1, 1, 1, 1, 1, 1],
         'pre': 'smollm',
         'eos_id': 2,
-        'bos_id': None,
         'chat_template': '{{ messages }}',
+        'bos_id': None,
+        'pad_id': None,
+        'unk_id': None,
+        'add_bos': False,
+        'add_eos': False,
     }
+    assert describe_gguf(tmp_path / 'model.gguf') == (config, fields)
+
+
+def test_the_roles_of_tokens_come_out(tmp_path):
+    roles = {'bos_token_id': 0, 'padding_token_id': 3, 'unknown_token_id': 1, 'add_bos_token': True}
+    path = write(tmp_path / 'model.gguf', {}, **{f'tokenizer__ggml__{key}': value for key, value in roles.items()})
+    with pytest.raises(GgufError, match='no tensor token_embd'):  # the fields of a file need its shape
+        describe_gguf(path)
+    path = write(path, file_tensors()[0], **{f'tokenizer__ggml__{key}': value for key, value in roles.items()})
+    fields = describe_gguf(path)[1]
+    assert [fields[name] for name in ('eos_id', 'bos_id', 'pad_id', 'unk_id')] == [2, 0, 3, 1]
+    assert (fields['add_bos'], fields['add_eos']) == (True, False)
 
 
 def test_a_file_without_output_has_tied_embeddings(tmp_path):
@@ -137,6 +154,7 @@ def test_rows_by_hand():
         ({'llama__attention__head_count_kv': 4}, r'blk\.0\.attn_k\.weight has shape \[8, 8\] instead of \[16, 8\]'),
         ({'llama__rope__scaling__type': 3}, 'scaling.type=3 must be a text'),
         ({'tokenizer__ggml__eos_token_id': 'end'}, "eos_token_id='end' must be an integer of at least 0"),
+        ({'tokenizer__ggml__add_bos_token': 1}, 'add_bos_token=1 must be true or false'),
         ({'llama__block_count': 3}, r'missing model\.layers\.2\.input_layernorm'),
         ({'llama__feed_forward_length': 13}, r'gate_proj.weight has shape \[12, 8\] instead of \[13, 8\]'),
     ],

