@@ -8,40 +8,26 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from areal_jax.app.ending import ProcessEnd, end_command
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from absl import flags
 
 # Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, evaluate, print the table; returns the exit code."""
-    from absl import flags
-
     from areal_jax.app.command_line import parse_evaluation_command
     from areal_jax.app.evaluation_config import adapt_config, set_benchmark
     from areal_jax.app.noise import silence_libraries
 
     silence_libraries()
-    values = flags.FlagValues()
-    flags.DEFINE_string(
-        'model',
-        None,
-        'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
-        'package:NAME/FILE; without it the model of the config.',
-        flag_values=values,
-    )
-    flags.DEFINE_string('workdir', None, 'Directory for answers.jsonl and results.json.', flag_values=values)
-    flags.DEFINE_bool('resume', False, 'Go on after the problems complete in the workdir.', flag_values=values)
-    flags.DEFINE_string(
-        'benchmark',
-        None,
-        'A file of JSON lines with question and answer: all of them are evaluated.',
-        flag_values=values,
-    )
-    flags.DEFINE_string('json', None, 'Where to copy results.json to.', flag_values=values)
+    values = _define_flags()
     command = parse_evaluation_command(argv, values)
     if values.benchmark is not None:
         set_benchmark(command.config, values.benchmark, command.overrides)
@@ -77,6 +63,30 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         files.write_bytes(copy, (workdir / RESULTS).read_bytes())
     print(f'\n{render_results(results)}\n{workdir / RESULTS}')
     return ExitCode.FINISHED
+
+
+def _define_flags() -> flags.FlagValues:
+    """The flags of this command, beside --config."""
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_string(
+        'model',
+        None,
+        'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
+        'package:NAME/FILE; without it the model of the config.',
+        flag_values=values,
+    )
+    flags.DEFINE_string('workdir', None, 'Directory for answers.jsonl and results.json.', flag_values=values)
+    flags.DEFINE_bool('resume', False, 'Go on after the problems complete in the workdir.', flag_values=values)
+    flags.DEFINE_string(
+        'benchmark',
+        None,
+        'A file of JSON lines with question and answer: all of them are evaluated.',
+        flag_values=values,
+    )
+    flags.DEFINE_string('json', None, 'Where to copy results.json to.', flag_values=values)
+    return values
 
 
 def _require_place(json: str | None) -> pathlib.Path | None:

@@ -279,7 +279,7 @@ class _Evaluation:
             'config': _spell_infinity(config.as_dict()),
             'versions': package_versions(),
             'git_commit': git_commit(),
-            'hardware': hardware(),
+            'hardware': dict(hardware()),
         }
 
 

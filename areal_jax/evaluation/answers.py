@@ -104,8 +104,8 @@ class AnswerFile:
 
     def _parse(self, record: files.JsonObject, where: str) -> AnsweredProblem:
         draw, answers, finished_s = record.get('draw'), record.get('answers'), record.get('finished_s')
-        prompt = self._prompts.get(draw) if type(draw) is int else None
-        if prompt is None or record.get('prompt_tokens') != prompt.tokens.tolist():
+        prompt = self._prompts.get(draw) if isinstance(draw, int) else None
+        if not isinstance(draw, int) or prompt is None or record.get('prompt_tokens') != prompt.tokens.tolist():
             raise files.FileError(
                 f'{where} answers another problem than draw {draw} of this evaluation: the problems have changed since '
                 'it began; bring them back, or start anew in another --workdir'
