@@ -268,7 +268,7 @@ class EvaluateEvent(Header):
     """An evaluation began or ended."""
 
     kind: Literal['evaluate']
-    phase: Annotated[str, 'before or after training']
+    phase: Annotated[str, "before or after training; 'alone': of a model that is only evaluated"]
     mode: Annotated[Literal['start', 'done'], 'which end of it']
     unverified: NotRequired[Annotated[list[str], 'of `done`: label of each answer that was counted as 0 unverified']]
 

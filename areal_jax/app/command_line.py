@@ -33,6 +33,7 @@ _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'
 _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
+_FLAGS = ('workdir', 'resume', 'process_id', 'model', 'benchmark', 'json')  # of the commands, beside --config
 
 Result = TypeVar('Result')
 
@@ -56,6 +57,13 @@ def parse_train_command(argv: Sequence[str], values: flags.FlagValues) -> Comman
     require_workdir(values['workdir'].value)
     validate(command.config)
     require_extras(command.config)
+    return command
+
+
+def parse_evaluation_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
+    """The command line of an evaluation, whose config is checked by evaluate.py; raises UserError."""
+    command = parse_command(argv, values)
+    require_workdir(values['workdir'].value)
     return command
 
 
@@ -194,7 +202,7 @@ def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues
     """The sentence for what absl or ml_collections refuses."""
     if isinstance(error, flags.UnrecognizedFlagError):
         sections = [f'--config.{section}' for section in SECTIONS]
-        own = [f'--{name}' for name in ('config', 'workdir', 'resume', 'process_id') if name in values]
+        own = [f'--{name}' for name in ('config', *_FLAGS) if name in values]
         flag = f'--{error.flagname}'
         return CommandLineError(
             f'{flag} is not a flag{suggest(flag, own) or suggest(flag, sections) or "; see --help"}'

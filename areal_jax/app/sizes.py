@@ -56,12 +56,26 @@ def require_room(config: config_dict.ConfigDict) -> None:
     on_device = dict.fromkeys(trains, sizes.learner)
     for device in decodes:
         on_device[device] = _sum(on_device.get(device, {}), sizes.engines)
+    _require_room(on_device, sizes.host if decodes else {}, config)
+
+
+def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocation) -> None:
+    """The same for engines alone: their weights, caches and what a dispatch returns."""
+    tracked = TrackedConfig(config)
+    sizes = _engine_sizes(tracked, read_shape(tracked), allocation)
+    _require_room(dict.fromkeys(allocation.by_device(), sizes), {}, config)
+
+
+def _require_room(
+    on_device: Mapping[jax.Device, Mapping[str, int]], host: Mapping[str, int], config: config_dict.ConfigDict
+) -> None:
+    """Raises ConfigError where a device, or on a CPU the machine, has too little memory."""
     if limits := {device: limit for device in on_device if (limit := _device_memory(device))}:
         for device, limit in limits.items():
             _require(on_device[device], limit, f'of {device.device_kind}', config)
         return
     where = 'of this machine (or the limit of its cgroup)'
-    _require(_sum(*on_device.values(), sizes.host if decodes else {}), memory_limit_bytes(), where, config)
+    _require(_sum(*on_device.values(), host), memory_limit_bytes(), where, config)
 
 
 def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> Sizes:

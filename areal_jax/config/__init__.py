@@ -7,13 +7,13 @@ call `validate`, and app/ builds a run from a `TrackedConfig`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
 from areal_jax.config.cluster import describe_former
-from areal_jax.config.constraints import find_problems
+from areal_jax.config.constraints import find_evaluation_problems, find_problems
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
 from areal_jax.config.fields import Value
 from areal_jax.config.ranges import ConfigError
@@ -45,12 +45,21 @@ def flatten(config: Mapping[str, object], prefix: str = '') -> Iterator[tuple[st
 
 def validate(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for what cannot run, naming the fields, their values and the fix."""
+    _require_rules(config, find_problems)
+
+
+def validate_evaluation(config: config_dict.ConfigDict) -> None:
+    """The same for a model that is only evaluated: what could not be trained may pass."""
+    _require_rules(config, find_evaluation_problems)
+
+
+def _require_rules(config: config_dict.ConfigDict, find: Callable[[config_dict.ConfigDict], Iterable[str]]) -> None:
     resolved = config.copy_and_resolve_references()
     if former := describe_former(dict(flatten(resolved))):
         raise ConfigError(former)
     require_declared(resolved)
     require_allowed(dict(flatten(resolved)))
-    for problem in find_problems(resolved):
+    for problem in find(resolved):
         raise ConfigError(problem)
 
 

@@ -1,6 +1,7 @@
 """Rules that join several fields of the config. Each value is legal alone; together they cannot run.
 
-`config.validate` raises the first sentence. The rules of a single field are in declarations.py.
+`config.validate` raises the first sentence, and so does `config.validate_evaluation`, for which only some of the rules
+hold. The rules of a single field are in declarations.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from _task_and_model_problems(c)
     yield from _device_problems(c)
     yield from _telemetry_problems(c)
+
+
+def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """The same for a model that is only evaluated: rules of training do not hold."""
+    parse_engines(c.cluster.engines)
+    yield from _engine_problems(c)
+    yield from _task_and_model_problems(c)
+    if not c.evaluation.problems:
+        yield 'evaluation.problems=0 leaves nothing to evaluate; set the number of problems'
 
 
 def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -94,16 +104,7 @@ def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'buffer.capacity={c.buffer.capacity} can never hold learner.groups_per_update='
             f'{learner.groups_per_update} groups; raise the capacity'
         )
-    if rollout.max_new_tokens >= rollout.context_tokens:
-        yield (
-            f'rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in rollout.context_tokens='
-            f'{rollout.context_tokens}; raise the context'
-        )
-    if max(rollout.prefill_buckets, default=0) < rollout.context_tokens - 1:
-        yield (
-            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} must hold an unfinished answer: raise the '
-            f'largest to rollout.context_tokens - 1 = {rollout.context_tokens - 1}'
-        )
+    yield from _engine_problems(c)
     if learner.row_tokens < rollout.context_tokens:
         yield (
             f'learner.row_tokens={learner.row_tokens} must hold one trajectory of rollout.context_tokens='
@@ -113,6 +114,21 @@ def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'learner.row_loss_tokens={learner.row_loss_tokens} must hold one answer of rollout.max_new_tokens='
             f'{rollout.max_new_tokens}; raise it'
+        )
+
+
+def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What an engine must hold: a prompt beside an answer, and either of them in a prefill."""
+    rollout = c.rollout
+    if rollout.max_new_tokens >= rollout.context_tokens:
+        yield (
+            f'rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in rollout.context_tokens='
+            f'{rollout.context_tokens}; raise the context'
+        )
+    if max(rollout.prefill_buckets, default=0) < rollout.context_tokens - 1:
+        yield (
+            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} must hold an unfinished answer: raise the '
+            f'largest to rollout.context_tokens - 1 = {rollout.context_tokens - 1}'
         )
 
 

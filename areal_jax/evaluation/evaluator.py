@@ -1,12 +1,14 @@
 """Accuracy on held-out problems, sampled and greedy, under the weights that the engines hold.
 
-Used by app/session.py before the first and after the last update; uses the run's pool and verifier.
+Used by app/session.py before the first and after the last update, with the run's pool and verifier, and by
+app/evaluate.py for a model on its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -14,12 +16,14 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import FailureCount
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.answers import Answer
 from areal_jax.protocols import Clock, Event, Generator, Verifier, Workflow
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
-from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
+from areal_jax.types import Prompt, SamplingParams, concatenate
 
 SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training draw
+Deliver = Callable[[int, int, Answer], None]  # (index of the problem, column, answer); column 0 is the greedy answer
 
 
 class Evaluator:
@@ -60,38 +64,61 @@ class Evaluator:
 
     async def evaluate(self, phase: str, stop: Event) -> EvaluationScores | None:
         """Scores under the weights in the engines; None if `stop` came first. `phase` is 'before' or 'after'."""
-        self._note_start(phase)
         scores = np.zeros((len(self._problems), 1 + self._samples))
         answers: list[str] = []
+
+        def note(row: int, column: int, answer: Answer) -> None:
+            scores[row, column] = answer.verdict.reward
+            if column:
+                answers.append(answer.final)
+
+        if not await self.answer_all(phase, stop, note):
+            return None
+        sampled = tuple(tuple(row) for row in scores[:, 1:].tolist())
+        return EvaluationScores(tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers))
+
+    async def answer_all(self, phase: str, stop: Event, deliver: Deliver, most_open: int | None = None) -> bool:
+        """Delivers each answer as soon as it is verified; False if `stop` came before the last.
+
+        The answers to a problem are begun one after the other, so engines share the prefill of its prompt.
+
+        Args:
+          phase: names the evaluation in the event log.
+          most_open: answers under way at once, which bounds memory; None = all. The answers do not depend on it.
+        """
+        total = len(self._problems) * (1 + self._samples)
+        self._note_start(phase, total)
+        jobs = itertools.product(range(len(self._problems)), range(1 + self._samples))
         failed: list[str] = []
         failures = FailureCount(self._max_failed, f'answers of the evaluation {phase!r}')
-        jobs = [(row, column) for row in range(len(self._problems)) for column in range(1 + self._samples)]
-        left, done = len(jobs), self._clock.event(f'evaluation {phase}')
+        left, done = total, self._clock.event(f'evaluation {phase}')
 
-        async def job(row: int, column: int) -> None:
+        async def work(jobs: Iterator[tuple[int, int]]) -> None:
             nonlocal left
-            scored = await self._answer(self._problems[row], column)
-            if scored is None:
-                return
-            verdict, answer = scored
-            scores[row, column] = verdict.reward
-            if verdict.failed:
-                failed.append(verdict.label)
-                failures.note_failed(f'answer {column} to problem {row}', [verdict.label])
-            else:
-                failures.note_verified()
-            if column:
-                answers.append(answer)
-            left -= 1
-            self._announce(len(jobs) - left, len(jobs))
-            if not left:
-                done.set()
+            for row, column in jobs:
+                answer = await self._answer(self._problems[row], column)
+                if answer is None:
+                    return
+                label = answer.verdict.label
+                if answer.verdict.failed:
+                    failed.append(label)
+                    failures.note_failed(f'answer {column} to problem {row}', [label])
+                else:
+                    failures.note_verified()
+                deliver(row, column, answer)
+                left -= 1
+                self._announce(total - left, total)
+                if not left:
+                    done.set()
 
         async def watch_stop() -> None:
             await self._clock.wait(stop)
             done.set()
 
-        tasks = [self._supervisor.start(f'evaluation {row}.{column}', job(row, column)) for row, column in jobs]
+        if not total:
+            done.set()
+        workers = range(total if most_open is None else min(total, most_open))
+        tasks = [self._supervisor.start(f'evaluation, worker {index}', work(jobs)) for index in workers]
         watch = self._supervisor.start('evaluation stop', watch_stop())
         await self._clock.wait(done)
         watch.cancel()
@@ -100,15 +127,12 @@ class Evaluator:
         self._note_end(phase, failed)
         if left:
             self._pool.cancel_all()
-            return None
-        sampled = tuple(tuple(row) for row in scores[:, 1:].tolist())
-        return EvaluationScores(tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers))
+        return not left
 
-    def _note_start(self, phase: str) -> None:
+    def _note_start(self, phase: str, answers: int) -> None:
         if self._version is None:
             self._log.write('evaluate', phase=phase, mode='start')
         else:
-            answers = len(self._problems) * (1 + self._samples)
             self._log.write('evaluation_start', version=self._version, answers=answers)
 
     def _note_end(self, phase: str, unverified: list[str]) -> None:
@@ -118,12 +142,13 @@ class Evaluator:
         else:
             self._log.write('evaluation_done', version=self._version, unverified=unverified)
 
-    async def _answer(self, prompt: Prompt, column: int) -> tuple[Verdict, str] | None:
-        """(verdict, what counts as the answer) of the greedy (0) or a sampled answer; None for a cancelled one."""
+    async def _answer(self, prompt: Prompt, column: int) -> Answer | None:
+        """The greedy (0) or a sampled answer with its verdict; None for a cancelled one."""
         episode = Episode(column)
         await (self._sampled if column else self._greedy).run(prompt, episode)
         if episode.finish_reason is None:
             return None
         tokens = concatenate([segment.tokens for segment in episode.segments], np.int32)
         verdict = await self._verifier.verify(prompt, tokens, episode.finish_reason)
-        return verdict, self._final_answer(self._decode(tokens))
+        text = self._decode(tokens)
+        return Answer(tokens, text, self._final_answer(text), episode.finish_reason, verdict)

@@ -66,3 +66,21 @@ def allocate(learner: LearnerLayout, engines: EnginesLayout) -> Allocation:
     if engines.shared:
         return Allocation(mesh, (jax.local_devices()[0],) * engines.count)
     return Allocation(mesh, tuple(available[learner.devices : learner.devices + engines.count]))
+
+
+def allocate_engines(engines: EnginesLayout) -> Allocation:
+    """The devices of engines without a learner, the first ones; the mesh is the first engine's device.
+
+    Raises ConfigError where there are too few devices.
+    """
+    devices = jax.local_devices()
+    needed = 1 if engines.shared else engines.count
+    if needed > len(devices):
+        platform = devices[0].platform
+        more = f', or set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is imported'
+        raise ConfigError(
+            f'{ENGINES}={str(engines)!r} needs {needed} devices; the platform {platform!r} has {len(devices)}: lower '
+            f"the number, or use '{engines.count} x shared'{more if platform == 'cpu' else ''}"
+        )
+    chosen = devices[:1] * engines.count if engines.shared else devices[: engines.count]
+    return Allocation(make_mesh(devices=chosen[:1]), tuple(chosen))

@@ -21,7 +21,7 @@ class LengthVerifier:
         return Verdict(float(len(answer_tokens) > 2))
 
 
-def evaluate(stop_after_s=None, slots=4, verifier=None, max_failed=32):
+def build(slots=4, verifier=None, max_failed=32):
     log = EventLog()
     clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, log, PRICES | {'script': 1.0})
     supervisor = Supervisor(clock)
@@ -34,9 +34,14 @@ def evaluate(stop_after_s=None, slots=4, verifier=None, max_failed=32):
         pool=pool, verifier=verifier or LengthVerifier(), clock=clock, supervisor=supervisor, log=log,
         problems=[toy_prompt(draw) for draw in range(5)],
         sampling=SamplingParams(LONGEST, 1.0, 0, 1.0, (STOP,)), samples=3, seed=0,
-        decode=lambda tokens: ' '.join(map(str, tokens)), final_answer=str,
+        decode=lambda tokens: ' '.join(map(str, tokens)), final_answer=lambda text: text.split()[-1],
         max_failed=max_failed,
     )  # fmt: skip
+    return evaluator, engine, clock, supervisor
+
+
+def evaluate(stop_after_s=None, **fields):
+    evaluator, engine, clock, supervisor = build(**fields)
     stop = clock.event('stop')
 
     async def program():
@@ -49,9 +54,9 @@ def evaluate(stop_after_s=None, slots=4, verifier=None, max_failed=32):
 
             supervisor.start('stop', stop_later())
         scores = await evaluator.evaluate('before', stop)
-        return scores, pool.order()
+        return scores, engine.open_requests()
 
-    return *clock.execute(supervisor.run(program())), log
+    return *clock.execute(supervisor.run(program())), clock.log
 
 
 def test_each_problem_is_answered_greedily_once_and_sampled():
@@ -63,7 +68,7 @@ def test_each_problem_is_answered_greedily_once_and_sampled():
     assert [e['mode'] for e in log.events if e['kind'] == 'evaluate'] == ['start', 'done']
 
 
-def test_the_most_frequent_answer_is_counted_by_its_last_integer():
+def test_the_most_frequent_answer_is_counted_by_what_answers_come_to():
     # every toy answer ends with the token 0
     scores, _, _ = evaluate()
     assert scores.most_frequent_answer_share == 1.0
@@ -73,6 +78,41 @@ def test_a_stop_ends_the_evaluation_and_leaves_no_request_behind():
     scores, _, log = evaluate(stop_after_s=0.035)
     assert scores is None
     assert log.events[-1]['kind'] != 'decode'
+
+
+@pytest.mark.parametrize('most_open', [1, 3, 7, 1000])
+def test_answers_under_way_are_bounded_and_the_bound_changes_none(most_open):
+    found, most = answer_all(most_open)
+    assert found == answer_all(None)[0]
+    assert sorted(found) == [(row, column) for row in range(5) for column in range(4)]
+    assert most == min(20, most_open)
+
+
+def answer_all(most_open):
+    """({(row, column): (text, reward)}, most requests open at once) of the evaluator in `evaluate`."""
+    found, most = {}, 0
+    evaluator, engine, clock, supervisor = build()
+
+    def deliver(row, column, answer):
+        assert answer.final == answer.text.split()[-1]
+        found[row, column] = answer.text, answer.verdict.reward
+
+    generate = engine.generate
+
+    def watch(request):
+        nonlocal most
+        generation = generate(request)
+        most = max(most, len(engine.open_requests()))
+        return generation
+
+    engine.generate = watch
+
+    async def program():
+        engine.start(supervisor)
+        return await evaluator.answer_all('alone', clock.event('stop'), deliver, most_open)
+
+    assert clock.execute(supervisor.run(program()))
+    return found, most
 
 
 def test_the_number_of_slots_changes_no_score():

@@ -1,0 +1,113 @@
+"""Evaluate: python -m areal_jax.main_eval --model=RUN|CHECKPOINT|HF_DIR|GGUF --config=FILE --workdir=DIR [--resume]
+[--benchmark=FILE] [--json=FILE] [--config.section.field=value ...].
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from areal_jax.app.ending import ProcessEnd, end_command
+from areal_jax.app.interrupt import Interrupts
+from areal_jax.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from absl import flags
+
+# Slow imports come after the signal handlers are set and the command line is parsed.
+
+
+def main(argv: Sequence[str], interrupts: Interrupts) -> int:
+    """Parse, evaluate, print the table; returns the exit code."""
+    from areal_jax.app.command_line import parse_evaluation_command
+    from areal_jax.app.evaluation_config import adapt_config, set_benchmark
+    from areal_jax.app.noise import silence_libraries
+
+    silence_libraries()
+    values = _define_flags()
+    command = parse_evaluation_command(argv, values)
+    if values.benchmark is not None:
+        set_benchmark(command.config, values.benchmark, command.overrides)
+    adapt_config(command.config, values.model, command.overrides)  # names a wrong model before jax is imported
+    copy = _require_place(values.json)
+
+    from areal_jax.app.memory import return_freed_memory
+
+    return_freed_memory()  # before jax is imported
+
+    if command.config.telemetry.progress:
+        print('starting', flush=True)  # importing jax takes seconds
+
+    from areal_jax import files
+    from areal_jax.app.evaluate import evaluate_model
+    from areal_jax.app.evaluation_workdir import RESULTS
+    from areal_jax.evaluation.results import render_results
+
+    workdir = pathlib.Path(values.workdir)
+    results = evaluate_model(
+        command.config,
+        workdir,
+        model=values.model,
+        resume=values.resume,
+        source=command.source,
+        overrides=command.overrides,
+        interrupts=interrupts,
+    )
+    if results is None:
+        print('the same command with --resume goes on')
+        return ExitCode.STOPPED
+    if copy is not None:
+        files.write_bytes(copy, (workdir / RESULTS).read_bytes())
+    print(f'\n{render_results(results)}\n{workdir / RESULTS}')
+    return ExitCode.FINISHED
+
+
+def _define_flags() -> flags.FlagValues:
+    """The flags of this command, beside --config."""
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_string(
+        'model',
+        None,
+        'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
+        'package:NAME/FILE; without it the model of the config.',
+        flag_values=values,
+    )
+    flags.DEFINE_string('workdir', None, 'Directory for answers.jsonl and results.json.', flag_values=values)
+    flags.DEFINE_bool('resume', False, 'Go on after the problems complete in the workdir.', flag_values=values)
+    flags.DEFINE_string(
+        'benchmark',
+        None,
+        'A file of JSON lines with question and answer: all of them are evaluated.',
+        flag_values=values,
+    )
+    flags.DEFINE_string('json', None, 'Where to copy results.json to.', flag_values=values)
+    return values
+
+
+def _require_place(json: str | None) -> pathlib.Path | None:
+    """Where --json says; raises UserError for a place that cannot be written, before anything is evaluated."""
+    if json is None:
+        return None
+    path = pathlib.Path(json)
+    if not json or path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f'--json={json} cannot be written: name a file in a directory that exists')
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise UserError(f'--json={json} cannot be written: {path.absolute().parent} is not writable; choose another')
+    return path
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    end = ProcessEnd()
+    with Interrupts() as interrupts:
+        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir')
+        sys.exit(end.note(code))
+
+
+if __name__ == '__main__':
+    run()
