@@ -28,5 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return end_command(rebuild, doing=f'writing to {options.workdir}')
 
 
-if __name__ == '__main__':
+def run() -> None:
+    """Entry point of the console script."""
     sys.exit(main())
+
+
+if __name__ == '__main__':
+    run()
