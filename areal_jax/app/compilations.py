@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import jax.monitoring
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
@@ -36,13 +39,25 @@ class CompilationCounter:
             self.seconds += duration_secs
 
 
-def use_compilation_cache(config: TrackedConfig) -> None:
-    """Tells jax where compiled programs are kept; raises ConfigError for a directory that cannot be written."""
+@contextlib.contextmanager
+def use_compilation_cache(config: TrackedConfig) -> Iterator[None]:
+    """Inside, jax keeps compiled programs in run.compilation_cache; raises ConfigError if it cannot be written."""
     if not (cache := config.run.compilation_cache):
+        yield
         return
     directory = pathlib.Path(cache).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'run.compilation_cache={cache!r} is no directory ({error.strerror}); use another') from error
-    jax.config.update('jax_compilation_cache_dir', str(directory))
+    before = jax.config.jax_compilation_cache_dir
+    _set_cache(str(directory))
+    try:
+        yield
+    finally:
+        _set_cache(before)
+
+
+def _set_cache(directory: str | None) -> None:
+    jax.config.update('jax_compilation_cache_dir', directory)
+    reset_cache()  # jax opens the directory once, at the first compilation of the process

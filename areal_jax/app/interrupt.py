@@ -1,4 +1,7 @@
-"""Signals as requests to stop. Used by every long-running command."""
+"""Requests to stop a run: what a run expects of them, and signals as such requests, for every long-running command.
+
+run_thread.py has those of a program that calls the library.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,33 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Protocol
 
 from areal_jax.errors import ExitCode
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Request = Callable[[signal.Signals], None]
+
+
+class StopRequests(Protocol):
+    """How a run learns that it shall stop."""
+
+    ends_process: bool  # the process ends with the run: threads that still work need not be waited for
+
+    def check(self) -> None:
+        """To be called between the parts of a start; raises KeyboardInterrupt where a stop was asked for."""
+        ...
+
+    def deferred(
+        self, request: Request, then: str, abandon: Callable[[], None] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, the first request calls `request`, and a further one ends the run at once; both on another thread.
+
+        Args:
+          then: what the user is told will happen: 'finishing the update under way, then saving'.
+          abandon: ends what is inside with KeyboardInterrupt; used where the process goes on after the run.
+        """
+        ...
 
 
 class Interrupts:
@@ -23,8 +48,10 @@ class Interrupts:
     A signal ends the process at once with ExitCode.STOPPED, except inside `deferred`: there the first one is passed on
     and the second one ends the process. A thread receives them, because Python runs its own handlers on the main
     thread only, and that may be inside XLA's compiler for minutes. A signal that is ignored when the command starts
-    stays ignored (nohup).
+    stays ignored (nohup). Implements StopRequests.
     """
+
+    ends_process = True
 
     def __init__(self) -> None:
         self._request: Request | None = None
@@ -52,13 +79,12 @@ class Interrupts:
         self._thread.join()
         self._receiver.close()
 
-    @contextlib.contextmanager
-    def deferred(self, request: Request, then: str) -> Iterator[None]:
-        """Inside, the first signal calls `request`, from another thread.
+    def check(self) -> None:
+        """Nothing: a signal outside `deferred` has ended the process."""
 
-        Args:
-          then: what the user is told will happen: 'finishing the update under way, then saving'.
-        """
+    @contextlib.contextmanager
+    def deferred(self, request: Request, then: str, abandon: Callable[[], None] | None = None) -> Iterator[None]:
+        """See StopRequests. The second signal ends the process, so `abandon` is not called."""
         with self._lock:
             self._request, self._then = request, then
         try:

@@ -25,7 +25,7 @@ from areal_jax.app.compilations import CompilationCounter, use_compilation_cache
 from areal_jax.app.export import DIRECTORY as EXPORT
 from areal_jax.app.export import holds_export, replace_export, write_export
 from areal_jax.app.extras import require_extras
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.interrupt import StopRequests
 from areal_jax.app.learner import build_learner, require_finite_weights
 from areal_jax.app.model import Model, build_model, describe_loading
 from areal_jax.app.own_code import Digests, load_own_code, note_own_code
@@ -115,7 +115,7 @@ class Run(abc.ABC):
       resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
       overrides: the fields that the command line sets; one that the run does not use is refused.
-      interrupts: asks the run to stop when a signal comes; None = signals are left alone.
+      interrupts: asks the run to stop; None = nobody does.
 
     Raises UserError for what the user can mend.
     """
@@ -130,7 +130,7 @@ class Run(abc.ABC):
         resume: bool = False,
         source: str = '',
         overrides: Collection[str] = (),
-        interrupts: Interrupts | None = None,
+        interrupts: StopRequests | None = None,
     ):
         validate(config)
         require_extras(config)
@@ -224,10 +224,11 @@ class Run(abc.ABC):
         self._store.remove_unfinished()
 
     def _open_counters(self) -> None:
-        use_compilation_cache(self.config)
+        self._parts.enter_context(use_compilation_cache(self.config))
         self.resources = self._parts.enter_context(ResourceSampler())
         self.compilations = self._parts.enter_context(CompilationCounter())
-        self._start = StartProgress(self.config.telemetry.progress)
+        check = self._interrupts.check if self._interrupts else lambda: None
+        self._start = StartProgress(self.config.telemetry.progress, check=check)
         self._parts.callback(self._start.end)
 
     def _load_model(self) -> Model:
@@ -293,11 +294,17 @@ class Run(abc.ABC):
         self._start.begin('compiling what trains:')
         return self.learner.warm_up()
 
-    def _deferred_signals(self, request: Callable[[signal.Signals], None]) -> contextlib.AbstractContextManager[None]:
-        """Inside, the first signal calls `request`, from another thread."""
+    def _deferred_signals(
+        self, request: Callable[[signal.Signals], None], abandon: Callable[[], None] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, the first request to stop calls `request`; see StopRequests."""
         if self._interrupts is None:
             return contextlib.nullcontext()
-        return self._interrupts.deferred(request, 'finishing the update under way, then saving')
+        return self._interrupts.deferred(request, 'finishing the update under way, then saving', abandon)
+
+    def _ends_process(self) -> bool:
+        """Whether the process ends with the run, as that of a command does."""
+        return self._interrupts is not None and self._interrupts.ends_process
 
     # Checkpoints.
 

@@ -79,7 +79,7 @@ class Session(Run):
             return
         start_s = snapshot['clock_s'] if snapshot else 0.0
         self.log = self._open_log(*((snapshot['next_seq'], snapshot['next_run']) if snapshot else (0, 0)))
-        self.clock = build_clock(config, self.log, start_s)
+        self.clock = build_clock(config, self.log, start_s, waits_for_work=not self._ends_process())
         self.verifier = self._own(
             build_verifier(config, self.clock, task, model.tokenizer.decode, workdir=self.workdir)
         )
@@ -226,7 +226,7 @@ class Session(Run):
             if isinstance(self.clock, RealClock):
                 self.clock.restart()
             stop = self.controller.stop_requested
-            with self._deferred_signals(lambda number: self.clock.post_signal(number, stop)):
+            with self._deferred_signals(lambda number: self.clock.post_signal(number, stop), self.clock.abandon):
                 return self.clock.execute(self.supervisor.run(self._program()))
         except BaseException as error:
             with contextlib.suppress(OSError):  # on a full disk the first error is the one to show

@@ -1,6 +1,6 @@
 """A run by one call: `build_run(config, workdir).train()`, whatever loss.objective asks for.
 
-Used by main_train.py, and by programs that train without a command line.
+Used by main_train.py and library.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from ml_collections import config_dict
 
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.interrupt import StopRequests
 from areal_jax.app.run import Run
 from areal_jax.app.session import Session
 from areal_jax.app.sft import SftSession
@@ -23,7 +23,7 @@ def build_run(
     resume: bool = False,
     source: str = '',
     overrides: Collection[str] = (),
-    interrupts: Interrupts | None = None,
+    interrupts: StopRequests | None = None,
 ) -> Run:
     """Builds the run that a config describes; `train` runs it, `close` gives it up. Arguments and errors as for Run."""
     kind = SftSession if config.loss.objective == 'sft' else Session

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from areal_jax.telemetry import names
@@ -51,8 +52,20 @@ class StartProgress:
     A thread prints, because a single step may take minutes. `end` stops the thread, `begin` starts it again.
     """
 
-    def __init__(self, shown: bool, stream: TextIO | None = None, every_s: float = EVERY_S):
-        """`shown`: telemetry.progress; without it nothing is printed."""
+    def __init__(
+        self,
+        shown: bool,
+        stream: TextIO | None = None,
+        every_s: float = EVERY_S,
+        check: Callable[[], None] = lambda: None,
+    ):
+        """The start of one run.
+
+        Args:
+          shown: telemetry.progress; without it nothing is printed.
+          check: called before each part and each program; what it raises ends the start there.
+        """
+        self._check = check
         self._shown, self._stream, self._every_s = shown, stream, every_s
         self._doing, self._detail, self._began = '', '', 0.0
         self._ended = threading.Event()
@@ -60,6 +73,7 @@ class StartProgress:
 
     def begin(self, doing: str) -> None:
         """The part that begins now, for example 'loading model.gguf'."""
+        self._check()
         self._doing, self._detail, self._began = doing, '', time.monotonic()
         if not self._shown:
             return
@@ -71,6 +85,7 @@ class StartProgress:
 
     def count_programs(self, done: int, total: int) -> None:
         """`done` of `total` programs are compiled."""
+        self._check()
         self._detail = f' program {done + 1} of {total}'
 
     def count_answers(self, done: int, total: int) -> None:

@@ -250,6 +250,54 @@ def test_a_signal_from_another_thread_wakes_the_program():
     assert execute(clock, program) is True
 
 
+@pytest.mark.parametrize('make', [virtual, real])
+@pytest.mark.parametrize('when', ['before', 'while it works', 'after'])
+def test_an_abandoned_program_ends_with_keyboard_interrupt(make, when):
+    clock, cleaned, worked = make(), [], []
+
+    def work():
+        worked.append('begun')
+        thread = threading.Thread(target=clock.abandon)
+        if when == 'while it works':
+            thread.start()
+            thread.join()
+        worked.append('ended')
+
+    async def program(clock, supervisor):
+        try:
+            await clock.run('a', work, Work('x', 1))
+            await clock.run('a', lambda: worked.append('more'), Work('x', 1))
+        finally:
+            cleaned.append(True)
+        return 'a result'
+
+    if when == 'before':
+        clock.abandon()
+    if when == 'after':
+        assert execute(clock, program) == 'a result'
+        clock.abandon()
+        return
+    with pytest.raises(KeyboardInterrupt):
+        execute(clock, program)
+    assert worked == ([] if when == 'before' else ['begun', 'ended'])
+    assert cleaned == ([] if when == 'before' else [True])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith('a#')]
+
+
+def test_the_end_of_the_program_waits_for_work_as_long_as_it_is_told():
+    ended = []
+
+    async def program(clock, supervisor):
+        supervisor.start('slow', clock.run('a', lambda: (time.sleep(0.5), ended.append(True)), Work('x')))
+        await clock.run('b', lambda: time.sleep(0.1), Work('x'))
+
+    execute(RealClock(LANES, EventLog(), 30.0, end_of_work_s=0.01), program)
+    assert ended == []
+    time.sleep(0.6)
+    execute(RealClock(LANES, EventLog(), 30.0, end_of_work_s=10.0), program)
+    assert ended == [True, True]
+
+
 def test_the_loop_of_the_host_has_no_timers():
     with pytest.raises(RuntimeError, match=r"the host's loop has no timers: wait with clock\.wait"):
         execute(virtual(), lambda clock, supervisor: asyncio.sleep(0.1))

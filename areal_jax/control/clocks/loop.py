@@ -90,6 +90,7 @@ class LoopClock(abc.ABC):
         self._waiting: dict[asyncio.Future[bool], tuple[str, asyncio.Task[Any] | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early_signals: list[tuple[signal.Signals, protocols.Event]] = []
+        self._is_abandoned = False
         self._signal_lock = threading.Lock()
         log.start(self.now)
 
@@ -149,6 +150,16 @@ class LoopClock(abc.ABC):
             elif not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._post_signal, number, event)
 
+    def abandon(self) -> None:
+        """End the program at once: `execute` raises KeyboardInterrupt. From any thread, also before the program runs.
+
+        Work under way is waited for as at any other end. Nothing happens after the program has ended.
+        """
+        with self._signal_lock:
+            self._is_abandoned = True
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(_raise_interrupt)
+
     def execute(self, program: Coroutine[Any, Any, _Result]) -> _Result:
         """Run the program on an event loop of this clock; returns its result."""
         loop = _HostLoop(_IdleSelector(self._release_next))
@@ -156,6 +167,8 @@ class LoopClock(abc.ABC):
             self._loop = loop
             for number, event in self._early_signals:
                 loop.call_soon(self._post_signal, number, event)
+            if self._is_abandoned:
+                loop.call_soon(_raise_interrupt)
         try:
             return loop.run_until_complete(loop.create_task(program, name='main'))
         finally:
@@ -294,3 +307,8 @@ def _task_name(task: asyncio.Task[Any] | None) -> str:
 
 def _do_nothing() -> None:
     """What a wake-up runs."""
+
+
+def _raise_interrupt() -> NoReturn:
+    """Ends the loop that calls it: asyncio lets KeyboardInterrupt through."""
+    raise KeyboardInterrupt

@@ -19,7 +19,7 @@ from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopCl
 from areal_jax.control.events import EventLog
 from areal_jax.protocols import Event
 
-_END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
+END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
 _END_OF_STALLED_WORK_S = 0.2
 _Posted = Interval | Deadline | tuple[signal.Signals, Event]
 
@@ -27,7 +27,14 @@ _Posted = Interval | Deadline | tuple[signal.Signals, Event]
 class RealClock(LoopClock):
     """Wall time, in seconds since the start plus `start_s`; one completion is released when nothing is ready."""
 
-    def __init__(self, lanes: Mapping[str, int], log: EventLog, stall_timeout_s: float, start_s: float = 0.0):
+    def __init__(
+        self,
+        lanes: Mapping[str, int],
+        log: EventLog,
+        stall_timeout_s: float,
+        start_s: float = 0.0,
+        end_of_work_s: float = END_OF_WORK_S,
+    ):
         self._origin = time.monotonic() - start_s
         self._now = start_s
         self._stall_timeout_s = stall_timeout_s
@@ -35,7 +42,7 @@ class RealClock(LoopClock):
         self._queues: dict[str, queue.SimpleQueue[Interval | None]] = {}
         self._last_release = time.monotonic()
         self._threads: list[threading.Thread] = []
-        self._end_of_work_s = _END_OF_WORK_S
+        self._end_of_work_s = end_of_work_s
         self.max_lag_s = 0.0  # longest wait of a completion for its release: the loop's lag
         self.longest_lag_work = ''
         super().__init__(lanes, log)

@@ -1,0 +1,136 @@
+"""areal_jax.train, evaluate and export: what the commands do, for programs and notebooks.
+
+They leave the process as it was: no signal handlers, no settings of malloc, logging or jax, no exit handlers. Each call
+runs in a thread of its own (run_thread.py) and blocks until it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from ml_collections import config_dict
+
+from areal_jax.app.command_line import load_config, require_workdir
+from areal_jax.app.run_thread import CallerInterrupts, call_in_thread
+from areal_jax.app.training import build_run
+from areal_jax.app.workdir import Report
+from areal_jax.config import validate
+from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import UserError
+
+ConfigSource = config_dict.ConfigDict | str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
+_Result = TypeVar('_Result')
+
+_one_at_a_time = threading.Lock()
+
+
+def train(config: ConfigSource, workdir: FilePath, resume: bool = False) -> Report:
+    """Trains to the end and returns the content of report.json. The weights are those of main_train for this config.
+
+    A report whose `optimizer_steps` has `applied` 0 is that of a run which trained nothing (exit code 3 of main_train).
+
+    Args:
+      config: as `areal_jax.config.default_config()` returns it, or the path of a config file, 'configs/tiny_cpu.py' or
+        'FILE:ARGUMENT'. It is not changed.
+      workdir: the directory for everything that the run leaves.
+      resume: go on from the newest checkpoint in `workdir`, or start again at update 0 where there is none. The report
+        of a run that has finished is returned at once.
+
+    Raises UserError, one sentence, for what the caller can mend; OSError for a disk that is full; and KeyboardInterrupt
+    where it was raised in this thread meanwhile: during updates the one under way is finished and saved before (a
+    second one stops without saving), and resume=True goes on. After any exception the workdir is unlocked, and threads,
+    processes and files of the run are gone.
+    """
+    loaded, source = _load(config)
+    directory = _directory(workdir)
+
+    def run(interrupts: CallerInterrupts) -> Report | None:
+        return build_run(loaded, directory, resume=resume, source=source, interrupts=interrupts).train()
+
+    return _call('train', run)
+
+
+def evaluate(
+    config: ConfigSource, workdir: FilePath, *, model: FilePath | None = None, resume: bool = False
+) -> Mapping[str, object]:
+    """Scores a model on the held-out problems of a task as main_eval does, and returns the content of its results.
+
+    Args:
+      config: as for `train`.
+      workdir: the directory for the results, of its own.
+      model: a workdir of `train`, one of its checkpoints, a directory of Hugging Face files or a GGUF file; None = what
+        the fields `model.*` of the config say.
+      resume: go on after the problems that are scored already.
+
+    Raises what `train` raises; after KeyboardInterrupt, resume=True goes on.
+    """
+    from areal_jax.app.evaluate import evaluate_model
+
+    loaded, source = _load(config)
+    directory, name = _directory(workdir), None if model is None else os.fspath(model)
+
+    def run(interrupts: CallerInterrupts) -> Mapping[str, object] | None:
+        return evaluate_model(loaded, directory, model=name, resume=resume, source=source, interrupts=interrupts)
+
+    return _call('evaluate', run)
+
+
+def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: str = 'float32') -> pathlib.Path:
+    """Writes a checkpoint of a run as a directory of Hugging Face files as main_export does, and returns its path.
+
+    Args:
+      workdir: of the run.
+      out: the directory to write; it must not exist.
+      step: the update whose checkpoint it is; None = the newest.
+      dtype: of the weights in the files: 'float32', 'bfloat16' or 'float16'.
+
+    Raises UserError, one sentence, for what the caller can mend; nothing is left half-written.
+    """
+    from areal_jax.app.export import export_run
+
+    return export_run(pathlib.Path(workdir), pathlib.Path(out), step=step, dtype=dtype)
+
+
+def _load(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:
+    """(config, where it came from); raises UserError for what is no config."""
+    if isinstance(config, config_dict.ConfigDict):
+        loaded, source = config, ''
+    elif isinstance(config, str | os.PathLike):
+        source = os.fspath(config)
+        loaded = load_config(source)
+    else:
+        raise ConfigError(
+            f'config is a {type(config).__name__}: give an ml_collections ConfigDict, as '
+            'areal_jax.config.default_config() returns it, or the path of a config file'
+        )
+    validate(loaded)
+    if (processes := loaded.distributed.processes) > 1:
+        raise ConfigError(
+            f'distributed.processes={processes}: a call from Python is one process; start python -m '
+            'areal_jax.main_train in each process, or use distributed.processes=1'
+        )
+    return loaded, source
+
+
+def _directory(workdir: FilePath) -> pathlib.Path:
+    require_workdir(os.fspath(workdir))
+    return pathlib.Path(workdir)
+
+
+def _call(name: str, run: Callable[[CallerInterrupts], _Result | None]) -> _Result:
+    """What `run` returns, called in a thread; None comes from an interrupted run only, which raises."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise UserError(
+            f'areal_jax.{name}: another run of this process has not ended; wait for it, or start a process for each run'
+        )
+    try:
+        result = call_in_thread(run, f'areal_jax.{name}')
+    finally:
+        _one_at_a_time.release()
+    assert result is not None
+    return result
