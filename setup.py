@@ -39,7 +39,8 @@ setup(
     ],
     extras_require={
         'tpu': ['jax[tpu]>=0.10.2,<0.13'],
-        'cuda': ['jax[cuda12]>=0.10.2,<0.13'],
+        'cuda12': ['jax[cuda12]>=0.10.2,<0.13'],
+        'cuda13': ['jax[cuda13]>=0.10.2,<0.13'],
         'sglang': ['aiohttp>=3.11'],
         'jetstream': [],  # the Engine contract is imitated; an orchestrator brings its own packages
         'hf': ['transformers>=5.0'],

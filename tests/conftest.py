@@ -14,3 +14,6 @@ def pytest_configure(config):
     """The quick tests alone run each program a few times: not worth LLVM's passes. All others compile as a run does."""
     if config.option.markexpr == 'not slow' and 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
         os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0'
+    # a GPU adds up in any order otherwise; and kernels that are not searched for compile sooner
+    if config.option.markexpr == 'gpu' and 'xla_gpu_deterministic_ops' not in os.environ['XLA_FLAGS']:
+        os.environ['XLA_FLAGS'] += ' --xla_gpu_deterministic_ops=true'

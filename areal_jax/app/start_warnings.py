@@ -5,14 +5,18 @@ Used by app/run.py.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
+import jax
 from ml_collections import config_dict
+
+_DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
 
 
 def print_warnings(config: config_dict.ConfigDict) -> None:
-    for warning in find_warnings(config):
+    for warning in (*find_warnings(config), *find_device_warnings(config, jax.default_backend())):
         print(f'warning: {warning}', file=sys.stderr, flush=True)
 
 
@@ -29,4 +33,13 @@ def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'optimizer.warmup_steps={c.optimizer.warmup_steps} is more than the {steps} optimizer steps of the run '
             '(run.steps * learner.n_minibatches * learner.epochs): the learning rate never reaches its value'
+        )
+
+
+def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[str]:
+    """What the platform (of jax.default_backend()) does not keep of the config without a flag of XLA."""
+    if platform == 'gpu' and c.run.clock == 'virtual' and _DETERMINISTIC not in os.environ.get('XLA_FLAGS', ''):
+        yield (
+            f"run.clock='virtual' repeats bit for bit on a GPU only with XLA_FLAGS={_DETERMINISTIC}, set before the "
+            'start: its kernels add up in any order otherwise'
         )

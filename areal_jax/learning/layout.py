@@ -19,7 +19,7 @@ from areal_jax.learning.forward import require_heads
 from areal_jax.learning.packing import empty_batch, pack
 from areal_jax.learning.packing_report import PackingReport
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.models.attention import choose_checked, shares_prompts
+from areal_jax.models.attention import BACKENDS, choose_checked, shares_prompts
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import data_shards, row_sharding
@@ -48,6 +48,8 @@ class RowLayout:
         )
         # not every backend can show one prompt to several answers
         self.packing = settings.packing if shares_prompts(self.attention) else 'ordinary'
+        most = BACKENDS[self.attention].max_segments
+        self._row_trajectories = most and most - 1  # the padding is a segment too
         self._cost = decoder_cost(config)
 
     def pack(
@@ -76,6 +78,7 @@ class RowLayout:
             n_minibatches=n_minibatches,
             oldest_version=oldest_version,
             round_microbatches=round_microbatches,
+            row_trajectories=self._row_trajectories,
         )
 
     def split(self, rows: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:

@@ -42,6 +42,7 @@ def pack(
     cost: CostCoefficients = _TOKENS_ONLY,
     buckets: Sequence[RowShape] = (),
     vocab_size: int | None = None,
+    row_trajectories: int | None = None,
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
@@ -61,7 +62,7 @@ def pack(
       buckets: the row shapes to which the caller trims micro-batches, ascending, the full shape last; () = no trimming.
         With 'first_fit', the rows of an incomplete last micro-batch are repacked into more rows of a smaller shape if
         their items fit one.
-      vocab_size: every token id must be below it; None = not checked.
+      vocab_size, row_trajectories: a token id is below it; most in a row in mode 'ordinary'. None = not bounded.
 
     Raises BatchError for what must not be learned from (`_require_sound`) or does not fit a row, and ValueError for an
     unknown mode or fill and for rows that the shards cannot share evenly.
@@ -69,11 +70,10 @@ def pack(
     require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
     examples_of = make_examples(groups, advantages, capacity, vocab_size)
-    loss_tokens = [sum(e.size[1] for e in examples) for examples in examples_of]
     batches, reports = [], []
-    for members in split_minibatches(loss_tokens, n_minibatches):
+    for members in split_minibatches([sum(e.size[1] for e in group) for group in examples_of], n_minibatches):
         units = [unit for g in members for unit in _units(examples_of[g], mode, capacity)]
-        rows = _rows(units, fill, rows_per_microbatch, buckets or [RowShape(*capacity)])
+        rows = _rows(units, fill, rows_per_microbatch, buckets or [RowShape(*capacity)], row_trajectories)
         costs = np.array([row.cost(cost) for row in rows])  # [rows]
         shares = np.array([row.share(capacity) for row in rows])  # [rows]
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
@@ -162,7 +162,10 @@ def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) ->
     return [Unit(tuple(examples[i] for i in sorted(b))) for b in bins]
 
 
-def _rows(units: Sequence[Unit], fill: str, rows_per_microbatch: int, shapes: Sequence[RowShape]) -> list[Row]:
+def _rows(
+    units: Sequence[Unit], fill: str, rows_per_microbatch: int, shapes: Sequence[RowShape], most: int | None
+) -> list[Row]:
+    """Rows of at most `most` units each; a fuller one is cut, because few rows ever are."""
     sizes = [u.size for u in units]
     if fill == 'padded':
         bins = [[u] for u in range(len(units))]
@@ -170,4 +173,6 @@ def _rows(units: Sequence[Unit], fill: str, rows_per_microbatch: int, shapes: Se
         bins = pack_fewest_first(sizes, shapes[-1])
     else:
         bins = spread_remainder(pack_first_fit(sizes, shapes[-1]), sizes, rows_per_microbatch, shapes)
+    if most is not None:
+        bins = [b[start : start + most] for b in bins for start in range(0, len(b), most)]
     return [Row(tuple(units[u] for u in members)) for members in bins]

@@ -1,6 +1,6 @@
 """What stderr shows before the first update."""
 
-from areal_jax.app.start_warnings import find_warnings, print_passed_over, print_warnings
+from areal_jax.app.start_warnings import find_device_warnings, find_warnings, print_passed_over, print_warnings
 from areal_jax.config import default_config
 from areal_jax.learning import layout
 from tests.app.small import SmallRun
@@ -17,6 +17,17 @@ def test_a_warm_up_that_outlasts_the_run_is_warned_of(capsys):
     assert capsys.readouterr().err == f'warning: {said}\n'
     config.learner.epochs = 2
     assert list(find_warnings(config)) == []
+
+
+def test_a_virtual_clock_on_a_gpu_needs_a_flag(monkeypatch):
+    config = default_config()
+    config.run.clock = 'virtual'
+    monkeypatch.delenv('XLA_FLAGS', raising=False)
+    (said,) = find_device_warnings(config, 'gpu')
+    assert 'XLA_FLAGS=--xla_gpu_deterministic_ops=true' in said
+    assert list(find_device_warnings(config, 'cpu')) == []
+    monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_deterministic_ops=true --xla_other=1')
+    assert list(find_device_warnings(config, 'gpu')) == []
 
 
 def test_a_backend_that_auto_passes_over_is_warned_of_with_the_reason(capsys):

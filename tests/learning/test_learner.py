@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.learning import layout
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import (
@@ -79,6 +81,14 @@ def test_update_does_not_depend_on_packing_split_or_devices(one_row_at_a_time, s
     _assert_close(_weights(learner), weights, atol=1e-5)
     change = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), weights, jax.device_get(_PARAMS))
     assert max(jax.tree.leaves(change)) > 0.01  # far more than the tolerance
+
+
+def test_rows_for_cudnn_have_no_more_segments_than_it_takes(monkeypatch):
+    monkeypatch.setattr(layout, 'choose_checked', lambda *_, **__: ('cudnn', ()))
+    rows = layout.RowLayout(_DECODER.config, make_mesh(), learner_settings(row_tokens=4096, row_loss_tokens=4096))
+    groups = [group([1, 2], [[3, 4]] * 100)]
+    (batch,), _ = rows.pack(groups, [np.ones(100, np.float32)], n_minibatches=1)
+    assert batch.segment_ids.max(axis=(1, 2)).tolist() == [MAX_SEGMENTS - 1, 100 - (MAX_SEGMENTS - 1)]
 
 
 def test_later_minibatches_keep_the_centre_of_the_weights_before_the_update():

@@ -50,6 +50,15 @@ def test_generated_first_token_has_no_source():
         next_token_form(trajectory([], [segment([2], 0)]))
 
 
+def test_no_row_has_more_trajectories_than_attention_takes():
+    # 7 answers of 3 inputs each fit one row of 32 tokens; at most 3 a row make 3 + 3 + 1
+    (whole,), _ = _pack([group([1, 2], [[3, 4]] * 7)], mode='ordinary')
+    (cut,), _ = _pack([group([1, 2], [[3, 4]] * 7)], mode='ordinary', row_trajectories=3)
+    segments = lambda batch: sorted(batch.segment_ids.max(axis=(1, 2)).tolist())
+    assert (segments(whole), segments(cut)) == ([7], [1, 3, 3])
+    assert cut.loss_mask.sum() == whole.loss_mask.sum() == 14
+
+
 def test_shared_prompt_row_by_hand():
     # prompt 1 2 once, then the answers 3 4 (reads 3), 5 (reads nothing), 6 7 8 (reads 6 7)
     (batch,), report = _pack([group([1, 2], [[3, 4], [5], [6, 7, 8]])], row_tokens=8, row_loss_tokens=7)

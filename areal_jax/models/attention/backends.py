@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.errors import UserError
+from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 
 DENSE_BELOW_TOKENS = 256  # on a CPU 'dense' is faster than 'blocked' in rows shorter than this
 _ANY_PLATFORM = ()
@@ -31,6 +32,7 @@ class Backend:
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     head_dim_step: int = 1
     max_head_dim: int | None = None
+    max_segments: int | None = None  # of a row, padding included; without shared prompts only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,17 @@ BACKENDS = {
     'blocked': Backend(_ANY_PLATFORM, _FLOATS, True, True, True),
     'pallas': Backend(('gpu',), _FLOATS, True, True, True, min_capability=(8, 0), max_head_dim=256),
     'splash': Backend(('tpu',), ('float32', 'bfloat16'), False, False, False),
-    'cudnn': Backend(('gpu',), ('bfloat16', 'float16'), False, False, False, (9, 0), head_dim_step=8, max_head_dim=256),
+    'cudnn': Backend(
+        ('gpu',),
+        ('bfloat16', 'float16'),
+        False,
+        False,
+        False,
+        (9, 0),
+        head_dim_step=8,
+        max_head_dim=256,
+        max_segments=MAX_SEGMENTS,
+    ),
 }
 IMPLEMENTATIONS = ('auto', *BACKENDS)
 _PREFERRED = {'tpu': ('splash',), 'gpu': ('cudnn', 'pallas')}  # then 'blocked', which runs everywhere

@@ -25,8 +25,8 @@ _GROUPED_KEYS_FROM = (0, 11, 1)  # version of jax
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
     """Causal attention within segments: [R, T, H, D] for q [R, T, H, D], k and v [R, T, K, D]. Reads no other id.
 
-    bfloat16 or float16. A row with more than MAX_SEGMENTS segments gives NaN instead of wrong values. A NaN may spread
-    to other segments.
+    bfloat16 or float16. A row with more than MAX_SEGMENTS segments gives NaN instead of wrong values; the learner packs
+    no such row. A NaN may spread to other segments.
     """
     if jax.__version_info__ < _GROUPED_KEYS_FROM:
         repeats = q.shape[2] // k.shape[2]

@@ -33,6 +33,7 @@ from areal_jax.rollout.decode.slots import (
     slot_values,
 )
 
+_PREFILL_TOKENS = 16384  # of rows that are computed at once: bounds attention scores and activations
 # tokens, log-probs, valid, log-probs of the cut softmax (None unless filtered): [decode_steps, slots] each
 _Outputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
@@ -267,6 +268,14 @@ class JaxDecodeBackend:
     def _prefill_rows(self, weights: Params, tokens: jax.Array) -> Cache:
         """Per layer k, v [R, K, L, D] of tokens [R, L]."""
         self._check_dtype(weights)
+        rows, length = tokens.shape
+        at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * length <= _PREFILL_TOKENS))
+        if at_once == rows:
+            return self._prefill_part(weights, tokens)
+        parts = lax.map(lambda part: self._prefill_part(weights, part), tokens.reshape(-1, at_once, length))
+        return jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:]), parts)
+
+    def _prefill_part(self, weights: Params, tokens: jax.Array) -> Cache:
         rows, length = tokens.shape
 
         def attend(

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.backend import SlotInit
+from areal_jax.rollout.decode import backend as decode_backend
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from tests.rollout.decode.examples import (
@@ -222,6 +223,18 @@ def test_prefixes_prefilled_together_are_those_prefilled_alone(lengths, shapes):
         for a, b in zip(jax.tree.leaves(prefix.rows), jax.tree.leaves(alone.rows), strict=True):
             kept = slice(0, prefix.length)
             np.testing.assert_allclose(a[prefix.row, :, kept], b[alone.row, :, kept], atol=1e-5)
+
+
+def test_a_large_prefill_is_computed_in_parts(monkeypatch):
+    sequences = [PROMPT, PROMPT[:3], PROMPT[::-1], PROMPT[1:]]  # a row for each of 4 slots, in the bucket of 8
+    whole = backend().prefill(weights(), sequences)
+    monkeypatch.setattr(decode_backend, '_PREFILL_TOKENS', 17)  # 2 rows of 8 at once
+    in_parts = backend.__wrapped__()
+    parts = in_parts.prefill(weights(), sequences)
+    for one, other in zip(jax.tree.leaves(whole[0].rows), jax.tree.leaves(parts[0].rows), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert 'scan' in str(jax.make_jaxpr(in_parts._prefill_rows)(weights(), np.zeros((4, 8), np.int32)))
 
 
 def test_a_narrow_decode_width_gives_the_tokens_of_the_wide_one():

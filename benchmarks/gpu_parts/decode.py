@@ -1,0 +1,145 @@
+"""Decoding: one answer in each slot to one prompt, against the bytes that a step must read.
+
+    python -m benchmarks.gpu_parts.decode SLOTS [--tiny] OUT
+
+The programs are those of a run (rollout/decode/backend.py), with weights and cache in bfloat16.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax.learning import trees
+from areal_jax.learning.forward import forward
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params
+from areal_jax.rollout.backend import DecodeOutput, SlotInit
+from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.types import GenerationRequest, SamplingParams
+from benchmarks.gpu_parts.cells import Cells, run_part, summarize
+from benchmarks.gpu_parts.shapes import DecodeCase, decode_bytes, decode_case, find_peak, key_bytes, mean_positions
+
+SEED = 0
+_CHECKED = {'slots': 4, 'context_tokens': 48, 'prompt_tokens': 9, 'new_tokens': 32, 'decode_steps': 8}
+
+
+def measure(cells: Cells, slots: str, *, tiny: bool) -> None:
+    case = decode_case(int(slots), tiny)
+    decoder = Decoder(case.model)
+    cells.add('case', {'slots': case.slots, 'context_tokens': case.context_tokens, 'prompt_tokens': case.prompt_tokens})
+    params = jax.block_until_ready(trees.cast(decoder.init(SEED), 'bfloat16'))
+    decoding = Decoding(case, params, 'bfloat16')
+    began = time.perf_counter()
+    decoding.prefill()
+    cells.add('prefill_first_s', time.perf_counter() - began)
+    began = time.perf_counter()
+    decoding.step()
+    cells.add('compile_s', time.perf_counter() - began)
+    seconds = []
+    while decoding.generated < case.new_tokens:
+        began = time.perf_counter()
+        decoding.step()
+        seconds.append(time.perf_counter() - began)
+    cells.add('dispatch', {**summarize(seconds), 'steps': case.decode_steps})
+    cells.add('decode', _rates(case, seconds))
+
+
+class Decoding:
+    """Every slot answers the same prompt with noise of its own, until it has all its new tokens."""
+
+    def __init__(self, case: DecodeCase, params: Params, dtype: str):
+        self._case, self._params = case, params
+        self._backend = JaxDecodeBackend(
+            Decoder(case.model),
+            slots=case.slots,
+            context_tokens=case.context_tokens,
+            prefill_buckets=(case.prompt_tokens, case.context_tokens),
+            decode_steps=case.decode_steps,
+            filtered=False,
+            dtype=dtype,
+        )
+        self._state = self._backend.initial_state()
+        rng = np.random.default_rng(SEED)
+        self.prompt = rng.integers(8, case.model.vocab_size, case.prompt_tokens).astype(np.int32)
+        self.outputs: list[DecodeOutput] = []
+        self.generated = 0
+
+    def prefill(self) -> None:
+        """One prompt, whose keys and values are copied to all slots."""
+        case = self._case
+        sampling = SamplingParams(case.new_tokens, 1.0, 0, 1.0, ())
+        limit = case.prompt_tokens + case.new_tokens
+        inits = [
+            SlotInit(slot, GenerationRequest(slot, 0, SEED, self.prompt, sampling), self.prompt, limit)
+            for slot in range(case.slots)
+        ]
+        [prefix] = self._backend.prefill(self._params, [self.prompt[:-1]])
+        self._state = jax.block_until_ready(self._backend.insert(prefix, self._state, inits))
+
+    def step(self) -> None:
+        """One dispatch; its tokens are on the host when it returns."""
+        case = self._case
+        self._state, output = self._backend.generate(self._params, self._state, case.decode_steps, case.context_tokens)
+        if not output.valid.all():
+            raise RuntimeError(f'slots ended after {self.generated} tokens')
+        self.outputs.append(output)
+        self.generated += case.decode_steps
+
+
+def _rates(case: DecodeCase, seconds: list[float]) -> dict[str, Any]:
+    """Of all dispatches but the first; a step reads what it must, and in this engine all positions of the cache."""
+    steps = len(seconds) * case.decode_steps
+    step_s = sum(seconds) / steps
+    must, does = decode_bytes(case, mean_positions(case)), decode_bytes(case, case.context_tokens)
+    peak = find_peak(jax.local_devices()[0].device_kind)
+    bound_s = peak and must / peak.bytes_per_second
+    return {
+        'tokens_per_second': case.slots / step_s,
+        'step_ms': 1e3 * step_s,
+        'bytes_a_step_must_read': must,
+        'bytes_a_step_reads': does,
+        'weights_bytes': must - case.slots * mean_positions(case) * key_bytes(case.model),
+        'bytes_per_second': does / step_s,
+        'bound_step_ms': bound_s and 1e3 * bound_s,
+        'share_of_bandwidth_bound': bound_s and bound_s / step_s,
+        'share_of_bandwidth_read': peak and does / step_s / peak.bytes_per_second,
+    }
+
+
+def decode_errors(model: ModelConfig, dtype: str, attention: str = 'dense') -> dict[str, Any]:
+    """|log-prob recorded while decoding - log-prob of the learner's forward pass| over sampled tokens, in nats."""
+    case = DecodeCase(model, **_CHECKED)
+    decoder = Decoder(model)
+    params = trees.cast(decoder.init(SEED, scale=2.0), dtype)  # far from uniform: a wrong context shows
+    decoding = Decoding(case, params, dtype)
+    decoding.prefill()
+    while decoding.generated < case.new_tokens:
+        decoding.step()
+    tokens, logprobs = (
+        np.concatenate([getattr(output, name) for output in decoding.outputs]).T for name in ('tokens', 'logprobs')
+    )  # [slots, new tokens]
+    whole = np.concatenate([np.tile(decoding.prompt, (case.slots, 1)), tokens], axis=1)
+    rows = {
+        'tokens': whole,
+        'positions': np.tile(np.arange(whole.shape[1], dtype=np.int32), (case.slots, 1)),
+        'segment_ids': np.ones_like(whole),
+        'parent_ids': np.ones_like(whole),
+        'sources': np.tile(np.arange(case.new_tokens, dtype=np.int32) + case.prompt_tokens - 1, (case.slots, 1)),
+        'targets': tokens,
+    }
+    score = jax.jit(lambda params, rows: forward(decoder, params, rows, 1.0, attention=attention)[0])
+    differences = np.abs(np.asarray(score(params, rows)) - logprobs)
+    return {
+        'mean_difference': float(differences.mean()),
+        'largest_difference': float(differences.max()),
+        'tokens': int(differences.size),
+    }
+
+
+if __name__ == '__main__':
+    run_part(measure)

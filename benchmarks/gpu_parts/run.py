@@ -1,0 +1,140 @@
+"""A whole asynchronous run with random weights of the 0.5b shape on one GPU: who was busy, and what bounds it.
+
+    python -m benchmarks.gpu_parts.run [--tiny] OUT
+
+Task: token_reversal, whose prompts have 17 tokens. The vocabulary has the size of the shape's, so random weights answer
+with random tokens up to the limit, the rewards are 0, and every update trains with advantages of 0: the arithmetic is
+that of any run, the weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import config_dict
+
+from areal_jax.app.model import Model
+from areal_jax.app.session import Session
+from areal_jax.config import default_config
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.shape import ModelConfig
+from areal_jax.tasks.token_reversal import characters
+from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.telemetry.facts import RunFacts
+from benchmarks.gpu_parts.cells import Cells, run_part
+from benchmarks.gpu_parts.shapes import SHAPES, TINY
+
+_REPORTED = (
+    *('steps', 'wall_seconds', 'window_seconds', 'time', 'busy', 'publish_pause_seconds', 'throughput', 'token_age'),
+    *('versions_per_trajectory', 'interruptions', 'mismatch', 'tokens', 'optimizer_steps', 'compilations'),
+    *('event_loop_lag_seconds', 'peak_memory_bytes', 'admission_held', 'cause_of_gap', 'warnings'),
+)
+_SIZES = ('n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
+_FIRST_LETTER = 0x4E00  # of as many characters as the vocabulary needs; those up to the surrogates are left out
+_AFTER_SURROGATES = 0xE000
+
+
+def measure(cells: Cells, *, tiny: bool) -> None:
+    config, shape = _config(tiny), TINY if tiny else SHAPES['0.5b']
+    with tempfile.TemporaryDirectory() as folder:
+        workdir = pathlib.Path(folder, 'run')
+        session = RandomRun(config, workdir, shape)
+        cells.add('case', _describe(config, session))
+        if (report := session.train()) is None:
+            raise RuntimeError('the run was stopped')
+        alone = RunFacts.load(workdir).alone_seconds
+    cells.add('report', {name: report[name] for name in _REPORTED})
+    cells.add('limit', _limit(report, alone))
+
+
+class RandomRun(Session):
+    """A run whose model has random weights of any shape, and a vocabulary that its tokenizer has a character for."""
+
+    def __init__(self, config: config_dict.ConfigDict, workdir: pathlib.Path, shape: ModelConfig):
+        self._shape = shape
+        super().__init__(config, workdir, source='benchmarks/gpu_parts/run.py')
+
+    def _load_model(self) -> Model:
+        super()._load_model()  # of the config's own vocabulary, for the fields that it reads
+        self.decoder = Decoder(self._shape)
+        known = characters(self.config.task.symbols)
+        others = (chr(code) for code in _codes(self._shape.vocab_size - 1 - len(known)))
+        tokenizer = CharacterTokenizer(known + ''.join(others))
+        return Model(self.decoder, self.decoder.init(self.config.run.seed), tokenizer)
+
+
+def _codes(count: int) -> list[int]:
+    """Code points of so many characters."""
+    before = range(_FIRST_LETTER, 0xD800)
+    after = range(_AFTER_SURROGATES, _AFTER_SURROGATES + max(0, count - len(before)))
+    return [*before[:count], *after]
+
+
+def _config(tiny: bool) -> config_dict.ConfigDict:
+    shape = TINY if tiny else SHAPES['0.5b']
+    config = default_config()
+    config.update_from_flattened_dict(
+        {
+            'run.steps': 3 if tiny else 12,
+            'model.family': 'qwen2',
+            **{f'model.{name}': getattr(shape, name) for name in _SIZES},
+            'task.length': 4 if tiny else 16,
+            'rollout.slots': 8 if tiny else 64,
+            'rollout.decode_steps': 4 if tiny else 16,
+            'rollout.context_tokens': 32 if tiny else 544,
+            'rollout.prefill_buckets': (32,) if tiny else (32, 544),
+            'rollout.group_size': 4 if tiny else 8,
+            'rollout.max_new_tokens': 16 if tiny else 512,
+            'rollout.max_running_groups': 4 if tiny else 24,
+            'staleness.eta': 2.0,
+            'buffer.capacity': 8 if tiny else 32,
+            'learner.groups_per_update': 2 if tiny else 8,
+            'learner.row_tokens': 128 if tiny else 16_384,
+            'learner.row_loss_tokens': 128 if tiny else 16_384,
+            'learner.filter_equal_rewards': False,
+            'learner.dtype': 'float32' if tiny else 'bfloat16',
+            'learner.layers': 'stacked',
+            'publication.dtype': 'float32' if tiny else 'bfloat16',
+            'evaluation.problems': 0,
+            'telemetry.progress': False,
+            'telemetry.tensorboard': False,
+            'telemetry.plots': False,
+        }
+    )
+    return config
+
+
+def _describe(config: config_dict.ConfigDict, session: Session) -> dict[str, Any]:
+    return {
+        'parameters': session.decoder.parameter_count(),
+        'attention': session.learner.attention,
+        'devices': session.allocation.describe(),
+        'config': {name: getattr(config, name).to_dict() for name in ('run', 'rollout', 'staleness', 'learner')},
+    }
+
+
+def _limit(report: dict[str, Any], alone: Mapping[str, float | None]) -> dict[str, Any]:
+    """Seconds of an update: achieved, the report's ideal, and generation and training one after the other.
+
+    A GPU runs one program at a time, so on a shared one the last of them is what can be reached.
+    """
+    time = report['time']
+    ideal, achieved = time['ideal'], time['achieved']
+    known = [seconds for seconds in alone.values() if seconds is not None]
+    one_by_one = sum(known) if len(known) == len(alone) else None
+    return {
+        'achieved_s': achieved,
+        'ideal_s': ideal,
+        'ideal_rule': time['ideal_rule'],
+        'share_of_ideal': ideal and achieved and ideal / achieved,
+        'alone_s': dict(alone),
+        'one_by_one_s': one_by_one,
+        'share_of_one_by_one': one_by_one and achieved and one_by_one / achieved,
+    }
+
+
+if __name__ == '__main__':
+    run_part(measure)

@@ -1,0 +1,98 @@
+"""Parts fail, hang and run out of time by themselves; packages and wheels; the table."""
+
+import sys
+import zipfile
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu_parts import packages, summary
+from benchmarks.gpu_parts.parts import FAILED, LEFT_OUT, RAN, TIMED_OUT, Part, run_parts
+from benchmarks.gpu_parts.tests import read_junit
+
+WRITE = 'import json, sys; json.dump({"x": 1}, open(sys.argv[-1], "w"));'
+
+
+def part(name, code, limit_s=20.0, least_s=0.0, **more):
+    return Part(name, [sys.executable, '-c', code], limit_s, least_s, **more)
+
+
+def run(*parts, seconds=60.0):
+    return run_parts(parts, seconds, lambda name, result: None)
+
+
+def test_a_part_that_fails_or_hangs_leaves_its_numbers_and_the_others_run():
+    results = run(
+        part('fails', WRITE + 'sys.exit("no kernel")'),
+        part('hangs', WRITE + 'import time; time.sleep(60)', limit_s=1.0),
+        part('silent', 'pass'),
+        part('runs', WRITE),
+        part('late', WRITE, least_s=1e6),
+    )
+    assert {name: result['status'] for name, result in results.items()} == {
+        'fails': FAILED, 'hangs': TIMED_OUT, 'silent': FAILED, 'runs': RAN, 'late': LEFT_OUT,
+    }  # fmt: skip
+    assert results['fails']['numbers'] == results['hangs']['numbers'] == results['runs']['numbers'] == {'x': 1}
+    assert results['fails']['error'] == 'no kernel'
+    assert results['hangs']['seconds'] < 30
+    assert 'no numbers' in results['silent']['error']
+    lines = [summary.part_line(name, result) for name, result in results.items()]
+    assert lines[0].startswith('fails: failed after ')
+    assert lines[-1].startswith('late: left out: ')
+    assert 'late         left out' in summary.table(results)
+
+
+def test_flags_that_xla_does_not_know_are_left_out():
+    fatal = 'import os; assert "--xla_old" not in os.environ["XLA_FLAGS"], "Unknown flag in XLA_FLAGS: --xla_old";'
+    [result] = run(part('flags', fatal + WRITE, flags='--xla_old=1')).values()
+    assert (result['status'], result['flags_left_out']) == (RAN, '--xla_old=1')
+
+
+def test_packages_that_are_missing_or_old_are_named(monkeypatch):
+    assert packages.find_missing() == []
+    assert packages.find_missing(['jax', 'no-such-package']) == ['no-such-package']
+    monkeypatch.setattr(packages, '_least_versions', lambda: {'flax': '99.1'})
+    [old] = packages.find_missing(['flax'])
+    assert old.startswith('flax>=99.1 (0.')
+
+
+def test_wheels_are_unpacked_with_their_data(tmp_path):
+    with zipfile.ZipFile(tmp_path / 'thing-1-py3-none-any.whl', 'w') as wheel:
+        wheel.writestr('thing/__init__.py', 'x = 1')
+        wheel.writestr('thing-1.data/purelib/other.py', 'y = 2')
+    packages.unpack_wheels(tmp_path, tmp_path / 'site')
+    assert (tmp_path / 'site' / 'thing' / '__init__.py').read_text() == 'x = 1'
+    assert (tmp_path / 'site' / 'other.py').read_text() == 'y = 2'
+
+
+@pytest.mark.parametrize('arguments', [['--parts=train_7b'], ['--minutes=0'], ['--wheels=/no/such']])
+def test_bad_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as refused:
+        gpu.main(['--json=out.json', *arguments])
+    assert refused.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_missing_packages_are_one_sentence(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(packages, 'find_missing', lambda: ['flax', 'optax'])
+    monkeypatch.setattr(gpu.os, 'environ', dict(gpu.os.environ))
+    assert gpu.main([f'--json={tmp_path}/out.json']) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert 'lacks flax, optax; put a folder' in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_of_pytest_is_read(tmp_path):
+    path = tmp_path / 'junit.xml'
+    path.write_text(
+        '<testsuites><testsuite>'
+        '<testcase classname="tests.gpu.test_a" name="one" time="1.5"/>'
+        '<testcase classname="tests.gpu.test_a" name="two" time="0.5"><failure message="wrong">at</failure></testcase>'
+        '<testcase classname="tests.gpu.test_a" name="three" time="0"><skipped message="no"/></testcase>'
+        '</testsuite></testsuites>'
+    )
+    found = read_junit(path)
+    assert found['passed'] == 1
+    assert found['failed'] == [{'name': 'test_a::two', 'message': 'wrong\nat'}]
+    assert [test['name'] for test in found['skipped']] == ['test_a::three']
+    assert next(iter(found['slowest_s'])) == 'test_a::one'
