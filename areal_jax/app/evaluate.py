@@ -164,6 +164,7 @@ class _Evaluation:
         self._parts.callback(self.verifier.close)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
+        self._start.begin('building the engines')
         self._engines = self._build_engines(model)
         self.evaluator = self._build_evaluator(task, model, self._left)
 

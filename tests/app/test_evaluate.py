@@ -39,7 +39,7 @@ def without_time(results):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    return SmallRun(tmp_path_factory.mktemp('run'), **EVALUATION).train()
+    return SmallRun(tmp_path_factory.mktemp('run'), **EVALUATION, checkpoint__every=1).train()
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,15 @@ def test_the_scores_are_those_of_the_run_before_and_after_training(tmp_path, fie
     assert scores_of(tmp_path / 'before') == scores_of_run(tmp_path / 'run', 'before')
     assert before['model']['weights_sha256'] != after['model']['weights_sha256']
     assert before['model']['version'] == 0
+
+
+def test_a_checkpoint_is_a_model(run, tmp_path):
+    config, checkpoints = small_config(**EVALUATION), run.workdir / 'checkpoints'
+    last = evaluate_model(config, tmp_path / 'last', model=str(checkpoints / 'step_00000002'))
+    assert scores_of(tmp_path / 'last') == scores_of_run(run.workdir, 'after')
+    first = evaluate_model(config, tmp_path / 'first', model=str(checkpoints / 'step_00000001'))
+    assert (first['model']['version'], last['model']['version']) == (1, 2)
+    assert last['model']['weights_sha256'] == run.report['weights_sha256'] != first['model']['weights_sha256']
 
 
 def test_the_results_say_what_was_measured(run, tmp_path):
