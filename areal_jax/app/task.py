@@ -19,7 +19,7 @@ from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.audit import Audit
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
 from areal_jax.tasks.registry import make_task, value_names
-from areal_jax.tasks.task import Scorer, Task, TaskError
+from areal_jax.tasks.task import Scorer, Split, Task, TaskError
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 
@@ -81,7 +81,8 @@ def build_verifier(
     """
     reward = config.task.reward
     own = reward or is_own(config.task.name)
-    trial = task.prompts('train', config.run.seed).draw().problem if own else None
+    side: Split = 'train' if task.sizes()['train'] else 'held_out'
+    trial = task.prompts(side, config.run.seed).draw().problem if own else None
     if config.task.verifier == 'inline':
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)
