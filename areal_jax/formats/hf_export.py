@@ -106,7 +106,7 @@ def plan_hf_files(
     require_merged(params)
     planned = _split(params, config, dtype, file_bytes)
     stored_dtype = str(next(iter(planned[0].values())).dtype)
-    config_json, texts = hf_config(config, stored_dtype) | (token_ids or {}), texts or {}
+    config_json, texts = hf_config(config, stored_dtype) | dict(token_ids or {}), texts or {}
     companions: list[pathlib.Path] = []
     if source is not None:
         companions = [source / name for name in COMPANIONS if (source / name).is_file() and name not in texts]

@@ -130,9 +130,8 @@ def test_large_weights_are_several_files_with_an_index(finished, tmp_path, monke
 
 def test_a_tokenizer_from_gguf_is_written(finished, tmp_path):
     tokenizer = GgufTokenizer(MINIMAL | {'bos_id': 3, 'pad_id': 3})
-    write_export(
-        tmp_path / 'out', finished.workdir, 5, host_params(), Model(Decoder(CONFIG), None, tokenizer), 'float32'
-    )
+    model = Model(Decoder(CONFIG), None, tokenizer)
+    write_export(tmp_path / 'out', finished.workdir, 5, host_params(), 'digest', model, 'float32')
     assert set(contents(tmp_path / 'out')) == FILES | {'tokenizer.json', 'tokenizer_config.json'}
     ids = {'bos_token_id': 3, 'eos_token_id': 3, 'pad_token_id': 3}
     for name in ('config.json', 'generation_config.json'):
