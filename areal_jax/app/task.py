@@ -69,7 +69,7 @@ def build_verifier(
     """
     reward = config.task.reward
     own = reward or is_own(config.task.name)
-    trial = task.prompts('train', config.run.seed).draw().problem if own else None
+    trial = dict(task.prompts('train', config.run.seed).draw().problem) if own else None
     if config.task.verifier == 'inline':
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)
