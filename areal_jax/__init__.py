@@ -14,9 +14,9 @@ The loop, and where each step lives:
 `control/controller.py` joins the steps and imports no jax. `app/` builds a run from a config; `main_train.py` runs it,
 or `areal_jax.train(config, workdir)` from Python. `areal_jax.evaluate` and `areal_jax.export` use what it leaves.
 
-config/ declares the fields; models/ and formats/ have the decoder and the files of its weights; sharding/ and
-distributed/ place arrays on devices and join processes; checkpoint/ saves and resumes; evaluation/ scores held-out
-problems; telemetry/ measures a run while it runs, report/ afterwards.
+plugins.py loads the user's own functions; config/ declares the fields; models/ and formats/ have the decoder and the
+files of its weights; sharding/ and distributed/ place arrays on devices and join processes; checkpoint/ saves and
+resumes; evaluation/ scores held-out problems; telemetry/ measures a run while it runs, report/ afterwards.
 
 Shapes. The letters of learning/ and models/; rollout/decode/ says which others it uses:
 

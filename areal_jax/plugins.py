@@ -170,13 +170,12 @@ def _describe(error: BaseException, spec: str) -> str:
         line = f'line {error.lineno} of ' if error.lineno else ''
         where = place if error.filename in (None, file) else error.filename
         return f'{line}{where} is not Python: {error.msg}'
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
     own = [frame for frame in frames if frame.filename == file]
-    frames = [frame for frame in frames if not frame.filename.startswith(('<frozen', _PACKAGE))]
-    where = [
-        f'line {frame.lineno} of {place if own and _is_file(place) else frame.filename}' for frame in own or frames
-    ]
-    return f'{where[-1] if where else place} raises {type(error).__name__}: {" ".join(str(error).split())}'.rstrip(': ')
+    others = [frame for frame in frames if not frame.filename.startswith(('<frozen', _PACKAGE))]
+    place_of = lambda frame: f'line {frame.lineno} of {place if own and _is_file(place) else frame.filename}'
+    raised_in = place_of((own or others)[-1]) if own or others else place
+    return f'{raised_in} raises {type(error).__name__}: {" ".join(str(error).split())}'.rstrip(': ')
 
 
 def _suggest(name: str, known: list[str]) -> str:

@@ -134,8 +134,8 @@ class Run(abc.ABC):
     ):
         validate(config)
         require_extras(config)
-        self._own_code = load_own_code(config)
         require_room(config)
+        self._own_code = load_own_code(config)
         print_warnings(config)
         self.workdir, self.config = workdir, TrackedConfig(config, overrides)
         self._source, self._resume, self._interrupts = source, resume, interrupts

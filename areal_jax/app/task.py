@@ -82,7 +82,7 @@ def build_verifier(
     reward = config.task.reward
     own = reward or is_own(config.task.name)
     side: Split = 'train' if task.sizes()['train'] else 'held_out'
-    trial = task.prompts(side, config.run.seed).draw().problem if own else None
+    trial = dict(task.prompts(side, config.run.seed).draw().problem) if own else None
     if config.task.verifier == 'inline':
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)

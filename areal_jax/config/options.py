@@ -26,11 +26,11 @@ def take_options(words: Sequence[str], config: config_dict.ConfigDict) -> tuple[
     rest: list[str] = []
     fields: dict[str, None] = {}
     for word, free, key, text in _read(words):
-        if not free or not isinstance(_section(config, free), config_dict.ConfigDict):
+        options = _section(config, free)
+        if options is None:
             rest.append(word)
             continue
         path = f'{free}.{key}'
-        options = _section(config, free)
         if not key.isidentifier():
             raise ConfigError(f'--config.{path}={text}: the name of an option must be that of a parameter in Python')
         with options.unlocked(), options.ignore_type():
@@ -49,9 +49,10 @@ def parse_option(text: str) -> object:
 
 
 def _section(config: config_dict.ConfigDict, path: str) -> config_dict.ConfigDict | None:
-    """The free section; None in a config that does not have it, which validation refuses."""
+    """The free section; None for '', and in a config that does not have it, which validation refuses."""
     section, _, field = path.partition('.')
-    return config.get(section, {}).get(field)
+    found = config.get(section, {}).get(field) if path else None
+    return found if isinstance(found, config_dict.ConfigDict) else None
 
 
 def _convert(name: str, text: str, declared: Option) -> object:

@@ -13,9 +13,8 @@ from areal_jax.tasks.questions import question_task
 # The task.
 
 
-def build(
-    tokenizer, letters=3, length=3, held_out_fraction=0.25
-):  # parameters are options: --config.task.options.length=4
+# The parameters are options of the task: --config.task.options.length=4
+def build(tokenizer, letters=4, length=3, held_out_fraction=0.25):
     words = itertools.product('abcdefgh'[:letters], repeat=length)
     problems = [{'question': ''.join(word) + '=', 'answer': ''.join(sorted(word))} for word in words]  # your problems
     return question_task(tokenizer, problems, score, held_out_fraction=held_out_fraction)

@@ -7,8 +7,14 @@ import pathlib
 import numpy as np
 import pytest
 
+from areal_jax.app.command_line import load_config
+from areal_jax.app.own_code import load_own_code
 from areal_jax.app.sft import SftSession
+from areal_jax.config import validate
 from areal_jax.errors import UserError
+from areal_jax.plugins import load_module
+from areal_jax.tasks.registry import make_task
+from areal_jax.tasks.tokenizer import CharacterTokenizer
 from areal_jax.telemetry.facts import RunFacts
 from tests.app.own_files import COPIES
 from tests.app.small import SmallRun, equal, small_config
@@ -70,8 +76,6 @@ def test_an_own_advantage_sees_the_whole_update_and_what_it_returns_is_trained(o
     fields = {'loss__advantage': 'own.py:zero', 'learner__filter_equal_rewards': False, 'evaluation__problems': 0}
     run = own(source, **fields).train()
     assert equal(run.final, run.weights[0])  # without entropy or KL, advantages of 0 give no gradient
-    from areal_jax.plugins import load_module
-
     assert load_module('own.py:zero', 'x').seen == 4 * [[0, 0, 0, 0, 1, 1, 1, 1]]  # one before the run, three updates
 
 
@@ -211,9 +215,15 @@ def test_the_characters_of_a_random_model_can_be_named(tmp_path):
         SmallRun(tmp_path / 'twice', model__characters='aab=')
 
 
-def test_the_template_of_a_task_learns(tmp_path, monkeypatch):
-    from areal_jax.app.command_line import load_config
-
+def test_the_template_of_a_task_can_be_run(monkeypatch):
     monkeypatch.chdir(pathlib.Path(__file__).parents[2])
     config = load_config('configs/templates/my_task.py')
     assert config.task.name == 'configs/templates/my_task.py:build'
+    validate(config)
+    assert load_own_code(config).keys() == {'task.name'}
+    task = make_task(config.task.name, CharacterTokenizer(config.model.characters), held_out_fraction=0.25)
+    sizes = task.sizes()
+    assert sizes['train'] + sizes['held_out'] == 4**3
+    assert sizes['held_out'] >= config.evaluation.problems
+    best = [task.score(prompt.problem, prompt.problem['answer'], 'stop') for prompt in task.held_out(9, seed=0)]
+    assert best == [1.0] * 9

@@ -155,6 +155,28 @@ _SETTINGS: Mapping[str, str] = {
     'optimizer.schedule=cosine optimizer.warmup_steps=1000': 'raise run.steps or shorten the warm-up',
     'cluster.learner=data=1000000 learner.rows_per_microbatch=1000000': 'needs 1000000 devices',
     'publication.channel=files publication.directory=README.md': 'name another publication.directory',
+    # the user's own functions
+    'task.name=nothing.py:build': "task.name=nothing.py:build: there is no file 'nothing.py'",
+    'task.name=configs/tiny_cpu.py:build': "there is no function 'build' in configs/tiny_cpu.py",
+    'task.name=configs/tiny_cpu.py:get_config': 'get_config() takes 0 positional arguments',
+    'task.name=configs/templates/two_turns.py:build': "needs the option 'sampling'",
+    'task.name=:build': 'must name a function: path/to/file.py:name or package.module:name',
+    'task.name=README.md:build': "there is no module 'README'",
+    'task.name=./README.md:build': ' of ./README.md is not Python: ',
+    'task.name=no_package.tasks:build': "there is no module 'no_package'; install its package",
+    'task.name=token_reversal.py': 'name the function that builds the task, token_reversal.py:build',
+    'task.options.digits=3': "task.options.digits=3: task.name='token_reversal' takes no options",
+    'task.options=3': 'task.options is a section; set one of its keys',
+    'task.options.a.b=3': 'the name of an option must be that of a parameter in Python',
+    'task.options.a={}': 'task.options.a={} must be a number, a text, True, False, None or a tuple of them',
+    'task.reward=math': "task.reward='math' must name a function",
+    'task.reward=json:dumps': 'the scorer json:dumps fails at an empty answer to the first problem: TypeError',
+    'loss.advantage=configs/tiny_cpu.py:get_config': 'get_config() takes 0 positional arguments',
+    'loss.advantage=no_file.py:f': "there is no file 'no_file.py'",
+    'rollout.workflow=two_turns': _CHOICE,
+    'rollout.workflow=json:dumps': "has a parameter 'obj', which nobody gives",
+    'model.characters=aab=': "model.characters='aab=' must have each character once",
+    'model.characters=xyz': "that are not among 'xyz'",
     # sizes
     'model.d_model=65536 model.n_layers=200': 'To fit, ',
     'rollout.slots=100000000': 'lower rollout.slots, rollout.context_tokens or cluster.engines',
@@ -171,6 +193,8 @@ _SUPERVISED: Mapping[str, str] = {
     'sft.evaluate_every=5 evaluation.problems=0': 'sft.evaluate_every=5 measures nothing with evaluation.problems=0',
     'learner.row_tokens=4': 'learner.row_tokens',
     'rollout.slots=3': f'{_NOT_READ}rollout.slots=3',
+    'task.reward=json:dumps': f"{_NOT_READ}task.reward='json:dumps'",
+    'task.name=json:dumps': 'task.name=json:dumps: ',
 }
 
 HOSTILE_CONFIGS: dict[str, HostileConfig] = {

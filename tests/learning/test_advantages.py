@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.learning.advantages import group_advantages, has_signal
+from areal_jax.errors import UserError
+from areal_jax.learning.advantages import group_advantages, has_signal, own_advantages
 from tests.learning.examples import group
 
 _ESTIMATORS = ('group', 'group_mean', 'rloo')
@@ -65,3 +66,37 @@ def test_a_reward_whose_square_overflows_is_named():
 def test_unknown_estimator_is_named():
     with pytest.raises(ValueError, match=r"loss.advantage='gae' is unknown; use one of group, group_mean, rloo"):
         group_advantages(_group(0, 1), 'gae')
+
+
+def test_an_own_estimator_sees_all_rewards_of_the_update_once_with_the_number_of_their_group():
+    seen = []
+
+    def estimate(rewards, groups):
+        seen.append((rewards.tolist(), groups.tolist()))
+        advantages = rewards - rewards.mean()
+        rewards[:] = 9  # must not change the rewards of the update
+        return advantages
+
+    # mean of 1, 0, 1, 1, 0, 0 is 1/2
+    first, second = own_advantages([_group(1, 0, 1, 1), _group(0, 0)], estimate, 'f.py:estimate')
+    assert seen == [([1, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1])]
+    np.testing.assert_array_equal(first, np.array([0.5, -0.5, 0.5, 0.5], np.float32))
+    np.testing.assert_array_equal(second, np.array([-0.5, -0.5], np.float32))
+    assert first.dtype == np.float32
+    assert own_advantages([], estimate, 'f.py:estimate') == []
+
+
+@pytest.mark.parametrize(
+    ('returned', 'message'),
+    [
+        (np.ones(3), r'returned the shape \(3,\) for 2 rewards of 1 groups; .* the shape \(2,\)'),
+        (np.ones((2, 1)), r'returned the shape \(2, 1\)'),
+        ([0, np.inf], r'advantage 1 is inf, for the reward 4; advantages must be finite in float32'),
+        ([1e39, 0], r'advantage 0 is 1e\+39, for the reward 2'),
+        (None, r'^loss\.advantage=f\.py:g: '),
+        (['a', 'b'], r'ValueError: could not convert string'),
+    ],
+)
+def test_what_an_own_estimator_must_not_return_is_named(returned, message):
+    with pytest.raises(UserError, match=message):
+        own_advantages([_group(2, 4)], lambda rewards, groups: returned, 'f.py:g')

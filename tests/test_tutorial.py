@@ -1,0 +1,95 @@
+"""docs/your_task.md, line by line: its files are written, its examples and commands run, their output is compared.
+
+'```python FILE' writes a file, or adds to one that the page has begun; '```pycon' is a doctest; '```console' has
+commands after '$', each followed by what it prints, where '...' stands for anything.
+"""
+
+import doctest
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from areal_jax import main_train
+from areal_jax.app.ending import end_command
+from areal_jax.app.interrupt import Interrupts
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / 'docs' / 'your_task.md'
+TEMPLATES = ROOT / 'configs' / 'templates'
+ERRORS = 3  # commands of the page that end with an error
+QUIET = ['--config.telemetry.plots=False', '--config.telemetry.tensorboard=False']  # a new reader sees both
+
+
+def blocks():
+    """(language, file or '', text) of every fenced block."""
+    return re.findall(r'^```(\w+)(?: (\S+))?\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(text):
+    """(words, expected output) of a console block."""
+    for part in re.split(r'^\$ ', text.replace('\\\n', ' '), flags=re.MULTILINE)[1:]:
+        line, _, expected = part.partition('\n')
+        yield shlex.split(line), expected
+
+
+def pattern(expected):
+    """'...' on a line of its own stands for any lines, inside a line for anything in it."""
+    lines = [
+        r'(?:.*\n)*' if line == '...' else re.escape(line).replace(r'\.\.\.', '.*') + r'\n'
+        for line in expected.splitlines()
+    ]
+    return ''.join(lines)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a command of the page in this process; its exit code and what it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('areal_jax.app.memory.return_freed_memory', lambda: None)  # settings of a whole process
+    monkeypatch.setattr('areal_jax.app.noise.silence_libraries', lambda: None)
+
+    def run(words):
+        assert words[:3] == ['python', '-m', 'areal_jax.main_train']
+        capsys.readouterr()
+        code = end_command(lambda: main_train.main([*words[2:], *QUIET], Interrupts()), doing='')
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    return run
+
+
+def test_every_line_of_the_tutorial(run, tmp_path):
+    names, codes = {}, []
+    for language, file, text in blocks():
+        if language == 'python':
+            with (tmp_path / file).open('a') as opened:
+                opened.write(text)
+        elif language == 'pycon':
+            test = doctest.DocTestParser().get_doctest(text, names, str(PAGE), str(PAGE), 0)
+            assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
+        else:
+            assert language == 'console'
+            for words, expected in commands(text):
+                code, shown = run(words)
+                codes.append(code)
+                assert re.fullmatch(pattern(expected), shown), f'{shlex.join(words)} printed\n{shown}'
+                assert code == (2 if 'error: ' in expected else 0)
+    assert codes.count(2) == ERRORS
+    assert len(codes) == ERRORS + 4
+
+
+@pytest.mark.parametrize('name', ['my_task.py', 'two_turns.py'])
+def test_the_templates_have_the_code_of_the_tutorial(name):
+    whole = ''.join(text for _, file, text in blocks() if file == name)
+    written = re.findall(r'^(?:class|def|async def| {4}async def| {4}def) (\w+)', whole, re.MULTILINE)
+    template = (TEMPLATES / name).read_text()
+    missing = [function for function in written if not re.search(rf'(?:class|def) {function}\b', template)]
+    assert missing == (['exact', 'centered'] if name == 'my_task.py' else [])
+
+
+def test_the_patterns_see_a_difference():
+    assert re.fullmatch(pattern('a ...\n...\nc\n'), 'a 1\nx\ny\nc\n')
+    assert not re.fullmatch(pattern('a ...\nc\n'), 'a 1\nx\nc\n')
+    assert not re.fullmatch(pattern('a.c\n'), 'abc\n')
