@@ -27,8 +27,8 @@ from benchmarks.gpu_parts.parts import FAILED, ROOT, TIMED_OUT, Part, Result, ru
 
 # cuBLAS alone for matrix products: the search among Triton kernels takes minutes of compilation
 _CUBLAS = '--xla_gpu_enable_triton_gemm=false'
-# repeats bit for bit, and searches for no kernels
-_DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
+# repeats bit for bit, and searches for no kernels: products that Triton would take have no default without a search
+_DETERMINISTIC = f'--xla_gpu_deterministic_ops=true {_CUBLAS}'
 
 
 def main(arguments: Sequence[str]) -> int:
