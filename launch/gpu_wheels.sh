@@ -9,10 +9,9 @@ shift
 packages=("$@")
 if [ ${#packages[@]} -eq 0 ]; then
   packages=(
-    flax optax chex 'orbax-checkpoint<0.13' tensorstore safetensors ml-collections absl-py tokenizers jinja2 psutil
+    flax optax chex 'orbax-checkpoint<0.13' tensorstore ml-collections absl-py psutil
     # what these import
-    aiofiles etils fsspec humanize importlib-resources markdown-it-py markupsafe mdurl msgpack nest-asyncio protobuf
-    pygments pyyaml rich simplejson toolz treescope typing-extensions zipp
+    etils humanize msgpack nest-asyncio protobuf pygments pyyaml rich simplejson toolz treescope typing-extensions
   )
 fi
 platforms=()

@@ -3,6 +3,6 @@
 # Uses the Python in AREAL_JAX_PYTHON (default python3), which needs jax for CUDA and a few packages (docs/gpu.md);
 # installs nothing and needs no network. --wheels=FOLDER takes what is missing from a folder of launch/gpu_wheels.sh.
 set -euo pipefail
-file=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export PYTHONPATH="$file${PYTHONPATH:+:$PYTHONPATH}"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 exec "${AREAL_JAX_PYTHON:-python3}" -m benchmarks.gpu "$@"

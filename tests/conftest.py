@@ -16,4 +16,4 @@ def pytest_configure(config):
         os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0'
     # a GPU adds up in any order otherwise; and kernels that are not searched for compile sooner
     if config.option.markexpr == 'gpu' and 'xla_gpu_deterministic_ops' not in os.environ['XLA_FLAGS']:
-        os.environ['XLA_FLAGS'] += ' --xla_gpu_deterministic_ops=true'
+        os.environ['XLA_FLAGS'] += ' --xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false'

@@ -40,6 +40,6 @@ def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[s
     """What the platform (of jax.default_backend()) does not keep of the config without a flag of XLA."""
     if platform == 'gpu' and c.run.clock == 'virtual' and _DETERMINISTIC not in os.environ.get('XLA_FLAGS', ''):
         yield (
-            f"run.clock='virtual' repeats bit for bit on a GPU only with XLA_FLAGS={_DETERMINISTIC}, set before the "
-            'start: its kernels add up in any order otherwise'
+            f"run.clock='virtual' repeats bit for bit on a GPU only with XLA_FLAGS='{_DETERMINISTIC} "
+            "--xla_gpu_enable_triton_gemm=false', set before the start: its kernels add up in any order otherwise"
         )

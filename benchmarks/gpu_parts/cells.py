@@ -44,6 +44,8 @@ class Cells:
 def run_part(measure: Callable[..., None]) -> None:
     """The main of a part: `measure(cells, *arguments, tiny=...)` of the command line `ARGUMENT... [--tiny] OUT`."""
     *arguments, out = sys.argv[1:]
+    if '--tiny' not in arguments and (platform := jax.default_backend()) != 'gpu':
+        sys.exit(f"the default device is a {platform}: use a Python with jax for CUDA ('areal_jax[cuda13]'), or --tiny")
     cells = Cells(pathlib.Path(out))
     measure(cells, *(argument for argument in arguments if argument != '--tiny'), tiny='--tiny' in arguments)
     cells.add('device_memory', device_memory())

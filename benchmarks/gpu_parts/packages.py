@@ -9,10 +9,10 @@ import zipfile
 from collections.abc import Sequence
 
 _SETUP = pathlib.Path(__file__).parents[2] / 'setup.py'
-# What a run with random weights imports, beside what jax itself needs. gpu_wheels.sh downloads these and _BELOW.
+# What a run with random weights imports, beside what jax itself needs; launch/gpu_wheels.sh has what these import.
 NEEDED = (
-    *('jax', 'flax', 'optax', 'chex', 'orbax-checkpoint', 'tensorstore', 'safetensors', 'ml-collections', 'absl-py'),
-    *('tokenizers', 'jinja2', 'psutil', 'pytest'),
+    *('jax', 'flax', 'optax', 'chex', 'orbax-checkpoint', 'tensorstore', 'ml-collections', 'absl-py', 'psutil'),
+    'pytest',
 )
 
 

@@ -35,7 +35,7 @@ def table(results: Mapping[str, Result]) -> str:
 def _facts(n: Mapping[str, Any]) -> Iterator[str]:
     if device := n.get('device'):
         memory = (device['memory'] or {}).get('limit_bytes')
-        yield f'{device["kind"]}, {_amount(memory, 1e9, "GB for jax")}, jax {n["versions"].get("jax")}'
+        yield f'{device["kind"]}, {_amount(memory, 1e9, "GB for jax")}, jax {n.get("versions", {}).get("jax")}'
     if 'flops_per_second' in (product := n.get('matrix_product', {})):
         copy = n.get('copy', {}).get('bytes_per_second')
         products = _amount(product['flops_per_second'], 1e12, 'TFLOP/s')
@@ -88,7 +88,7 @@ def _decode(n: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _run(n: Mapping[str, Any]) -> Iterator[str]:
-    if 'report' not in n:
+    if 'limit' not in n:
         return
     report, limit = n['report'], n['limit']
     busy, pause = report['busy'], report['publish_pause_seconds']

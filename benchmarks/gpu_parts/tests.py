@@ -49,4 +49,4 @@ def read_junit(path: pathlib.Path) -> dict[str, Any]:
 
 
 if __name__ == '__main__':
-    sys.exit(main(pathlib.Path(sys.argv[1])))
+    sys.exit(main(pathlib.Path(sys.argv[-1])))

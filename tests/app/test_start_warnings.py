@@ -24,7 +24,7 @@ def test_a_virtual_clock_on_a_gpu_needs_a_flag(monkeypatch):
     config.run.clock = 'virtual'
     monkeypatch.delenv('XLA_FLAGS', raising=False)
     (said,) = find_device_warnings(config, 'gpu')
-    assert 'XLA_FLAGS=--xla_gpu_deterministic_ops=true' in said
+    assert "XLA_FLAGS='--xla_gpu_deterministic_ops=true " in said
     assert list(find_device_warnings(config, 'cpu')) == []
     monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_deterministic_ops=true --xla_other=1')
     assert list(find_device_warnings(config, 'gpu')) == []

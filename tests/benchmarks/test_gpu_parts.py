@@ -1,5 +1,6 @@
 """Parts fail, hang and run out of time by themselves; packages and wheels; the table."""
 
+import json
 import sys
 import zipfile
 
@@ -7,9 +8,11 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import packages, summary
+from benchmarks.gpu_parts.cells import run_part
 from benchmarks.gpu_parts.parts import FAILED, LEFT_OUT, RAN, TIMED_OUT, Part, run_parts
 from benchmarks.gpu_parts.tests import read_junit
 
+CELLS = {'first': lambda: 1, 'second': lambda: {}['kernel'], 'third': lambda: 3}
 WRITE = 'import json, sys; json.dump({"x": 1}, open(sys.argv[-1], "w"));'
 
 
@@ -80,6 +83,23 @@ def test_missing_packages_are_one_sentence(monkeypatch, capsys, tmp_path):
     [line] = capsys.readouterr().err.splitlines()
     assert 'lacks flax, optax; put a folder' in line
     assert not list(tmp_path.iterdir())
+
+
+def test_large_shapes_are_refused_without_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, 'argv', ['part', '3b', str(tmp_path / 'out.json')])
+    with pytest.raises(SystemExit, match=r'the default device is a cpu: use .*cuda13.*, or --tiny'):
+        run_part(lambda *_, **__: pytest.fail('it was measured'))
+    monkeypatch.setattr(sys, 'argv', ['part', '3b', '--tiny', str(tmp_path / 'out.json')])
+    run_part(lambda cells, shape, tiny: cells.add('shape', [shape, tiny]))
+    assert json.loads((tmp_path / 'out.json').read_text()) == {'shape': ['3b', True], 'device_memory': None}
+
+
+def test_a_cell_that_fails_is_kept_with_its_error_and_fails_the_part(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, 'argv', ['part', '--tiny', str(tmp_path / 'out.json')])
+    with pytest.raises(SystemExit, match='failed: second'):
+        run_part(lambda cells, tiny: [cells.attempt(name, value) for name, value in CELLS.items()])
+    cells = json.loads((tmp_path / 'out.json').read_text())
+    assert cells == {'first': 1, 'second': {'error': "KeyError: 'kernel'"}, 'third': 3} | {'device_memory': None}
 
 
 def test_a_report_of_pytest_is_read(tmp_path):
