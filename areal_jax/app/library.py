@@ -10,7 +10,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ml_collections import config_dict
 
@@ -22,8 +22,8 @@ from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 
-ConfigSource = config_dict.ConfigDict | str | os.PathLike[str]
-FilePath = str | os.PathLike[str]
+ConfigSource: TypeAlias = config_dict.ConfigDict | str | os.PathLike[str]
+FilePath: TypeAlias = str | os.PathLike[str]
 _Result = TypeVar('_Result')
 
 _one_at_a_time = threading.Lock()
