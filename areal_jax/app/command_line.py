@@ -27,7 +27,7 @@ from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
 from areal_jax.config.options import take_options
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import suggest, unknown_field
-from areal_jax.errors import UserError
+from areal_jax.errors import ExitCode, UserError
 
 _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
@@ -76,8 +76,9 @@ def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
         words = list(values.read_flags_from_files(argv, force_gnu=False))
     except flags.Error as error:
         raise CommandLineError(re.sub(r'^ERROR:: ', '', _first_line(error))) from error
-    if help_flags := [word for word in words[1:] if _HELP.match(word)]:
-        values([words[0], help_flags[0]])  # prints and exits
+    if any(_HELP.match(word) for word in words[1:]):
+        print(_describe_flags(pathlib.Path(words[0]).stem, values))
+        raise SystemExit(ExitCode.FINISHED)
     rest, source = _take_config(words)
     config = load_config(source)
     rest, options = take_options(rest, config)
@@ -146,6 +147,16 @@ def require_workdir(name: str | None) -> None:
         raise CommandLineError(f'--workdir={name}: {existing} is a file, not a directory; choose another one')
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CommandLineError(f'--workdir={name}: {existing} is not writable; choose a directory of your own')
+
+
+def _describe_flags(program: str, values: flags.FlagValues) -> str:
+    """What --help prints."""
+    lines = [
+        ('--config=FILE[:ARGUMENT]', 'Experiment file, for example configs/tiny_cpu.py.'),
+        ('--config.SECTION.FIELD=VALUE', 'Sets a field of the config; docs/config.md lists them all.'),
+        *((f'--{name}', values[name].help) for name in values),
+    ]
+    return '\n'.join([f'usage: {program} FLAGS', '', *(f'  {flag:<30} {text}' for flag, text in lines)])
 
 
 def _take_config(words: Sequence[str]) -> tuple[list[str], str]:

@@ -50,7 +50,7 @@ def use_compilation_cache(config: TrackedConfig) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'run.compilation_cache={cache!r} is no directory ({error.strerror}); use another') from error
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.values['jax_compilation_cache_dir']
     _set_cache(str(directory))
     try:
         yield

@@ -10,7 +10,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ml_collections import config_dict
 
@@ -22,8 +22,8 @@ from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 
-ConfigSource = config_dict.ConfigDict | str | os.PathLike[str]
-FilePath = str | os.PathLike[str]
+ConfigSource: TypeAlias = config_dict.ConfigDict | str | os.PathLike[str]
+FilePath: TypeAlias = str | os.PathLike[str]
 _Result = TypeVar('_Result')
 
 _one_at_a_time = threading.Lock()
@@ -47,6 +47,7 @@ def train(config: ConfigSource, workdir: FilePath, resume: bool = False) -> Repo
     processes and files of the run are gone.
     """
     loaded, source = _load(config)
+    _require_one_process(loaded)
     directory = _directory(workdir)
 
     def run(interrupts: CallerInterrupts) -> Report | None:
@@ -58,13 +59,13 @@ def train(config: ConfigSource, workdir: FilePath, resume: bool = False) -> Repo
 def evaluate(
     config: ConfigSource, workdir: FilePath, *, model: FilePath | None = None, resume: bool = False
 ) -> Mapping[str, object]:
-    """Scores a model on the held-out problems of a task as main_eval does, and returns the content of its results.
+    """Scores a model on the held-out problems of a task as main_eval does, and returns the content of results.json.
 
     Args:
       config: as for `train`.
       workdir: the directory for the results, of its own.
-      model: a workdir of `train`, one of its checkpoints, a directory of Hugging Face files or a GGUF file; None = what
-        the fields `model.*` of the config say.
+      model: a workdir of `train`, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or
+        'package:NAME/FILE'; None = what the fields `model.*` of the config say.
       resume: go on after the problems that are scored already.
 
     Raises what `train` raises; after KeyboardInterrupt, resume=True goes on.
@@ -84,8 +85,8 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
     """Writes a checkpoint of a run as a directory of Hugging Face files as main_export does, and returns its path.
 
     Args:
-      workdir: of the run.
-      out: the directory to write; it must not exist.
+      workdir: of the run, or one of its checkpoints.
+      out: the directory to write; it must not exist, or be empty.
       step: the update whose checkpoint it is; None = the newest.
       dtype: of the weights in the files: 'float32', 'bfloat16' or 'float16'.
 
@@ -108,13 +109,16 @@ def _load(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:
             f'config is a {type(config).__name__}: give an ml_collections ConfigDict, as '
             'areal_jax.config.default_config() returns it, or the path of a config file'
         )
-    validate(loaded)
-    if (processes := loaded.distributed.processes) > 1:
+    return loaded, source
+
+
+def _require_one_process(config: config_dict.ConfigDict) -> None:
+    validate(config)
+    if (processes := config.distributed.processes) > 1:
         raise ConfigError(
             f'distributed.processes={processes}: a call from Python is one process; start python -m '
             'areal_jax.main_train in each process, or use distributed.processes=1'
         )
-    return loaded, source
 
 
 def _directory(workdir: FilePath) -> pathlib.Path:

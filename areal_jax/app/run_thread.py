@@ -112,7 +112,8 @@ def _drop_frames(error: BaseException) -> None:
     """Also of the exceptions that led to it."""
     if not isinstance(error, UserError | KeyboardInterrupt):
         error.add_note(f'\nIn the thread of the run:\n\n{"".join(traceback.format_exception(error))}')
-    left, seen = [error], set()
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
     while left:
         one = left.pop()
         if one is not None and id(one) not in seen:

@@ -27,12 +27,15 @@ from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
 from tests.app.small import small_config
-from tests.app.test_run_thread import press_ctrl_c
+from tests.app.test_run_thread import interruptible, press_ctrl_c
 from tests.app.test_sft import sft_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG_FILE = 'from tests.app.small import small_config\n\n\ndef get_config():\n    return small_config(run__steps=3)\n'
 WORKERS = {'task__verifier': 'process', 'task__verifier_workers': 1}
+
+
+__all__ = ['interruptible']  # a fixture
 
 
 @pytest.fixture(scope='module')
@@ -195,11 +198,12 @@ def test_an_interrupt_of_supervised_training(tmp_path, monkeypatch):
 # The process afterwards.
 
 PROCESS = """
-import atexit, json, logging, os, random, resource, signal, sys, threading, warnings
+import atexit, json, logging, os, random, resource, signal, sys, threading, warnings, weakref
 import absl.flags, absl.logging, flax.nnx, jax, jax.monitoring, matplotlib.figure, matplotlib.backends.backend_agg
 import ml_collections.config_flags, numpy, optax, orbax.checkpoint, psutil, safetensors, tensorboardX, tensorstore
 import scipy.special
 jax.devices()
+weakref.finalize(jax, print).detach()  # the first one registers an exit handler of weakref; jax makes some
 import areal_jax
 from areal_jax.app import memory
 from tests.app.small import small_config

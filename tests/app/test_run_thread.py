@@ -11,6 +11,14 @@ from areal_jax.app.run_thread import call_in_thread
 from areal_jax.errors import UserError
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A shell has what it starts in the background ignore SIGINT, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press_ctrl_c():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
