@@ -128,7 +128,7 @@ class StepObserver:
         known = number(record.metrics, names.UPDATE_TOKENS)
         trained = 0.0 if known is None else known
         labels = [trajectory.label for group in record.groups for trajectory in group.trajectories]
-        audit = {names.AUDIT_DISAGREEMENTS: self._disagreements} if self._audited else {}
+        audit: dict[str, Value] = {names.AUDIT_DISAGREEMENTS: self._disagreements} if self._audited else {}
         return {
             **audit,
             names.REWARD_UNPARSED: labels.count('unparsed') / max(len(labels), 1),

@@ -104,7 +104,9 @@ def build_verifier(
 
 
 def _build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | None:
-    if workdir is None or config.task.name != 'jsonl' or config.task.answer != 'math' or not config.task.audit_fraction:
+    if config.task.name != 'jsonl' or config.task.answer != 'math':
+        return None
+    if not config.task.audit_fraction or workdir is None:
         return None
     return Audit(workdir, config.task.audit_fraction, mathematics.compare_texts)
 

@@ -77,16 +77,18 @@ def extract_answer(text: str) -> str:
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
     """What the data set's own scorer gives for the answer, if it ended by itself; else 0.
 
-    An answer of blanks, and one that makes the scorer raise, counts as unparsed: the scorers raise for what they cannot
-    read.
+    An answer of blanks (unless the gold is one), and one that makes the scorer raise, counts as unparsed: the scorers
+    raise for what they cannot read.
     """
     if finish_reason != 'stop':
         return 0.0
     answer = extract_answer(answer_text)
     dataset = _load_dataset(problem['dataset'], json.dumps(problem['options'], sort_keys=True))
     item = {name: gym_items.decode(problem.get(name)) for name in ('question', 'answer', 'metadata')}
+    if not answer and item['answer']:
+        return UNPARSED
     try:
-        return float(dataset.score_answer(answer, item)) if answer else UNPARSED
+        return float(dataset.score_answer(answer, item))
     except Exception:
         return UNPARSED
 

@@ -8,6 +8,7 @@ global generator of `random`, which a process of its own can fix: an item is a f
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -99,13 +100,15 @@ def main(lines: Sequence[str]) -> None:
     import reasoning_gym
 
     die_with_parent()
+    replies = os.fdopen(os.dup(1), 'w')
+    os.dup2(2, 1)  # some data sets print
     for line in lines:
         number, name, options, indices = json.loads(line)
         dataset = reasoning_gym.create_dataset(name, **options)
         for index in indices:
             random.seed(index)
             np.random.seed(index)
-            print(json.dumps([number, {'index': index, **_make_item(dataset, index)}]), flush=True)
+            print(json.dumps([number, {'index': index, **_make_item(dataset, index)}]), file=replies, flush=True)
 
 
 def _make_item(dataset: Any, index: int) -> JsonObject:

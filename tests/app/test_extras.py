@@ -13,6 +13,9 @@ NEEDED = {
     'tensorboardX': ({}, r"telemetry\.tensorboard=True .*'areal_jax\[tensorboard\]', or .*tensorboard=False"),
     'matplotlib': ({}, r"telemetry\.plots=True .*'areal_jax\[plots\]', or --config\.telemetry\.plots=False"),
     'reasoning_gym': ({'task.name': 'reasoning_gym'}, r"task\.name='reasoning_gym' .*'areal_jax\[tasks\]'"),
+    'math_verify': (
+        {'task.name': 'jsonl', 'task.path': 'x', 'task.answer': 'math'}, r"task\.answer='math' .*'areal_jax\[tasks\]'"
+    ),
     'gguf': ({'model.source': 'gguf'}, r"model\.source='gguf' .*'areal_jax\[gguf\]'"),
 }  # fmt: skip
 

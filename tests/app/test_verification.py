@@ -2,9 +2,13 @@
 
 import pytest
 
+from areal_jax.app import task as task_builder
 from areal_jax.control.failures import UnverifiedError
 from areal_jax.tasks import token_reversal
-from tests.app.small import SmallRun
+from areal_jax.tasks.audit import Audit
+from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.telemetry.metrics import read_metrics
+from tests.app.small import SmallRun, equal
 from tests.tasks import hostile_scorers
 from tests.tasks.process_table import all_end
 
@@ -39,3 +43,87 @@ def test_a_run_whose_scorer_forks_and_leaves_daemons_ends_with_the_rewards_of_it
         tokens = [token for segment in trajectory.segments for token in segment.tokens]
         assert trajectory.reward == len(decode(tokens))
     assert all_end(workers, within_s=0.0)
+
+
+def is_unreadable(answer_text):
+    return answer_text.startswith('b')
+
+
+def read_or_not(problem, answer_text, finish_reason):
+    return UNPARSED if is_unreadable(answer_text) else float(finish_reason == 'stop')
+
+
+def right_or_wrong(problem, answer_text, finish_reason):
+    return 0.0 if is_unreadable(answer_text) else float(finish_reason == 'stop')
+
+
+def unparsed_rates(run):
+    return [line['reward/unparsed_rate'] for line in read_metrics(run.workdir / 'metrics.jsonl')]
+
+
+def test_unparsed_answers_are_trained_as_reward_0_and_counted(tmp_path, monkeypatch):
+    runs = []
+    for name, scorer in (('labelled', read_or_not), ('plain', right_or_wrong)):
+        monkeypatch.setattr(token_reversal, 'score', scorer)
+        runs.append(SmallRun(tmp_path / name, run__steps=3).train())
+    labelled, plain = runs
+    assert equal(labelled.final, plain.final)
+    decode = labelled.session.verifier._decode
+    unread = [
+        [is_unreadable(decode(t.answer_tokens)) for group in batch for t in group.trajectories]
+        for batch in labelled.batches
+    ]
+    assert 0 < sum(map(sum, unread)) < sum(map(len, unread))
+    expected = [sum(found) / len(found) for found in unread]
+    assert unparsed_rates(labelled) == expected
+    assert unparsed_rates(plain) == [0.0] * 3
+    assert {event['label'] for event in labelled.events if event['kind'] == 'reward'} == {'ok', 'unparsed'}
+    rate = labelled.report['unparsed_rate']
+    assert rate == {'first': expected[0], 'last': expected[-1], 'mean': pytest.approx(sum(expected) / 3)}
+
+
+def test_a_resumed_run_knows_which_answers_were_unparsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_reversal, 'score', read_or_not)
+    fields = {'run__steps': 4, 'checkpoint__every': 2}
+    whole = SmallRun(tmp_path / 'whole', **fields).train()
+    part = SmallRun(tmp_path / 'part', **fields)
+    stop_after(part, 2)
+    part.train()
+    resumed = SmallRun(tmp_path / 'part', resume=True, **fields).train()
+    buffered = [t for group in resumed.batches[0] for t in group.trajectories]
+    assert any(t.label == 'unparsed' for t in buffered)
+    assert unparsed_rates(resumed)[:2] == unparsed_rates(whole)[:2]
+    assert unparsed_rates(resumed)[2] == sum(t.label == 'unparsed' for t in buffered) / len(buffered)
+
+
+def stop_after(run, step):
+    on_step = run.session.controller._on_step
+
+    def stop(record):
+        on_step(record)
+        if record.step == step:
+            run.session.controller.stop_requested.set()
+
+    run.session.controller._on_step = stop
+
+
+def test_the_audit_counts_and_changes_no_reward(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_reversal, 'score', right_or_wrong)
+    runs = []
+    for name, compare in (('with', lambda gold, text: len(text) > 2), ('without', None)):
+        build = lambda config, workdir, compare=compare: Audit(workdir, 1.0, compare) if compare else None
+        monkeypatch.setattr(task_builder, '_build_audit', build)
+        runs.append(SmallRun(tmp_path / name, run__steps=3, task__verifier='process').train())
+    audited, plain = runs
+    assert equal(audited.final, plain.final)
+    outcomes = [event['outcome'] for event in audited.events if event['kind'] == 'audit']
+    ended = [event for event in audited.events if event['kind'] == 'finish' and event['reason'] == 'stop']
+    assert 0 < outcomes.count('disagrees') < len(outcomes) <= len(ended)
+    report = audited.report['audit']
+    assert (report['answers'], report['disagreements']) == (len(outcomes), outcomes.count('disagrees'))
+    counted = [line.get('reward/audit_disagreements', 0) for line in read_metrics(audited.workdir / 'metrics.jsonl')]
+    assert 0 < sum(counted) <= outcomes.count('disagrees')  # some come after the last update
+    texts = (audited.workdir / 'audit.jsonl').read_text().splitlines()
+    assert 0 < len(texts) <= outcomes.count('disagrees')  # equal answers of a group are one line
+    assert plain.report['audit'] is None
+    assert not any('audit' in name for line in read_metrics(plain.workdir / 'metrics.jsonl') for name in line)

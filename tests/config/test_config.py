@@ -91,6 +91,14 @@ BAD = [
         r"rows_per_microbatch=1 must be a multiple of data \* fsdp = 4 of cluster\.learner='fsdp=4'",
     ),
     ({'model.source': 'gguf'}, r"model\.source='gguf' needs model\.path"),
+    (
+        {'task.name': 'jsonl', 'task.path': 'x', 'task.answer': 'math', 'task.verifier': 'inline'},
+        r"task\.verifier='inline' cannot end .* task\.answer='math' needs; use task\.verifier='process'",
+    ),
+    (
+        {'task.answer': 'maths'},
+        r"task\.answer='maths' is not known; use one of integer, number, exact, normalised, math",
+    ),
     ({'rollout.prefill_buckets': ()}, r'prefill_buckets=\(\).*context_tokens - 1 = 63'),
     ({'model.n_kv_heads': 3}, r'model\.n_heads=4 must be a multiple of model\.n_kv_heads=3'),
     ({'model.head_dim': 7}, r'model\.head_dim=7 must be even'),

@@ -153,3 +153,34 @@ def test_a_filter_that_drops_more_than_half_is_named():
     report = build_report(_dropped('over_age', 6), two_metrics(), two_facts())
     assert report['groups']['filtered_rate'] is None
     assert any('6 of 10 groups were dropped; what is lost may be biased' in warning for warning in report['warnings'])
+
+
+def _unparsed(*rates: float | None) -> list[str]:
+    lines = [
+        {'step': step} | ({} if rate is None else {'reward/unparsed_rate': rate}) for step, rate in enumerate(rates)
+    ]
+    found = build_report(two_updates(), lines, two_facts())['warnings']
+    return [warning for warning in found if 'could be read' in warning or 'could not be read' in warning]
+
+
+def test_answers_that_cannot_be_read_are_warned_of_where_they_are_most_or_more_than_before():
+    assert _unparsed(0.0, 0.1, 0.1, 0.1) == _unparsed(None, None) == _unparsed(0.9, 0.8, 0.3, 0.2) == []
+    (most,) = _unparsed(0.1, 0.1, 0.6, 0.5)  # mean of the second half: .55
+    assert most.startswith('In 55% of the answers of the second half of the run no answer could be read')
+    (more,) = _unparsed(0.1, 0.1, 0.1, 0.31)  # the last quarter against the first
+    assert more.startswith('Answers that could not be read rose from 10% to 31% of a batch')
+
+
+def _audited(*outcomes: str) -> list[dict[str, Any]]:
+    events = two_updates()
+    header = {'time': 15.0, 'lane': None, 'kind': 'audit', 'draw': 0}
+    return [*events, *({**header, 'seq': 900 + k, 'sample': k, 'outcome': o} for k, o in enumerate(outcomes))]
+
+
+def test_a_second_comparison_that_disagrees_is_counted_and_warned_of():
+    report = build_report(_audited('agrees', 'disagrees', 'undecided', 'agrees'), two_metrics(), two_facts())
+    assert report['audit'] == {'answers': 4, 'disagreements': 1, 'undecided': 1}
+    assert 'A second comparison contradicts 1 of 4 rewards that were checked: read audit.jsonl.' in report['warnings']
+    agreed = build_report(_audited('agrees'), two_metrics(), two_facts())
+    assert agreed['audit'] == {'answers': 1, 'disagreements': 0, 'undecided': 0}
+    assert not any('second comparison' in warning for warning in agreed['warnings'])

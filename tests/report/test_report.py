@@ -35,6 +35,8 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'tokens': dict.fromkeys(('generated', 'trained')),
         'optimizer_steps': dict.fromkeys(('applied', 'skipped')),
         'reward': dict.fromkeys(('first', 'last')),
+        'unparsed_rate': dict.fromkeys(('first', 'last', 'mean')),
+        'audit': None,
         'accuracy': {
             'greedy': {'before': interval, 'after': interval},
             'sampled': {'before': interval, 'after': interval, 'gain': interval},

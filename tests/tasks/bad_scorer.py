@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax.tasks.scoring import UNPARSED
+
 
 def score(problem: Mapping[str, Any], answer_text: str, finish_reason: str) -> float:
     if 'record' in problem:
@@ -78,6 +80,7 @@ def _is_pipe_for_writing(descriptor: int) -> bool:
 
 
 ACTIONS = {
+    'unparsed': lambda problem, answer_text: UNPARSED,
     'answer_again': _answer_again,
     'length': lambda problem, text: float(len(text)),
     'raise': lambda problem, text: 1 / 0,

@@ -152,8 +152,18 @@ def test_a_data_set_with_options_is_the_packages_own():
 
 
 # word_ladder and isomorphic_strings follow the order of a set, list_functions the global generator of `random`,
-# arc_agi has tuples and graph_color numbers as keys, gsm_symbolic fractions
-NAMES = ('word_ladder', 'isomorphic_strings', 'list_functions', 'arc_agi', 'graph_color', 'gsm_symbolic', 'sudoku')
+# ab has empty golds, bf prints, arc_agi has tuples and graph_color numbers as keys, gsm_symbolic fractions
+NAMES = (
+    'ab',
+    'bf',
+    'word_ladder',
+    'isomorphic_strings',
+    'list_functions',
+    'arc_agi',
+    'graph_color',
+    'gsm_symbolic',
+    'sudoku',
+)
 
 
 def test_items_depend_on_the_data_set_alone_and_survive_json():
@@ -162,8 +172,8 @@ def test_items_depend_on_the_data_set_alone_and_survive_json():
     assert [p for p in one if p['dataset'] == 'word_ladder'] == list_all('word_ladder', size=12)
     read = json.loads(json.dumps(one))
     assert read == one
-    rewards = {p['dataset']: reasoning_gym.score(p, p['answer'], 'stop') for p in read if 'answer' in p}
-    assert rewards == dict.fromkeys(set(NAMES) - {'graph_color'}, 1.0)  # which has no single gold
+    rewards = {(p['dataset'], reasoning_gym.score(p, p['answer'], 'stop')) for p in read if 'answer' in p}
+    assert rewards == {(name, 1.0) for name in NAMES if name != 'graph_color'}  # which has no single gold
 
 
 def list_all(*names, size):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.tasks.scorer_process import reply_to
-from areal_jax.tasks.scoring import ScoringError, describe_error, score_answer, to_reward
+from areal_jax.tasks.scoring import UNPARSED, Score, ScoringError, describe_error, score_answer, to_reward
 from areal_jax.tasks.verifier import InlineVerifier
 from areal_jax.types import Prompt, Verdict
 from tests.tasks import hostile_scorers
@@ -94,3 +94,32 @@ def test_inline_and_in_a_worker_the_verdict_is_the_same(name):
 def test_a_description_is_one_line_that_every_log_can_show():
     assert describe_error(ValueError('a\nb \ud800')) == 'ValueError: a\\nb \\ud800'
     assert describe_error(ValueError('größer')) == 'ValueError: größer'
+
+
+@pytest.mark.parametrize(
+    ('value', 'reward', 'label'),
+    [(UNPARSED, 0.0, 'unparsed'), (Score(0.5), 0.5, 'ok'), (Score(0.0), 0.0, 'ok'), (0.0, 0.0, 'ok'), (1, 1.0, 'ok')],
+)
+def test_a_scorer_may_give_a_label_inline_and_in_a_worker(value, reward, label):
+    scorer = lambda problem, text, finish_reason: value
+    judge = InlineVerifier(scorer, lambda tokens: '')
+    verdict = asyncio.run(judge.verify(Prompt(0, np.zeros(1, np.int32), 'own', {}), np.zeros(0, np.int32), 'stop'))
+    assert verdict == Verdict(reward, label=label)
+    assert type(verdict.reward) is float
+    assert not verdict.failed
+    assert judge.attempts_by_label[label] == 1
+    reply = json.loads(json.dumps(reply_to(scorer, b'{"id": 1, "problem": {}, "text": "", "finish_reason": "stop"}')))
+    assert reply == {'id': 1, 'reward': reward} | ({'label': label} if label != 'ok' else {})
+
+
+@pytest.mark.parametrize(('reward', 'label'), [(1.0, 'unparsed'), (0.0, 'timeout'), (0.0, '')])
+def test_no_other_label_and_no_reward_for_what_was_not_read(reward, label):
+    with pytest.raises(ValueError, match='labels are ok, and unparsed for reward 0'):
+        Score(reward, label)
+
+
+def test_a_label_that_a_scorer_has_tampered_with_is_an_error():
+    score = Score(1.0)
+    score.label = 'timeout'
+    with pytest.raises(ScoringError, match=r"a score of 1\.0 with the label 'timeout'"):
+        score_answer(lambda *_: score, {}, '', 'stop')

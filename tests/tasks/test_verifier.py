@@ -108,6 +108,38 @@ def test_two_workers_score_at_once(make, tmp_path):
     assert len({line.split()[0] for line in record.read_text().splitlines()}) == 2
 
 
+def test_an_answer_that_cannot_be_read_is_scored_once_and_is_no_failure(make):
+    judge = make(attempts=3)
+    verdict = asyncio.run(ask(judge, do='unparsed'))
+    assert verdict == Verdict(0.0, attempts=1, label='unparsed')
+    assert not verdict.failed
+    assert judge.attempts_by_label == {'ok': 0, 'unparsed': 1, 'timeout': 0, 'crash': 0, 'error': 0}
+
+
+def test_mathematics_that_is_never_done_ends_at_the_deadline_and_its_worker_is_replaced(request):
+    judge = ProcessVerifier(
+        FakeClock(), 'areal_jax.tasks.answers.mathematics:score', lambda tokens: ANSWERS[tokens[0]], workers=1,
+        deadline_s=6.0, attempts=1, memory_mb=2048,
+    )  # fmt: skip
+    request.addfinalizer(judge.close)
+    judge.start()
+    first = judge._workers[0]
+
+    async def main():
+        ask = lambda n: judge.verify(make_prompt(answer='5'), np.array([n]), 'stop')
+        return [await ask(n) for n in range(4)]
+
+    hung, right, wrong, unread = asyncio.run(main())
+    assert hung == Verdict(0.0, attempts=1, label='timeout')
+    assert hung.failed
+    assert [right, wrong, unread] == [Verdict(1.0), Verdict(0.0), Verdict(0.0, label='unparsed')]
+    assert judge._workers[-1] is not first
+    assert first.is_killed
+
+
+ANSWERS = (r'\boxed{9^{9^{9^9}}}', r'\boxed{\frac{10}{2}}', r'\boxed{6}', 'I do not know.')
+
+
 def test_hanging_worker_is_killed_with_its_children_and_replaced(make, tmp_path):
     judge, pids = make(deadline_s=0.4, attempts=2), tmp_path / 'pids'
 

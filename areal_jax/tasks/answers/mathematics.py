@@ -15,7 +15,7 @@ import re
 import types
 from typing import TYPE_CHECKING, Any
 
-from areal_jax.tasks.answers import latex
+from areal_jax.tasks.answers import latex, number
 from areal_jax.tasks.answers.extraction import final_text, last_boxed, marked_answers
 from areal_jax.tasks.scoring import UNPARSED
 
@@ -44,8 +44,15 @@ def read_gold(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The final answer in the normal form of latex.py: equal texts only, no algebra."""
-    return latex.normalise(final_text(text) or '')
+    """The final answer in the normal form of latex.py: no algebra. Of prose it is the number, where there is one."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return latex.normalise(boxed)
+    marked = next(marked_answers(text), None)
+    if marked is not None and not _has_words(marked):
+        return latex.normalise(marked)
+    found = number.read_answer(marked or text)
+    return latex.normalise(final_text(text) or '') if found is None else str(found)
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
@@ -101,12 +108,15 @@ def _parse_gold_once(gold: str) -> list[Any]:
 
 def _parse_marked(text: str) -> list[Any]:
     """As LaTeX, or first as prose where it has words: '5 apples' is 5, and not 5*a*p*p*l*e*s."""
-    words = _WORD.findall(_TEXT_COMMAND.sub(' ', text))
-    if '$' in text or any(word.lower() not in _FUNCTIONS for word in words):
+    if '$' in text or _has_words(text):
         found = _parse_prose(text)
         if is_parsed(found):
             return found
     return _parse_latex(text)
+
+
+def _has_words(text: str) -> bool:
+    return any(word.lower() not in _FUNCTIONS for word in _WORD.findall(_TEXT_COMMAND.sub(' ', text)))
 
 
 def _parse_latex(text: str) -> list[Any]:

@@ -28,7 +28,7 @@ _DIGITS = r'(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}+(?![0-9])|[0-9]++)'
 _DECIMAL = rf'(?:{_DIGITS}(?:\.[0-9]++)?|(?<![\w.])\.[0-9]++)'
 _TIMES_TEN = r'\s*(?:\\times|\\cdot|[×·*x])\s*10\s*\^\s*\{?\s*([-+]?[0-9]++)\s*\}?'
 _NUMBER = re.compile(
-    r'(?<![0-9A-Za-z_^])(?<!\^\{)(?<!\^-)(?<!\^\{-)'  # neither inside a word or number, nor an exponent
+    r'(?<![0-9A-Za-z_^])(?<!\^\{)(?<!\^-)(?<!\^\{-)(?<![0-9]\*\*)'  # neither inside a word or number, nor an exponent
     r'(?:(?<![\w.)\]}])([-+]))?[$€£¥]?'  # a minus right after a digit, letter, point or bracket is an operator
     rf'(?>([0-9]++)[ ]+([0-9]++)[ ]*/[ ]*([0-9]++)|({_DECIMAL})[ ]*/[ ]*({_DECIMAL})|'
     rf'({_DECIMAL})(?:[eE]([-+]?[0-9]++)|{_TIMES_TEN})?)'

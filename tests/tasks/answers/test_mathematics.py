@@ -1,0 +1,96 @@
+"""The kind 'math'; docs/answers.md has more examples, which test_page.py checks."""
+
+import signal
+import threading
+
+import pytest
+
+from areal_jax.tasks.answers import golds, mathematics
+from areal_jax.tasks.batch_process import Finished
+from areal_jax.tasks.scoring import score_answer
+
+
+def test_it_needs_no_main_thread_and_touches_no_signal():
+    rewards = []
+    handler, alarm = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    score = lambda: rewards.append(mathematics.score({'answer': r'\frac{1}{2}'}, r'\boxed{0.5}', 'stop'))
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join()
+    score()
+    left, _ = signal.setitimer(signal.ITIMER_REAL, *alarm)
+    assert rewards == [1.0, 1.0]
+    assert signal.getsignal(signal.SIGALRM) == handler
+    assert left > 900  # math-verify's own timeout would have set another alarm, and then cleared it
+
+
+def test_a_gold_is_parsed_once(monkeypatch):
+    parsed = []
+    parse = mathematics.parse_gold
+    monkeypatch.setattr(mathematics, 'parse_gold', lambda gold: parsed.append(gold) or parse(gold))
+    for text in (r'\boxed{17x}', r'\boxed{18x}', r'\boxed{x \cdot 17}'):
+        mathematics.score({'answer': '17x'}, text, 'stop')
+    assert parsed == ['17x']
+
+
+def test_an_answer_that_was_cut_is_not_read():
+    score = score_answer(mathematics.score, {'answer': '5'}, r'\boxed{5}', 'length')
+    assert (score, score.label) == (0.0, 'ok')
+
+
+def test_what_only_looks_like_mathematics_is_unparsed():
+    for text in (r'\boxed{\frac{1}', r'#### \foo{', 'None of them, I think'):
+        assert score_answer(mathematics.score, {'answer': '5'}, text, 'stop').label == 'unparsed'
+
+
+def test_an_exception_of_the_comparison_is_not_counted_as_wrong(monkeypatch):
+    monkeypatch.setattr(mathematics, '_are_equal', lambda gold, answer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        mathematics.score({'answer': '5'}, r'\boxed{6}', 'stop')
+
+
+@pytest.mark.parametrize(
+    ('gold', 'text', 'equal'),
+    [
+        ('1234', 'It is $1,234.00.', True),
+        (r'\frac12', r'\boxed{0.5}', True),
+        ('5', r'\boxed{6}', False),
+        ('1+x', r'\boxed{x+1}', None),  # it knows no algebra
+        (r'\text{(C)}', '#### (C)', True),
+        ('5', '#### 5 apples', True),
+        ('5', 'no idea', None),
+    ],
+)
+def test_the_comparison_of_the_audit_knows_text_and_numbers(gold, text, equal):
+    assert mathematics.compare_texts(gold, text) is equal
+
+
+def test_the_first_gold_that_cannot_be_parsed_is_found(monkeypatch):
+    monkeypatch.setattr(golds, '_PER_PROCESS', 2)  # two processes where there are two cores
+    good = ['36', r'\frac{3}{4}x', r'\text{Evelyn}', '(3, 4)', r'x \in [-2, 7]']
+    assert golds.find_fault([]) is None
+    assert golds.find_fault(good) is None
+    fault = golds.find_fault([*good, r'\sqrt{', '???'])
+    assert fault == (r'\sqrt{', 'cannot be parsed by math-verify')
+
+
+def test_golds_of_one_shape_are_parsed_once(monkeypatch):
+    asked = []
+    parsed = [Finished(0, 3 * ['true'])]
+    monkeypatch.setattr(golds, 'run_processes', lambda module, parts: asked.extend(parts) or parsed)
+    golds.find_fault(['7', '1,000', r'\frac{1}{2}x', r'\frac{33}{4}x', r'\frac{3.5}{4}y', '3y'])
+    assert asked == [[r'"\\frac{1}{2}x"', r'"\\frac{3.5}{4}y"', '"3y"']]
+
+
+def test_a_gold_that_is_never_parsed_ends_its_process_and_is_named(monkeypatch, tmp_path):
+    # the gold is parsed by a program that hangs in C code at 'x'
+    (tmp_path / 'hang.py').write_text(
+        'import re\n'
+        'from areal_jax.tasks.answers import golds, mathematics\n'
+        'golds._SECONDS = 1\n'
+        "mathematics.parse_gold = lambda gold: [re.match('(a*)*b', 'a' * 40) if gold == 'x' else 1]\n"
+        'golds.main()\n'
+    )
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    monkeypatch.setattr(golds, '__name__', 'hang')
+    assert golds.find_fault(['y', 'x', 'z']) == ('x', 'takes more than 10 s to parse')
