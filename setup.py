@@ -6,7 +6,7 @@ import re
 from setuptools import find_packages, setup
 
 TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9']
-TENSORBOARD = ['tensorboardX>=2.6']
+TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
 PLOTS = ['matplotlib>=3.9']
 GGUF = ['gguf>=0.19']
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
@@ -45,7 +45,7 @@ setup(
         'jetstream': [],  # the Engine contract is imitated; an orchestrator brings its own packages
         'hf': ['transformers>=5.0'],
         'tasks': TASKS,
-        'tensorboard': TENSORBOARD,
+        'tensorboard': [*TENSORBOARD, 'tensorboard>=2.20'],  # and TensorBoard itself
         'plots': PLOTS,
         'gguf': GGUF,
         'docs': DOCS,

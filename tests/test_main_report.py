@@ -122,6 +122,12 @@ def test_supervised_training_finished_and_killed(tmp_path: pathlib.Path):
     assert (report['finished'], report['steps'], report['planned_steps']) == (False, 4, 6)
     assert report['train_nll']['first'] == written['train_nll']['first']
     assert 'The run has not finished: it stands at update 4 of 6' in (tmp_path / 'report.md').read_text() != page
+    assert 'it was stopped or killed. --resume goes on from its checkpoint of update 6.' in report['warnings'][0]
+    (tmp_path / 'metrics.jsonl').unlink()
+    shutil.rmtree(tmp_path / 'checkpoints')
+    report = rebuild(tmp_path)
+    assert (report['steps'], report['running']) == (0, False)
+    assert 'update 0 of 6, and it was stopped or killed. --resume goes on from update 0.' in report['warnings'][0]
 
 
 def replace_line(path: pathlib.Path, number: int, text: str) -> None:

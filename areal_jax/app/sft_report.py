@@ -70,6 +70,7 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> files.JsonObject
     report: files.JsonObject = plain(
         {
             **dataclasses.asdict(facts),
+            'running': bool(facts.running),
             'held_out_nll': {str(step): nll for step, nll in sorted(facts.held_out_nll.items())},
             'train_nll': {'first': values[0] if values else None, 'last': values[-1] if values else None},
             'optimizer_steps': optimizer_steps,

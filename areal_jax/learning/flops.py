@@ -54,8 +54,8 @@ def matrix_flops(config: ModelConfig, lora: Lora | None = None) -> tuple[int, in
 
 def attention_flops(config: ModelConfig, length: int) -> int:
     """Operations of a training pass per token in a sequence of `length` tokens, for scores and weighted values."""
-    windows = (config.window(layer) for layer in range(config.n_layers))
-    seen = sum(length if window is None else min(length, window) for window in windows)
+    windowed = 0 if config.sliding_window is None else max(0, config.n_layers - config.first_window_layer)
+    seen = (config.n_layers - windowed) * length + windowed * min(length, config.sliding_window or length)
     return 12 * config.n_heads * config.head_dim * seen
 
 

@@ -138,6 +138,7 @@ class Report(TypedDict):
     finished: bool
     running: bool  # it has not finished, and a process uses its workdir
     missing: list[str]  # what the report of an unfinished run lacks, in words
+    newest_checkpoint: int | None  # of an unfinished run: its update; None without one
     attempts: int  # starts of the program that the log tells of
     wall_seconds: float | None
     groups: Groups

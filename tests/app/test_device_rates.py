@@ -1,0 +1,44 @@
+"""Tokens per second and device, and model FLOPs utilisation, in the metrics of a run."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from areal_jax.app.build import build_allocation, build_device_rates
+from areal_jax.config import TrackedConfig
+from areal_jax.report.lanes import lane_intervals
+from areal_jax.telemetry import devices
+from areal_jax.telemetry.devices import Peak
+from areal_jax.telemetry.metrics import read_metrics
+from tests.app.small import SmallRun, small_config
+
+
+def test_rates_are_tokens_and_operations_by_the_seconds_of_the_update(tmp_path: pathlib.Path, monkeypatch):
+    monkeypatch.setitem(devices.PEAKS, 'cpu', Peak(2e9, 1e9, 'made up'))
+    run = SmallRun(tmp_path, run__clock='real', run__steps=3).train()
+    seconds = [i.end - i.start for i in lane_intervals(run.events) if i.work == 'train']
+    lines = read_metrics(tmp_path / 'metrics.jsonl')
+    assert len(seconds) == len(lines) == 3
+    trained = [(line, took) for line, took in zip(lines, seconds, strict=True) if line['update/trained_tokens']]
+    assert trained
+    for line, took in trained:
+        assert line['learner/tokens_per_second_per_device'] == pytest.approx(line['train/read_tokens'] / took)
+        assert line['learner/mfu'] == pytest.approx(line['train/model_flops'] / took / 1e9)  # it computes in float32
+    for line in lines:  # one engine on one device
+        rate = 'rollout/tokens_per_second_per_device'
+        assert line[rate] == line['throughput/generate_tokens_per_second']
+    assert run.report['throughput']['mfu'] in [line['learner/mfu'] for line, _ in trained] or len(trained) == 2
+
+
+def test_no_utilisation_on_a_cpu_or_on_a_modelled_clock(monkeypatch):
+    def rates(**fields):
+        config = TrackedConfig(small_config(**fields))
+        return build_device_rates(config, build_allocation(config))
+
+    assert rates(run__clock='real').peak_flops is None
+    monkeypatch.setitem(devices.PEAKS, 'cpu', Peak(2e9, 1e9, 'made up'))
+    assert rates(run__clock='real').peak_flops == 1e9
+    assert rates(run__clock='real', learner__dtype='bfloat16').peak_flops == 2e9
+    assert rates(run__clock='virtual').peak_flops is None
