@@ -173,10 +173,11 @@ class Session(Run):
         self.beside: EvaluationBeside | None = None
         if not evaluation.problems:
             return
-        of_run = {'clock': self.clock, 'supervisor': self.supervisor, 'log': self.log}
         make_evaluator = functools.partial(
             Evaluator,
-            **of_run,
+            clock=self.clock,
+            supervisor=self.supervisor,
+            log=self.log,
             problems=task.held_out(evaluation.problems, seed),
             sampling=sampling,
             seed=seed,
@@ -194,7 +195,9 @@ class Session(Run):
             self.beside = build_beside(
                 self.config,
                 pool=self.pool,
-                **of_run,
+                clock=self.clock,
+                supervisor=self.supervisor,
+                log=self.log,
                 verifier=self._beside_verifier,
                 make_evaluator=make_evaluator,
                 scores=self._scores,
