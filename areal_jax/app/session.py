@@ -173,12 +173,12 @@ class Session(Run):
         self.beside: EvaluationBeside | None = None
         if not evaluation.problems:
             return
+        problems = task.held_out(evaluation.problems, seed)
         make_evaluator = functools.partial(
             Evaluator,
             clock=self.clock,
             supervisor=self.supervisor,
             log=self.log,
-            problems=task.held_out(evaluation.problems, seed),
             sampling=sampling,
             seed=seed,
             decode=model.tokenizer.decode,
@@ -186,6 +186,7 @@ class Session(Run):
             max_failed=self.config.task.max_failed_groups,
         )
         self.evaluator = make_evaluator(
+            problems=problems,
             pool=self.pool,
             verifier=self.verifier,
             samples=evaluation.samples,
@@ -199,6 +200,7 @@ class Session(Run):
                 supervisor=self.supervisor,
                 log=self.log,
                 verifier=self._beside_verifier,
+                problems=problems,
                 make_evaluator=make_evaluator,
                 scores=self._scores,
                 observer=self.observer,

@@ -65,6 +65,16 @@ def test_shares_are_seconds_of_the_evaluation_over_those_of_the_lanes():
     assert (second['greedy']['mean'], second['sampled'], second['lane_share']) == (1.0, None, None)
 
 
+def test_the_ends_are_of_the_problems_and_samples_between_them():
+    before = EvaluationScores((1.0, 0.0, 0.0, 0.0, 1.0, 1.0), ((0.0, 1.0),) * 4 + ((1.0, 1.0),) * 2)
+    ends = curve.curve_ends(ROWS[1:], before, None)
+    assert (ends['greedy']['before']['mean'], ends['greedy']['before']['n']) == (0.25, 4)  # not 3 of 6
+    assert ends['sampled']['before']['mean'] == 0.0  # the first of two samples
+    assert (ends['greedy']['after'], ends['sampled']['after']) == (None, None)
+    assert curve.curve_ends(ROWS[:1], before, before)['sampled'] == {'before': None, 'after': None}
+    assert curve.curve_ends([], before, before) is None
+
+
 def test_without_evaluations_there_is_no_share():
     events = [event for event in log() if event['kind'] != 'evaluation_slots' and event.get('work') == 'decode']
     assert curve.evaluation_lane_share(events) is None
