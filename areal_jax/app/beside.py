@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.scores import Scores, mean_greedy, mean_sampled
@@ -17,6 +17,7 @@ from areal_jax.protocols import Clock, Generator, Pool, Verifier
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import VersionScores
 from areal_jax.telemetry.metrics import FILE, read_metrics
+from areal_jax.types import Prompt
 
 UNDER_WAY = 'evaluating'  # key of a checkpoint's state of the observer: the version that was being evaluated
 
@@ -29,15 +30,19 @@ def build_beside(
     supervisor: Supervisor,
     log: EventLog,
     verifier: Verifier,
+    problems: Sequence[Prompt],
     make_evaluator: Callable[..., Evaluator],
     scores: Scores,
     observer: StepObserver,
 ) -> EvaluationBeside:
-    """`make_evaluator` lacks pool, verifier, samples and version, which this evaluation has its own of."""
-    samples = config.evaluation.every_samples
+    """`problems` are those of the evaluations before and after; the first of them are used here.
+
+    `make_evaluator` lacks problems, pool, verifier, samples and version, which this evaluation has its own of.
+    """
+    samples, few = config.evaluation.every_samples, problems[: config.evaluation.every_problems]
 
     def evaluator_of(at_version: Generator, version: int) -> Evaluator:
-        return make_evaluator(pool=at_version, verifier=verifier, samples=samples, version=version)
+        return make_evaluator(problems=few, pool=at_version, verifier=verifier, samples=samples, version=version)
 
     def note(row: VersionScores) -> None:
         scores.add_version(row)

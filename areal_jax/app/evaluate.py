@@ -22,7 +22,7 @@ from areal_jax.app.engines import build_backends, build_engines
 from areal_jax.app.evaluation_config import adapt_config
 from areal_jax.app.evaluation_workdir import EvaluationWorkdir
 from areal_jax.app.extras import require_extras
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.interrupt import StopRequests
 from areal_jax.app.model import Model, build_model, describe_loading
 from areal_jax.app.origin import read_version
 from areal_jax.app.provenance import git_commit, hardware, package_versions
@@ -64,7 +64,7 @@ def evaluate_model(
     resume: bool = False,
     source: str = '',
     overrides: Collection[str] = (),
-    interrupts: Interrupts | None = None,
+    interrupts: StopRequests | None = None,
 ) -> Results | None:
     """Answers evaluation.problems held-out problems greedily and evaluation.samples times; writes and returns scores.
 
@@ -85,8 +85,8 @@ def evaluate_model(
     adapted = adapt_config(config, model, overrides)
     validate_evaluation(adapted)
     require_extras(adapted)
-    with _Evaluation(adapted, workdir, resume, source, overrides) as evaluation:
-        return evaluation.run(interrupts)
+    with _Evaluation(adapted, workdir, resume, source, overrides, interrupts) as evaluation:
+        return evaluation.run()
 
 
 class _Evaluation:
@@ -99,8 +99,9 @@ class _Evaluation:
         resume: bool,
         source: str,
         overrides: Collection[str],
+        interrupts: StopRequests | None,
     ):
-        self.config, self._source = TrackedConfig(config, overrides), source
+        self.config, self._source, self._interrupts = TrackedConfig(config, overrides), source, interrupts
         self.workdir = EvaluationWorkdir(workdir, self.config.as_dict(), resume=resume)
         self.workdir.require_usable()
         self._parts = contextlib.ExitStack()
@@ -110,7 +111,9 @@ class _Evaluation:
             self._parts.callback(lock.release)
             self.workdir.require_usable()  # nobody else has begun meanwhile
             undo.callback(self.workdir.discard)
-            self._start = StartProgress(self.config.telemetry.progress)
+            self._start = StartProgress(
+                self.config.telemetry.progress, interrupts.check if interrupts else lambda: None
+            )
             self._parts.callback(self._start.end)
             use_compilation_cache(self.config)
             self.allocation = allocate_engines(parse_engines(self.config.cluster.engines))
@@ -126,11 +129,11 @@ class _Evaluation:
     def __exit__(self, *_: object) -> None:
         self._parts.close()
 
-    def run(self, interrupts: Interrupts | None) -> Results | None:
+    def run(self) -> Results | None:
         """Answers what is left; results.json, or None after a requested stop."""
         if self._left:
             self._warm_up()
-            if not self._answer(interrupts):
+            if not self._answer():
                 complete = f'{len(self.tally)} of {self._problems} problems are complete'
                 print(f'stopped: {complete} in {self.workdir.answers}', flush=True)
                 return None
@@ -159,7 +162,8 @@ class _Evaluation:
         (self.workdir.path / EVENTS).unlink(missing_ok=True)  # of an earlier attempt
         self.log = EventLog(self.workdir.path / EVENTS)
         self._parts.callback(self.log.close)
-        self.clock = build_clock(config, self.log, 0.0)
+        ends_process = self._interrupts is not None and self._interrupts.ends_process
+        self.clock = build_clock(config, self.log, 0.0, waits_for_work=not ends_process)
         self.verifier = build_verifier(config, self.clock, task, model.tokenizer.decode)
         self._parts.callback(self.verifier.close)
         self.verifier.start()
@@ -220,14 +224,14 @@ class _Evaluation:
         self._start.end()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
 
-    def _answer(self, interrupts: Interrupts | None) -> bool:
+    def _answer(self) -> bool:
         """Answers the problems that are left; False after a requested stop."""
         if isinstance(self.clock, RealClock):
             self.clock.restart()
         stop = self.clock.event('stop requested')
         request = lambda number: self.clock.post_signal(number, stop)
-        then = 'keeping the problems that are complete'
-        with interrupts.deferred(request, then) if interrupts else contextlib.nullcontext():
+        then, interrupts = 'keeping the problems that are complete', self._interrupts
+        with interrupts.deferred(request, then, self.clock.abandon) if interrupts else contextlib.nullcontext():
             return self.clock.execute(self.supervisor.run(self._program(stop)))
 
     async def _program(self, stop: Event) -> bool:

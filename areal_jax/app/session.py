@@ -182,11 +182,12 @@ class Session(Run):
         self.beside: EvaluationBeside | None = None
         if not evaluation.problems:
             return
-        of_run = {'clock': self.clock, 'supervisor': self.supervisor, 'log': self.log}
+        problems = task.held_out(evaluation.problems, seed)
         make_evaluator = functools.partial(
             Evaluator,
-            **of_run,
-            problems=task.held_out(evaluation.problems, seed),
+            clock=self.clock,
+            supervisor=self.supervisor,
+            log=self.log,
             sampling=sampling,
             seed=seed,
             decode=model.tokenizer.decode,
@@ -195,6 +196,7 @@ class Session(Run):
             make_workflow=self._make_workflow,
         )
         self.evaluator = make_evaluator(
+            problems=problems,
             pool=self.pool,
             verifier=self.verifier,
             samples=evaluation.samples,
@@ -204,8 +206,11 @@ class Session(Run):
             self.beside = build_beside(
                 self.config,
                 pool=self.pool,
-                **of_run,
+                clock=self.clock,
+                supervisor=self.supervisor,
+                log=self.log,
                 verifier=self._beside_verifier,
+                problems=problems,
                 make_evaluator=make_evaluator,
                 scores=self._scores,
                 observer=self.observer,

@@ -226,6 +226,7 @@ SECTIONS: Mapping[str, Section] = {
         problems=Integer(64, COUNT_OR_OFF, 'problems (sft: demonstrations); 0 = no evaluation'),
         samples=Integer(4, COUNT_OR_OFF, 'answers sampled per problem at rollout.temperature, beside one greedy'),
         every=Integer(0, COUNT_OR_OFF, 'updates between two evaluations beside training; 0 = only before and after'),
+        every_problems=Integer(16, COUNT, 'problems that are answered there, the first of evaluation.problems'),
         every_samples=Integer(0, COUNT_OR_OFF, 'answers sampled per problem there, beside one greedy'),
         slots=Integer(8, COUNT, 'answers that one engine decodes at once there, in slots and a KV cache of their own'),
         every_dispatches=Integer(4, COUNT, 'beside training requests at most one dispatch in so many is theirs'),

@@ -45,6 +45,13 @@ class CurveRow(TypedDict):
     lane_share: float | None  # of the busy seconds of these lanes meanwhile
 
 
+class CurveEnds(TypedDict):
+    """The evaluations before and after training, on the problems and samples of the rows between them."""
+
+    greedy: GreedyAccuracy
+    sampled: GreedyAccuracy
+
+
 class Ends(TypedDict):
     first: float | None  # of the first update
     last: float | None
@@ -151,6 +158,7 @@ class Report(TypedDict):
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
     evaluation_curve: list[CurveRow]  # evaluations beside training, by version
+    evaluation_curve_ends: CurveEnds | None  # None without such evaluations
     evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
     evaluation_cache_bytes: int | None  # of the slots for them, over all engines
     token_age: MeanMax  # of the trained tokens, in versions

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 from areal_jax.events import EVALUATION_WORK, Event, is_engine_lane
 from areal_jax.report import statistics
-from areal_jax.report.contents import CurveRow, Interval, Report
+from areal_jax.report.contents import CurveEnds, CurveRow, Interval, Report
 from areal_jax.report.lanes import LaneInterval, lane_intervals
 from areal_jax.report.statistics import cluster_interval, mean_interval
 from areal_jax.report.window import Window, window
-from areal_jax.telemetry.facts import VersionScores
+from areal_jax.telemetry.facts import EvaluationScores, VersionScores
 from areal_jax.telemetry.numerals import format_number, format_percent
 
+_PHASES: tuple[Literal['before'], Literal['after']] = ('before', 'after')
 HEAD = ('version', 'greedy', 'sampled', 'seconds', "share of generation's lane time meanwhile")
 
 
@@ -25,6 +26,21 @@ def evaluation_curve(events: Sequence[Event], rows: Sequence[VersionScores]) -> 
     """A row for each version that was evaluated beside training, ascending."""
     intervals = _of_engines(events)
     return [_row(row, intervals) for row in sorted(rows, key=lambda row: row.version)]
+
+
+def curve_ends(
+    rows: Sequence[VersionScores], before: EvaluationScores | None, after: EvaluationScores | None
+) -> CurveEnds | None:
+    """Scores before and after training on the problems and samples of the rows; None without rows."""
+    if not rows:
+        return None
+    problems, samples = len(rows[0].scores.greedy), len(rows[0].scores.sampled[0])
+    greedy = lambda scores: _greedy(scores.greedy[:problems]) if scores else None
+    sampled = lambda scores: _sampled([row[:samples] for row in scores.sampled[:problems]]) if scores else None
+    return {
+        'greedy': {'before': greedy(before), 'after': greedy(after)},
+        'sampled': {'before': sampled(before), 'after': sampled(after)},
+    }
 
 
 def evaluation_lane_share(events: Sequence[Event]) -> float | None:
@@ -49,7 +65,17 @@ def describe_cost(report: Report) -> str:
 
 
 def curve_rows(report: Report) -> list[tuple[str, ...]]:
-    """Of the page's table, under HEAD."""
+    """Of the page's table, under HEAD; its ends are before and after training."""
+    ends = report['evaluation_curve_ends']
+    if ends is None:
+        return []
+    before, after = (
+        (name, _interval(ends['greedy'][name]), _interval(ends['sampled'][name]), '', '') for name in _PHASES
+    )
+    return [before, *_rows_between(report), after]
+
+
+def _rows_between(report: Report) -> list[tuple[str, ...]]:
     return [
         (
             str(row['version']),
@@ -65,11 +91,10 @@ def curve_rows(report: Report) -> list[tuple[str, ...]]:
 def _row(row: VersionScores, intervals: Sequence[LaneInterval]) -> CurveRow:
     own = [i for i in intervals if _is_evaluation(i) and i.detail.get('version') == row.version]
     span = Window(((min(i.start for i in own), max(i.end for i in own)),) if own else ())
-    sampled = cluster_interval(row.scores.sampled) if any(row.scores.sampled) else None
     return {
         'version': row.version,
-        'greedy': _as_report(mean_interval(row.scores.greedy)),
-        'sampled': None if sampled is None else _as_report(sampled),
+        'greedy': _greedy(row.scores.greedy),
+        'sampled': _sampled(row.scores.sampled),
         'seconds': row.seconds,
         'lane_seconds': sum(i.end - i.start for i in own),
         'lane_share': _share(intervals, span),
@@ -88,6 +113,15 @@ def _share(intervals: Sequence[LaneInterval], within: Window) -> float | None:
     seconds = [(within.overlap(i.start, i.end), _is_evaluation(i)) for i in intervals]
     own = sum(covered for covered, evaluates in seconds if evaluates)
     return own / sum(covered for covered, _ in seconds) if own else None
+
+
+def _greedy(scores: Sequence[float]) -> Interval:
+    return _as_report(mean_interval(scores))
+
+
+def _sampled(scores: Sequence[Sequence[float]]) -> Interval | None:
+    """None where no answer was sampled."""
+    return _as_report(cluster_interval(scores)) if any(scores) else None
 
 
 def _as_report(interval: statistics.Interval) -> Interval:

@@ -68,8 +68,8 @@ def plot_reward(metrics: Metrics, accuracy: Accuracy | None, path: pathlib.Path)
 
 def plot_evaluation(report: Report, path: pathlib.Path) -> bool:
     """Held-out accuracy of the versions that were evaluated beside training, between before and after. False: none."""
-    curve, accuracy = report['evaluation_curve'], report['accuracy']
-    if not curve:
+    curve, ends = report['evaluation_curve'], report['evaluation_curve_ends']
+    if not curve or not ends:
         return False
     figure = _figure(4.8)
     axes = figure.add_subplot()
@@ -78,9 +78,9 @@ def plot_evaluation(report: Report, path: pathlib.Path) -> bool:
         ('sampled', BLUE, 's'),
     )
     for shift, (kind, color, marker) in enumerate(kinds):
-        ends = {0: accuracy[kind]['before'], report['steps']: accuracy[kind]['after']} if accuracy else {}
+        around = {0: ends[kind]['before'], report['steps']: ends[kind]['after']}
         between = {row['version']: row[kind] for row in curve}
-        points = [(version, found) for version, found in sorted((ends | between).items()) if found]
+        points = [(version, found) for version, found in sorted((around | between).items()) if found]
         if not any(between.values()):
             continue  # only before and after: reward.png shows them
         at = [version + 0.06 * shift for version, _ in points]

@@ -20,7 +20,7 @@ from areal_jax.report import aggregates, contents, statistics
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
 from areal_jax.report.contents import Report
-from areal_jax.report.curve import evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
+from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
 from areal_jax.report.event_log import load_events, outside_evaluation
 from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
@@ -88,6 +88,7 @@ def build_report(
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
         'evaluation_curve': evaluation_curve(events, curve),
+        'evaluation_curve_ends': curve_ends(curve, facts.evaluation_before, facts.evaluation_after),
         'evaluation_lane_share': evaluation_lane_share(events),
         'evaluation_cache_bytes': evaluation_cache_bytes(events),
         'token_age': aggregates.token_age(metrics),

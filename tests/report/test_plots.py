@@ -29,7 +29,7 @@ def test_pictures_are_pictures(tmp_path: pathlib.Path):
 
 
 def test_no_data_no_picture(tmp_path: pathlib.Path):
-    report: dict[str, Any] = {'accuracy': None, 'eta': None, 'evaluation_curve': []}
+    report: dict[str, Any] = {'accuracy': None, 'eta': None, 'evaluation_curve': [], 'evaluation_curve_ends': None}
     assert write_plots([], [], report, tmp_path) == []
     assert list((tmp_path / 'plots').iterdir()) == []
 
@@ -44,5 +44,19 @@ def test_a_long_run_shows_its_middle(publications: int, start: float, end: float
 
 @pytest.mark.filterwarnings('error')
 def test_slots_without_publication_or_interruption_are_drawn_without_a_warning(tmp_path: pathlib.Path):
-    report: dict[str, Any] = {'accuracy': None, 'eta': None, 'evaluation_curve': []}
+    report: dict[str, Any] = {'accuracy': None, 'eta': None, 'evaluation_curve': [], 'evaluation_curve_ends': None}
     assert write_plots(event_log(*dispatch(0, 20, 0, ['a'], 1, 0)), [], report, tmp_path) == ['plots/slots.png']
+
+
+def test_the_curve_of_evaluations_lies_between_before_and_after(tmp_path: pathlib.Path):
+    interval = lambda mean: {'mean': mean, 'low': mean - 0.1, 'high': mean + 0.1, 'n': 8}
+    row = {'greedy': interval(0.4), 'sampled': None, 'seconds': 1.0, 'lane_seconds': 0.5, 'lane_share': 0.1}
+    report: dict[str, Any] = {
+        'accuracy': None,
+        'evaluation_curve_ends': {
+            'greedy': {'before': interval(0.2), 'after': None},
+            'sampled': {'before': None, 'after': None},
+        },
+        'eta': None, 'steps': 8, 'evaluation_curve': [row | {'version': 4}],
+    }  # fmt: skip
+    assert write_plots([], [], report, tmp_path) == ['plots/evaluation.png']

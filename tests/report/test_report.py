@@ -65,7 +65,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
         'git_commit config seed eta clock window_seconds cause_of_gap warnings '
         'planned_steps finished running missing newest_checkpoint attempts schedule idle_fields prolonged '
-        'evaluation_curve evaluation_lane_share evaluation_cache_bytes'
+        'evaluation_curve evaluation_curve_ends evaluation_lane_share evaluation_cache_bytes'
     )
     assert keys(report) == expected | dict.fromkeys(plain.split())
 
