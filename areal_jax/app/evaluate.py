@@ -111,11 +111,10 @@ class _Evaluation:
             self._parts.callback(lock.release)
             self.workdir.require_usable()  # nobody else has begun meanwhile
             undo.callback(self.workdir.discard)
-            self._start = StartProgress(
-                self.config.telemetry.progress, interrupts.check if interrupts else lambda: None
-            )
+            check = interrupts.check if interrupts else lambda: None
+            self._start = StartProgress(self.config.telemetry.progress, check=check)
             self._parts.callback(self._start.end)
-            use_compilation_cache(self.config)
+            self._parts.enter_context(use_compilation_cache(self.config))
             self.allocation = allocate_engines(parse_engines(self.config.cluster.engines))
             require_room_to_evaluate(config, self.allocation)
             self._build()
