@@ -57,7 +57,7 @@ def note_own_code(workdir: pathlib.Path, found: Digests, *, resume: bool) -> Non
 
 def _own_functions(config: config_dict.ConfigDict) -> Iterator[tuple[str, str]]:
     """(field, spec)."""
-    fields = ['task.name']
+    fields = ['task.name', 'telemetry.hook']
     if config.loss.objective != 'sft':
         fields += ['task.reward', 'rollout.workflow', 'loss.advantage']
     for field in fields:

@@ -80,10 +80,7 @@ def build_report(
         'tokens': {'generated': _generated(training), 'trained': aggregates.total(metrics, names.TOKENS_TRAINED)},
         'optimizer_steps': count_optimizer_steps(metrics),
         'reward': aggregates.ends(metrics, names.REWARD_MEAN),
-        'unparsed_rate': {
-            **aggregates.ends(metrics, names.REWARD_UNPARSED),
-            'mean': aggregates.mean(metrics, names.REWARD_UNPARSED),
-        },
+        'unparsed_rate': _unparsed(metrics),
         'audit': _audit(training),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
@@ -92,10 +89,7 @@ def build_report(
         'evaluation_lane_share': evaluation_lane_share(events),
         'evaluation_cache_bytes': evaluation_cache_bytes(events),
         'token_age': aggregates.token_age(metrics),
-        'versions_per_trajectory': {
-            'mean': aggregates.weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES),
-            'max': aggregates.largest(metrics, names.VERSIONS_MAX),
-        },
+        'versions_per_trajectory': _versions_per_trajectory(metrics),
         'interruptions': len(interruptions),
         'steps_with_interruption': len({event['to_version'] for event in interruptions}),
         'admission_held': aggregates.admission_held(metrics, within),
@@ -127,6 +121,16 @@ def build_report(
     }
     report['warnings'] = find_caveats(events, metrics, report, facts)
     return cast(Report, plain(report))
+
+
+def _unparsed(metrics: Metrics) -> contents.Unparsed:
+    rate = names.REWARD_UNPARSED
+    return {**aggregates.ends(metrics, rate), 'mean': aggregates.mean(metrics, rate)}
+
+
+def _versions_per_trajectory(metrics: Metrics) -> contents.MeanMax:
+    mean = aggregates.weighted_mean(metrics, names.VERSIONS_MEAN, names.UPDATE_TRAJECTORIES)
+    return {'mean': mean, 'max': aggregates.largest(metrics, names.VERSIONS_MAX)}
 
 
 def count_optimizer_steps(metrics: Metrics) -> contents.OptimizerSteps:
