@@ -139,7 +139,16 @@ class Lag(TypedDict):
     max: float | None  # seconds, after warm-up
 
 
-class Report(TypedDict):
+class BesideTraining(TypedDict):
+    """Of the evaluations beside training."""
+
+    evaluation_curve: list[CurveRow]  # evaluations beside training, by version
+    evaluation_curve_ends: CurveEnds | None  # None without such evaluations
+    evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
+    evaluation_cache_bytes: int | None  # of the slots for them, over all engines
+
+
+class Report(BesideTraining):
     steps: int  # updates published
     planned_steps: int | None
     finished: bool
@@ -157,10 +166,6 @@ class Report(TypedDict):
     audit: Audit | None  # None where no answer was compared a second time
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
-    evaluation_curve: list[CurveRow]  # evaluations beside training, by version
-    evaluation_curve_ends: CurveEnds | None  # None without such evaluations
-    evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
-    evaluation_cache_bytes: int | None  # of the slots for them, over all engines
     token_age: MeanMax  # of the trained tokens, in versions
     versions_per_trajectory: MeanMax
     interruptions: int  # times that new weights met unfinished requests on an engine

@@ -84,10 +84,7 @@ def build_report(
         'audit': _audit(training),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
-        'evaluation_curve': evaluation_curve(events, curve),
-        'evaluation_curve_ends': curve_ends(curve, facts.evaluation_before, facts.evaluation_after),
-        'evaluation_lane_share': evaluation_lane_share(events),
-        'evaluation_cache_bytes': evaluation_cache_bytes(events),
+        **_beside_training(events, facts, curve),
         'token_age': aggregates.token_age(metrics),
         'versions_per_trajectory': _versions_per_trajectory(metrics),
         'interruptions': len(interruptions),
@@ -121,6 +118,17 @@ def build_report(
     }
     report['warnings'] = find_caveats(events, metrics, report, facts)
     return cast(Report, plain(report))
+
+
+def _beside_training(
+    events: Sequence[Event], facts: RunFacts, curve: Sequence[VersionScores]
+) -> contents.BesideTraining:
+    return {
+        'evaluation_curve': evaluation_curve(events, curve),
+        'evaluation_curve_ends': curve_ends(curve, facts.evaluation_before, facts.evaluation_after),
+        'evaluation_lane_share': evaluation_lane_share(events),
+        'evaluation_cache_bytes': evaluation_cache_bytes(events),
+    }
 
 
 def _unparsed(metrics: Metrics) -> contents.Unparsed:
