@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -169,3 +170,16 @@ def test_fields_of_an_evaluation_beside_training_are_not_used_without_one(tmp_pa
     config = small_config(evaluation__slots=3, evaluation__problems=2)
     with pytest.raises(ConfigError, match=r'^set but never read: evaluation\.slots=3\. '):
         Session(config, tmp_path, overrides=['evaluation.slots'])
+
+
+def test_under_the_real_clock_the_lane_runs_the_dispatches_of_both_in_turn(tmp_path):
+    fields = BESIDE | {'run__clock': 'real', 'run__steps': 8, 'run__stall_timeout_s': 120.0, 'evaluation__slots': 2}
+    run = SmallRun(tmp_path, **fields).train()
+    skipped = [e['version'] for e in run.events if e['kind'] == 'evaluation_skip']
+    assert sorted([row['version'] for row in rows_of(run)] + skipped) == [2, 4, 6]
+    assert run.session.compilations.count == 0  # the programs of both sets of slots are compiled in the warm-up
+    done = [e for e in run.events if e['kind'] == 'run_done' and e['lane'] == 'engine/0']
+    ends = [(e['started'], e['started'] + e['seconds']) for e in sorted(done, key=lambda e: e['started'])]
+    assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(ends))
+    assert {'decode', 'evaluation_decode'} <= {e['work'] for e in done}
+    assert 0 < run.report['evaluation_lane_share'] < 1
