@@ -81,7 +81,7 @@ SECTIONS: Mapping[str, Section] = {
         datasets=Texts(
             (), "reasoning_gym: a mix of its data sets, 'name' or 'name:option=value:...', see docs/answers.md"
         ),
-        dataset_size=Integer(500, COUNT, 'reasoning_gym: questions drawn from each data set; all of basic ones'),
+        dataset_size=Integer(500, COUNT, 'reasoning_gym: questions drawn from each data set but one-digit arithmetic'),
         path=Text('', 'jsonl: a file with one JSON object {question, answer} a line; sft: also {messages}'),
         answer=Choice(
             'integer',

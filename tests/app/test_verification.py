@@ -1,12 +1,15 @@
 """Whole runs whose scorer misbehaves."""
 
+import json
+
 import pytest
 
 from areal_jax.app import task as task_builder
 from areal_jax.control.failures import UnverifiedError
 from areal_jax.tasks import token_reversal
+from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.audit import Audit
-from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.scoring import UNPARSED, score_answer
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, equal
 from tests.tasks import hostile_scorers
@@ -127,3 +130,20 @@ def test_the_audit_counts_and_changes_no_reward(tmp_path, monkeypatch):
     assert 0 < len(texts) <= outcomes.count('disagrees')  # equal answers of a group are one line
     assert plain.report['audit'] is None
     assert not any('audit' in name for line in read_metrics(plain.workdir / 'metrics.jsonl') for name in line)
+
+
+def test_a_run_on_a_file_of_mathematics(tmp_path):
+    # the alphabet of the model is a, b and =; its answers are products, and b b a equals a b^2
+    golds = {'ab=': 'ab', 'ba=': 'a b^2', 'aab=': r'\frac{a}{b}', 'abb=': 'a'}
+    rows = [json.dumps({'problem': question, 'solution': rf'\boxed{{{gold}}}'}) for question, gold in golds.items()]
+    path = tmp_path / 'rows.jsonl'
+    path.write_text('\n'.join(rows))
+    fields = {'task__name': 'jsonl', 'task__path': str(path), 'task__answer': 'math', 'task__verifier': 'process'}
+    audit = {'task__audit_fraction': 1.0, 'task__held_out_fraction': 0.0}
+    run = SmallRun(tmp_path / 'run', run__steps=2, **fields, **audit).train()
+    decode = run.session.verifier._decode
+    for trajectory in (t for batch in run.batches for group in batch for t in group.trajectories):
+        text, gold = decode(trajectory.answer_tokens), trajectory.prompt.problem['answer']
+        expected = score_answer(mathematics.score, {'answer': gold}, text, trajectory.finish_reason)
+        assert (trajectory.reward, trajectory.label) == (expected, expected.label)
+    assert run.report['audit']['answers'] > 0
