@@ -26,6 +26,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.tasks.verifier import InlineVerifier
 from tests.app.small import small_config
 from tests.app.test_run_thread import interruptible, press_ctrl_c
 from tests.app.test_sft import sft_config
@@ -355,10 +356,19 @@ def test_export_passes_its_arguments_on(monkeypatch):
     assert found == (pathlib.Path('runs/a'), pathlib.Path('out'), 3, 'bfloat16')
 
 
-def test_evaluate_and_export_what_was_trained(tmp_path):
-    """Greedy accuracy of the evaluation equals that of the run after its last update."""
-    config = small_config(run__steps=2, evaluation__problems=8, evaluation__samples=2)
+def test_evaluate_and_export_what_was_trained(tmp_path, monkeypatch):
+    """The evaluation has the numbers of the run after its last update, also one that was interrupted and resumed."""
+    config = small_config(run__steps=2, evaluation__problems=4, evaluation__samples=2)
     report = areal_jax.train(config, tmp_path / 'run')
-    results = areal_jax.evaluate(config, tmp_path / 'evaluation', model=tmp_path / 'run')
-    assert f'{report["accuracy"]["greedy"]["after"]["mean"]:.6f}' in json.dumps(results) or results
-    assert os.listdir(areal_jax.export(tmp_path / 'run', tmp_path / 'export'))
+    before = held()
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, InlineVerifier, 'verify', call=2)
+        with pytest.raises(KeyboardInterrupt):
+            areal_jax.evaluate(config, tmp_path / 'evaluation', model=tmp_path / 'run')
+    assert held() == before
+    results = areal_jax.evaluate(config, tmp_path / 'evaluation', model=tmp_path / 'run', resume=True)
+    assert results['model']['weights_sha256'] == report['weights_sha256']
+    for name, accuracy in (('greedy', 'greedy'), ('avg@2', 'sampled')):
+        assert results['metrics'][name]['mean'] == report['accuracy'][accuracy]['after']['mean']
+    path = areal_jax.export(tmp_path / 'run', tmp_path / 'export', step=2, dtype='bfloat16')
+    assert 'model.safetensors' in os.listdir(path)
