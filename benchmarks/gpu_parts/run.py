@@ -79,6 +79,7 @@ def _config(tiny: bool) -> config_dict.ConfigDict:
     config.update_from_flattened_dict(
         {
             'run.steps': 3 if tiny else 12,
+            'run.export': False,
             'model.family': 'qwen2',
             **{f'model.{name}': getattr(shape, name) for name in _SIZES},
             'task.length': 4 if tiny else 16,
