@@ -46,8 +46,9 @@ def render_card(workdir: pathlib.Path, model: ExportedModel) -> str:
         f'# {_title(model)}',
         _loading(model),
         *(f'## {head}\n\n{_table(rows)}' for head, rows in tables if rows),
-        'The license is that of the weights that the run started from.',
     ]
+    if model.values['model.source'] != 'random':
+        parts.append('The license is that of the weights that the run started from.')
     return '\n\n'.join(parts) + '\n'
 
 

@@ -12,14 +12,17 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from areal_jax.app.processes import join_processes
 from areal_jax.config import default_config
 from areal_jax.config.ranges import ConfigError
+from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
+from areal_jax.publication.manifest import weights_sha256
 from tests.tasks import hf_directory
 
 LOOP = {
@@ -102,6 +105,8 @@ def test_two_processes_train_and_resume(tmp_path):
     assert all(m['mismatch/max_abs'] < 1e-4 for m in metrics if m.get('mismatch/n'))
     assert metrics[-1]['update/optimizer_steps'] == 1
     assert (tmp_path / 'report.md').exists()
+    sha256 = json.loads((tmp_path / 'facts.json').read_text())['weights_sha256']
+    assert weights_sha256(jax.device_get(load_hf(tmp_path / 'export')[1])) == sha256
     # the checkpoint of update 2 goes on to the same third update
     shutil.rmtree(tmp_path / 'checkpoints' / 'step_00000003')
     _complete(tmp_path, LOOP, '--resume')
