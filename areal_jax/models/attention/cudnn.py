@@ -9,7 +9,10 @@ number of query heads and silently reads wrong tokens (jax#39521), so keys and v
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,28 +67,46 @@ def _attention(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, offsets: jax.Array, scale: float
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    unused = jnp.zeros(0, q.dtype)  # bias and the two page tables
-    arrays = (q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused)
+    unused = jnp.zeros(0, q.dtype)
+    arrays = {
+        **{'query': q, 'key': k, 'value': v, 'bias': unused, 'page_table_k': unused, 'page_table_v': unused},
+        **{'q_seqlen': lengths, 'kv_seqlen': lengths, 'q_offsets': offsets, 'kv_offsets': offsets},
+    }
     # the private rule returns the log-sum-exp, so that it can be saved by name and the forward pass not run twice
-    out, saved = _module()._dot_product_attention_fwd_rule(*arrays, *_static(scale))
+    out, saved = _call_rule(_module()._dot_product_attention_fwd_rule, scale, arrays)
     *inputs, lse, out = saved
     out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (*inputs, lse, out)
 
 
 def _backward(scale: float, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    d_q, d_k, d_v, *_ = _module()._dot_product_attention_bwd_rule(*_static(scale), saved, d_out)
+    arrays = {'res': saved, 'grad_output': d_out}
+    d_q, d_k, d_v, *_ = _call_rule(_module()._dot_product_attention_bwd_rule, scale, arrays)
     return d_q, d_k, d_v, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _static(scale: float) -> tuple[object, ...]:
-    """scale, seed, dropout, (bias, its gradient), mask, layout, window, cuDNN version, log-sum-exp to the caller."""
+def _call_rule(rule: Callable[..., Any], scale: float, arrays: Mapping[str, object]) -> Any:
+    """Calls a private rule by the names of its arguments, which differ between versions of jax in number and order."""
     module = _module()
-    mask, layout = module.MaskType.PADDING_CAUSAL, module.AttentionLayout.BTNH.value
-    return (scale, 0, 0.0, (False, False), mask, layout, None, module.check_cudnn_version(), False)
+    values = {
+        'scale': scale,
+        'seed': 0,
+        'dropout_rate': 0.0,
+        'variadic_args': (False, False),  # a bias, and its gradient
+        'mask_type': module.MaskType.PADDING_CAUSAL,
+        'layout': module.AttentionLayout.BTNH.value,
+        'sliding_window_length': None,
+        'score_mod': None,  # a function of the scores, and its arrays: from jax 0.12 on
+        'score_mod_args': (),
+        'cudnn_version': module.check_cudnn_version(),
+        'is_training': True,
+        'return_residual': False,  # the log-sum-exp to the caller
+        **arrays,
+    }
+    return rule(**{name: values[name] for name in inspect.signature(rule).parameters})
 
 
 def _module() -> ModuleType:
