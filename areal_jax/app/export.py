@@ -76,7 +76,7 @@ def write_export(
     Args:
       workdir: of the run; its config and, as far as they are there, its scores and facts go into the model card.
       step: updates that made the weights.
-      params: in list form, adapters merged; a value head is left out.
+      params: in list form, adapters merged.
       digest: `weights_sha256` of them.
       model: the decoder and the tokenizer; its own weights are not used.
 
