@@ -104,7 +104,7 @@ def build_verifier(
 
 
 def _build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | None:
-    if config.task.name != 'jsonl' or config.task.answer != 'math':
+    if config.task.name != 'jsonl' or config.task.answer != 'math' or config.task.reward:
         return None
     if not config.task.audit_fraction or workdir is None:
         return None

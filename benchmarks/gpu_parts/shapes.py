@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from areal_jax.learning.balance import decoder_cost, visible_pairs
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
+from areal_jax.telemetry.devices import peak_flops
 from benchmarks.workload import Workload
 
 BFLOAT16_BYTES = 2
@@ -24,20 +25,17 @@ class Peak:
     bytes_per_second: float  # of its memory
 
 
-# The substring of a device kind that names the device, the longest first.
+# Bytes a second of the memory, by the substring of a device kind that names the device, the longest first; SXM boards.
 # https://resources.nvidia.com/en-us-gpu-resources/h100-datasheet-24306, https://www.nvidia.com/en-us/data-center/h200/
-# and https://www.nvidia.com/en-us/data-center/a100/: SXM boards; rates with sparsity are halved.
-PEAKS = {
-    'H100 PCIe': Peak(756e12, 2.0e12),
-    'H100': Peak(989e12, 3.35e12),
-    'H200': Peak(989e12, 4.8e12),
-    'A100': Peak(312e12, 2.039e12),
-}
+# and https://www.nvidia.com/en-us/data-center/a100/
+BANDWIDTHS = {'H100 PCIe': 2.0e12, 'H100': 3.35e12, 'H200': 4.8e12, 'A100': 2.039e12}
 
 
 def find_peak(device_kind: str) -> Peak | None:
-    """The peak of a device of this kind ('NVIDIA H100 80GB HBM3'); None where the table has none."""
-    return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
+    """The peak of a device of this kind ('NVIDIA H100 80GB HBM3'); None where a table has none."""
+    flops = peak_flops(device_kind, 'bfloat16')
+    bandwidth = next((value for name, value in BANDWIDTHS.items() if name in device_kind), None)
+    return None if flops is None or bandwidth is None else Peak(flops, bandwidth)
 
 
 @dataclasses.dataclass(frozen=True)
