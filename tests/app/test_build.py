@@ -157,7 +157,9 @@ def test_without_long_prompts_both_settings_draw_the_same(tmp_path, over_length,
     fields = {'rollout.context_tokens': 32, 'task.over_length': over_length, 'evaluation.problems': 1}
     config, tokenizer = mixed_lengths(tmp_path, **fields)
     task = build_task(config, tokenizer)
-    plain = make_task('jsonl', tokenizer, path=config.task.path, system_prompt='', held_out_fraction=0.5)
+    plain = make_task(
+        'jsonl', tokenizer, path=config.task.path, answer='integer', system_prompt='', held_out_fraction=0.5
+    )
     for side in ('train', 'held_out'):
         streams = [task.prompts(side, seed=3), plain.prompts(side, seed=3)]
         for _ in range(9):

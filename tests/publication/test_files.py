@@ -116,10 +116,10 @@ def test_release_removes_old_versions_but_never_the_newest(tmp_path):
 
 
 def test_a_pinned_version_stays_on_the_disk(tmp_path):
-    channel = FilesChannel(tmp_path, CONFIG, keep=1, verify=False)
-    published = [channel.transfer(version, jax.device_put(host_params(version))) for version in range(4)]
-    channel.release(3, pinned=(1,))
-    assert _names(tmp_path) == ['v000001', 'v000003']
+    channel = FilesChannel(tmp_path, CONFIG, verify=False)
+    published = [channel.transfer(version, jax.device_put(host_params(version))) for version in range(5)]
+    channel.release(4, pinned=(1,))
+    assert _names(tmp_path) == ['v000001', 'v000003', 'v000004']
     assert_bit_equal(channel.receive(published[1]), host_params(1))
 
 

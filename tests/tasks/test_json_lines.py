@@ -62,7 +62,7 @@ def test_a_bad_line_is_named_with_its_value(path, case):
     demonstrations = lambda: read_demonstrations(
         str(path), CharacterTokenizer('q1'), **task_values('system_prompt', 'held_out_fraction')
     )
-    for read in (lambda: jsonl.read_problems(path), demonstrations):
+    for read in (lambda: jsonl.read_problems(path, 'integer'), demonstrations):
         with pytest.raises(TaskError) as error:
             read()
         assert str(error.value).startswith(f'{path}{message}')
