@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and passes the tests: lint, types, the fast tests. `bash launch/test.sh -m slow` runs the slow ones.
+# Sets everything up and passes the tests: lint, types, all tests that are not slow. `--fast` leaves out whole runs of the
+# program, `-m slow` runs the slow tests. Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
@@ -8,6 +9,7 @@ make_environment dev
 "$PYTHON" -m ruff format --check --quiet .
 "$PYTHON" -m mypy
 if [ $# -eq 0 ]; then set -- -m "not slow"; fi
+if [ "$1" = --fast ]; then set -- -m "not slow and not whole" "${@:2}"; fi
 # two processes: most of the time goes into compiling, which uses one core; files are not split over them and go in
 # their own order, in which the long ones (app, learning, models) do not come last
 exec "$PYTHON" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -3,6 +3,14 @@
 import os
 import pathlib
 
+import pytest
+
+# Whole runs of the program and programs of many shapes: three quarters of the time of the tests that are not slow.
+_WHOLE = ('app/', 'learning/test_forms', 'learning/test_learner', 'learning/test_optimizer', 'learning/test_reference')
+_WHOLE += ('learning/test_denominators', 'models/test_decoder', 'models/attention/test_packed', 'models/test_smollm2')
+_WHOLE += ('test_main_report', 'test_tutorial', 'tasks/test_reasoning_gym')
+_TESTS = pathlib.Path(__file__).parent
+
 _DEVICES = '--xla_force_host_platform_device_count=8'
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}'.strip()
@@ -12,8 +20,15 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.05')  # e
 
 def pytest_configure(config):
     """The quick tests alone run each program a few times: not worth LLVM's passes. All others compile as a run does."""
-    if config.option.markexpr == 'not slow' and 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
+    quick = config.option.markexpr.startswith('not slow')
+    if quick and 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
         os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0'
     # a GPU adds up in any order otherwise; and kernels that are not searched for compile sooner
     if config.option.markexpr == 'gpu' and 'xla_gpu_deterministic_ops' not in os.environ['XLA_FLAGS']:
         os.environ['XLA_FLAGS'] += ' --xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false'
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if str(item.path.relative_to(_TESTS)).startswith(_WHOLE):
+            item.add_marker(pytest.mark.whole)
