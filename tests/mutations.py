@@ -151,7 +151,7 @@ MUTATIONS = [
     Mutation(
         'go on from a checkpoint without a look at its arrays',
         'areal_jax/checkpoint/store.py',
-        'verify_arrays(jax.tree.leaves(arrays))',
+        'verify_arrays(jax.tree.leaves(arrays if part is None else arrays[part]))',
         'pass',
         'tests/checkpoint/test_fallback.py',
     ),
@@ -242,8 +242,8 @@ MUTATIONS = [
     Mutation(
         'call a killed run finished',
         'areal_jax/app/rebuild.py',
-        'finished=False,\n        evaluation_before',
-        'finished=True,\n        evaluation_before',
+        'finished=False,\n        running=files.find_holder(workdir),\n        missing=_missing(',
+        'finished=True,\n        running=files.find_holder(workdir),\n        missing=_missing(',
         'tests/test_main_report.py',
     ),
     Mutation(
@@ -389,8 +389,8 @@ MUTATIONS = [
     Mutation(
         'leave the requests of a group where least is outstanding',
         'areal_jax/rollout/pool.py',
-        'self._ledger.engine_of_group(request)',
-        'None',
+        'else ledger.engine_of_group(request)',
+        'else None',
         'tests/rollout/test_pool.py',
     ),
     Mutation(

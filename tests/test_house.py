@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import areal_jax
+from tests.mutations import MUTATIONS, ROOT
 
 PACKAGE = pathlib.Path(areal_jax.__file__).parent
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 300
@@ -107,3 +108,8 @@ def test_one_version():
 
 def test_every_module_says_what_it_is():
     assert [name for name, source in sources().items() if not ast.get_docstring(ast.parse(source))] == []
+
+
+def test_every_mutation_applies():
+    places = [(ROOT / mutation.file).read_text().count(mutation.before) for mutation in MUTATIONS]
+    assert [mutation.name for mutation, n in zip(MUTATIONS, places, strict=True) if n != 1] == []
