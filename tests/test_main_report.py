@@ -15,7 +15,7 @@ from areal_jax import main_report
 from areal_jax.config import default_config
 from areal_jax.errors import ExitCode
 from areal_jax.report.report import write_report
-from tests.app.small import SmallRun
+from tests.app.small import SmallRun, train_until_killed
 from tests.app.test_sft import sft_config
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
 
@@ -67,16 +67,7 @@ def test_a_killed_run_says_where_it_stands(tmp_path: pathlib.Path):
 def test_a_small_run_that_was_killed_and_then_finished(tmp_path: pathlib.Path):
     fields = {'checkpoint__every': 2, 'run__steps': 4, 'evaluation__problems': 4, 'evaluation__samples': 1}
     killed = SmallRun(tmp_path, **fields)
-    on_step = killed.session.controller._on_step
-
-    def die(record):
-        on_step(record)
-        if record.step == 3:
-            raise KeyboardInterrupt
-
-    killed.session.controller._on_step = die
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
+    train_until_killed(killed, 3)
     unfinished = rebuild(tmp_path, '--no-plots')
     assert (unfinished['finished'], unfinished['steps']) == (False, 3)
     assert unfinished['accuracy']['greedy']['before']['n'] == 4

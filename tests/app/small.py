@@ -6,6 +6,7 @@ import json
 import pathlib
 
 import numpy as np
+import pytest
 
 from areal_jax import config as schema
 from areal_jax.app.session import Session
@@ -86,3 +87,17 @@ def equal(a, b):
 
     same = jax.tree.map(lambda x, y: x.dtype == y.dtype and x.tobytes() == y.tobytes(), a, b)
     return all(jax.tree.leaves(same))
+
+
+def train_until_killed(run: SmallRun, step: int) -> None:
+    """Trains until update `step` is published, then ends the run without a checkpoint of its own."""
+    on_step = run.session.controller._on_step
+
+    def die(record):
+        on_step(record)
+        if record.step == step:
+            raise KeyboardInterrupt
+
+    run.session.controller._on_step = die
+    with pytest.raises(KeyboardInterrupt):
+        run.train()

@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.control.group_filter import NoSignalError
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.small import SmallRun
+from tests.app.small import SmallRun, train_until_killed
 from tests.control.test_controller import assert_admission_bound, assert_conserved
 
 FILTER = {'task__filter': 'equal_rewards', 'checkpoint__every': 2}
@@ -31,16 +31,7 @@ def test_a_filtered_run_trains_full_batches_and_resumes_bit_for_bit(tmp_path: pa
     assert '| share of the finished groups that task.filter dropped |' in (tmp_path / 'whole/report.md').read_text()
 
     killed = SmallRun(tmp_path / 'killed', **FILTER)
-    on_step = killed.session.controller._on_step
-
-    def die(record):
-        on_step(record)
-        if record.step == 3:
-            raise KeyboardInterrupt
-
-    killed.session.controller._on_step = die
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
+    train_until_killed(killed, 3)
     resumed = SmallRun(tmp_path / 'killed', resume=True, **FILTER).train()
     assert resumed.report['weights_sha256'] == whole.report['weights_sha256']
     assert read_metrics(tmp_path / 'killed' / 'metrics.jsonl') == lines

@@ -10,7 +10,7 @@ import pytest
 from areal_jax.app.sft import SftSession
 from areal_jax.errors import UserError
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.small import SmallRun
+from tests.app.small import SmallRun, train_until_killed
 from tests.app.test_sft import sft_config
 
 KEEPS = """
@@ -72,16 +72,7 @@ def test_a_resumed_run_repeats_no_row(tmp_path: pathlib.Path, hook_file: pathlib
     workdir = tmp_path / 'run'
     fields = {'telemetry__hook': f'{hook_file}:log', 'checkpoint__every': 2}
     killed = SmallRun(workdir, **fields)
-    on_step = killed.session.controller._on_step
-
-    def die(record):
-        on_step(record)
-        if record.step == 3:
-            raise KeyboardInterrupt
-
-    killed.session.controller._on_step = die
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
+    train_until_killed(killed, 3)
     SmallRun(workdir, resume=True, **fields).train()
     assert [row['step'] for row in rows(workdir)] == [1, 2, 3, 4, 5]
 
