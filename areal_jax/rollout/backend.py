@@ -1,5 +1,7 @@
-"""What stream.py drives: prefill, insert and generate as pure functions of weights and state, as in JetStream.
+"""What stream.py drives: prefill, generate and copy as functions of weights and state, over a cache of blocks.
 
+A block holds the keys and values of `block_tokens` consecutive positions of a sequence. Which block holds what is
+known to the host alone (blocks.py): every call names the blocks that it reads and writes, and the state is the cache.
 decode/backend.py implements it in JAX; tests/toys.py implements it on the host.
 """
 
@@ -7,90 +9,134 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, Weights
 
-State = Any  # a backend's own: its KV cache and what it knows of its slots, a tree of arrays
-Prefix = Any  # a backend's own: the KV of one sequence, a tree of arrays
+State = Any  # a backend's own: its KV cache, a tree of arrays
+
+
+class Span(NamedTuple):
+    """Positions [start, stop) of one sequence."""
+
+    start: int
+    stop: int
+
+
+class PrefillBucket(NamedTuple):
+    """The declared shape in which a prefill runs."""
+
+    tokens: int  # of the packed row, padding included
+    prior: int  # positions before the spans that are read from the cache, padding included; 0 = none
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotInit:
-    """What a slot needs to start decoding."""
+class PrefillPiece:
+    """Consecutive tokens of one sequence whose keys and values are to be computed."""
 
-    slot: int
+    tokens: np.ndarray  # int32 [n], n >= 1
+    start: int  # position of the first; the cache holds those before it
+    blocks: Sequence[int]  # position p lies in blocks[p // block_tokens]; they hold start + n positions or more
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.start + len(self.tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRow:
+    """One sequence of a `generate`."""
+
     request: GenerationRequest  # seed, draw, sample, sampling parameters
-    tokens: np.ndarray  # int32 [L], L >= 1: prompt and what was generated so far; the last is the next decode input
+    token: int  # the next input; its keys and values are not in the cache yet
+    position: int  # of that token; the cache holds the positions before it
     limit: int  # the sequence ends (reason 'length') when it has this many tokens
+    blocks: Sequence[int]  # as in PrefillPiece; they hold min(position + steps, limit - 1) positions or more
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOutput:
-    """Up to `steps` tokens of every slot, on the host."""
+    """Up to `steps` tokens of every row, on the host, in the order in which the rows were given."""
 
-    tokens: np.ndarray  # int32 [steps, slots]
-    logprobs: np.ndarray  # float32 [steps, slots], of the full softmax at the temperature
-    valid: np.ndarray  # bool [steps, slots]; False from a slot's stop token (itself valid) or its limit on
-    # float32 [steps, slots], of the cut softmax; None = a backend without cuts
+    tokens: np.ndarray  # int32 [steps, rows]
+    logprobs: np.ndarray  # float32 [steps, rows], of the full softmax at the temperature
+    valid: np.ndarray  # bool [steps, rows]; False from a row's stop token (itself valid) or its limit on
+    # float32 [steps, rows], of the cut softmax; None = a backend without cuts
     sampling_logprobs: np.ndarray | None = None
+    positions_read: int = 0  # of the cache by attention, over rows and steps of one layer without a window
 
     def counts(self) -> np.ndarray:
-        """int [slots]: valid tokens, the first of each slot."""
+        """int [rows]: valid tokens, the first of each row."""
         return self.valid.sum(axis=0)
 
-    def by_slot(self) -> DecodeOutput:
-        """The same with arrays [slots, steps], so that the tokens of one slot are contiguous."""
+    def by_row(self) -> DecodeOutput:
+        """The same with arrays [rows, steps], so that the tokens of one row are contiguous."""
         cut = None if self.sampling_logprobs is None else np.ascontiguousarray(self.sampling_logprobs.T)
         tokens, logprobs, valid = map(np.ascontiguousarray, (self.tokens.T, self.logprobs.T, self.valid.T))
-        return DecodeOutput(tokens, logprobs, valid, cut)
+        return DecodeOutput(tokens, logprobs, valid, cut, self.positions_read)
 
     def unsound(self) -> list[tuple[int, float]]:
-        """(slot, log-prob) of every valid token whose log-prob is NaN, infinite, or above 0 by more than rounding."""
+        """(row, log-prob) of every valid token whose log-prob is NaN, infinite, or above 0 by more than rounding."""
         found: list[tuple[int, float]] = []
         for logprobs in (self.logprobs, self.sampling_logprobs):
             if logprobs is not None:
                 wrong = self.valid & ~((logprobs > -np.inf) & (logprobs <= LARGEST_LOGPROB))
-                found += [(int(slot), float(logprobs[step, slot])) for step, slot in np.argwhere(wrong)]
+                found += [(int(row), float(logprobs[step, row])) for step, row in np.argwhere(wrong)]
         return found
 
 
 class DecodeBackend(Protocol):
-    """Runs on the engine's lane; holds compiled programs, but neither weights nor state."""
+    """Runs on the engine's lane; holds compiled programs, but neither weights nor state.
 
-    slots: int
-    context_tokens: int
+    Every call that takes a state donates it: use only the state returned last. What a block holds beyond the positions
+    that were written for its sequence, NaN included, never shows in a result.
+    """
+
+    slots: int  # most rows of one `generate`
+    context_tokens: int  # most tokens of a sequence
+    block_tokens: int
+    cache_blocks: int  # blocks 0 to cache_blocks - 1
     devices: tuple[str, ...]  # names of those that hold the KV cache
 
     @property
     def state_bytes(self) -> int:
-        """Of one state, its KV cache included."""
+        """Of one state."""
+        ...
+
+    def prepare(self, weights: Weights) -> Weights:
+        """Published weights in the form in which the calls below take them; runs where weights are fetched."""
         ...
 
     def initial_state(self) -> State: ...
 
-    def prefill(self, weights: Weights, sequences: Sequence[np.ndarray]) -> list[Prefix]:
-        """The KV of each int32 [L] sequence (L may be 0), at most `slots` of them, padded to a declared bucket."""
+    def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
+        """The bucket in which one `prefill` computes the spans; None where no bucket holds all of them.
+
+        One span of at most `largest_piece` tokens always fits.
+        """
         ...
 
-    def insert(self, prefix: Prefix, state: State, inits: Sequence[SlotInit]) -> State:
-        """Copies one prefix, the KV of `tokens[:-1]`, to the slots of all `inits`, which are decoded from then on."""
+    @property
+    def largest_piece(self) -> int:
+        """Tokens of the longest piece; a longer sequence is prefilled in pieces of this length, the last is shorter."""
         ...
 
-    def generate(self, weights: Weights, state: State, steps: int, width: int) -> tuple[State, DecodeOutput]:
-        """Up to `steps` tokens for every live slot, attending to the first `width` cache positions."""
+    def prefill(self, weights: Weights, state: State, pieces: Sequence[PrefillPiece]) -> State:
+        """The state with the keys and values of all pieces, which are of different sequences."""
         ...
 
-    def release(self, state: State, slots: Sequence[int]) -> State:
-        """The state in which these slots are not decoded: they are cancelled, requeued or about to be rebuilt."""
+    def batch_bucket(self, rows: int) -> int:
+        """The declared batch in which `generate` decodes so many rows: a function of their number alone."""
         ...
 
-    def width_for(self, longest: int) -> int:
-        """The smallest declared decode width that holds `longest` positions."""
+    def generate(
+        self, weights: Weights, state: State, rows: Sequence[DecodeRow], steps: int
+    ) -> tuple[State, DecodeOutput]:
+        """Up to `steps` tokens for every row; the new positions are written to the blocks of each."""
         ...
 
-    def prefill_bucket(self, longest: int) -> int:
-        """The smallest declared prefill bucket that holds `longest` tokens."""
+    def copy(self, state: State, sources: Sequence[int], targets: Sequence[int]) -> State:
+        """The state with the content of each source block in the target block beside it."""
         ...
