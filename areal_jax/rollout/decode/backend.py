@@ -87,7 +87,7 @@ class JaxDecodeBackend:
         self._dtype = jnp.dtype(dtype)
         self._attention = GatherAttention(self._sizes.table_blocks)
         self._buckets = tuple(prefill_buckets)
-        self._prefills = prefill.declare_buckets(self._buckets, block_tokens, context_tokens)
+        self._prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
         most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self._prefills))
         self._batches = buckets.derive_batches(slots, most) if batch_buckets is None else tuple(batch_buckets)
         self._check()

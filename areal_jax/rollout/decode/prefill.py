@@ -29,7 +29,7 @@ class PackedPieces:
     prior: Array  # int32, positions of the only piece before it
 
 
-def declare_buckets(buckets: Sequence[int], block_tokens: int, context_tokens: int) -> tuple[PrefillBucket, ...]:
+def declared_buckets(buckets: Sequence[int], block_tokens: int, context_tokens: int) -> tuple[PrefillBucket, ...]:
     prior = -(-context_tokens // block_tokens) * block_tokens
     return tuple(PrefillBucket(tokens, p) for tokens in buckets for p in (0, prior))
 
@@ -40,7 +40,7 @@ def bucket_for(
     tokens, prior = sum(span.stop - span.start for span in spans), max([0, *(span.start for span in spans)])
     if prior and len(spans) > 1:
         return None
-    declared = declare_buckets(buckets, block_tokens, context_tokens)
+    declared = declared_buckets(buckets, block_tokens, context_tokens)
     return next((b for b in declared if tokens <= b.tokens and prior <= b.prior), None)
 
 
