@@ -120,7 +120,7 @@ def _round_up(n: int, step: int) -> int:
 
 
 def _run(block_tokens: int) -> tuple[int, int]:
-    """(blocks, places): blocks that are read next to each other, and their places in the row, a multiple of MAX_TILE_TOKENS."""
+    """(blocks, places): blocks that are read side by side, and their places in the row, whole tiles."""
     blocks = max(1, MAX_TILE_TOKENS // block_tokens)
     return blocks, _round_up(blocks * block_tokens, MAX_TILE_TOKENS)
 
@@ -272,7 +272,12 @@ def _implementation(dtype: str, head_dim: int, windowed: bool, has_prior: bool) 
         return 'blocked'
     with jax.ensure_compile_time_eval():  # the check runs programs, and a program is being traced here
         return choose_checked(
-            'auto', tokens=MAX_TILE_TOKENS, dtype=dtype, head_dim=head_dim, window=1 if windowed else None, slices=has_prior
+            'auto',
+            tokens=MAX_TILE_TOKENS,
+            dtype=dtype,
+            head_dim=head_dim,
+            window=1 if windowed else None,
+            slices=has_prior,
         )[0]
 
 
