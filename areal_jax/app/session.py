@@ -323,6 +323,7 @@ class Session(Run):
             alone_seconds=alone_seconds(lane_intervals(events), window(events), config.run.steps),
             cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
+            kv_cache_bytes=next(iter(self._backends.values())).state_bytes,
             lanes_own_devices=self.allocation.lanes_own_devices,
             devices=self.allocation.describe(),
             problems=self._problems,
