@@ -21,6 +21,7 @@ from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout import requirements
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.weights import share_prepared
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.requirements import Requirement
 from areal_jax.sharding.allocation import Allocation, EngineDevices
@@ -140,16 +141,19 @@ def build_engines(
 ) -> list[LocalEngine]:
     """The engines of cluster.engines with the weights `published`, each on its devices."""
     every_dispatches = config.evaluation.every_dispatches if evaluation_backends else 1
-    places = {devices: place_of(decoder, devices) for devices in backends}
+    fetches = {
+        devices: share_prepared(functools.partial(channel.receive, place=place_of(decoder, devices)), backend.prepare)
+        for devices, backend in backends.items()
+    }
     return [
         LocalEngine(
             index,
             backends[devices],
             clock,
             log,
-            receive=functools.partial(channel.receive, place=places[devices]),
+            receive=fetches[devices],
             version=published.version,
-            params=channel.receive(published, places[devices]),
+            params=fetches[devices](published),
             kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps,
             evaluation=evaluation_backends.get(devices),

@@ -136,7 +136,7 @@ def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocat
     prepared = _matrices(shape) * itemsize // tensor if devices[0].platform == 'cpu' else 0
     return {
         'publication': _copies(config, allocation, engines) * _parameters(shape) * itemsize // tensor,
-        'transposed weights': engines * _in_use(config) * prepared,
+        'transposed weights': _in_use(config) * prepared,  # engines on the same devices share them
         'KV cache': engines * blocks * rollout.block_tokens * position,
         'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
         'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
