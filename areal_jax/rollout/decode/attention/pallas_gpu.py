@@ -53,7 +53,7 @@ class PallasGpuAttention:
             for pages, new in zip(layer, written, strict=True)
         )
 
-    def read(self, layer: LayerCache, blocks: jax.Array) -> LayerCache:
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         return tuple(
             pages[:, blocks, :, : self.head_dim].reshape(len(pages), -1, self.head_dim).swapaxes(0, 1)
             for pages in layer

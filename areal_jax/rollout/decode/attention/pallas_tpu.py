@@ -44,7 +44,7 @@ class PallasTpuAttention:
         pairs = jnp.pad(pairs, ((0, 0), (0, more_heads), (0, 0), (0, more_dim)))
         return (pages.at[blocks, offsets].set(pairs.reshape(len(k), *pages.shape[2:])),)
 
-    def read(self, layer: LayerCache, blocks: jax.Array) -> LayerCache:
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         (pages,) = layer
         tokens = pages[blocks].reshape(-1, pages.shape[2] // 2, 2, pages.shape[3])
         return tuple(tokens[:, : self.kv_heads, which, : self.head_dim] for which in (0, 1))
