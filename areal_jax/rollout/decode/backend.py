@@ -7,7 +7,6 @@ from short declared lists, prefill buckets and batch buckets; `warm_up` compiles
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,17 +21,10 @@ from areal_jax.rollout.decode import buckets, cache, prefill, rows
 from areal_jax.rollout.decode.attention.contract import Cache
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.generate import Generate, Outputs
+from areal_jax.rollout.decode.weights import PreparedWeights
 
 MOST_PROGRAMS = 16
 _OTHER_PROGRAMS = 3  # beside those of buckets: prepare, initial state, copy
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PreparedWeights:
-    """Weights in the form in which the programs take them."""
-
-    params: Params
 
 
 class JaxDecodeBackend:
@@ -87,7 +79,7 @@ class JaxDecodeBackend:
         self._dtype = jnp.dtype(dtype)
         self._attention = GatherAttention(self._sizes.table_blocks)
         self._buckets = tuple(prefill_buckets)
-        self._prefills = prefill.declare_buckets(self._buckets, block_tokens, context_tokens)
+        self._prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
         most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self._prefills))
         self._batches = buckets.derive_batches(slots, most) if batch_buckets is None else tuple(batch_buckets)
         self._check()
@@ -146,8 +138,13 @@ class JaxDecodeBackend:
         leaves = jax.tree.leaves(jax.eval_shape(self._initial))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    def prepare(self, weights: Params) -> PreparedWeights:
-        """Raises ValueError for weights of another dtype than the backend's."""
+    def prepare(self, weights: Params | PreparedWeights) -> PreparedWeights:
+        """What is prepared already is returned as it is.
+
+        Raises ValueError for weights of another dtype than the backend's.
+        """
+        if isinstance(weights, PreparedWeights):
+            return weights
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
             if leaf.dtype != self._dtype:
                 raise ValueError(
