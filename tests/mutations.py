@@ -221,7 +221,7 @@ MUTATIONS = [
     Mutation(
         'forget at a resume what was decoded before the save',
         'areal_jax/app/observer.py',
-        "self._generated, self._interruptions = state['generated'], state['interruptions']",
+        "self._engines.restore(state['engines'])",
         'pass',
         'tests/app/test_session.py',
     ),
