@@ -1,4 +1,4 @@
-"""The check of a decode attention at start-up, on the device, in the dtype and with the sizes of heads and blocks of the run.
+"""The check of a decode attention at start-up, on the device, in the dtype and with the heads and blocks of the run.
 
 Used by the backend when it chooses one. Kernels were written without a device at hand, and one that reads a wrong page
 or a masked position would decode on, only worse.
@@ -17,9 +17,7 @@ from areal_jax.rollout.decode.attention.choose import IMPLEMENTATIONS, SETTING, 
 from areal_jax.rollout.decode.attention.contract import CacheAttention
 
 _ROWS, _TABLE_BLOCKS = 8, 4
-# blocks beside those of the rows: they hold NaN like all that belongs to no sequence
-_FREE_BLOCKS = 2
-_WINDOW_SHARE = 2  # the window of the check is a block and a half
+_FREE_BLOCKS = 2  # beside those of the rows: they hold NaN like all that belongs to no sequence
 # largest error relative to the largest value; a wrong page, head or mask gives 0.1 and more
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
 _ALLOWED_FLOAT32_ON_CPU = 1e-4
@@ -140,22 +138,19 @@ def _make_case(demand: Demand) -> _Case:
     copied = int(tables[0, 1]), int(tables[1, 1])
     for x in (k, v):
         x[copied[1]] = x[copied[0]]
-    windows = (None, tokens + tokens // _WINDOW_SHARE) if demand.windows else (None,)
+    windows = (None, tokens + tokens // 2) if demand.windows else (None,)
     return _Case(q, k, v, tables, np.array(lengths, np.int32), copied, windows)
 
 
 def _run(attention: CacheAttention, case: _Case, demand: Demand) -> tuple[jax.Array, list[jax.Array]]:
     """(keys and values of the copied block and its source [2, 2 T, K, D], out [B, H, D] for each window)."""
     blocks, tokens = case.k.shape[:2]
-    everywhere = (
-        np.repeat(np.arange(blocks, dtype=np.int32), tokens),
-        np.tile(np.arange(tokens, dtype=np.int32), blocks),
-    )
+    block, offset = (index.astype(np.int32).ravel() for index in np.indices((blocks, tokens)))
 
     @jax.jit
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         layer = attention.empty(blocks, demand.kv_heads, tokens, demand.head_dim, jnp.dtype(demand.dtype))
-        layer = attention.write(layer, k, v, *map(jnp.asarray, everywhere))
+        layer = attention.write(layer, k, v, jnp.asarray(block), jnp.asarray(offset))
         layer = attention.copy(layer, *(jnp.full(1, block, jnp.int32) for block in case.copied))
         tables, lengths = jnp.asarray(case.tables), jnp.asarray(case.lengths)
         outs = [attention.attend(q, layer, tables, lengths, window) for window in case.windows]

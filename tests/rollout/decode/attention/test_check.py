@@ -39,9 +39,10 @@ def test_pallas_gpu_agrees_with_float64_in_the_interpreter(demand):
     assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 3e-2)
 
 
-@pytest.mark.parametrize('demand', [SMALL, ODD, WINDOWED], ids=['small', 'odd', 'window'])
-def test_pallas_tpu_means_what_the_kernels_reference_computes(demand, monkeypatch):
-    # the interpreter of jax lacks what the kernel does with its copies; the reference beside it takes the same arguments
+def test_pallas_tpu_means_what_the_kernels_reference_computes(monkeypatch):
+    demand = dataclasses.replace(ODD, windows=True)
+
+    # jax's interpreter lacks what the kernel does with its copies; the reference beside it takes the same arguments
     def reference(*arrays, num_kv_pages_per_block, num_queries_per_block, **setting):
         assert 0 < num_kv_pages_per_block <= check._TABLE_BLOCKS
         assert 0 < num_queries_per_block <= check._ROWS
