@@ -13,7 +13,9 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 from areal_jax import files, records
 
 FILE = 'events.jsonl'  # in the workdir
-VERSION = 3  # 2: neither evaluation beside training nor `audit`; 1: no event `log`, each start counts its runs from 0
+# 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside training nor
+# `audit`; 1: no event `log`, each start counts its runs from 0
+VERSION = 4
 
 LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
 EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it
@@ -110,9 +112,13 @@ class PrefillEvent(Header):
 
     kind: Literal['prefill']
     engine: Engine
-    requests: Annotated[list[str], 'requests that get a slot']
-    bucket: Annotated[int, 'padded length of a sequence in tokens']
+    requests: Annotated[list[str], 'requests that get a slot; from version 4 on also those whose tokens are computed']
+    bucket: Annotated[int, 'padded length in tokens: of the packed row, before version 4 of a sequence']
     tokens: Annotated[int, 'tokens computed, without padding and without prefixes that were kept']
+    prior: NotRequired[Annotated[int, 'padded number of earlier positions read from the KV cache']]
+    rebuilt: NotRequired[
+        Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']
+    ]
 
 
 class DecodeEvent(Header):
@@ -121,11 +127,22 @@ class DecodeEvent(Header):
     kind: Literal['decode']
     engine: Engine
     dispatch: Annotated[int, 'number of the dispatch, from 1 at each start of the program']
-    slots: Annotated[list[str | None], 'request in each slot; null for a free one']
-    bucket: Annotated[int, 'length of the KV cache that was attended to, in tokens']
+    slots: Annotated[list[str | None], 'request decoded in each slot; null for none']
+    bucket: Annotated[int, 'rows of the batch, padding included; before version 4 tokens of the KV cache attended to']
     steps: Annotated[int, 'tokens per slot at most']
     tokens: Annotated[int, 'tokens generated over all slots']
     version: PolicyVersion
+    positions: NotRequired[Annotated[int, 'positions of the KV cache that rows see, over rows and steps']]
+    positions_read: NotRequired[Annotated[int, 'the same with those that attention reads and masks']]
+
+
+class PreemptEvent(Header):
+    """A request gave up its slot and its part of the KV cache, which was full; it is computed again later."""
+
+    kind: Literal['preempt']
+    request: Request
+    engine: Engine
+    tokens: Annotated[int, 'tokens of prompt and answer so far; none is lost']
 
 
 class InterruptEvent(Header):
@@ -318,9 +335,13 @@ class EvaluationPrefillEvent(Header):
 
     kind: Literal['evaluation_prefill']
     engine: Engine
-    requests: Annotated[list[str], 'requests that get a slot']
-    bucket: Annotated[int, 'padded length of a sequence in tokens']
+    requests: Annotated[list[str], 'requests that get a slot; from version 4 on also those whose tokens are computed']
+    bucket: Annotated[int, 'padded length in tokens: of the packed row, before version 4 of a sequence']
     tokens: Annotated[int, 'tokens computed, without padding and without prefixes that were kept']
+    prior: NotRequired[Annotated[int, 'padded number of earlier positions read from the KV cache']]
+    rebuilt: NotRequired[
+        Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']
+    ]
 
 
 class EvaluationDecodeEvent(Header):
@@ -329,11 +350,13 @@ class EvaluationDecodeEvent(Header):
     kind: Literal['evaluation_decode']
     engine: Engine
     dispatch: Annotated[int, 'number of such a dispatch, from 1 at each start of the program']
-    slots: Annotated[list[str | None], 'request in each slot; null for a free one']
-    bucket: Annotated[int, 'length of the KV cache that was attended to, in tokens']
+    slots: Annotated[list[str | None], 'request decoded in each slot; null for none']
+    bucket: Annotated[int, 'rows of the batch, padding included; before version 4 tokens of the KV cache attended to']
     steps: Annotated[int, 'tokens per slot at most']
     tokens: Annotated[int, 'tokens generated over all slots']
     version: PolicyVersion
+    positions: NotRequired[Annotated[int, 'positions of the KV cache that rows see, over rows and steps']]
+    positions_read: NotRequired[Annotated[int, 'the same with those that attention reads and masks']]
 
 
 class JoinEvent(Header):
@@ -360,11 +383,11 @@ class ErrorEvent(Header):
 
 
 Event = (
-    LogEvent | DrawEvent | AdmitEvent | RouteEvent | ArriveEvent | PrefillEvent | DecodeEvent | InterruptEvent
-    | LoadEvent | FinishEvent | RewardEvent | AuditEvent | BufferEvent | ConsumeEvent | DropEvent | PublishEvent
-    | RunStartEvent | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent | EvaluateEvent
-    | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent | EvaluationLostEvent
-    | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent | ErrorEvent
+    LogEvent | DrawEvent | AdmitEvent | RouteEvent | ArriveEvent | PrefillEvent | DecodeEvent | PreemptEvent
+    | InterruptEvent | LoadEvent | FinishEvent | RewardEvent | AuditEvent | BufferEvent | ConsumeEvent | DropEvent
+    | PublishEvent | RunStartEvent | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent
+    | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
+    | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

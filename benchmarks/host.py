@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.events import DISK, LEARNER, REWARD, engine_lane, publish_lane
-from areal_jax.rollout.backend import DecodeOutput, SlotInit
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
@@ -168,44 +168,37 @@ def measure_trajectories(engines: int, open_requests: int, steps: int, seconds: 
 class FastBackend:
     """Decodes nothing: fixed tokens, no stop token before the limit."""
 
-    context_tokens = 2048
+    context_tokens, block_tokens, largest_piece = 2048, 64, 2048
     devices = ('none',)
     state_bytes = 0
 
     def __init__(self, slots: int):
-        self.slots = slots
+        self.slots, self.cache_blocks = slots, slots * self.context_tokens // self.block_tokens
 
-    def initial_state(self) -> np.ndarray:
-        return np.zeros(self.slots, np.int64)  # tokens left in each slot
+    def prepare(self, weights: int) -> int:
+        return weights
 
-    def prefill(self, weights: int, sequences: list[np.ndarray]) -> list[int]:
-        return [0] * len(sequences)
-
-    def insert(self, prefix: int, state: np.ndarray, inits: list[SlotInit]) -> np.ndarray:
-        state = state.copy()
-        for init in inits:
-            state[init.slot] = init.limit - len(init.tokens)
-        return state
-
-    def release(self, state: np.ndarray, slots: list[int]) -> np.ndarray:
-        state = state.copy()
-        state[list(slots)] = 0
-        return state
-
-    def generate(self, weights: int, state: np.ndarray, steps: int, width: int) -> tuple[np.ndarray, DecodeOutput]:
-        valid = np.arange(steps)[:, None] < state
-        shape = steps, self.slots
-        output = DecodeOutput(np.ones(shape, np.int32), np.full(shape, -1, np.float32), valid)
-        return np.maximum(state - steps, 0), output
-
-    def width_for(self, longest: int) -> int:
-        return self.context_tokens
-
-    def prefill_bucket(self, longest: int) -> int:
-        return self.context_tokens
-
-    def warm_up(self, weights: int, announce: Callable[[int, int], None] = lambda *_: None) -> int:
+    def initial_state(self) -> int:
         return 0
+
+    def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
+        tokens = sum(stop - start for start, stop in spans)
+        return PrefillBucket(self.largest_piece, 0) if tokens <= self.largest_piece else None
+
+    def prefill(self, weights: int, state: int, pieces: Sequence[PrefillPiece]) -> int:
+        return state
+
+    def batch_bucket(self, rows: int) -> int:
+        return self.slots
+
+    def generate(self, weights: int, state: int, rows: Sequence[DecodeRow], steps: int) -> tuple[int, DecodeOutput]:
+        left = np.array([row.limit - row.position - 1 for row in rows])
+        shape = steps, len(rows)
+        valid = np.arange(steps)[:, None] < left
+        return state, DecodeOutput(np.ones(shape, np.int32), np.full(shape, -1, np.float32), valid)
+
+    def copy(self, state: int, sources: Sequence[int], targets: Sequence[int]) -> int:
+        return state
 
 
 def measure_lag(folder: pathlib.Path, updates: int = 3) -> tuple[float, float]:

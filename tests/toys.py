@@ -10,9 +10,10 @@ versions.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,12 +29,12 @@ from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import engine_lane, publish_lane
 from areal_jax.protocols import Clock
-from areal_jax.rollout.backend import DecodeOutput, SlotInit
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import VersionScores
-from areal_jax.types import Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
+from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
 
 STOP = 0
 LONGEST = 7
@@ -56,64 +57,134 @@ def logprob(w: int, position: int, stale: int = 0) -> float:
     return -(1 + w % 5) - position / 100 - 1000 * stale
 
 
-class ToyBackend:
-    """Weights are (w, version); the state is a tuple with one entry per slot: None, or where the slot stands."""
+class ToyCache:
+    """What every position of every block holds: the version of its weights and its token, -1 = nothing."""
 
-    context_tokens = 32
+    def __init__(self, blocks: int, block_tokens: int):
+        self.versions = np.full((blocks, block_tokens), -1, np.int64)
+        self.tokens = np.full((blocks, block_tokens), -1, np.int64)
+        self.donated = False
+
+    def read(self, blocks: Sequence[int], stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Versions and tokens of the positions before `stop` of a sequence."""
+        size = self.tokens.shape[1]
+        assert len(blocks) * size >= stop, f'{len(blocks)} blocks do not hold {stop} positions'
+        assert len(set(blocks)) == len(blocks), f'a block stands twice in {blocks}'
+        listed = np.array(blocks, np.int64)
+        return self.versions[listed].reshape(-1)[:stop], self.tokens[listed].reshape(-1)[:stop]
+
+    def write(self, blocks: Sequence[int], start: int, tokens: Sequence[int], version: int) -> None:
+        size = self.tokens.shape[1]
+        for position, one in enumerate(tokens, start):
+            place = blocks[position // size], position % size
+            self.versions[place], self.tokens[place] = version, one
+
+
+class ToyBackend:
+    """Weights are (w, version); the state is a ToyCache, in which each row must find exactly its own tokens."""
+
     devices = ('toy',)
     state_bytes = 0
 
-    def __init__(self, slots: int):
-        self.slots = slots
-        self.prefills: list[list[list[int]]] = []
+    def __init__(
+        self, slots: int, cache_blocks: int | None = None, *, context_tokens: int = 32, block_tokens: int = 4,
+        largest_piece: int = 32,
+    ):  # fmt: skip
+        self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
+        self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
+        self.largest_piece = largest_piece
+        self.prefills: list[list[list[int]]] = []  # the pieces of each
+        self.batches: list[int] = []  # rows of each dispatch of decoding
+        self._sequences: dict[int, tuple[GenerationRequest, list[int]]] = {}  # by identity of the request
 
-    def initial_state(self) -> tuple:
-        return (None,) * self.slots
+    def prepare(self, weights: tuple[int, int]) -> PreparedWeights:
+        return PreparedWeights(*weights)
 
-    def prefill(self, weights: tuple[int, int], sequences: Sequence[np.ndarray]) -> list[Any]:
-        assert len(sequences) <= self.slots
-        self.prefills.append([s.tolist() for s in sequences])
-        return [(weights[1], s.tolist()) for s in sequences]
+    def initial_state(self) -> ToyCache:
+        return ToyCache(self.cache_blocks, self.block_tokens)
 
-    def insert(self, prefix: Any, state: tuple, inits: Sequence[SlotInit]) -> tuple:
-        version, cached = prefix
-        new = list(state)
-        for init in inits:
-            assert cached == init.tokens[:-1].tolist()
-            new[init.slot] = {'init': init, 'tokens': init.tokens.tolist(), 'kv': version}
-        return tuple(new)
+    def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
+        tokens, prior = (-(-n // 8) * 8 for n in (sum(b - a for a, b in spans), max(a for a, _ in spans)))
+        return PrefillBucket(tokens, prior) if tokens <= max(8, self.largest_piece) else None
 
-    def release(self, state: tuple, slots: Sequence[int]) -> tuple:
-        return tuple(None if slot in slots else entry for slot, entry in enumerate(state))
+    def prefill(self, weights: PreparedWeights, state: ToyCache, pieces: Sequence[PrefillPiece]) -> ToyCache:
+        assert isinstance(weights, PreparedWeights)
+        assert self.prefill_bucket([piece.span for piece in pieces]) is not None
+        new, written = _donate(state), []
+        for piece in pieces:
+            assert 1 <= len(piece.tokens) <= self.largest_piece
+            versions, _ = new.read(piece.blocks, piece.start)
+            assert (versions >= 0).all(), 'a piece begins behind positions that are not in the cache'
+            last = -(-(piece.start + len(piece.tokens)) // self.block_tokens)
+            written += piece.blocks[piece.start // self.block_tokens : last]
+        assert len(set(written)) == len(written), 'two pieces write to one block'
+        for piece in pieces:
+            new.write(piece.blocks, piece.start, piece.tokens.tolist(), weights.version)
+        self.prefills.append([piece.tokens.tolist() for piece in pieces])
+        return new
 
-    def generate(self, weights: tuple[int, int], state: tuple, steps: int, width: int) -> tuple[tuple, DecodeOutput]:
-        shape = steps, self.slots
+    def copy(self, state: ToyCache, sources: Sequence[int], targets: Sequence[int]) -> ToyCache:
+        assert len(sources) == len(targets) == len(set(targets))
+        new = _donate(state)
+        for array in (new.versions, new.tokens):
+            array[list(targets)] = array[list(sources)]
+        return new
+
+    def batch_bucket(self, rows: int) -> int:
+        return next(bucket for bucket in (1, 2, 4, 8, 16, 32, 64) if bucket >= rows)
+
+    def generate(
+        self, weights: PreparedWeights, state: ToyCache, rows: Sequence[DecodeRow], steps: int
+    ) -> tuple[ToyCache, DecodeOutput]:
+        assert isinstance(weights, PreparedWeights)
+        assert 1 <= len(rows) <= self.slots
+        self.batches.append(len(rows))
+        shape = steps, len(rows)
         cut = np.zeros(shape, np.float32)
-        output = DecodeOutput(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, bool), cut)
-        new = [None if entry is None else entry | {'tokens': list(entry['tokens'])} for entry in state]
-        for slot, entry in enumerate(new):
+        read = steps * sum(-(-(row.position + steps) // self.block_tokens) * self.block_tokens for row in rows)
+        output = DecodeOutput(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, bool), cut, read)
+        new = _donate(state)
+        for index, row in enumerate(rows):
+            request = row.request
+            tokens = self._tokens_of(request)
+            assert (row.position, row.token) == (len(tokens) - 1, tokens[-1])
+            versions, found = new.read(row.blocks, row.position)
+            assert found.tolist() == tokens[:-1], f'{request.request_id} reads {found.tolist()} for {tokens[:-1]}'
+            stale = weights.version - min(versions.tolist(), default=weights.version)
             for step in range(steps):
-                if new[slot] is None:
-                    break
-                init, tokens = entry['init'], entry['tokens']
-                request, position = init.request, len(tokens)
-                assert position < width or width == self.context_tokens
+                position = len(tokens)
+                new.write(row.blocks, position - 1, tokens[-1:], weights.version)
                 answered = position + 1 - len(request.prompt_tokens)
                 last = STOP in request.sampling.stop_tokens and answered == length(request.draw, request.sample)
-                tokens.append(STOP if last else token(weights[0], request.draw, request.sample, position))
-                output.tokens[step, slot] = tokens[-1]
-                output.logprobs[step, slot] = logprob(weights[0], position, weights[1] - entry['kv'])
-                cut[step, slot] = output.logprobs[step, slot] + np.log(2) * request.sampling.cuts
-                output.valid[step, slot] = True
-                if last or len(tokens) == init.limit:
-                    new[slot] = None
-        return tuple(new), output
+                tokens.append(STOP if last else token(weights.w, request.draw, request.sample, position))
+                output.tokens[step, index] = tokens[-1]
+                output.logprobs[step, index] = logprob(weights.w, position, stale)
+                cut[step, index] = output.logprobs[step, index] + np.log(2) * request.sampling.cuts
+                output.valid[step, index] = True
+                if last or len(tokens) == row.limit:
+                    break
+        return new, output
 
-    def width_for(self, longest: int) -> int:
-        return min(self.context_tokens, -(-longest // 8) * 8)
+    def _tokens_of(self, request: GenerationRequest) -> list[int]:
+        """Prompt and answer so far, as this backend has generated it."""
+        if id(request) not in self._sequences:
+            self._sequences[id(request)] = request, [*request.prompt_tokens.tolist(), *request.prefix_tokens.tolist()]
+        return self._sequences[id(request)][1]
 
-    def prefill_bucket(self, longest: int) -> int:
-        return -(-longest // 8) * 8
+
+class PreparedWeights(NamedTuple):
+    """Published weights in the toy backend's own form."""
+
+    w: int
+    version: int
+
+
+def _donate(state: ToyCache) -> ToyCache:
+    """The state for the next call; the given one must not be used again."""
+    assert not state.donated
+    new = copy.copy(state)
+    state.donated = True
+    return new
 
 
 class ToyLearner:

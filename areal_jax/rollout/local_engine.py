@@ -16,6 +16,7 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.pinned import PinnedRequests
 from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.scheduler import DecodeStep
 from areal_jax.rollout.stream import TRAINING, DecodeStream, EngineWeights
 from areal_jax.types import (
     EngineCapabilities,
@@ -70,10 +71,12 @@ class LocalEngine:
         )
         self._backend, self._clock, self._log = backend, clock, log
         self._receive, self._kv_policy = receive, kv_policy
-        self._weights = EngineWeights(version, params)
+        self._weights = EngineWeights(version, backend.prepare(params))
         self._staged: EngineWeights | None = None
         self._next_weights: EngineWeights | None = None  # to be swapped in before the next dispatch
-        self._stream = DecodeStream(self.name, backend, clock, log, kinds=TRAINING, decode_steps=decode_steps)
+        self._stream = DecodeStream(
+            self.name, backend, clock, log, kinds=TRAINING, version=version, decode_steps=decode_steps
+        )
         self._pinned: PinnedRequests | None = None
         if evaluation is not None:
             self._pinned = PinnedRequests(
@@ -90,7 +93,7 @@ class LocalEngine:
 
     @property
     def params(self) -> Weights:
-        """The weights in use."""
+        """The weights in use, as the backend takes them."""
         return self._weights.params
 
     def start(self, supervisor: Supervisor) -> None:
@@ -116,10 +119,9 @@ class LocalEngine:
             self._pinned.cancel(request_id)
 
     def status(self) -> EngineStatus:
-        stream, version = self._stream, self._weights.version
-        rate = stream.decoded_tokens / stream.decoded_s if stream.decoded_s else 0.0
-        running, waiting = len(stream.table.running()), stream.table.waiting
-        return EngineStatus(self.name, version, running, waiting, rate, self._backend.devices)
+        table, totals, version = self._stream.table, self._stream.totals, self._weights.version
+        rate = totals.decoded_tokens / totals.decoded_s if totals.decoded_s else 0.0
+        return EngineStatus(self.name, version, table.taken, table.waiting, rate, self._backend.devices)
 
     def open_requests(self) -> list[GenerationRequest]:
         """Requests in slots by slot, then waiting ones in their order; then those that are pinned, likewise."""
@@ -127,7 +129,8 @@ class LocalEngine:
         return [*(running.request for running in self._stream.table.open_requests()), *pinned]
 
     async def stage(self, published: PublishedWeights) -> None:
-        self._staged = await self._fetch(published, Work('load', 1, {'version': published.version}))
+        work = Work('load', 1, {'version': published.version})
+        self._staged = await self._fetch(published, work, self._backend)
 
     async def swap(self, version: int) -> float:
         """Raises RuntimeError where this version is not the one staged last."""
@@ -143,7 +146,8 @@ class LocalEngine:
 
     async def pin(self, published: PublishedWeights) -> None:
         work = Work('pin', 1, {'version': published.version}, in_background=True)
-        self._require_pinned().pin(await self._fetch(published, work))
+        pinned = self._require_pinned()
+        pinned.pin(await self._fetch(published, work, pinned.backend))
 
     def unpin(self, version: int) -> None:
         self._require_pinned().unpin(version)
@@ -163,9 +167,11 @@ class LocalEngine:
         if self._pinned is not None:
             self._pinned.resume()
 
-    async def _fetch(self, published: PublishedWeights, work: Work) -> EngineWeights:
-        params = await self._clock.run(self._publish_lane, lambda: self._receive(published), work)
-        return EngineWeights(published.version, params)
+    async def _fetch(self, published: PublishedWeights, work: Work, backend: DecodeBackend) -> EngineWeights:
+        def fetch() -> Weights:
+            return backend.prepare(self._receive(published))
+
+        return EngineWeights(published.version, await self._clock.run(self._publish_lane, fetch, work))
 
     def _require_pinned(self) -> PinnedRequests:
         if self._pinned is None:
@@ -181,13 +187,11 @@ class LocalEngine:
                 self._swap(self._next_weights)
             if self._pausing:
                 await self._park()
-            elif entries := stream.plan_prefill():
+            elif (step := stream.next_step()) is not None:
+                if isinstance(step, DecodeStep):
+                    self._note_loaded()
                 self._note_dispatch()
-                await stream.prefill(entries, self._weights)
-            elif stream.table.running():
-                self._note_loaded()
-                self._note_dispatch()
-                await stream.decode(self._weights)
+                await stream.run(step, self._weights)
             else:
                 self._note_loaded()
                 if self._pinned is not None:
@@ -206,10 +210,9 @@ class LocalEngine:
             requests = [running.request_id for _, running in interrupted]
             versions = {'from_version': self._weights.version, 'to_version': weights.version}
             self._log.write('interrupt', self.name, engine=self.name, requests=requests, **versions)
-            self._stream.flush()
         self._weights, self._next_weights = weights, None
         self._swapped_s = self._clock.now()
-        self._stream.drop_cache(interrupted if self._kv_policy == 'recompute' else ())
+        self._stream.change_version(weights.version, keep=self._kv_policy == 'keep')
 
     def _note_loaded(self) -> None:
         """The rebuild after a swap is finished: the next dispatch decodes with the new weights."""

@@ -38,9 +38,11 @@ class PinnedRequests:
         decode_steps: int,
         every_dispatches: int,
     ):
-        self._engine, self._backend, self._clock, self._log = engine, backend, clock, log
+        self._engine, self.backend, self._clock, self._log = engine, backend, clock, log
         self._training, self._every = training, every_dispatches
-        self._stream = DecodeStream(engine, backend, clock, log, kinds=EVALUATION, decode_steps=decode_steps)
+        self._stream = DecodeStream(
+            engine, backend, clock, log, kinds=EVALUATION, version=0, decode_steps=decode_steps
+        )  # version 0 is never asked for: each request here names its own
         self._weights: dict[int, EngineWeights] = {}
         self._dispatches_of_training = 0  # since the last dispatch here
         self._pausing = False
@@ -49,7 +51,7 @@ class PinnedRequests:
         self._resumed = clock.event(f'{engine}: pinned requests resumed')
 
     def start(self, supervisor: Supervisor) -> None:
-        slots, size = self._backend.slots, self._backend.state_bytes
+        slots, size = self.backend.slots, self.backend.state_bytes
         self._log.write('evaluation_slots', self._engine, engine=self._engine, slots=slots, bytes=size)
         supervisor.start(f'{self._engine}: evaluation', self._serve())
 
@@ -105,13 +107,11 @@ class PinnedRequests:
                 self._changed.clear()
                 await self._clock.wait(self._changed)
             else:
-                version = stream.table.version()
+                version, step = stream.table.version(), stream.next_step()
                 assert version is not None
+                assert step is not None
                 self._dispatches_of_training = 0
-                if entries := stream.plan_prefill():
-                    await stream.prefill(entries, self._weights[version])
-                else:
-                    await stream.decode(self._weights[version])
+                await stream.run(step, self._weights[version])
 
     # Pauses, as those of training.
 

@@ -7,15 +7,20 @@ in numpy arrays.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from areal_jax.protocols import Clock
 from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate
 
+if TYPE_CHECKING:
+    from areal_jax.rollout.cache_table import CachedSequence
+
 _NO_LOGPROBS = np.zeros(0, np.float32)
-_DIGEST_BYTES = 16  # of a prefix key: two different prefixes share one with a chance of 2^-128
+_DIGEST_BYTES = 16  # of a prompt's key: two different prompts share one with a chance of 2^-128
 
 
 class GrowingArray:
@@ -49,6 +54,7 @@ class RunningRequest:
         self.request, self.engine, self.limit, self._clock = request, engine, limit, clock
         self.request_id = request.request_id
         self.finish_reason: EngineFinish | None = None
+        self.cached: CachedSequence | None = None  # its part of the KV cache; cache_table.py keeps it
         self._given = np.asarray(request.prompt_tokens, np.int32)  # the samples of a group share it
         if request.prefix:
             self._given = concatenate([self._given, request.prefix_tokens], np.int32)
@@ -57,7 +63,6 @@ class RunningRequest:
         self._version = 0  # of the segment under way
         self._logprobs = GrowingArray(_NO_LOGPROBS)  # of the segment under way, as the next
         self._cut_logprobs = GrowingArray(_NO_LOGPROBS)  # empty where the request cuts nothing
-        self._prefix_key = b''
         self._segments: collections.deque[Segment] = collections.deque()
         self._news = clock.event(f'segments of request {self.request_id}')
 
@@ -70,12 +75,15 @@ class RunningRequest:
         return self._given if self._tokens is None else self._tokens.view()
 
     @property
-    def prefix_key(self) -> bytes:
-        """Equal for two requests whose tokens, without the last of each, are equal; computed once per length."""
-        if not self._prefix_key:
-            content = np.ascontiguousarray(self.tokens[:-1])
-            self._prefix_key = hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).digest()
-        return self._prefix_key
+    def has_begun(self) -> bool:
+        """Whether anything of the answer was generated, here or before."""
+        return len(self) > len(self.request.prompt_tokens)
+
+    @functools.cached_property
+    def prompt_key(self) -> bytes:
+        """Equal for two requests whose prompts, without the last token of each, are equal."""
+        content = np.ascontiguousarray(self.request.prompt_tokens[:-1], np.int32)
+        return hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).digest()
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, cut: np.ndarray | None = None) -> None:
         """Adds n >= 1 tokens of one version to the segment under way.
@@ -88,7 +96,7 @@ class RunningRequest:
         if self._tokens is None:
             self._tokens = GrowingArray(self._given)
             self._given = self._given[:0]
-        self._version, self._prefix_key = version, b''
+        self._version = version
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
         if self.request.sampling.cuts:

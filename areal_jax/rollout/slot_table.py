@@ -1,8 +1,9 @@
-"""Which request decodes in which slot of an engine, and which requests wait for one; used by stream.py."""
+"""Which request is in which slot of an engine, and which requests wait for one; used by scheduler.py."""
 
 from __future__ import annotations
 
 import collections
+import heapq
 
 from areal_jax.rollout.running_request import RunningRequest
 
@@ -12,10 +13,9 @@ class SlotTable:
 
     def __init__(self, slots: int):
         self.slots: list[RunningRequest | None] = [None] * slots
-        self._slot_of: dict[str, int] = {}  # by request id
+        self._slot_of: dict[str, int] = {}  # by request id, in the order of admission
+        self._free = list(range(slots))  # a heap
         self._waiting: collections.OrderedDict[str, RunningRequest] = collections.OrderedDict()  # by request id
-        self._prefixes: collections.Counter[bytes] = collections.Counter()  # waiting requests by prefix key
-        self._dead: list[int] = []  # slots that the backend still decodes although nobody is in them
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._slot_of or request_id in self._waiting
@@ -24,9 +24,25 @@ class SlotTable:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def taken(self) -> int:
+        """Slots with a request."""
+        return len(self._slot_of)
+
+    def has_slot(self, running: RunningRequest) -> bool:
+        return running.request_id in self._slot_of
+
     def running(self) -> list[tuple[int, RunningRequest]]:
         """(slot, request) by slot."""
         return [(slot, running) for slot, running in enumerate(self.slots) if running is not None]
+
+    def admitted(self) -> list[RunningRequest]:
+        """Requests in slots, in the order in which they came there."""
+        return [self._at(slot) for slot in self._slot_of.values()]
+
+    def youngest(self) -> RunningRequest:
+        """The request that came to a slot last."""
+        return self._at(next(reversed(self._slot_of.values())))
 
     def open_requests(self) -> list[RunningRequest]:
         """Requests in slots by slot, then waiting ones in their order."""
@@ -38,77 +54,59 @@ class SlotTable:
 
     def version(self) -> int | None:
         """The version that the requests in slots ask for, of the first waiting one where no slot is taken."""
-        first = next(iter(self._slot_of), None) or next(iter(self._waiting))
-        return self._find(first).request.version
-
-    def is_awaited(self, prefix_key: bytes) -> bool:
-        """Whether a waiting request begins with this prefix."""
-        return self._prefixes[prefix_key] > 0
+        first = next(iter(self._slot_of.values()), None)
+        running = next(iter(self._waiting.values())) if first is None else self._at(first)
+        return running.request.version
 
     def add(self, running: RunningRequest) -> None:
         """Puts the request at the end of the queue."""
         self._waiting[running.request_id] = running
-        self._prefixes[running.prefix_key] += 1
 
-    def fill(self) -> list[tuple[int, RunningRequest]]:
-        """Moves waiting requests into free slots, the lowest slot first; returns the new (slot, request) pairs.
+    def next_waiting(self) -> RunningRequest | None:
+        """The first of the queue, where it may have a slot now.
 
         Requests in slots all ask for one version: one of another waits until all slots are free.
         """
-        filled: list[tuple[int, RunningRequest]] = []
-        if not self._waiting:
-            return filled
-        version = self.version()
-        for slot, occupant in enumerate(self.slots):
-            if not self._waiting or self._find(next(iter(self._waiting))).request.version != version:
-                break
-            if occupant is None:
-                running = self._take(next(iter(self._waiting)))
-                self.slots[slot] = running
-                self._slot_of[running.request_id] = slot
-                filled.append((slot, running))
-        return filled
+        if not self._waiting or not self._free:
+            return None
+        running = next(iter(self._waiting.values()))
+        return running if running.request.version == self.version() else None
 
-    def free(self, running: RunningRequest) -> None:
-        """Empties the slot of a request whose answer ended: the backend has stopped decoding it."""
-        self.slots[self._slot_of.pop(running.request_id)] = None
+    def enter(self, running: RunningRequest) -> None:
+        """Moves a waiting request into the lowest free slot."""
+        del self._waiting[running.request_id]
+        slot = heapq.heappop(self._free)
+        self.slots[slot] = running
+        self._slot_of[running.request_id] = slot
+
+    def leave(self, running: RunningRequest) -> None:
+        """Empties the slot of a request."""
+        slot = self._slot_of.pop(running.request_id)
+        self.slots[slot] = None
+        heapq.heappush(self._free, slot)
 
     def remove(self, request_id: str) -> RunningRequest | None:
         """Takes the request out, wherever it is; None where it is not here."""
         if request_id in self._waiting:
-            return self._take(request_id)
-        slot = self._slot_of.get(request_id)
-        if slot is None:
+            return self._waiting.pop(request_id)
+        if request_id not in self._slot_of:
             return None
-        running = self.slots[slot]
-        assert running is not None
-        self.free(running)
-        self._dead.append(slot)
+        running = self._at(self._slot_of[request_id])
+        self.leave(running)
         return running
+
+    def return_to_queue(self, running: RunningRequest) -> None:
+        """Moves a request from its slot to the head of the queue."""
+        self.leave(running)
+        self.add(running)
+        self._waiting.move_to_end(running.request_id, last=False)
 
     def requeue(self) -> None:
         """Returns the requests in slots to the head of the queue, in slot order."""
-        for slot, running in reversed(self.running()):
-            self.free(running)
-            self._dead.append(slot)
-            self.add(running)
-            self._waiting.move_to_end(running.request_id, last=False)
+        for _, running in reversed(self.running()):
+            self.return_to_queue(running)
 
-    def take_dead(self) -> list[int]:
-        """Slots that the next dispatch must release before anything else, ascending."""
-        dead, self._dead = self._dead, []
-        return sorted(set(dead))
-
-    def _find(self, request_id: str) -> RunningRequest:
-        if request_id in self._waiting:
-            return self._waiting[request_id]
-        running = self.slots[self._slot_of[request_id]]
+    def _at(self, slot: int) -> RunningRequest:
+        running = self.slots[slot]
         assert running is not None
-        return running
-
-    def _take(self, request_id: str) -> RunningRequest:
-        running = self._waiting.pop(request_id)
-        self._prefixes[running.prefix_key] -= 1
-        if not self._prefixes[running.prefix_key]:
-            del self._prefixes[running.prefix_key]
         return running

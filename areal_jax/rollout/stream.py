@@ -1,26 +1,23 @@
 """One set of decoding slots: the requests in and before them, their KV cache, and the dispatches that serve them.
 
 LocalEngine has a stream for training, and pinned.py one for evaluation beside it. A stream runs one dispatch at a time;
-which comes next, and with which weights, is said by its owner.
+scheduler.py plans it, and with which weights it runs is said by the owner of the stream.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from areal_jax.control.events import EventLog
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
-from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, Prefix, SlotInit, State
+from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, State
 from areal_jax.rollout.running_request import RunningRequest
-from areal_jax.rollout.slot_table import SlotTable
+from areal_jax.rollout.scheduler import DecodeStep, PrefillStep, Scheduler
 from areal_jax.types import GenerationRequest, Weights, Work
-
-PrefixKey = tuple[int, bytes]  # policy version and RunningRequest.prefix_key: KV of other weights is never found
-Entries = Sequence[tuple[int, RunningRequest]]  # (slot, request)
 
 
 class PromptTooLongError(UserError, ValueError):
@@ -52,25 +49,51 @@ TRAINING = Kinds('prefill', 'decode', in_background=False)
 EVALUATION = Kinds('evaluation_prefill', 'evaluation_decode', in_background=True)
 
 
+@dataclasses.dataclass
+class StreamTotals:
+    """Of all dispatches since the start; seconds are those of the clock, from request to completion."""
+
+    decoded_tokens: int = 0
+    decoded_s: float = 0.0
+    prefilled_tokens: int = 0  # of answers that had not begun
+    prefilled_s: float = 0.0
+    rebuilt_tokens: int = 0  # of interrupted or preempted answers and their prompts, computed again
+    rebuilt_s: float = 0.0
+    positions: int = 0  # that rows see, over rows and steps
+    positions_read: int = 0  # the same with all that attention reads and masks
+
+
 class DecodeStream:
     """Continuous batching over the slots of a backend, on the lane `engine`.
 
     Args:
       engine: name of the engine, and of its lane.
+      version: policy version of the requests that are not pinned to one.
       decode_steps: tokens per slot in one dispatch.
+
+    Raises CacheBudgetError where the backend's cache can not hold one sequence.
     """
 
     def __init__(
-        self, engine: str, backend: DecodeBackend, clock: Clock, log: EventLog, *, kinds: Kinds, decode_steps: int
+        self,
+        engine: str,
+        backend: DecodeBackend,
+        clock: Clock,
+        log: EventLog,
+        *,
+        kinds: Kinds,
+        version: int,
+        decode_steps: int,
     ):
         self._engine, self._backend, self._clock, self._log = engine, backend, clock, log
         self._kinds, self._decode_steps = kinds, decode_steps
-        self.table = SlotTable(backend.slots)
-        self.decoded_tokens, self.decoded_s = 0, 0.0
+        self._scheduler = Scheduler(
+            backend, version=version, decode_steps=decode_steps, on_preempt=self._note_preempted
+        )
+        self.table = self._scheduler.table
+        self.totals = StreamTotals()
         self._state: State = backend.initial_state()
-        self._stale: list[int] = []  # slots whose KV must be rebuilt before they decode again
-        self._prefixes: dict[PrefixKey, Prefix] = {}
-        self._dispatches = 0
+        self._dispatches = 0  # of decoding
 
     def add(self, request: GenerationRequest) -> RunningRequest:
         """Puts the request at the end of the queue.
@@ -88,127 +111,140 @@ class DecodeStream:
         running = RunningRequest(request, self._clock, self._engine, limit)
         if running.request_id in self.table:
             raise RuntimeError(f'{self._engine}: request {running.request_id} is open already')
-        self.table.add(running)
+        self._scheduler.add(running)
         return running
 
     def cancel(self, request_id: str) -> bool:
         """Ends the request with the reason 'cancelled'; False where it is not here."""
-        running = self.table.remove(request_id)
+        running = self._scheduler.remove(request_id)
         if running is not None:
             running.finish('cancelled')
         return running is not None
 
-    def flush(self) -> None:
-        """Delivers what was generated."""
-        for _, running in self.table.running():
-            running.flush()
+    def change_version(self, version: int, *, keep: bool) -> None:
+        """Delivers everything; what is generated from now on is of this version.
 
-    def drop_cache(self, rebuild: Entries) -> None:
-        """Forgets every prefix; the slots of `rebuild` get a new KV cache before they decode again."""
-        self._prefixes.clear()
-        self._stale = [slot for slot, _ in rebuild]
+        The KV of requests that decode is kept where `keep` says so. All other is computed again.
+        """
+        self._flush()
+        self._scheduler.change_version(version, keep=keep)
 
     def requeue(self) -> None:
         """Delivers everything, and returns the requests in slots to the head of the queue, without their KV cache."""
-        self.flush()
-        self.table.requeue()
-        self.drop_cache(())
+        self._flush()
+        self._scheduler.requeue()
 
-    # Prefill: waiting requests enter free slots, and interrupted ones get a new KV cache.
+    def next_step(self) -> PrefillStep | DecodeStep | None:
+        """The next dispatch, for `run`; None where there is no request."""
+        return self._scheduler.next_step()
 
-    def plan_prefill(self) -> Entries:
-        """Slots to rebuild, then waiting requests for free slots."""
-        stale, self._stale = self._stale, []
-        rebuilt = [(slot, running) for slot in stale if (running := self.table.slots[slot]) is not None]
-        return rebuilt + self.table.fill()
+    async def run(self, step: PrefillStep | DecodeStep, weights: EngineWeights) -> None:
+        if isinstance(step, PrefillStep):
+            await self._prefill(step, weights)
+        else:
+            await self._decode(step, weights)
 
-    async def prefill(self, entries: Entries, weights: EngineWeights) -> None:
-        backend, state, dead = self._backend, self._state, self.table.take_dead()
-        by_key: dict[PrefixKey, list[SlotInit]] = {}
-        for slot, running in entries:
-            init = SlotInit(slot, running.request, running.tokens, running.limit)
-            by_key.setdefault((weights.version, running.prefix_key), []).append(init)
-        missing = {key: inits[0].tokens[:-1] for key, inits in by_key.items() if key not in self._prefixes}
-        known = {key: self._prefixes[key] for key in by_key if key in self._prefixes}
+    def _flush(self) -> None:
+        for running in self.table.open_requests():
+            running.flush()
 
-        def dispatch() -> tuple[State, dict[PrefixKey, Prefix]]:
-            prefixes = known | _prefill_missing(backend, weights.params, missing)
-            new_state = backend.release(state, sorted({*dead, *(slot for slot, _ in entries)}))
-            for key, inits in by_key.items():
-                new_state = backend.insert(prefixes[key], new_state, inits)
-            return new_state, prefixes
+    def _note_preempted(self, running: RunningRequest) -> None:
+        fields = {'request': running.request_id, 'tokens': len(running)}
+        self._log.write('preempt', self._engine, engine=self._engine, **fields)
 
-        tokens = sum(len(sequence) for sequence in missing.values())
-        bucket = backend.prefill_bucket(max([0, *map(len, missing.values())]))
-        requests = [running.request_id for _, running in entries]
+    async def _prefill(self, step: PrefillStep, weights: EngineWeights) -> None:
+        backend, state = self._backend, self._state
+        pieces = [planned.piece for planned in step.pieces]
+        before, after = _tail_copies(step.attached_before), _tail_copies(step.attached_after)
+
+        def dispatch() -> State:
+            new_state = backend.copy(state, *before) if before[0] else state
+            new_state = backend.prefill(weights.params, new_state, pieces) if pieces else new_state
+            return backend.copy(new_state, *after) if after[0] else new_state
+
+        tokens = sum(len(piece.tokens) for piece in pieces)
+        rebuilt = sum(len(planned.piece.tokens) for planned in step.pieces if planned.is_rebuilt)
         self._log.write(
-            self._kinds.prefill, self._engine, engine=self._engine, requests=requests, bucket=bucket, tokens=tokens
-        )
-        work = self._work(self._kinds.prefill, bucket * len(missing), weights)
-        self._state, prefixes = await self._clock.run(self._engine, dispatch, work)
-        # what the rest of a group, too large for the free slots, begins with
-        self._prefixes = {key: prefix for key, prefix in prefixes.items() if self.table.is_awaited(key[1])}
+            self._kinds.prefill, self._engine, engine=self._engine, requests=list(step.requests),
+            bucket=step.bucket.tokens, prior=step.bucket.prior, tokens=tokens, rebuilt=rebuilt,
+        )  # fmt: skip
+        began_s, work = self._clock.now(), self._work(self._kinds.prefill, step.bucket.tokens, weights)
+        self._state = await self._clock.run(self._engine, dispatch, work)
+        self._scheduler.note_prefilled(step)
+        if tokens:
+            seconds, totals = self._clock.now() - began_s, self.totals
+            totals.prefilled_tokens += tokens - rebuilt
+            totals.prefilled_s += seconds * (tokens - rebuilt) / tokens
+            totals.rebuilt_tokens += rebuilt
+            totals.rebuilt_s += seconds * rebuilt / tokens
 
-    # Decode.
-
-    async def decode(self, weights: EngineWeights) -> None:
-        """One dispatch for the requests in slots, of which there is at least one."""
+    async def _decode(self, step: DecodeStep, weights: EngineWeights) -> None:
         backend, state, steps = self._backend, self._state, self._decode_steps
-        entries, dead = self.table.running(), self.table.take_dead()
-        slots = [None if running is None else running.request_id for running in self.table.slots]
-        width = backend.width_for(max(min(len(running) + steps, running.limit) for _, running in entries))
+        slots: list[str | None] = [None] * backend.slots
+        for slot, running in step.entries:
+            slots[slot] = running.request_id
         self._dispatches += 1
 
         def dispatch() -> tuple[State, DecodeOutput]:
-            live = backend.release(state, dead) if dead else state
-            return backend.generate(weights.params, live, steps, width)
+            return backend.generate(weights.params, state, step.rows, steps)
 
         began_s, work = self._clock.now(), self._work(self._kinds.decode, steps, weights)
         self._state, output = await self._clock.run(self._engine, dispatch, work)
         counts = output.counts()
         tokens = int(counts.sum())
+        first = np.array([row.position for row in step.rows]) + 1  # positions that a row's first step sees
+        positions = int((counts * first + counts * (counts - 1) // 2).sum())
         self._log.write(
             self._kinds.decode, self._engine, engine=self._engine, dispatch=self._dispatches, slots=slots,
-            bucket=width, steps=steps, tokens=tokens, version=weights.version,
+            bucket=backend.batch_bucket(len(step.rows)), steps=steps, tokens=tokens, version=weights.version,
+            positions=positions, positions_read=output.positions_read,
         )  # fmt: skip
-        self.decoded_tokens += tokens
-        self.decoded_s += self._clock.now() - began_s
-        current = {slot: running for slot, running in entries if self.table.slots[slot] is running}
+        totals = self.totals
+        totals.decoded_tokens += tokens
+        totals.decoded_s += self._clock.now() - began_s
+        totals.positions += positions
+        totals.positions_read += output.positions_read
+        current = [running if self.table.slots[slot] is running else None for slot, running in step.entries]
         self._require_sound(output, current, weights.version)
-        self._deliver(output.by_slot(), counts.tolist(), current, weights.version)
+        self._deliver(output.by_row(), counts.tolist(), current, weights.version)
 
     def _work(self, kind: str, amount: float, weights: EngineWeights) -> Work:
         return Work(kind, amount, {'version': weights.version}, self._kinds.in_background)
 
-    def _require_sound(self, output: DecodeOutput, current: Mapping[int, RunningRequest], version: int) -> None:
+    def _require_sound(self, output: DecodeOutput, current: Sequence[RunningRequest | None], version: int) -> None:
         """Refuses a diverged or broken model here, before equal rewards or a filter can hide it."""
-        for slot, logprob in output.unsound():
-            if slot in current:
+        for row, logprob in output.unsound():
+            running = current[row]
+            if running is not None:
                 raise LogprobError(
-                    f'{self._engine}, request {current[slot].request_id}, version {version}: the log-prob of a '
+                    f'{self._engine}, request {running.request_id}, version {version}: the log-prob of a '
                     f'generated token is {logprob}; lower optimizer.learning_rate if earlier versions gave numbers, '
                     "else mend the weights or use publication.dtype='float32'"
                 )
 
     def _deliver(
-        self, output: DecodeOutput, counts: Sequence[int], current: Mapping[int, RunningRequest], version: int
+        self, output: DecodeOutput, counts: Sequence[int], current: Sequence[RunningRequest | None], version: int
     ) -> None:
-        """Adds the tokens of each slot to its request; `output` is by slot."""
-        for slot, running in current.items():
-            count = counts[slot]
+        """Adds the tokens of each row to its request, None = cancelled meanwhile; `output` is by row."""
+        for row, running in enumerate(current):
+            if running is None:
+                continue
+            count = counts[row]
             if not count:
-                raise RuntimeError(f'{self._engine}: slot {slot} is running, but its backend has stopped decoding it')
-            cut = None if output.sampling_logprobs is None else output.sampling_logprobs[slot, :count]
-            running.extend(output.tokens[slot, :count], output.logprobs[slot, :count], version, cut)
-            if output.tokens[slot, count - 1] in running.request.sampling.stop_tokens:
-                self.table.free(running)
+                raise RuntimeError(f'{self._engine}: the backend has decoded nothing for {running.request_id}')
+            cut = None if output.sampling_logprobs is None else output.sampling_logprobs[row, :count]
+            running.extend(output.tokens[row, :count], output.logprobs[row, :count], version, cut)
+            if output.tokens[row, count - 1] in running.request.sampling.stop_tokens:
+                self._scheduler.end(running)
                 running.finish('stop')
             elif len(running) >= running.limit:
-                self.table.free(running)
+                self._scheduler.end(running)
                 running.finish('length')
+            else:
+                self._scheduler.note_decoded(running)
 
 
-def _prefill_missing(
-    backend: DecodeBackend, params: Weights, missing: Mapping[PrefixKey, np.ndarray]
-) -> dict[PrefixKey, Prefix]:
-    return dict(zip(missing, backend.prefill(params, list(missing.values())), strict=True)) if missing else {}
+def _tail_copies(requests: Sequence[RunningRequest]) -> tuple[list[int], list[int]]:
+    """Blocks, and beside them those to which they are copied, so that each request can go on after its prefix."""
+    pairs = [pair for running in requests if running.cached is not None and (pair := running.cached.tail_copy)]
+    return [source for source, _ in pairs], [target for _, target in pairs]

@@ -99,8 +99,8 @@ def test_new_weights_split_the_answer_into_segments_at_a_dispatch(kv_policy, aft
     assert [*first.tokens, *second.tokens] == expected
     (interrupt,) = rig.kinds('interrupt')
     assert interrupt['requests'] == [f'0/{DRAW}/0']
-    rebuilt = [[1, 2, 3, *first.tokens[:-1].tolist()]]
-    assert rig.backend.prefills == [[[1, 2]], *([rebuilt] if kv_policy == 'recompute' else [])]
+    rebuilt = [[[1, 2]], [[3, *first.tokens[:-1].tolist()]]]  # the prompt of the group, then what is its own
+    assert rig.backend.prefills == [[[1, 2]], *(rebuilt if kv_policy == 'recompute' else [])]
     stale = second.behavior_logprobs.min() < -1000
     assert stale == (kv_policy == 'keep')
 
@@ -254,9 +254,9 @@ def test_a_logprob_that_no_policy_has_ends_the_run_before_it_is_delivered(value,
     async def script(rig):
         generate = rig.backend.generate
 
-        def broken(weights, state, steps, width):
-            state, output = generate(weights, state, steps, width)
-            if weights[1] == 2:
+        def broken(weights, state, rows, steps):
+            state, output = generate(weights, state, rows, steps)
+            if weights.version == 2:
                 getattr(output, kind)[0, 1] = value
             return state, output
 

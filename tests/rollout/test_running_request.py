@@ -1,4 +1,4 @@
-"""A request inside the local engine: growing arrays, segments and the key of its prefix."""
+"""A request inside the local engine: growing arrays, segments and the key of its prompt."""
 
 import numpy as np
 import pytest
@@ -55,15 +55,26 @@ def test_a_segment_has_one_version():
         one.extend(*chunk(5), 1)
 
 
-def test_the_prefix_key_is_of_the_tokens_but_the_last_however_they_came():
-    prefix = (Segment(*chunk(4, 5), 0),)
-    generated = running()
-    before = generated.prefix_key
-    generated.extend(*chunk(4, 5), 0)
-    keys = [one.prefix_key for one in (generated, running(prefix=prefix), running((1, 2, 3, 4, 9)))]
+def test_the_key_is_of_the_prompt_but_its_last_token():
+    keys = [
+        running(prompt, prefix).prompt_key
+        for prompt in ((1, 2, 3), (1, 2, 8))
+        for prefix in ((), (Segment(*chunk(4), 0),))
+    ]
     assert len(set(keys)) == 1
-    assert before == running((1, 2, 8)).prefix_key != keys[0]
-    assert running((1,)).prefix_key == running((2,)).prefix_key  # of no tokens
+    assert running((1, 3, 3)).prompt_key != keys[0]
+    one = running()
+    one.extend(*chunk(4, 5), 0)
+    assert one.prompt_key == keys[0]
+    assert running((1,)).prompt_key == running((2,)).prompt_key  # of no tokens
+
+
+def test_an_answer_has_begun_when_it_has_a_token_here_or_from_elsewhere():
+    one = running()
+    assert not one.has_begun
+    one.extend(*chunk(4), 0)
+    assert one.has_begun
+    assert running(prefix=(Segment(*chunk(4), 0),)).has_begun
 
 
 def test_the_samples_of_a_group_share_the_prompt():

@@ -33,48 +33,57 @@ def table_of(slots, count):
     return table, requests
 
 
+def fill(table):
+    """Admits all that can be; their samples."""
+    entered = []
+    while (one := table.next_waiting()) is not None:
+        table.enter(one)
+        entered.append(one.request.sample)
+    return entered
+
+
+def by_slot(table):
+    return [one and one.request.sample for one in table.slots]
+
+
 def test_free_slots_are_filled_first_come_first_served_and_the_lowest_first():
-    table, requests = table_of(2, 4)
-    assert [(slot, one.request.sample) for slot, one in table.fill()] == [(0, 0), (1, 1)]
-    table.free(requests[0])
-    assert [(slot, one.request.sample) for slot, one in table.fill()] == [(0, 2)]
-    assert (samples(table.open_requests()), table.waiting) == ([2, 1, 3], 1)
-    assert table.take_dead() == []  # the backend has stopped by itself
+    table, requests = table_of(3, 5)
+    assert (fill(table), by_slot(table)) == ([0, 1, 2], [0, 1, 2])
+    table.leave(requests[2])
+    table.leave(requests[0])
+    assert (fill(table), by_slot(table)) == ([3, 4], [3, 1, 4])
+    assert (samples(table.open_requests()), table.taken, table.waiting) == ([3, 1, 4], 3, 0)
+    assert (samples(table.admitted()), table.youngest()) == ([1, 3, 4], requests[4])
 
 
-def test_a_removed_request_leaves_a_slot_that_must_be_released_once():
+def test_a_request_is_removed_wherever_it_is():
     table, requests = table_of(2, 4)
-    table.fill()
+    fill(table)
     assert table.remove(requests[1].request_id) is requests[1]
-    assert table.remove(requests[3].request_id) is requests[3]  # it waited: no slot
+    assert table.remove(requests[3].request_id) is requests[3]  # it waited
     assert table.remove(requests[3].request_id) is None
-    assert samples(table.open_requests()) == [0, 2]
-    assert (table.take_dead(), table.take_dead()) == ([1], [])
+    assert (samples(table.open_requests()), by_slot(table)) == ([0, 2], [0, None])
+    assert (table.has_slot(requests[0]), table.has_slot(requests[2])) == (True, False)
 
 
 def test_requeued_requests_come_first_in_slot_order():
     table, requests = table_of(3, 5)
-    table.fill()
+    fill(table)
     table.remove(requests[1].request_id)
-    table.fill()
+    fill(table)
     table.requeue()
     assert samples(table.open_requests()) == [0, 3, 2, 4]  # slots 0, 1, 2 and the one that waited
-    assert table.take_dead() == [0, 1, 2]
-    assert [(slot, one.request.sample) for slot, one in table.fill()] == [(0, 0), (1, 3), (2, 2)]
+    assert (fill(table), by_slot(table)) == ([0, 3, 2], [0, 3, 2])
 
 
-def test_a_prefix_is_awaited_while_a_request_waits_for_it():
-    table, requests = table_of(2, 3)
-    other = running(0, draw=7)
-    table.add(other)
-    assert table.is_awaited(requests[0].prefix_key)
-    table.fill()
-    assert table.is_awaited(requests[0].prefix_key)  # sample 2
-    table.remove(requests[2].request_id)
-    assert not table.is_awaited(requests[0].prefix_key)
-    assert table.is_awaited(other.prefix_key)
-    table.requeue()
-    assert table.is_awaited(requests[0].prefix_key)
+def test_a_request_that_gives_its_slot_up_is_the_next_to_get_one():
+    table, _ = table_of(3, 5)
+    fill(table)
+    for expected in (2, 1):
+        assert table.youngest().request.sample == expected
+        table.return_to_queue(table.youngest())
+    assert samples(table.open_requests()) == [0, 1, 2, 3, 4]
+    assert fill(table) == [1, 2]
 
 
 def test_slots_hold_requests_of_one_version_at_a_time():
@@ -82,15 +91,15 @@ def test_slots_hold_requests_of_one_version_at_a_time():
     requests = [pinned(sample, version) for sample, version in enumerate((2, 2, 4, 2, 4))]
     for one in requests:
         table.add(one)
-    assert (table.version(), samples(r for _, r in table.fill())) == (2, [0, 1])  # 2 is next, and of another version
-    table.free(requests[0])
-    assert (table.version(), table.fill()) == (2, [])
-    table.free(requests[1])
-    assert (table.version(), samples(r for _, r in table.fill())) == (4, [2])
-    table.free(requests[2])
-    assert (table.version(), samples(r for _, r in table.fill())) == (2, [3])
+    assert (table.version(), fill(table)) == (2, [0, 1])  # 2 is next, and of another version
+    table.leave(requests[0])
+    assert (table.version(), fill(table)) == (2, [])
+    table.leave(requests[1])
+    assert (table.version(), fill(table)) == (4, [2])
+    table.leave(requests[2])
+    assert (table.version(), fill(table)) == (2, [3])
     assert not table.is_empty
-    table.free(requests[3])
-    table.fill()
-    table.free(requests[4])
+    table.leave(requests[3])
+    fill(table)
+    table.leave(requests[4])
     assert table.is_empty

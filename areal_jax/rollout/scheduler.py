@@ -1,0 +1,230 @@
+"""What an engine does next: which requests enter slots, which leave them for want of blocks, and the next dispatch.
+
+Pure bookkeeping between two dispatches; stream.py runs what is planned here. Prefill goes in pieces between the
+dispatches of decoding, so that a long prompt does not stop the other answers: as many pieces as one bucket holds, then
+one dispatch for the requests that are ready.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from areal_jax.rollout.backend import DecodeBackend, DecodeRow, PrefillBucket, PrefillPiece, Span
+from areal_jax.rollout.blocks import Prefix
+from areal_jax.rollout.cache_table import CachedSequence, CacheTable
+from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.slot_table import SlotTable
+
+NO_PREFILL = PrefillBucket(0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPiece:
+    """A piece with what it fills."""
+
+    target: Prefix | CachedSequence
+    piece: PrefillPiece
+    is_rebuilt: bool  # it belongs to an answer that has begun
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillStep:
+    """One dispatch of prefill: copies, pieces, copies."""
+
+    requests: tuple[str, ...]  # that are new in their slots, or whose tokens are computed
+    bucket: PrefillBucket
+    pieces: tuple[PlannedPiece, ...]
+    attached_before: tuple[RunningRequest, ...]  # requests whose prefix is in the cache
+    attached_after: tuple[RunningRequest, ...]  # requests whose prefix the pieces complete
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStep:
+    """One dispatch of decoding, for the requests whose tokens but the last are in the cache."""
+
+    entries: tuple[tuple[int, RunningRequest], ...]  # (slot, request) by slot
+    rows: tuple[DecodeRow, ...]  # beside them
+
+
+class Scheduler:
+    """Slots, queue and blocks of one stream.
+
+    Args:
+      version: policy version of the requests that are not pinned to one.
+      decode_steps: tokens of a row in one dispatch.
+      on_preempt: told of each request that gives its blocks up.
+    """
+
+    def __init__(
+        self, backend: DecodeBackend, *, version: int, decode_steps: int, on_preempt: Callable[[RunningRequest], None]
+    ):
+        self._backend, self._on_preempt = backend, on_preempt
+        self.table = SlotTable(backend.slots)
+        self.cache = CacheTable(
+            backend.cache_blocks, backend.block_tokens,
+            context_tokens=backend.context_tokens, steps=decode_steps, version=version,
+        )  # fmt: skip
+        self._has_prefilled = False  # since the last dispatch of decoding
+
+    # Requests.
+
+    def add(self, running: RunningRequest) -> None:
+        """Puts the request at the end of the queue."""
+        self.table.add(running)
+        self.cache.open(running)
+
+    def remove(self, request_id: str) -> RunningRequest | None:
+        """Takes the request out, wherever it is; None where it is not here."""
+        running = self.table.remove(request_id)
+        if running is not None:
+            self.cache.close(running)
+        return running
+
+    def end(self, running: RunningRequest) -> None:
+        """The answer of a request in a slot has ended."""
+        self.table.leave(running)
+        self.cache.close(running)
+
+    def change_version(self, version: int, *, keep: bool) -> None:
+        """Forgets the prefixes, and the cache of the requests in slots; with `keep`, not of those that decode."""
+        for running in self.table.admitted():
+            if not (keep and _is_ready(running)):
+                self.cache.release(running)
+        self.cache.clear(version, self.table.open_requests())
+
+    def requeue(self) -> None:
+        """Returns the requests in slots to the head of the queue, and forgets the cache."""
+        self.change_version(self.cache.version, keep=False)
+        self.table.requeue()
+        self._has_prefilled = False
+
+    # The next dispatch.
+
+    def next_step(self) -> PrefillStep | DecodeStep | None:
+        """None where there is no request."""
+        self._give_blocks()
+        self._admit()
+        entries = tuple((slot, running) for slot, running in self.table.running() if _is_ready(running))
+        needs_prefill = len(entries) < self.table.taken
+        if needs_prefill and not (entries and self._has_prefilled):
+            self._has_prefilled = True
+            return self._plan_prefill()
+        self._has_prefilled = False
+        return DecodeStep(entries, tuple(_decode_row(running) for _, running in entries)) if entries else None
+
+    def note_prefilled(self, step: PrefillStep) -> None:
+        """The dispatch is done. A request that was cancelled meanwhile has no part of the cache any more."""
+        for running in (*step.attached_before, *step.attached_after):
+            if running.cached is not None:
+                self.cache.attach(running)
+        for planned in step.pieces:
+            planned.target.filled = planned.piece.span.stop
+
+    def note_decoded(self, running: RunningRequest) -> None:
+        """A request got tokens, of which all but the last are in the cache."""
+        _cached(running).filled = len(running) - 1
+
+    def _give_blocks(self) -> None:
+        """Blocks for what requests in slots do next, the first admitted first; the last ones give theirs up."""
+        for running in self.table.admitted():
+            while self.table.has_slot(running) and not self._has_blocks(running):
+                youngest = self.table.youngest()
+                if self.table.taken == 1:
+                    raise RuntimeError(f'request {youngest.request_id} does not fit the KV cache alone')
+                self.cache.release(youngest)
+                self.table.return_to_queue(youngest)
+                self._on_preempt(youngest)
+
+    def _has_blocks(self, running: RunningRequest) -> bool:
+        if running.cached is None:
+            return self.cache.place(running, at_any_cost=True)
+        return not _is_ready(running) or self.cache.grow(running)
+
+    def _admit(self) -> None:
+        while (running := self.table.next_waiting()) is not None:
+            if not self.cache.place(running, at_any_cost=not self.table.taken):
+                return
+            self.table.enter(running)
+
+    def _plan_prefill(self) -> PrefillStep:
+        admitted = self.table.admitted()
+        planned: dict[int, tuple[RunningRequest, PlannedPiece]] = {}  # by identity of the target
+        before = []
+        for running in admitted:
+            cached = _cached(running)
+            if not cached.is_attached and (cached.prefix is None or cached.prefix.is_complete):
+                before.append(running)
+            target = _prefill_target(running)
+            if target is not None and id(target) not in planned:
+                planned[id(target)] = running, self._next_piece(running, target)
+        chosen, bucket = self._fill_bucket(list(planned.values()))
+        drivers = {running.request_id for running, _ in chosen}
+        pieces = tuple(piece for _, piece in chosen)
+        completed = {
+            id(one.target) for one in pieces
+            if isinstance(one.target, Prefix) and one.piece.span.stop == len(one.target.tokens)
+        }  # fmt: skip
+        after = [one for one in admitted if not _cached(one).is_attached and id(_cached(one).prefix) in completed]
+        named = tuple(
+            running.request_id for running in admitted
+            if running.request_id in drivers or not _cached(running).is_logged
+        )  # fmt: skip
+        for running in admitted:
+            _cached(running).is_logged = True
+        return PrefillStep(named, bucket, pieces, tuple(before), tuple(after))
+
+    def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:
+        """Cut at multiples of the longest piece from the start of the target, so that company does not move a cut."""
+        if isinstance(target, Prefix):
+            tokens, start = target.tokens, target.filled
+            blocks = [*target.whole, *(() if target.tail is None else (target.tail,))]
+        else:
+            start = target.filled if target.is_attached else len(running.request.prompt_tokens) - 1
+            tokens, blocks = running.tokens[:-1], target.blocks
+        piece = PrefillPiece(tokens[start : start + self._backend.largest_piece], start, blocks)
+        return PlannedPiece(target, piece, running.has_begun)
+
+    def _fill_bucket(
+        self, planned: Sequence[tuple[RunningRequest, PlannedPiece]]
+    ) -> tuple[Sequence[tuple[RunningRequest, PlannedPiece]], PrefillBucket]:
+        """As many of the first pieces as one bucket holds, and the bucket."""
+        if not planned:
+            return (), NO_PREFILL
+        spans: list[Span] = [one.piece.span for _, one in planned]
+        low, high = 1, len(spans)
+        while low < high:
+            middle = -(-(low + high) // 2)
+            if self._backend.prefill_bucket(spans[:middle]) is None:
+                high = middle - 1
+            else:
+                low = middle
+        bucket = self._backend.prefill_bucket(spans[:low])
+        if bucket is None:
+            raise RuntimeError(f'no prefill bucket holds {spans[0]}')
+        return planned[:low], bucket
+
+
+def _cached(running: RunningRequest) -> CachedSequence:
+    assert running.cached is not None
+    return running.cached
+
+
+def _is_ready(running: RunningRequest) -> bool:
+    """Whether all its tokens but the last are in the cache."""
+    cached = running.cached
+    return cached is not None and cached.is_attached and cached.filled == len(running) - 1
+
+
+def _prefill_target(running: RunningRequest) -> Prefix | CachedSequence | None:
+    """What is to be computed next for the request; None = nothing, or nothing yet."""
+    cached = _cached(running)
+    if cached.prefix is not None and not cached.prefix.is_complete:
+        return cached.prefix
+    filled = cached.filled if cached.is_attached else len(running.request.prompt_tokens) - 1
+    return cached if filled < len(running) - 1 else None
+
+
+def _decode_row(running: RunningRequest) -> DecodeRow:
+    tokens, blocks = running.tokens, _cached(running).blocks
+    return DecodeRow(running.request, int(tokens[-1]), len(tokens) - 1, running.limit, blocks)
