@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
-from areal_jax.rollout.backend import SlotInit
+from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import GenerationRequest, SamplingParams
@@ -20,6 +19,7 @@ from benchmarks.sides import Call, Compilations, Start, serve
 from benchmarks.workload import load_work
 
 DECODE_STEPS = 8  # of a dispatch
+BLOCK_TOKENS, PREFILL_TOKENS = 64, 1024
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
@@ -77,30 +77,39 @@ def prepare_generation(arguments: Mapping[str, Any]) -> Start:
     prompt_tokens = prompts.shape[1]
     context = prompt_tokens + new_tokens
     sampling = SamplingParams(new_tokens, 1.0, 0, 1.0, ())
+    per_row = -(-context // BLOCK_TOKENS)
+    blocks = [range(row * per_row, (row + 1) * per_row) for row in range(len(prompts))]
 
     def start() -> tuple[Call, Any]:
         backend = JaxDecodeBackend(
             Decoder(config),
             slots=len(prompts),
             context_tokens=context,
-            prefill_buckets=(prompt_tokens, context),
+            block_tokens=BLOCK_TOKENS,
+            prefill_buckets=(PREFILL_TOKENS,),
             decode_steps=DECODE_STEPS,
             filtered=False,
             dtype='float32',
+            batch_buckets=(len(prompts),),
         )
-        backend.warm_up(params)
+        weights = backend.prepare(params)
+        backend.warm_up(weights)
 
         def call() -> Mapping[str, float]:
             state = backend.initial_state()
-            prefixes = backend.prefill(params, [row[:-1] for row in prompts])
-            for slot, (row, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
-                request = GenerationRequest(slot, 0, 0, row, sampling)
-                state = backend.insert(prefix, state, [SlotInit(slot, request, row, context)])
-            valid = 0
-            for done in range(0, new_tokens, DECODE_STEPS):
-                width = backend.width_for(prompt_tokens + done + DECODE_STEPS)
-                state, output = backend.generate(params, state, DECODE_STEPS, width)
-                valid += int(np.asarray(output.valid).sum())
+            together = max(1, PREFILL_TOKENS // prompt_tokens)
+            pieces = [PrefillPiece(row[:-1], 0, own) for row, own in zip(prompts, blocks, strict=True)]
+            for first in range(0, len(pieces), together):
+                state = backend.prefill(weights, state, pieces[first : first + together])
+            requests = [GenerationRequest(row, 0, 0, prompt, sampling) for row, prompt in enumerate(prompts)]
+            tokens, valid = prompts[:, -1], 0
+            for position in range(prompt_tokens - 1, context - 1, DECODE_STEPS):
+                rows = [
+                    DecodeRow(request, int(token), position, context, own)
+                    for request, token, own in zip(requests, tokens, blocks, strict=True)
+                ]
+                state, output = backend.generate(weights, state, rows, DECODE_STEPS)
+                tokens, valid = output.tokens[-1], valid + int(output.valid.sum())
             jax.block_until_ready(state)
             return {'tokens': float(valid)}
 

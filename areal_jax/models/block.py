@@ -1,7 +1,8 @@
 """The layer of the decoder as Flax modules, whose parameters are the rows of the table of weights.
 
 `decoder` builds a layer once, under nnx.eval_shape, and merges the static graph with weights inside jax.jit: nobody
-else sees nnx. T tokens, H heads, K kv heads, D head_dim, d model width.
+else sees nnx. Activations are [T, d] or [d, T], see `activations`. T tokens, H heads, K kv heads, D head_dim, d model
+width.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from areal_jax.models.activations import Activations
 from areal_jax.models.lora import Lora
 from areal_jax.models.rotary import rotate
 from areal_jax.models.shape import ModelConfig
@@ -29,42 +31,46 @@ class Layer(nnx.Module):
     attention_norm: nnx.Param
     mlp_norm: nnx.Param
 
-    def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None):
+    def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None, form: Activations):
         _declare(self, weights)
-        self.eps = c.rms_eps
-        self.attention = _Attention(c, _below(weights, 'attention'), lora)
-        self.mlp = _Mlp(_below(weights, 'mlp'), lora)
+        self.eps, self.form = c.rms_eps, form
+        self.attention = _Attention(c, _below(weights, 'attention'), lora, form)
+        self.mlp = _Mlp(_below(weights, 'mlp'), lora, form)
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
-        """x [T, d] -> (x [T, d], the layer's entry of the cache)."""
-        out, entry = self.attention(rms_norm(x, self.attention_norm[...], self.eps), rotation, attend)
+        """Activations x -> (x, the layer's entry of the cache)."""
+        out, entry = self.attention(self._norm(x, self.attention_norm[...]), rotation, attend)
         x = x + out
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps)), entry
+        return x + self.mlp(self._norm(x, self.mlp_norm[...])), entry
+
+    def _norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return rms_norm(x, self.form.by_feature(scale), self.eps, self.form.features)
 
 
 class _Attention(nnx.Module):
     query_norm: nnx.Param
     key_norm: nnx.Param
 
-    def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None):
+    def __init__(self, c: ModelConfig, weights: Nested, lora: Lora | None, form: Activations):
         _declare(self, weights)
         self.query, self.key, self.value, self.output = (
-            _Linear(_below(weights, name), lora) for name in ('query', 'key', 'value', 'output')
+            _Linear(_below(weights, name), lora, form) for name in ('query', 'key', 'value', 'output')
         )
-        self.head_dim, self.eps, self.qk_norm = c.head_dim, c.rms_eps, c.qk_norm
+        self.head_dim, self.eps, self.qk_norm, self.form = c.head_dim, c.rms_eps, c.qk_norm, form
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
-        q, k, v = (linear(x).reshape(len(x), -1, self.head_dim) for linear in (self.query, self.key, self.value))
+        projections = self.query, self.key, self.value
+        q, k, v = (self.form.split_heads(linear(x), self.head_dim) for linear in projections)
         if self.qk_norm:
             q, k = rms_norm(q, self.query_norm[...], self.eps), rms_norm(k, self.key_norm[...], self.eps)
         out, entry = attend(rotate(q, *rotation), rotate(k, *rotation), v)
-        return self.output(out.reshape(len(x), -1)), entry
+        return self.output(self.form.join_heads(out)), entry
 
 
 class _Mlp(nnx.Module):
-    def __init__(self, weights: Nested, lora: Lora | None):
+    def __init__(self, weights: Nested, lora: Lora | None, form: Activations):
         _declare(self, weights)
-        self.gate, self.up, self.down = (_Linear(_below(weights, name), lora) for name in ('gate', 'up', 'down'))
+        self.gate, self.up, self.down = (_Linear(_below(weights, name), lora, form) for name in ('gate', 'up', 'down'))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -76,24 +82,25 @@ class _Linear(nnx.Module):
     lora_a: nnx.Param
     lora_b: nnx.Param
 
-    def __init__(self, weights: Nested, lora: Lora | None):
+    def __init__(self, weights: Nested, lora: Lora | None, form: Activations):
         _declare(self, weights)
-        self.has_bias = 'bias' in weights
+        self.has_bias, self.form = 'bias' in weights, form
         self.lora_scale = lora.scale if lora and 'lora_a' in weights else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.weight[...]
+        multiply = self.form.multiply
+        y = multiply(x, self.weight[...])
         if self.has_bias:
-            y = y + self.bias[...]
+            y = y + self.form.by_feature(self.bias[...])
         if self.lora_scale is not None:
-            y = y + (x @ self.lora_a[...]) @ self.lora_b[...] * self.lora_scale
+            y = y + multiply(multiply(x, self.lora_a[...]), self.lora_b[...]) * self.lora_scale
         return y
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32 (arXiv 1910.07467, Eq. 4)."""
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axis: int = -1) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over one axis, in float32 (arXiv 1910.07467, Eq. 4); scale broadcasts to x."""
     x32 = x.astype(jnp.float32)
-    normal = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    normal = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=axis, keepdims=True) + eps)
     return (normal * scale).astype(x.dtype)
 
 

@@ -16,12 +16,13 @@ from flax import nnx
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models import initial
+from areal_jax.models.activations import ACTIVATIONS
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.layers import FORMS, stack_layers
 from areal_jax.models.lora import Lora
 from areal_jax.models.rotary import rotary
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params, at_layer, nest, weight_table
+from areal_jax.models.weights import Params, at_layer, map_matrices, nest, weight_table
 from areal_jax.types import Tree
 
 # (q [T, H, D], k [T, K, D], v [T, K, D], cache of the layer, window) -> (out [T, H, D], cache of the layer)
@@ -45,29 +46,40 @@ REMAT: dict[str, Callable[..., bool] | None] = {
 class Decoder:
     """Pure functions of `params` for one shape; holds no weights.
 
-    Weights are float32: matrices [in, out], multiplied from the right (x @ W), `embedding` and `head` [V, d], norm
-    scales and biases one-dimensional. Activations are [T, d], with the tokens of all rows in one axis, and have the
-    dtype of the weights that `hidden` is given.
+    Weights are float32: matrices [in, out], `embedding` and `head` [V, d], norm scales and biases one-dimensional.
+    `hidden` takes them as `prepare` returns them. Activations have the tokens of all rows in one axis, and the dtype of
+    the weights that `hidden` is given.
 
     Args:
       layers: 'list' has one subtree per layer and an unrolled program. 'stacked' has one subtree, whose leaves have a
         leading axis of layers, and scans over that axis: the time to compile does not grow with depth.
       remat: which intermediates of a layer are saved for the backward pass, see REMAT.
       lora: adds adapters to the projections it names.
+      tokens: 'rows' has activations [T, d], 'columns' [d, T], see `activations`. Results differ by rounding alone.
 
-    Raises ValueError for an unknown `layers` or `remat`.
+    Raises ValueError for an unknown `layers`, `remat` or `tokens`.
     """
 
-    def __init__(self, config: ModelConfig, *, layers: str = 'list', remat: str = 'none', lora: Lora | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layers: str = 'list',
+        remat: str = 'none',
+        lora: Lora | None = None,
+        tokens: str = 'rows',
+    ):
         if layers not in FORMS:
             raise ConfigError(f'learner.layers={layers!r} is unknown; use one of {", ".join(FORMS)}')
         if remat not in REMAT:
             raise ConfigError(f'learner.remat={remat!r} is unknown; use one of {", ".join(REMAT)}')
+        if tokens not in ACTIVATIONS:
+            raise ConfigError(f'tokens={tokens!r} is unknown; use one of {", ".join(ACTIVATIONS)}')
         self.config, self.layers, self.lora = config, layers, lora
-        self._remat = remat
+        self._remat, self._form = remat, ACTIVATIONS[tokens]
         self._table = weight_table(config, lora)
         specs = nest((spec.path_in_layer, spec) for spec in self._table.values() if spec.in_layers)
-        self._layer_graph = nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora)))[0]
+        self._layer_graph = nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora, self._form)))[0]
 
     def abstract(self) -> Params:
         """Shape and dtype of every leaf, as jax.ShapeDtypeStruct."""
@@ -91,6 +103,10 @@ class Decoder:
         """`params`, in list form, with the leaves that it lacks (adapters) as `init` would make them."""
         return initial.complete(self._table, params, self.config.n_layers, seed, scale)
 
+    def prepare(self, params: Params) -> Params:
+        """Published weights in the form in which `hidden` and `logits` take them; inside jax.jit or outside."""
+        return map_matrices(self._table, params, self._form.stored)
+
     def hidden(
         self,
         params: Params,
@@ -100,7 +116,9 @@ class Decoder:
         cache: Tree = None,
         constrain: Constrain = lambda x: x,
     ) -> tuple[jax.Array, Tree]:
-        """Hidden states after the final norm [T, d], and the cache that `attend` returned, one entry per layer.
+        """Hidden states after the final norm, and the cache that `attend` returned, one entry per layer.
+
+        The states are [T, d], or [d, T] with tokens as columns.
 
         Call it inside jax.jit: it merges static graphs with `params`.
 
@@ -110,22 +128,22 @@ class Decoder:
             the layer's entry of `cache` (None without a cache) and the layer's window in tokens (None = no window). It
             scales the scores by 1/sqrt(D) and returns out [T, H, D] and the new entry.
           cache: a tuple of entries in list form; entries stacked along a leading axis in stacked form.
-          constrain: sharding constraint of the residual stream [T, d], applied to the embedding and after every layer.
+          constrain: sharding constraint of the residual stream, applied to the embedding and after every layer.
         """
         c = self.config
         rotation = rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        x = constrain(params['embedding'][tokens])
+        x = constrain(self._form.embed(params['embedding'], tokens))
         run = self._run_stacked if self.layers == 'stacked' else self._run_list
         x, written = run(params['layers'], x, rotation, attend, cache, constrain)
-        return rms_norm(x, params['final_norm'], c.rms_eps), written
+        return rms_norm(x, self._form.by_feature(params['final_norm']), c.rms_eps, self._form.features), written
 
     def head(self, params: Params) -> jax.Array:
         """[V, d]: the embedding when tied."""
         return params['embedding'] if self.config.tie_embeddings else params['head']
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """float32 [T, V] of hidden states [T, d]."""
-        return jnp.einsum('td,vd->tv', hidden, self.head(params), preferred_element_type=jnp.float32)
+        """float32 [T, V] of what `hidden` returned."""
+        return self._form.logits(hidden, self.head(params))
 
     def parameter_count(self) -> int:
         repeats = lambda spec: self.config.n_layers if spec.in_layers else 1

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar, Union
+
+import jax
 
 from areal_jax.models.families import FAMILIES, Init, Weight
 from areal_jax.models.lora import ADAPTERS, Lora
 from areal_jax.models.shape import ModelConfig
-from areal_jax.sharding.rules import WeightAxes
+from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
 
 Params = dict[str, Tree]  # weights by name, nested: {'layers': {'0': {'attention': {'query': {'weight': array}}}}}
@@ -40,6 +43,11 @@ class WeightSpec:
     def in_layers(self) -> bool:
         """Whether every layer has one of its own."""
         return self.path.startswith(_LAYERS)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix [in, out] of a projection or an adapter; a table [V, d] is not."""
+        return self.in_layers and len(self.shape) == 2
 
     @property
     def stacked_path(self) -> str:
@@ -102,6 +110,14 @@ def leaf_at(tree: Tree, path: str) -> Tree:
 def find_leaf(tree: Tree, path: str) -> Tree | None:
     """`leaf_at`, or None where the tree lacks the leaf."""
     return functools.reduce(lambda node, key: None if node is None else node.get(key), path.split('/'), tree)
+
+
+def map_matrices(table: Mapping[str, WeightSpec], params: Params, change: Callable[[jax.Array], jax.Array]) -> Params:
+    """`params`, layers listed or stacked, with every matrix [..., in, out] replaced by `change` of it."""
+    matrices = {path for spec in table.values() if spec.is_matrix for path in (spec.path, spec.stacked_path)}
+    pattern = lambda path: re.sub(r'^layers/\d+/', _LAYERS, path_name(path))
+    leaf = lambda path, value: change(value) if pattern(path) in matrices else value
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def at_layer(pattern: str, layer: int) -> str:

@@ -18,13 +18,14 @@ from areal_jax.learning.forward import forward
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.rollout.backend import DecodeOutput, SlotInit
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks.gpu_parts.cells import Cells, run_part, summarize
 from benchmarks.gpu_parts.shapes import DecodeCase, decode_bytes, decode_case, find_peak, key_bytes, mean_positions
 
 SEED = 0
+BLOCK_TOKENS = 64
 _CHECKED = {'slots': 4, 'context_tokens': 48, 'prompt_tokens': 9, 'new_tokens': 32, 'decode_steps': 8}
 
 
@@ -53,41 +54,52 @@ class Decoding:
     """Every slot answers the same prompt with noise of its own, until it has all its new tokens."""
 
     def __init__(self, case: DecodeCase, params: Params, dtype: str):
-        self._case, self._params = case, params
+        self._case = case
         self._backend = JaxDecodeBackend(
             Decoder(case.model),
             slots=case.slots,
             context_tokens=case.context_tokens,
-            prefill_buckets=(case.prompt_tokens, case.context_tokens),
+            block_tokens=BLOCK_TOKENS,
+            prefill_buckets=(case.prompt_tokens,),
             decode_steps=case.decode_steps,
             filtered=False,
             dtype=dtype,
+            batch_buckets=(case.slots,),
         )
+        self._params = self._backend.prepare(params)
         self._state = self._backend.initial_state()
         rng = np.random.default_rng(SEED)
         self.prompt = rng.integers(8, case.model.vocab_size, case.prompt_tokens).astype(np.int32)
+        sampling = SamplingParams(case.new_tokens, 1.0, 0, 1.0, ())
+        self._requests = [GenerationRequest(slot, 0, SEED, self.prompt, sampling) for slot in range(case.slots)]
+        per_row = -(-case.context_tokens // BLOCK_TOKENS)
+        self._blocks = [range(slot * per_row, (slot + 1) * per_row) for slot in range(case.slots)]
+        self._tokens = np.full(case.slots, self.prompt[-1])
         self.outputs: list[DecodeOutput] = []
         self.generated = 0
 
     def prefill(self) -> None:
-        """One prompt, whose keys and values are copied to all slots."""
-        case = self._case
-        sampling = SamplingParams(case.new_tokens, 1.0, 0, 1.0, ())
-        limit = case.prompt_tokens + case.new_tokens
-        inits = [
-            SlotInit(slot, GenerationRequest(slot, 0, SEED, self.prompt, sampling), self.prompt, limit)
-            for slot in range(case.slots)
-        ]
-        [prefix] = self._backend.prefill(self._params, [self.prompt[:-1]])
-        self._state = jax.block_until_ready(self._backend.insert(prefix, self._state, inits))
+        """One prompt, whose blocks are copied to all rows."""
+        backend, first = self._backend, self._blocks[0]
+        self._state = backend.prefill(self._params, self._state, [PrefillPiece(self.prompt[:-1], 0, first)])
+        held = -(-(self._case.prompt_tokens - 1) // BLOCK_TOKENS)
+        for own in self._blocks[1:]:
+            self._state = backend.copy(self._state, first[:held], own[:held])
+        jax.block_until_ready(self._state)
 
     def step(self) -> None:
         """One dispatch; its tokens are on the host when it returns."""
-        case = self._case
-        self._state, output = self._backend.generate(self._params, self._state, case.decode_steps, case.context_tokens)
+        case, limit = self._case, self._case.prompt_tokens + self._case.new_tokens
+        position = case.prompt_tokens - 1 + self.generated
+        rows = [
+            DecodeRow(request, int(token), position, limit, own)
+            for request, token, own in zip(self._requests, self._tokens, self._blocks, strict=True)
+        ]
+        self._state, output = self._backend.generate(self._params, self._state, rows, case.decode_steps)
         if not output.valid.all():
-            raise RuntimeError(f'slots ended after {self.generated} tokens')
+            raise RuntimeError(f'rows ended after {self.generated} tokens')
         self.outputs.append(output)
+        self._tokens = output.tokens[-1]
         self.generated += case.decode_steps
 
 

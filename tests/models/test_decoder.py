@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.extend
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from areal_jax.config.ranges import ConfigError
+from areal_jax.models.activations import ACTIVATIONS
 from areal_jax.models.decoder import REMAT, Decoder, rms_norm
 from areal_jax.models.layers import stack_layers, unstack_layers
-from areal_jax.models.lora import Lora
+from areal_jax.models.lora import TARGETS, Lora
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from tests.models import reference
 
@@ -259,6 +262,59 @@ def test_activations_have_the_dtype_of_the_weights_and_logits_are_float32(layers
     # a handful of roundings of 2^-9 (bfloat16) or 2^-12 (float16) of the range
     error = np.abs(rounded - exact).max() / np.abs(exact).max()
     assert 0 < error < (0.03 if dtype == jnp.bfloat16 else 0.004)
+
+
+# Tokens as rows or as columns.
+
+
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+@pytest.mark.parametrize('lora', [None, Lora(rank=3, alpha=6.0, targets=TARGETS)], ids=['whole', 'lora'])
+@pytest.mark.parametrize('name', VARIANTS)
+def test_tokens_as_columns_compute_what_rows_do(name, lora, layers):
+    rows, columns = (Decoder(VARIANTS[name], layers=layers, lora=lora, tokens=tokens) for tokens in ACTIVATIONS)
+    params = scattered(rows.init(5))
+    key = jax.random.key(0)  # adapters that are not 0
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(key, leaf.shape), params)
+    state = jax.jit(lambda p: hidden_of(rows, p))(params)
+    turned = jax.jit(lambda p: hidden_of(columns, columns.prepare(p)))(params)
+    assert turned.shape == (rows.config.d_model, len(TOKENS))
+    assert_close(turned.T, state)
+    logits = jax.jit(lambda p: columns.logits(p, hidden_of(columns, p)))(columns.prepare(params))
+    assert_close(logits, rows.logits(params, state))
+
+
+@pytest.mark.parametrize('lora', [None, Lora(rank=3, alpha=6.0, targets=('query', 'down'))], ids=['whole', 'lora'])
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+def test_prepared_weights_are_transposed_matrices_bit_for_bit(layers, lora):
+    rows, columns = (Decoder(VARIANTS['everything'], layers=layers, lora=lora, tokens=tokens) for tokens in ACTIVATIONS)
+    params = rows.init(5)
+    assert jax.tree.leaves(rows.prepare(params)) == jax.tree.leaves(params)  # the same arrays
+    turned = []
+    for (path, leaf), before in zip(
+        jax.tree_util.tree_leaves_with_path(columns.prepare(params)), jax.tree.leaves(params), strict=True
+    ):
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        is_matrix = name.startswith('layers') and name.endswith(('/weight', '/lora_a', '/lora_b'))
+        turned += [name] * is_matrix
+        np.testing.assert_array_equal(leaf, np.swapaxes(before, -1, -2) if is_matrix else before)
+    assert len(turned) == (7 + (4 if lora else 0)) * (3 if layers == 'list' else 1)
+
+
+def test_no_product_of_columns_has_the_tokens_on_the_left():
+    # a product with the weights on the right packs them anew in every call
+    decoder = Decoder(VARIANTS['untied'], tokens='columns')
+    weights = jax.eval_shape(decoder.prepare, decoder.abstract())
+    attend = lambda q, k, v, entry, window: (q + repeated(k + v, q), entry)
+    run = lambda p: decoder.logits(p, hidden_of(decoder, p, attend=attend))
+    compiled = jax.jit(run).lower(weights).compile().as_text()
+    products = re.findall(r'f32\[(\d+),(\d+)\]\S* dot\(', compiled)
+    assert len(products) == 2 * 7 + 1
+    assert {int(columns) for _, columns in products} == {len(TOKENS)}
+
+
+def test_an_unknown_form_of_activations_is_refused():
+    with pytest.raises(ConfigError, match="tokens='diagonal' is unknown; use one of rows, columns"):
+        Decoder(CONFIG, tokens='diagonal')
 
 
 # Layers stacked or listed, and what the gradient keeps.

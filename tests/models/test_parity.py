@@ -15,10 +15,10 @@ from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import export_hf
-from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
 from tests.models import parity
+from tests.rollout.decode.examples import Decoding
 
 LENGTH = 48  # tokens of a row: both texts and one of padding
 TOLERANCE = 1e-5  # of the range of the logits
@@ -91,22 +91,16 @@ def greedy(name, texts):
     """What the decode engine continues every text with."""
     decoder, params = model(name, 'list')
     backend = JaxDecodeBackend(
-        decoder, slots=2, context_tokens=LENGTH, prefill_buckets=(LENGTH,), decode_steps=parity.NEW_TOKENS,
-        filtered=False, dtype='float32',
+        decoder, slots=2, context_tokens=LENGTH, block_tokens=16, prefill_buckets=(LENGTH,),
+        decode_steps=parity.NEW_TOKENS, batch_buckets=(2,), filtered=False, dtype='float32',
     )  # fmt: skip
     sampling = SamplingParams(parity.NEW_TOKENS, temperature=0.0, top_k=0, top_p=1.0, stop_tokens=())
-    inits = [
-        SlotInit(slot, GenerationRequest(0, slot, 0, text, sampling), text, len(text) + parity.NEW_TOKENS)
-        for slot, text in enumerate(texts)
-    ]
-    state = backend.initial_state()
-    for prefix, init in zip(backend.prefill(params, [text[:-1] for text in texts]), inits, strict=True):
-        state = backend.insert(prefix, state, [init])
-    _, output = backend.generate(params, state, parity.NEW_TOKENS, LENGTH)
-    return output.tokens.T  # [slots, NEW_TOKENS]
+    decoding = Decoding(backend, params)
+    decoding.start({number: GenerationRequest(0, number, 0, text, sampling) for number, text in enumerate(texts)})
+    return decoding.decode(parity.NEW_TOKENS).tokens.T  # [texts, NEW_TOKENS]
 
 
-# four programs to compile for each: the quick tests take what decoding could get wrong
+# two programs to compile for each: the quick tests take what decoding could get wrong
 @pytest.mark.parametrize('name', DECODED)
 def test_greedy_continuations_are_those_of_transformers(name):
     expected = [recorded()[f'{name}/{number}/greedy'] for number in range(2)]

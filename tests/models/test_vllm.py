@@ -28,9 +28,9 @@ import pytest
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from areal_jax.publication.export import export_hf
-from areal_jax.rollout.backend import SlotInit
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
+from tests.rollout.decode.examples import Decoding
 
 PYTHON = os.environ.get('AREAL_JAX_VLLM_PYTHON')
 pytestmark = [
@@ -93,16 +93,13 @@ def ask_vllm(directory: pathlib.Path, texts_or_chats: dict, folder: pathlib.Path
 def our_greedy(config: ModelConfig, params: dict, texts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probs [texts, NEW_TOKENS] of the decode engine."""
     backend = JaxDecodeBackend(
-        Decoder(config), slots=len(texts), context_tokens=ROW, prefill_buckets=(ROW,), decode_steps=NEW_TOKENS,
-        filtered=False, dtype='float32',
+        Decoder(config), slots=len(texts), context_tokens=ROW, block_tokens=64, prefill_buckets=(ROW,),
+        decode_steps=NEW_TOKENS, batch_buckets=(len(texts),), filtered=False, dtype='float32',
     )  # fmt: skip
     sampling = SamplingParams(NEW_TOKENS, temperature=0.0, top_k=0, top_p=1.0, stop_tokens=())
-    params, state = jax.tree.map(jax.numpy.asarray, params), backend.initial_state()
-    prefixes = backend.prefill(params, [text[:-1] for text in texts])
-    for slot, (text, prefix) in enumerate(zip(texts, prefixes, strict=True)):
-        init = SlotInit(slot, GenerationRequest(0, slot, 0, text, sampling), text, len(text) + NEW_TOKENS)
-        state = backend.insert(prefix, state, [init])
-    _, output = backend.generate(params, state, NEW_TOKENS, ROW)
+    decoding = Decoding(backend, jax.tree.map(jax.numpy.asarray, params))
+    decoding.start({number: GenerationRequest(0, number, 0, text, sampling) for number, text in enumerate(texts)})
+    output = decoding.decode(NEW_TOKENS)
     return output.tokens.T, output.logprobs.T
 
 

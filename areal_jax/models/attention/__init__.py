@@ -10,11 +10,12 @@ from areal_jax.models.attention.backends import (
     shares_prompts,
 )
 from areal_jax.models.attention.check import choose_checked, self_check
-from areal_jax.models.attention.packed import packed_attention, packed_rows_attention
+from areal_jax.models.attention.packed import MAX_TILE_TOKENS, packed_attention, packed_rows_attention, tile_tokens
 
 __all__ = [
     'BACKENDS',
     'IMPLEMENTATIONS',
+    'MAX_TILE_TOKENS',
     'AttentionError',
     'Backend',
     'choose_checked',
@@ -24,4 +25,5 @@ __all__ = [
     'packed_rows_attention',
     'self_check',
     'shares_prompts',
+    'tile_tokens',
 ]

@@ -35,7 +35,7 @@ from areal_jax.models.attention.visibility import (
     visits,
 )
 
-_BLOCK, _SHORT_BLOCK = 64, 32  # tokens: side of a tile, and in short rows, because their segments are short
+BLOCK, _SHORT_BLOCK = 64, 32  # tokens: side of a tile, and in short rows, because their segments are short
 _SHORT_ROW = 2048  # tokens
 
 
@@ -44,12 +44,17 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
     queries, keys = stream_ids(ids, q.shape[1])
     shape = q.shape
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    block = _SHORT_BLOCK if ids.segment.shape[1] <= _SHORT_ROW else _BLOCK
+    block = tile_tokens(ids.segment.shape[1])
     more_queries, more_keys = -len(q) % block, -len(k) % block
     padded = jnp.pad(q, ((0, more_queries), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, more_keys), (0, 0), (0, 0))) for x in (k, v))
     queries, keys = pad_queries(queries, more_queries), pad_keys(keys, more_keys)
     return flash.attend(_KERNELS[block], padded, k, v, queries, keys, setting)[: len(q)].reshape(shape)
+
+
+def tile_tokens(row_tokens: int) -> int:
+    """The side of a tile in rows of so many tokens."""
+    return _SHORT_BLOCK if row_tokens <= _SHORT_ROW else BLOCK
 
 
 def forward(rows: Rows, keys: Keys, setting: Setting, block: int) -> tuple[jax.Array, jax.Array]:
@@ -107,7 +112,7 @@ def backward(rows: GradientRows, keys: Keys, setting: Setting, block: int) -> tu
 
 _KERNELS = {
     block: Kernel(functools.partial(forward, block=block), functools.partial(backward, block=block))
-    for block in (_BLOCK, _SHORT_BLOCK)
+    for block in (BLOCK, _SHORT_BLOCK)
 }
 
 

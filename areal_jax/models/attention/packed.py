@@ -22,6 +22,8 @@ from areal_jax.models.attention.backends import (
 from areal_jax.models.attention.flash import Setting
 from areal_jax.models.attention.visibility import RowIds
 
+MAX_TILE_TOKENS = max(blocked.BLOCK, pallas.MAX_BLOCK)  # every tile of our kernels divides it
+
 
 def packed_attention(
     q: jax.Array,
@@ -104,6 +106,15 @@ def packed_rows_attention(
     if shares and not BACKENDS[impl].shares_prompts:
         return jnp.where((segment_ids == parent_ids)[..., None, None], out, jnp.nan)
     return out
+
+
+def tile_tokens(row_tokens: int) -> int:
+    """Tokens at whose multiples a segment must start for a result that does not depend, bit for bit, on the others.
+
+    That is the side of the tiles of 'blocked' on a CPU; elsewhere the largest side of those of 'pallas', whose smaller
+    ones divide it.
+    """
+    return blocked.tile_tokens(row_tokens) if local_device()[0] == 'cpu' else pallas.MAX_BLOCK
 
 
 _MODULES = {'dense': dense, 'blocked': blocked, 'pallas': pallas, 'splash': splash, 'cudnn': cudnn}

@@ -33,6 +33,7 @@ from areal_jax.models.attention.visibility import (
 
 Ref = Any  # a block of an array in memory, as Pallas passes it to a kernel; indexing reads, assignment writes
 _TILE_BYTES = 16384  # of one block of vectors: the four blocks of a backward tile fit the shared memory of an sm80
+MAX_BLOCK = 64  # tokens: side of a tile
 _MIN_DIM = 16  # smallest axis of a product on tensor cores
 
 
@@ -262,5 +263,5 @@ def _padded_dim(dim: int) -> int:
 
 
 def _block(dim: int, dtype: jax.typing.DTypeLike) -> int:
-    """Side of a tile in tokens: at most 64, at least 16, and so that a block of vectors fits _TILE_BYTES."""
-    return max(16, min(64, _TILE_BYTES // (_padded_dim(dim) * jnp.dtype(dtype).itemsize)))
+    """Side of a tile in tokens: at most MAX_BLOCK, at least 16, and so that a block of vectors fits _TILE_BYTES."""
+    return max(16, min(MAX_BLOCK, _TILE_BYTES // (_padded_dim(dim) * jnp.dtype(dtype).itemsize)))

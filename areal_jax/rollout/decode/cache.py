@@ -1,9 +1,4 @@
-"""The KV cache: keys and values of every layer and slot, and the insertion of prefilled rows.
-
-Used by backend.py. Each layer has a pair (k, v), each [B slots, K key-value heads, S positions, D]. The positions of a
-head are contiguous, so attention is a matrix product over a view. Layers are separate arrays, because XLA would copy an
-array of all layers whenever one layer is written.
-"""
+"""The cache of an engine: its sizes, and the pair of arrays of each layer in the layout of an attention."""
 
 from __future__ import annotations
 
@@ -11,49 +6,41 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-LayerCache = tuple[jax.Array, jax.Array]  # k, v
-Cache = tuple[LayerCache, ...]
+from areal_jax.models.shape import ModelConfig
+from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention
+
+COPIES = 8  # blocks that one call of `copy_blocks` copies
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefix:
-    """The keys and values of one prefilled sequence: a row of the batch in which it was computed."""
+class CacheSizes:
+    """In blocks of `block_tokens` positions."""
 
-    rows: Cache  # per layer k, v [R, K, L, D]; shared by the prefixes of the batch, never donated
-    row: int
-    length: int  # positions in use, <= L
+    context_tokens: int
+    block_tokens: int
+    blocks: int  # that sequences may have
 
+    @property
+    def table_blocks(self) -> int:
+        """Of the longest sequence."""
+        return -(-self.context_tokens // self.block_tokens)
 
-def empty_cache(n_layers: int, slots: int, heads: int, positions: int, head_dim: int, dtype: jnp.dtype) -> Cache:
-    """Zeros."""
-    shape = (slots, heads, positions, head_dim)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(n_layers))
-
-
-def write_token(layer: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> LayerCache:
-    """The layer with k, v [B, K, D] of one token per slot at its position, int32 [B]; in place when donated."""
-    slots = jnp.arange(k.shape[0])
-    return layer[0].at[slots, :, positions].set(k), layer[1].at[slots, :, positions].set(v)
+    @property
+    def padding_block(self) -> int:
+        """One more than sequences have: what belongs to none is written here."""
+        return self.blocks
 
 
-def insert_row(cache: Cache, rows: Cache, row: jax.Array, slots: jax.Array, n: jax.Array) -> Cache:
-    """The cache with one row of `rows` in each of the first `n` slots listed in `slots`, int32 [B].
-
-    All positions of the slots are written, because a masked position has weight 0 and 0 * NaN, left by an earlier
-    request, would be NaN. The cost is n rows of memory traffic, not the whole cache.
-    """
-    fitted = jax.tree.map(lambda target, source: _fit(source, row, target.shape[2]), cache, rows)
-
-    def write(i: jax.Array, written: Cache) -> Cache:
-        at = (slots[i], 0, 0, 0)
-        return jax.tree.map(lambda target, source: lax.dynamic_update_slice(target, source, at), written, fitted)
-
-    return lax.fori_loop(0, n, write, cache)
+def empty_cache(attention: CacheAttention, config: ModelConfig, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
+    """Zeros, the padding block included."""
+    blocks = sizes.blocks + 1
+    return tuple(
+        attention.empty(blocks, config.n_kv_heads, sizes.block_tokens, config.head_dim, dtype)
+        for _ in range(config.n_layers)
+    )
 
 
-def _fit(rows: jax.Array, row: jax.Array, positions: int) -> jax.Array:
-    """[1, K, S, D]: row `row` of [R, K, L, D], cut or padded to S positions."""
-    chosen = lax.dynamic_slice_in_dim(rows, row, 1, axis=0)[:, :, :positions]
-    return jnp.pad(chosen, ((0, 0), (0, 0), (0, positions - chosen.shape[2]), (0, 0)))
+def copy_blocks(attention: CacheAttention, cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+    """The cache with each source block, int32 [C], copied to the target block beside it."""
+    return tuple(attention.copy(layer, sources, targets) for layer in cache)

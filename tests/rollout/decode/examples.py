@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.rollout.backend import SlotInit
+from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
 
@@ -28,18 +28,15 @@ def weights(seed=0, dtype='float32'):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), exact)
 
 
-@functools.cache
-def backend(filtered=False, slots=4, decoder=DECODER, dtype='float32'):
-    return JaxDecodeBackend(
-        decoder,
-        slots=slots,
-        context_tokens=CONTEXT,
-        prefill_buckets=(8, CONTEXT),
-        decode_steps=5,
-        decode_widths=(12, CONTEXT),
-        filtered=filtered,
-        dtype=dtype,
-    )
+def build(decoder=DECODER, **changed):
+    sizes = {
+        'slots': 4, 'context_tokens': CONTEXT, 'block_tokens': 4, 'prefill_buckets': (8, CONTEXT), 'decode_steps': 5,
+        'batch_buckets': (4,), 'filtered': False, 'dtype': 'float32',
+    }  # fmt: skip
+    return JaxDecodeBackend(decoder, **(sizes | changed))
+
+
+backend = functools.cache(build)
 
 
 def request(draw=0, sample=0, *, seed=11, prompt=PROMPT, new=12, temperature=1.0, top_k=0, top_p=1.0, stop=()):
@@ -47,63 +44,109 @@ def request(draw=0, sample=0, *, seed=11, prompt=PROMPT, new=12, temperature=1.0
     return GenerationRequest(draw, sample, seed, np.asarray(prompt, np.int32), sampling)
 
 
+@dataclasses.dataclass
+class Sequence:
+    """What one request has so far."""
+
+    request: GenerationRequest
+    tokens: list
+    blocks: list
+    logprobs: list = dataclasses.field(default_factory=list)
+    sampling_logprobs: list = dataclasses.field(default_factory=list)
+    live: bool = True
+
+    @property
+    def limit(self):
+        return len(self.request.prompt_tokens) + self.request.sampling.max_new_tokens
+
+    @property
+    def answer(self):
+        return self.tokens[len(self.request.prompt_tokens) :]
+
+    def row(self):
+        return DecodeRow(self.request, self.tokens[-1], len(self.tokens) - 1, self.limit, self.blocks)
+
+
 class Decoding:
-    """Slots of a backend and what each has generated: what an engine does, without its coroutine."""
+    """Sequences of a backend by a name each: what an engine does, without its coroutine."""
 
     def __init__(self, backend, params=None):
-        self.backend, self.weights = backend, weights() if params is None else params
+        self.backend, self.params = backend, backend.prepare(weights() if params is None else params)
         self.state = backend.initial_state()
-        self.requests, self.tokens, self.logprobs, self.sampling_logprobs = {}, {}, {}, {}
+        self.free = list(range(backend.cache_blocks))
+        self.sequences = {}
 
     def start(self, requests):
-        """Prefill each distinct prompt once and put the requests, {slot: request}, into their slots."""
-        for slot, wanted in requests.items():
-            self.requests[slot], self.tokens[slot] = wanted, [*wanted.prompt_tokens]
-            self.logprobs[slot], self.sampling_logprobs[slot] = [], []
-        self._build(requests)
+        """Prefills the requests, {name: request}, together."""
+        for name, wanted in requests.items():
+            needed = len(wanted.prompt_tokens) + wanted.sampling.max_new_tokens - 1
+            blocks = [self.free.pop() for _ in range(-(-needed // self.backend.block_tokens))]
+            self.sequences[name] = Sequence(wanted, [*map(int, wanted.prompt_tokens)], blocks)
+        self.rebuild(*requests)
 
-    def rebuild(self, *slots):
-        """The KV of what the slots have so far, computed anew under the present weights."""
-        self.state = self.backend.release(self.state, slots)
-        self._build(slots)
+    def rebuild(self, *names):
+        """The keys and values of what the sequences have so far, computed anew under the present weights."""
+        pieces = []
+        for name in names:
+            tokens = np.array(self.sequences[name].tokens[:-1], np.int32)
+            if len(tokens):
+                pieces.append(PrefillPiece(tokens, 0, self.sequences[name].blocks))
+        while pieces:  # as many as fit at once
+            count = next(
+                n for n in range(len(pieces), 0, -1) if self.backend.prefill_bucket([p.span for p in pieces[:n]])
+            )
+            self.state = self.backend.prefill(self.params, self.state, pieces[:count])
+            pieces = pieces[count:]
 
-    def _build(self, slots):
-        by_tokens = {}
-        for slot in slots:
-            tokens = np.array(self.tokens[slot], np.int32)
-            limit = len(self.requests[slot].prompt_tokens) + self.requests[slot].sampling.max_new_tokens
-            by_tokens.setdefault(tokens[:-1].tobytes(), []).append(SlotInit(slot, self.requests[slot], tokens, limit))
-        members = list(by_tokens.values())
-        prefixes = self.backend.prefill(self.weights, [inits[0].tokens[:-1] for inits in members])
-        for prefix, inits in zip(prefixes, members, strict=True):
-            self.state = self.backend.insert(prefix, self.state, inits)
+    def cancel(self, name):
+        self.free += self.sequences.pop(name).blocks
 
-    def decode(self, steps, width=CONTEXT):
-        self.state, output = self.backend.generate(self.weights, self.state, steps, width)
-        for slot in self.tokens:
-            valid = output.valid[:, slot]
-            self.tokens[slot] += output.tokens[valid, slot].tolist()
-            self.logprobs[slot] += output.logprobs[valid, slot].tolist()
+    def decode(self, steps, order=None):
+        """One dispatch of the live sequences, in the order of their names in `order`; None = as they were started."""
+        names = order or [name for name, sequence in self.sequences.items() if sequence.live]
+        rows = [self.sequences[name].row() for name in names]
+        self.state, output = self.backend.generate(self.params, self.state, rows, steps)
+        for place, name in enumerate(names):
+            sequence, valid = self.sequences[name], output.valid[:, place]
+            sequence.tokens += output.tokens[valid, place].tolist()
+            sequence.logprobs += output.logprobs[valid, place].tolist()
             if output.sampling_logprobs is not None:
-                self.sampling_logprobs[slot] += output.sampling_logprobs[valid, slot].tolist()
+                sequence.sampling_logprobs += output.sampling_logprobs[valid, place].tolist()
+            stopped = sequence.tokens[-1] in sequence.request.sampling.stop_tokens
+            sequence.live = not stopped and len(sequence.tokens) < sequence.limit
         return output
 
-    def finish(self):
+    def finish(self, steps=5):
         for _ in range(CONTEXT):
-            if not self.decode(5).valid.any():
+            if not any(sequence.live for sequence in self.sequences.values()):
                 return self
-        raise AssertionError(f'slots live on after {CONTEXT} dispatches')
+            self.decode(steps)
+        raise AssertionError(f'sequences live on after {CONTEXT} dispatches')
 
-    def answer(self, slot):
-        return self.tokens[slot][len(self.requests[slot].prompt_tokens) :]
+    def answer(self, name):
+        return self.sequences[name].answer
+
+    def tokens(self, name):
+        return self.sequences[name].tokens
+
+    def logprobs(self, name):
+        return self.sequences[name].logprobs
+
+    def results(self):
+        """{name: (tokens, log-probs)}."""
+        return {name: (sequence.tokens, sequence.logprobs) for name, sequence in self.sequences.items()}
 
 
-def generate(wanted, slot=0, **kwargs):
+def finished(requests, **changed):
+    decoding = Decoding(backend(**changed))
+    decoding.start(requests)
+    return decoding.finish()
+
+
+def generate(wanted, **changed):
     """(tokens, log-probs) of one request alone."""
-    decoding = Decoding(backend(**kwargs))
-    decoding.start({slot: wanted})
-    decoding.finish()
-    return decoding.answer(slot), decoding.logprobs[slot]
+    decoding = finished({0: wanted}, **changed)
+    return decoding.answer(0), decoding.logprobs(0)
 
 
 def whole_attention(q, k, v, _, window):

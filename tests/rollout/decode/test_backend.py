@@ -1,19 +1,21 @@
 import dataclasses
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from areal_jax.rollout.backend import SlotInit
-from areal_jax.rollout.decode import backend as decode_backend
+from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.rows import empty_batch
 from tests.rollout.decode.examples import (
     CONTEXT,
     DECODER,
     PROMPT,
     Decoding,
     backend,
+    build,
+    finished,
     forward_logprobs,
     generate,
     next_token_logits,
@@ -32,19 +34,18 @@ def company():
     }
 
 
-def finished(requests, **kwargs):
-    decoding = Decoding(backend(**kwargs))
-    decoding.start(requests)
-    return decoding.finish()
+def poison(state, blocks):
+    """The state with NaN in these blocks, which are the first axis of every array."""
+    return jax.tree.map(lambda leaf: leaf.at[np.array(blocks)].set(np.nan), state)
 
 
 def test_every_logprob_is_that_of_a_forward_over_the_whole_sequence_at_the_temperature():
     decoding = finished(company())
-    for slot, wanted in company().items():
+    for name, wanted in company().items():
         expected = forward_logprobs(
-            decoding.tokens[slot], len(wanted.prompt_tokens), temperature=wanted.sampling.temperature
+            decoding.tokens(name), len(wanted.prompt_tokens), temperature=wanted.sampling.temperature
         )
-        np.testing.assert_allclose(decoding.logprobs[slot], expected, atol=1e-5)
+        np.testing.assert_allclose(decoding.logprobs(name), expected, atol=1e-5)
 
 
 def test_temperature_changes_the_recorded_logprob():
@@ -64,21 +65,24 @@ def test_temperature_0_takes_the_argmax_step_by_step_and_records_logprobs_of_tem
     np.testing.assert_allclose(logprobs, forward_logprobs(sequence, len(PROMPT)), atol=1e-5)
 
 
+# Where an answer ends.
+
+
 def test_an_answer_has_exactly_the_tokens_its_limit_allows():
     decoding = finished(company())
-    assert [len(decoding.answer(slot)) for slot in range(4)] == [12, 7, 15, 1]
+    assert [len(decoding.answer(name)) for name in range(4)] == [12, 7, 15, 1]
 
 
 def test_steps_bounds_the_tokens_of_a_dispatch():
     decoding = Decoding(backend())
-    decoding.start({1: request(new=7)})
-    valid = [decoding.decode(steps).valid[:, 1].tolist() for steps in (2, 1, 5)]
+    decoding.start({'only': request(new=7)})
+    valid = [decoding.decode(steps).valid[:, 0].tolist() for steps in (2, 1, 5)]
     # 7 = 2 + 1 + 4: the fifth step of the last dispatch is past the limit
     assert valid == [[True] * 2, [True], [True] * 4 + [False]]
 
 
 @pytest.mark.parametrize('as_second', [False, True])
-def test_the_stop_token_is_recorded_and_ends_the_slot(as_second):
+def test_the_stop_token_is_recorded_and_ends_the_row(as_second):
     free, free_logprobs = generate(request(new=12))
     stop = free[3]
     first = free.index(stop)
@@ -88,38 +92,62 @@ def test_the_stop_token_is_recorded_and_ends_the_slot(as_second):
     np.testing.assert_array_equal(logprobs, free_logprobs[: first + 1])
 
 
-def test_a_stop_token_of_one_slot_leaves_its_neighbour_alone():
+def test_a_stop_token_of_one_row_leaves_its_neighbours_alone():
     free, _ = generate(request(0))
-    neighbour, _ = generate(request(1), slot=1)
-    decoding = finished({0: request(0, stop=(free[0],)), 1: request(1)})
+    neighbours = finished({1: request(1), 2: request(2, prompt=np.arange(10, 19), new=15)})
+    # the row that ends stands between the others, longer and shorter than it
+    decoding = finished(
+        {0: request(0, stop=(free[0],)), 1: request(1), 2: request(2, prompt=np.arange(10, 19), new=15)}
+    )
     assert decoding.answer(0) == free[:1]
-    assert decoding.answer(1) == neighbour
+    assert {name: decoding.results()[name] for name in (1, 2)} == neighbours.results()
 
 
-def test_noise_does_not_depend_on_slot_or_company():
-    alone, alone_logprobs = generate(request(0), slot=3)
+# A row does not depend on the others.
+
+
+def test_noise_does_not_depend_on_company_order_or_blocks():
+    alone = finished({0: request(0)})
     decoding = Decoding(backend())
-    for slot, wanted in company().items():
-        decoding.start({slot: wanted})
+    for name, wanted in reversed(company().items()):  # request 0 gets the last blocks
+        decoding.start({name: wanted})
+    assert decoding.sequences[0].blocks != alone.sequences[0].blocks
+    for order in ((0, 1, 2, 3), (2, 1, 0), (1, 0, 2)):  # each is longest, shortest and between them at some time
+        decoding.decode(1, order)
     decoding.finish()
-    assert decoding.answer(0) == alone
-    assert decoding.logprobs[0] == alone_logprobs  # every bit: the same programs, prefill included
+    assert decoding.results()[0] == alone.results()[0]  # every bit: the same programs, prefill included
+
+
+def test_outputs_are_in_the_order_of_the_rows_given():
+    forward, backward = Decoding(backend()), Decoding(backend())
+    for decoding in (forward, backward):
+        decoding.start(company())
+    one, other = forward.decode(5, [0, 1, 2, 3]), backward.decode(5, [3, 2, 1, 0])
+    for name in ('tokens', 'logprobs', 'valid'):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name)[:, ::-1])
+
+
+def test_batches_give_the_same_tokens_and_logprobs_to_rounding():
+    alone, together = {}, finished(company(), batch_buckets=(1, 2, 3, 4))
+    for name, wanted in company().items():
+        alone |= finished({name: wanted}, batch_buckets=(1, 2, 3, 4)).results()
+    for name, (tokens, logprobs) in alone.items():
+        assert tokens == together.tokens(name)
+        np.testing.assert_allclose(logprobs, together.logprobs(name), atol=2e-5)
 
 
 def test_company_in_prefill_changes_rounding_at_most():
     alone, alone_logprobs = generate(request(0))
-    decoding = finished(company())  # prefilled as four rows in the larger bucket instead of one in the smaller
+    decoding = finished(company())  # prefilled in the larger bucket instead of the smaller
     assert decoding.answer(0) == alone
-    np.testing.assert_allclose(decoding.logprobs[0], alone_logprobs, atol=1e-6)
+    np.testing.assert_allclose(decoding.logprobs(0), alone_logprobs, atol=1e-6)
 
 
 def test_samples_of_a_group_differ_and_repeat():
-    group = {slot: request(sample=slot) for slot in range(4)}
+    group = {name: request(sample=name) for name in range(4)}
     first, second = finished(group), finished(group)
-    answers = [tuple(first.answer(slot)) for slot in range(4)]
-    assert len(set(answers)) == 4
-    assert [tuple(second.answer(slot)) for slot in range(4)] == answers
-    assert [second.logprobs[slot] for slot in range(4)] == [first.logprobs[slot] for slot in range(4)]
+    assert len({tuple(first.answer(name)) for name in range(4)}) == 4
+    assert second.results() == first.results()
 
 
 @pytest.mark.parametrize('other', [{'seed': 12}, {'seed': 11 + 2**32}, {'draw': 1}, {'draw': 2**16}, {'sample': 1}])
@@ -129,17 +157,19 @@ def test_noise_depends_on_seed_draw_and_sample(other):
 
 def test_noise_of_a_token_is_that_of_its_index_in_the_trajectory():
     # weights 0: all logits are 0, so a token is the argmax of its noise and every log-prob is -log 32
-    wanted = request(4, 2, new=12)
     decoding = Decoding(backend(), DECODER.init(0, scale=0.0))
-    decoding.start({1: wanted})
+    decoding.start({0: request(4, 2, new=12)})
     decoding.finish()
     key = sampling.request_keys(np.array([[0, 11]], np.uint32), np.array([4]), np.array([2]))
     expected = [
         int(sampling.draw_tokens(np.zeros((1, 32), np.float32), key, np.array([index]), np.array([False]))[0])
         for index in range(5, 17)
     ]
-    assert decoding.answer(1) == expected
-    np.testing.assert_allclose(decoding.logprobs[1], -np.log(32), atol=1e-6)
+    assert decoding.answer(0) == expected
+    np.testing.assert_allclose(decoding.logprobs(0), -np.log(32), atol=1e-6)
+
+
+# Interruptions.
 
 
 @pytest.mark.parametrize('stops_at', [1, 4, 7])
@@ -152,25 +182,26 @@ def test_an_interruption_under_equal_weights_is_invisible(stops_at):
     decoding.rebuild(0, 2)
     decoding.finish()
     assert decoding.answer(0) == whole
-    np.testing.assert_allclose(decoding.logprobs[0], whole_logprobs, atol=1e-5)
+    np.testing.assert_allclose(decoding.logprobs(0), whole_logprobs, atol=1e-5)
 
 
-def test_the_rest_of_an_answer_continues_in_another_slot_of_another_backend():
+def test_the_rest_of_an_answer_continues_on_another_backend():
     whole, whole_logprobs = generate(request())
     first = Decoding(backend())
-    first.start({1: request()})
+    first.start({0: request()})
     first.decode(4)
-    other = JaxDecodeBackend(
-        DECODER, slots=2, context_tokens=20, prefill_buckets=(20,), decode_steps=8, filtered=False, dtype='float32',
-        device=jax.devices()[1],
-    )  # fmt: skip
-    tokens = np.array(first.tokens[1], np.int32)
-    params = jax.device_put(weights(), jax.devices()[1])
-    [prefix] = other.prefill(params, [tokens[:-1]])
-    state = other.insert(prefix, other.initial_state(), [SlotInit(0, request(), tokens, 17)])
-    _, output = other.generate(params, state, 8, 20)
-    assert first.answer(1) + output.tokens[:, 0].tolist() == whole
-    np.testing.assert_allclose(first.logprobs[1] + output.logprobs[:, 0].tolist(), whole_logprobs, atol=1e-5)
+    second = jax.devices()[1]
+    other = Decoding(
+        build(slots=2, context_tokens=20, block_tokens=8, prefill_buckets=(20,), batch_buckets=None, devices=[second]),
+        jax.device_put(weights(), second),
+    )
+    sequence = first.sequences[0]
+    other.sequences[0] = dataclasses.replace(sequence, blocks=[5, 0, 3])
+    other.rebuild(0)
+    other.finish()
+    assert {leaf.device for leaf in jax.tree.leaves(other.state)} == {second}
+    assert other.answer(0) == whole
+    np.testing.assert_allclose(other.logprobs(0), whole_logprobs, atol=1e-5)
 
 
 def test_equal_weights_swapped_in_without_a_rebuild_change_no_bit():
@@ -178,10 +209,10 @@ def test_equal_weights_swapped_in_without_a_rebuild_change_no_bit():
     for decoding in (kept, swapped):
         decoding.start(company())
         decoding.decode(3)
-    swapped.weights = jax.tree.map(lambda leaf: leaf + 0, weights())
+    swapped.params = swapped.backend.prepare(jax.tree.map(lambda leaf: leaf + 0, weights()))
     kept.finish()
     swapped.finish()
-    assert (kept.tokens, kept.logprobs) == (swapped.tokens, swapped.logprobs)
+    assert kept.results() == swapped.results()
 
 
 @pytest.mark.parametrize('rebuilt', [True, False])
@@ -189,86 +220,112 @@ def test_tokens_after_new_weights_have_their_logprobs_only_if_the_cache_is_rebui
     decoding = Decoding(backend())
     decoding.start({0: request()})
     decoding.decode(4)
-    decoding.weights = weights(1)
+    decoding.params = decoding.backend.prepare(weights(1))
     if rebuilt:
         decoding.rebuild(0)
     decoding.finish()
-    before, after = decoding.logprobs[0][:4], decoding.logprobs[0][4:]
-    np.testing.assert_allclose(before, forward_logprobs(decoding.tokens[0], len(PROMPT))[:4], atol=1e-5)
-    error = np.abs(after - forward_logprobs(decoding.tokens[0], len(PROMPT), weights(1))[4:]).max()
+    tokens, logprobs = decoding.results()[0]
+    np.testing.assert_allclose(logprobs[:4], forward_logprobs(tokens, len(PROMPT))[:4], atol=1e-5)
+    error = np.abs(logprobs[4:] - forward_logprobs(tokens, len(PROMPT), weights(1))[4:]).max()
     assert error < 1e-5 if rebuilt else error > 0.1
 
 
-def test_a_prompt_of_one_token_needs_no_prefix():
-    [prefix] = backend().prefill(weights(), [np.zeros(0, np.int32)])
-    assert prefix.length == 0
+def test_a_prompt_of_one_token_needs_no_prefill():
     tokens, logprobs = generate(request(prompt=[9], new=6))
     np.testing.assert_allclose(logprobs, forward_logprobs([9, *tokens], 1), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ('lengths', 'shapes'),
-    [
-        ((5, 0, 3, 14), [(4, 24)] * 4),  # more than half as many as slots: one batch in the bucket of the longest
-        ((2, 9), [(1, 8), (1, 24)]),  # one row each, in their own buckets
-    ],
-)
-def test_prefixes_prefilled_together_are_those_prefilled_alone(lengths, shapes):
-    sequences = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
-    together = backend().prefill(weights(), sequences)
-    assert [(k.shape[0], k.shape[2]) for ((k, _), *_) in (prefix.rows for prefix in together)] == shapes
-    for sequence, prefix in zip(sequences, together, strict=True):
-        [alone] = backend().prefill(weights(), [sequence])
-        assert prefix.length == alone.length == len(sequence)
-        for a, b in zip(jax.tree.leaves(prefix.rows), jax.tree.leaves(alone.rows), strict=True):
-            kept = slice(0, prefix.length)
-            np.testing.assert_allclose(a[prefix.row, :, kept], b[alone.row, :, kept], atol=1e-5)
+# The cache.
 
 
-def test_a_large_prefill_is_computed_in_parts(monkeypatch):
-    sequences = [PROMPT, PROMPT[:3], PROMPT[::-1], PROMPT[1:]]  # a row for each of 4 slots, in the bucket of 8
-    whole = backend().prefill(weights(), sequences)
-    monkeypatch.setattr(decode_backend, '_PREFILL_TOKENS', 17)  # 2 rows of 8 at once
-    in_parts = backend.__wrapped__()
-    parts = in_parts.prefill(weights(), sequences)
-    for one, other in zip(jax.tree.leaves(whole[0].rows), jax.tree.leaves(parts[0].rows), strict=True):
-        assert one.shape == other.shape
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    assert 'scan' in str(jax.make_jaxpr(in_parts._prefill_rows)(weights(), np.zeros((4, 8), np.int32)))
-
-
-def test_a_narrow_decode_width_gives_the_tokens_of_the_wide_one():
-    narrow, wide = Decoding(backend()), Decoding(backend())
-    for decoding, width in ((narrow, 12), (wide, CONTEXT)):
-        decoding.start({0: request(new=7), 2: request(1, new=7)})  # 5 + 7 = 12 tokens
-        decoding.decode(5, width)
-        decoding.decode(2, width)
-    assert narrow.tokens == wide.tokens
-    for slot in (0, 2):
-        np.testing.assert_allclose(narrow.logprobs[slot], wide.logprobs[slot], atol=1e-6)
-
-
-def test_what_a_dead_slot_left_behind_reaches_nobody():
+def test_what_blocks_hold_of_others_reaches_nobody():
+    # everything is NaN at first: free blocks, the places behind a sequence in its blocks, and the padding block
     clean, poisoned = Decoding(backend()), Decoding(backend())
+    poisoned.state = poison(poisoned.state, range(poisoned.backend.cache_blocks + 1))
     for decoding in (clean, poisoned):
         decoding.start({0: request(), 3: request(1)})
         decoding.decode(2)
-        decoding.state = decoding.backend.release(decoding.state, [3])
-    cache = jax.tree.map(lambda leaf: leaf.at[3].set(np.nan), poisoned.state.cache)
-    poisoned.state = dataclasses.replace(poisoned.state, cache=cache)
+        decoding.cancel(3)
+    free = [*poisoned.free, poisoned.backend.cache_blocks]
+    poisoned.state = poison(poisoned.state, free)
     for decoding in (clean, poisoned):
-        decoding.decode(3)  # slot 3 is computed along, on what is there
-        decoding.start({3: request(2)})  # and used again: what stands behind the new prefix has weight 0
+        decoding.decode(3)
+        decoding.start({3: request(2)})  # takes the blocks again
         decoding.finish()
-    assert (poisoned.tokens, poisoned.logprobs) == (clean.tokens, clean.logprobs)
-    assert np.isfinite(poisoned.logprobs[3]).all()
+    assert poisoned.results() == clean.results()
+    assert np.isfinite(poisoned.logprobs(3)).all()
 
 
-def test_a_released_slot_generates_nothing():
+def test_no_block_is_written_but_those_of_the_rows_and_the_padding_block():
     decoding = Decoding(backend())
-    decoding.start({0: request(), 1: request(1)})
-    decoding.state = decoding.backend.release(decoding.state, [1])
-    assert decoding.decode(5).valid.sum(axis=0).tolist() == [5, 0, 0, 0]
+    decoding.start({0: request(stop=tuple(generate(request())[0][:1])), 1: request(1, new=2), 2: request(2)})
+    before = jax.device_get(decoding.state)
+    decoding.decode(5)  # rows 0 and 1 end on the way, and batch 4 has a row of padding
+    # positions 4 to 8 of row 2 in its blocks of 4; row 1 goes on to position 5 = 5 + 2 - 2, row 0 to position 4
+    written = {
+        *decoding.sequences[0].blocks[1:2],
+        *decoding.sequences[1].blocks[1:2],
+        *decoding.sequences[2].blocks[1:3],
+        decoding.backend.cache_blocks,
+    }
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(decoding.state), strict=True):
+        changed = (old != np.asarray(new)).reshape(len(old), -1).any(axis=1)
+        assert set(np.flatnonzero(changed).tolist()) == written
+
+
+def test_a_copied_block_continues_like_its_source():
+    # 8 positions fill blocks 0 and 1 of 4; the samples share both of them, one has a copy of the third
+    prompt = np.arange(2, 12)  # 9 positions are prefilled
+    one = backend()
+    decoding = Decoding(one)
+    decoding.start({0: request(0, prompt=prompt)})
+    decoding.sequences[1] = dataclasses.replace(
+        decoding.sequences[0], request=request(0, 1, prompt=prompt), tokens=prompt.tolist(), logprobs=[]
+    )
+    own = [decoding.free.pop() for _ in decoding.sequences[0].blocks[2:]]
+    decoding.sequences[1].blocks = decoding.sequences[0].blocks[:2] + own
+    decoding.state = one.copy(decoding.state, [decoding.sequences[0].blocks[2]], own[:1])
+    decoding.finish()
+    apart = {name: finished({0: request(0, name, prompt=prompt)}).results()[0] for name in range(2)}
+    assert decoding.results() == apart
+
+
+def test_many_blocks_are_copied_at_once():
+    one = build(cache_blocks=40)
+    state = poison(one.initial_state(), [2])
+    state = one.copy(state, [2] * 19, range(10, 29))
+    for leaf in jax.tree.leaves(state):
+        assert np.flatnonzero(np.isnan(leaf).reshape(len(leaf), -1).all(axis=1)).tolist() == [2, *range(10, 29)]
+
+
+def test_states_are_donated():
+    one = backend()
+    params, state = one.prepare(weights()), one.initial_state()
+    prefilled = one.prefill(params, state, [PrefillPiece(PROMPT[:-1], 0, [3])])
+    copied = one.copy(prefilled, [3], [7])
+    one.generate(params, copied, [DecodeRow(request(), 5, 4, 17, [7, 1, 2])], 1)
+    for donated in (state, prefilled, copied):
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+
+
+def program_of(one, batch):
+    params, state = one.prepare(weights()), one.initial_state()
+    return one._generate_program.lower(params, state, empty_batch(batch, one._sizes), np.int32(1)).compile()
+
+
+def test_decoding_updates_the_cache_in_place():
+    large = build(context_tokens=4096, block_tokens=64, prefill_buckets=(64,))
+    state = large.initial_state()
+    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert cache_bytes == large.state_bytes
+    program = program_of(large, 4)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes  # the state returned is the state taken
+    assert memory.temp_size_in_bytes < cache_bytes / 4
+    shapes = {','.join(map(str, leaf.shape)) for leaf in jax.tree.leaves(state)}
+    for shape in shapes:
+        assert re.search(rf'f32\[{shape}\]', program.as_text())
+        assert not re.search(rf'f32\[{shape}\]\S* copy(-start)?\(', program.as_text())
 
 
 @pytest.fixture
@@ -282,55 +339,72 @@ def compiled():
 
 
 def test_warm_up_compiles_everything_that_is_used_later_whatever_the_weights(compiled):
-    fresh = JaxDecodeBackend(
-        DECODER, slots=3, context_tokens=20, prefill_buckets=(8, 20), decode_steps=4, filtered=False, dtype='float32',
-        decode_widths=(10, 20),
-    )  # fmt: skip
+    fresh = build(slots=3, context_tokens=20, prefill_buckets=(8, 20), batch_buckets=None, decode_steps=4)
     initial, swapped = weights(), jax.device_put(jax.device_get(weights(1)), jax.devices()[0])  # committed, unlike
+    prepared = fresh.prepare(initial)
+    prefills = {fresh.prefill_bucket([Span(start, stop)]) for start in range(20) for stop in range(start + 1, 20)}
     compiled.clear()
-    # initial state, release, 2 widths, and prefill and insert for {1, 3} rows x {8, 20} tokens: 1 + 1 + 2 + 2 * 4 = 12
-    assert fresh.warm_up(initial) == 12
-    assert len(compiled) == 12
+    seen = []
+    # initial state, copy, batches of 1, 2 and 3, and the prefills
+    assert fresh.warm_up(prepared, lambda *counts: seen.append(counts)) == len(compiled)
+    assert len(compiled) >= 5 + len(prefills)
+    assert seen == [(done, len(compiled)) for done in range(len(compiled))]
+    compiled.clear()
 
     def use(params):
         decoding = Decoding(fresh, params)
-        decoding.start({slot: request(slot, prompt=np.arange(1, 4 + slot), new=8) for slot in range(3)})
-        decoding.decode(4, 10)
+        decoding.start({name: request(name, prompt=np.arange(1, 4 + name), new=8) for name in range(3)})
+        decoding.decode(4)
         decoding.rebuild(0, 1, 2)
-        decoding.weights = swapped
-        decoding.decode(2, 20)
+        decoding.params = fresh.prepare(swapped)
+        decoding.decode(2)
         decoding.rebuild(2)
-        decoding.start({0: request(prompt=np.arange(15), new=2), 1: request(prompt=[1], new=2)})
-        decoding.decode(2, 20)
+        decoding.cancel(1)
+        decoding.decode(2)
+        decoding.start({1: request(prompt=np.arange(15), new=2)})
+        decoding.state = fresh.copy(decoding.state, [3], [4])
+        decoding.decode(1)
 
     use(initial)
     use(swapped)
-    assert len(compiled) == 12
+    assert compiled == []
 
 
-def test_decoding_updates_the_cache_in_place():
-    large = JaxDecodeBackend(
-        DECODER, slots=4, context_tokens=4096, prefill_buckets=(4096,), decode_steps=4, filtered=False, dtype='float32'
-    )
-    state = large.initial_state()
-    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
-    program = large._generate_program.lower(weights(), state, np.int32(4), 4096).compile()
-    memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes >= cache_bytes  # the state returned is the state taken
-    # beside it: scores and weights [slots, heads, width] of a layer and small things, no array of the cache's size
-    assert memory.temp_size_in_bytes < cache_bytes / 2
+def test_a_step_computes_the_rows_of_its_batch():
+    one = build(batch_buckets=None)
+    flops = {batch: program_of(one, batch).cost_analysis()['flops'] for batch in (1, 2, 4)}
+    # the products of a step are proportional to its rows; what else there is, is small
+    assert flops[1] < 0.4 * flops[4]
+    assert flops[2] < 0.6 * flops[4]
 
 
-def test_a_state_is_donated_and_a_prefix_is_not():
-    one = backend()
-    state = one.initial_state()
-    [prefix] = one.prefill(weights(), [PROMPT[:-1]])
-    inserted = one.insert(prefix, state, [SlotInit(0, request(), PROMPT, 9)])
-    released = one.release(inserted, [1])
-    one.generate(weights(), released, 1, CONTEXT)
-    for donated in (state, inserted, released):
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated.cache))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(prefix.rows))
+def test_a_dispatch_takes_the_smallest_batch_that_holds_its_rows(compiled):
+    one = build(batch_buckets=(1, 2, 4))
+    assert [one.batch_bucket(rows) for rows in (1, 2, 3, 4)] == [1, 2, 4, 4]
+    decoding = Decoding(one)
+    decoding.start(company())
+    compiled.clear()
+    counts = []
+    for rows in ([0], [1], [0, 1], [0, 1, 2], [1, 2], [0, 1, 2], [2]):
+        decoding.decode(1, rows)
+        counts.append(len(compiled))
+    assert counts == [1, 1, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize('longest', [0, 512])
+def test_the_positions_read_are_few_more_than_the_live_ones(longest):
+    # lognormal lengths, mean 64 and sigma 1; 32 rows, and one of `longest` beside them
+    one = build(slots=33, context_tokens=600, block_tokens=64, prefill_buckets=(64,), batch_buckets=(33,))
+    rng = np.random.default_rng(0)
+    drawn = np.minimum(rng.lognormal(np.log(64) - 0.5, 1.0, 32).astype(int) + 64, 512).tolist()
+    lengths = [*drawn, longest or 64]
+    rows = [DecodeRow(request(i), 1, length - 1, 600, range(10 * i, 10 * i + 10)) for i, length in enumerate(lengths)]
+    _, output = one.generate(one.prepare(weights()), one.initial_state(), rows, 3)
+    live = sum(3 * length + 3 for length in lengths)  # length, length + 1, length + 2
+    assert live <= output.positions_read <= 1.5 * live
+
+
+# What is refused.
 
 
 @pytest.mark.parametrize(
@@ -338,72 +412,85 @@ def test_a_state_is_donated_and_a_prefix_is_not():
     [
         ({'slots': 0}, 'slots=0 must be at least 1'),
         ({'decode_steps': 0}, 'decode_steps=0 must be at least 1'),
+        ({'block_tokens': 0}, 'block_tokens=0 must be at least 1'),
         ({'prefill_buckets': (16, 8)}, r'prefill_buckets=\(16, 8\) must be ascending'),
-        ({'prefill_buckets': (8, 14)}, 'end below context_tokens - 1 = 15'),
-        ({'decode_widths': (8,)}, r'decode_widths=\(8,\) must end with context_tokens=16'),
+        ({'batch_buckets': (2, 1)}, r'batch_buckets=\(2, 1\) must be ascending'),
+        ({'batch_buckets': (1,)}, r'batch_buckets=\(1,\) must end with slots=2'),
+        ({'cache_blocks': 3}, 'cache_blocks=3 of 4 tokens do not hold one .* context_tokens=16; give at least 4'),
+        ({'slots': 20, 'batch_buckets': tuple(range(1, 21))}, r'need \d+ programs, more than 16; declare fewer'),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):
-    sizes = {'slots': 2, 'context_tokens': 16, 'prefill_buckets': (8, 16), 'decode_steps': 2} | change
+    sizes = {'slots': 2, 'context_tokens': 16, 'prefill_buckets': (8, 16), 'batch_buckets': None}
     with pytest.raises(ValueError, match=message):
-        JaxDecodeBackend(DECODER, **sizes, filtered=False, dtype='float32')
+        build(**(sizes | change))
+
+
+def row(wanted=None, position=4, limit=9, blocks=(1, 2, 3)):
+    return DecodeRow(wanted or request(), 5, position, limit, blocks)
 
 
 @pytest.mark.parametrize(
-    ('init', 'message'),
+    ('wrong', 'message'),
     [
-        (SlotInit(4, request(), PROMPT, 9), 'in slot 4: there are slots=4'),
-        (SlotInit(0, request(), PROMPT[:3], 9), '3 tokens need a prefix of 2, not of 4'),
-        (SlotInit(0, request(), PROMPT, 25), 'limit=25 must exceed its 5 tokens and fit context_tokens=24'),
-        (SlotInit(0, request(), PROMPT, 5), 'limit=5 must exceed its 5 tokens'),
-        (SlotInit(0, request(stop=(1, 2, 3, 4, 5)), PROMPT, 9), '5 stop tokens, but a slot holds 4'),
-        (SlotInit(0, request(top_k=3), PROMPT, 9), 'top_k=3.*filtered=True'),
-        (SlotInit(0, request(top_p=0.5), PROMPT, 9), 'top_p=0.5.*filtered=True'),
+        (row(limit=25), 'limit=25 must exceed its 5 tokens and fit context_tokens=24'),
+        (row(limit=5), 'limit=5 must exceed its 5 tokens'),
+        (row(blocks=[1]), '1 blocks of 4 positions do not hold the 8 that 5 steps from position 4 need'),
+        (row(blocks=[1, 24]), r'blocks=\[1, 24\] must lie between 0 and cache_blocks - 1 = 23'),
+        (row(request(stop=(1, 2, 3, 4, 5))), '5 stop tokens, but a row holds 4'),
+        (row(request(top_k=3)), 'top_k=3.*filtered=True'),
+        (row(request(top_p=0.5)), 'top_p=0.5.*filtered=True'),
     ],
 )
-def test_inits_that_do_not_fit_are_refused_before_the_state_is_touched(init, message):
+def test_rows_that_do_not_fit_are_refused_before_the_state_is_touched(wrong, message):
     one = backend()
-    state = one.initial_state()
-    [prefix] = one.prefill(weights(), [PROMPT[:-1]])
+    params, state = one.prepare(weights()), one.initial_state()
     with pytest.raises(ValueError, match=message):
-        one.insert(prefix, state, [init])
-    assert not state.slots.live.is_deleted()
+        one.generate(params, state, [row(), wrong], 5)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_a_row_needs_blocks_for_what_it_writes_alone():
+    # 3 tokens from position 4: written are 4 and 5 in block 1, the last token is not
+    one = backend()
+    one.generate(one.prepare(weights()), one.initial_state(), [row(limit=8, blocks=[0, 1])], 5)
 
 
 def test_undeclared_shapes_are_refused():
     one = backend()
-    with pytest.raises(ValueError, match=r'25 tokens do not fit decode_widths=\(12, 24\)'):
-        one.width_for(25)
-    with pytest.raises(ValueError, match=r'25 tokens do not fit prefill_buckets=\(8, 24\)'):
-        one.prefill_bucket(25)
-    with pytest.raises(ValueError, match='steps=6'):
-        one.generate(weights(), one.initial_state(), 6, 12)
-    with pytest.raises(ValueError, match='width=13'):
-        one.generate(weights(), one.initial_state(), 1, 13)
-    with pytest.raises(ValueError, match='5 sequences to prefill, but slots=4'):
-        one.prefill(weights(), [PROMPT] * 5)
+    params = one.prepare(weights())
+    with pytest.raises(ValueError, match='steps=6 must lie between 1 and decode_steps=5'):
+        one.generate(params, one.initial_state(), [row()], 6)
+    with pytest.raises(ValueError, match=r'5 rows do not fit batch_buckets=\(4,\)'):
+        one.generate(params, one.initial_state(), [row()] * 5, 1)
+    with pytest.raises(ValueError, match=r'1 pieces of 25 tokens do not fit prefill_buckets=\(8, 24\); split them'):
+        one.prefill(params, one.initial_state(), [PrefillPiece(np.arange(25), 0, range(7))])
 
 
-def test_buckets_are_the_smallest_that_hold():
-    assert [backend().width_for(n) for n in (1, 12, 13, 24)] == [12, 12, 24, 24]
-    assert [backend().prefill_bucket(n) for n in (0, 8, 9, 24)] == [8, 8, 24, 24]
+def test_a_piece_as_long_as_the_largest_fits_anywhere():
+    one = backend()
+    assert one.largest_piece == CONTEXT
+    assert one.prefill_bucket([Span(0, CONTEXT)]) == PrefillBucket(CONTEXT, 0)
+    assert one.prefill_bucket([Span(0, 8)]) == PrefillBucket(8, 0)
+    assert one.prefill_bucket([Span(0, CONTEXT + 1)]) is None
 
 
 def test_filtered_requests_draw_inside_their_support_and_leave_company_alone():
     plain, plain_logprobs = generate(request(0))
     decoding = finished({0: request(0), 1: request(1, top_k=1), 2: request(2, top_k=3, new=12)}, filtered=True)
+    cut = {name: sequence.sampling_logprobs for name, sequence in decoding.sequences.items()}
     assert decoding.answer(0) == plain
-    np.testing.assert_allclose(decoding.logprobs[0], plain_logprobs, atol=1e-6)
-    assert decoding.sampling_logprobs[0] == decoding.logprobs[0]
+    np.testing.assert_allclose(decoding.logprobs(0), plain_logprobs, atol=1e-6)
+    assert cut[0] == decoding.logprobs(0)
     # one token left: its renormalised probability is 1
-    np.testing.assert_allclose(decoding.sampling_logprobs[1], 0.0, atol=1e-6)
-    for slot in range(3):
-        full = forward_logprobs(decoding.tokens[slot], len(PROMPT))
-        np.testing.assert_allclose(decoding.logprobs[slot], full, atol=1e-5)
-    assert np.min(decoding.logprobs[1]) < -0.1  # far from the renormalised ones
-    logits = next_token_logits(decoding.tokens[2])
-    for t, logprob in enumerate(decoding.sampling_logprobs[2], start=len(PROMPT)):
+    np.testing.assert_allclose(cut[1], 0.0, atol=1e-6)
+    for name in range(3):
+        full = forward_logprobs(decoding.tokens(name), len(PROMPT))
+        np.testing.assert_allclose(decoding.logprobs(name), full, atol=1e-5)
+    assert np.min(decoding.logprobs(1)) < -0.1  # far from the renormalised ones
+    logits = next_token_logits(decoding.tokens(2))
+    for t, logprob in enumerate(cut[2], start=len(PROMPT)):
         three = np.sort(logits[t - 1])[-3:]
-        token = logits[t - 1, decoding.tokens[2][t]]
+        token = logits[t - 1, decoding.tokens(2)[t]]
         assert token >= three[0] - 1e-5
         assert logprob == pytest.approx(token - np.log(np.exp(three).sum()), abs=1e-5)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
-from tests.rollout.decode.examples import DECODER, PROMPT, Decoding, backend, forward_logprobs, request, weights
+from tests.rollout.decode.examples import DECODER, Decoding, backend, build, forward_logprobs, request, weights
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', pytest.param('float16', marks=pytest.mark.slow)])
@@ -19,16 +18,16 @@ def test_logprobs_are_those_of_a_forward_in_the_same_dtype_and_not_of_one_in_flo
     decoding.decode(5)
     decoding.rebuild(0, 1)
     decoding.finish()
-    assert {leaf.dtype for leaf in jax.tree.leaves(decoding.state.cache)} == {jnp.dtype(dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(decoding.state)} == {jnp.dtype(dtype)}
     from_float32 = 0.0
-    for slot, wanted in requests.items():
-        about = decoding.tokens[slot], len(wanted.prompt_tokens)
+    for name, wanted in requests.items():
+        about = decoding.tokens(name), len(wanted.prompt_tokens)
         temperature = wanted.sampling.temperature
         same = forward_logprobs(*about, weights(0, dtype), temperature)
         # both round at the same places; the order of sums may move one rounding, 2^-9 of a logit of size 1
-        np.testing.assert_allclose(decoding.logprobs[slot], same, atol=2e-3)
+        np.testing.assert_allclose(decoding.logprobs(name), same, atol=2e-3)
         exact = forward_logprobs(*about, weights(0), temperature)
-        from_float32 = max(from_float32, np.abs(decoding.logprobs[slot] - exact).max())
+        from_float32 = max(from_float32, np.abs(decoding.logprobs(name) - exact).max())
     assert from_float32 > 1e-2
 
 
@@ -41,16 +40,15 @@ def test_logprobs_are_float32_whatever_the_weights():
 
 
 @pytest.mark.parametrize(('built', 'given'), [('float32', 'bfloat16'), ('bfloat16', 'float32')])
-def test_weights_of_another_dtype_are_refused_by_prefill_and_by_decode(built, given):
+def test_weights_of_another_dtype_are_refused(built, given):
     one = backend(dtype=built)
-    message = f"weights have {given} at embedding, but the backend was built with dtype='{built}'"
-    with pytest.raises(ValueError, match=message):
-        one.prefill(weights(0, given), [PROMPT])
-    with pytest.raises(ValueError, match=message):
-        one.generate(weights(0, given), one.initial_state(), 1, 12)
+    with pytest.raises(
+        ValueError, match=f"weights have {given} at embedding, but the backend was built with dtype='{built}'"
+    ):
+        one.prepare(weights(0, given))
     mixed = weights(0, built) | {'final_norm': weights(0, given)['final_norm']}
     with pytest.raises(ValueError, match=f'weights have {given} at final_norm'):
-        one.prefill(mixed, [PROMPT])
+        one.prepare(mixed)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +60,4 @@ def test_weights_of_another_dtype_are_refused_by_prefill_and_by_decode(built, gi
 )
 def test_what_cannot_decode_is_refused(decoder, dtype, message):
     with pytest.raises(ValueError, match=message):
-        JaxDecodeBackend(
-            decoder, slots=2, context_tokens=16, prefill_buckets=(16,), decode_steps=2, filtered=False, dtype=dtype
-        )
+        build(decoder, dtype=dtype)

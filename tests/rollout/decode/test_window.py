@@ -41,12 +41,12 @@ def test_logprobs_are_those_of_the_whole_pass_with_the_same_windows(decoder, att
     decoding.decode(5)
     decoding.rebuild(0, 2)
     decoding.finish()
-    for slot, wanted in requests.items():
-        about = decoding.tokens[slot], len(wanted.prompt_tokens)
+    for name, wanted in requests.items():
+        about = decoding.tokens(name), len(wanted.prompt_tokens)
         expected = forward_logprobs(*about, decoder=decoder, attend=attend)
-        np.testing.assert_allclose(decoding.logprobs[slot], expected, atol=1e-5)
+        np.testing.assert_allclose(decoding.logprobs(name), expected, atol=1e-5)
         without = forward_logprobs(*about, decoder=DECODER)
-        assert np.abs(decoding.logprobs[slot] - without).max() > 0.05  # the window can be seen
+        assert np.abs(decoding.logprobs(name) - without).max() > 0.05  # the window can be seen
 
 
 def test_an_interruption_is_invisible_and_new_weights_need_a_rebuild():
@@ -57,14 +57,14 @@ def test_an_interruption_is_invisible_and_new_weights_need_a_rebuild():
     interrupted.rebuild(0)
     whole.finish()
     interrupted.finish()
-    assert interrupted.tokens == whole.tokens
-    np.testing.assert_allclose(interrupted.logprobs[0], whole.logprobs[0], atol=1e-5)
+    assert interrupted.tokens(0) == whole.tokens(0)
+    np.testing.assert_allclose(interrupted.logprobs(0), whole.logprobs(0), atol=1e-5)
 
     swapped = Decoding(backend(decoder=PARTLY_WINDOWED))
     swapped.start({0: request()})
     swapped.decode(5)
-    swapped.weights = weights(1)
+    swapped.params = swapped.backend.prepare(weights(1))
     swapped.rebuild(0)
     swapped.finish()
-    expected = forward_logprobs(swapped.tokens[0], len(PROMPT), weights(1), decoder=PARTLY_WINDOWED)
-    np.testing.assert_allclose(swapped.logprobs[0][5:], expected[5:], atol=1e-5)
+    expected = forward_logprobs(swapped.tokens(0), len(PROMPT), weights(1), decoder=PARTLY_WINDOWED)
+    np.testing.assert_allclose(swapped.logprobs(0)[5:], expected[5:], atol=1e-5)

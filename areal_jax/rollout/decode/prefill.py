@@ -1,0 +1,284 @@
+"""Prefill: keys and values of pieces of sequences, packed into one row, through the learner's attention.
+
+Used by backend.py. The host packs pieces into a declared bucket (`pack_pieces`); `prefill_pieces` is traced once for
+each bucket. Matrix products run over the C tokens of the bucket, which stand end to end. Attention runs over a row with
+places for them in which every piece starts at a tile of the kernel, so that its result does not depend on the others.
+Before the places the row has what the cache holds of the pieces' sequences, the prior:
+
+    keys     [ prior of piece 0 | prior of piece 1 | ... ][ piece 0, gap | piece 1, gap | ... | padding ]
+    queries                                               [ piece 0, gap | piece 1, gap | ... | padding ]
+
+Memory is proportional to the length of this row, because scores exist for one tile at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.models.attention import MAX_TILE_TOKENS, choose_checked, local_device, packed_attention, tile_tokens
+from areal_jax.models.attention.cudnn import MAX_SEGMENTS
+from areal_jax.models.decoder import Decoder, Params
+from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
+from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
+
+MAX_BUCKETS = 6  # of the programs of a backend, so that decoding has room beside them
+_MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
+_PLACES_PER_TOKEN = 1.5  # pieces of 32 tokens or more always fit when their tokens do
+_SMALLER_PRIOR = 4  # factor between two sizes of the prior
+
+
+class PackedPieces(NamedTuple):
+    """What a prefill reads beside weights and cache. C tokens, A places and R prior positions of the row; int32."""
+
+    tokens: np.ndarray  # [C]
+    positions: np.ndarray  # [C], in the sequence
+    blocks: np.ndarray  # [C], where keys and values of a token are written
+    offsets: np.ndarray  # [C], inside the block
+    places: np.ndarray  # [C], of the token in the row
+    sources: np.ndarray  # [A], index of the token at a place
+    prior_blocks: np.ndarray  # [prior / block_tokens], the blocks that are read
+    segments: np.ndarray  # [R + A]: the ids of the row; < 0 = padding
+    row_positions: np.ndarray  # [R + A], in the sequence
+
+
+# Shapes.
+
+
+def declared_buckets(sizes: Sequence[int], block_tokens: int, context_tokens: int) -> tuple[PrefillBucket, ...]:
+    """The buckets for rows of these tokens, ascending, at most MAX_BUCKETS.
+
+    The last size has a prior for any position of a sequence, and every size a bucket without. Where a short prior costs
+    next to nothing, that bucket has it instead. While there is room, the other sizes have the whole prior too, and then
+    there are smaller priors.
+
+    Raises ValueError where the sizes are not ascending or too many.
+    """
+    if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise ValueError(f'prefill_buckets={tuple(sizes)} must be ascending positive numbers of tokens')
+    if len(sizes) >= MAX_BUCKETS:
+        raise ValueError(f'prefill_buckets={tuple(sizes)} are too many; declare at most {MAX_BUCKETS - 1}')
+
+    def with_prior(tokens: int, divisor: int) -> PrefillBucket:
+        # at least the size: as many pieces as fill the row may have as much before them
+        return PrefillBucket(tokens, _prior_positions(max(tokens, (context_tokens - 1) // divisor), block_tokens))
+
+    whole = {tokens: with_prior(tokens, 1) for tokens in reversed(sizes)}
+    least = [whole[n] if _is_cheap(whole[n]) else PrefillBucket(n, 0) for n in sizes]
+    smaller = [with_prior(n, divisor) for divisor in (_SMALLER_PRIOR, _SMALLER_PRIOR**2) for n in whole]
+    worth = [bucket for bucket in smaller if not _is_cheap(bucket) and 2 * bucket.prior <= whole[bucket.tokens].prior]
+    wanted = dict.fromkeys([whole[sizes[-1]], *least, *whole.values(), *worth])  # by importance, each once
+    return tuple(sorted(list(wanted)[:MAX_BUCKETS]))
+
+
+def _is_cheap(bucket: PrefillBucket) -> bool:
+    """Whether the prior costs so little that a program without it is not worth its compilation.
+
+    Only the kernels of accelerators are faster for rows without prior.
+    """
+    return bucket.prior <= 2 * bucket.tokens and local_device()[0] == 'cpu'
+
+
+def bucket_for(
+    spans: Sequence[Span], sizes: Sequence[int], block_tokens: int, context_tokens: int
+) -> PrefillBucket | None:
+    """The smallest declared bucket that holds all spans; None where none does. Fewest tokens first, then prior."""
+    if len(spans) > _MAX_PIECES:
+        return None
+    for bucket in _declared(tuple(sizes), block_tokens, context_tokens):
+        if _overflow(spans, bucket, block_tokens) is None:
+            return bucket
+    return None
+
+
+def _overflow(spans: Sequence[Span], bucket: PrefillBucket, block_tokens: int) -> int | None:
+    """Index of the first span that the bucket has no room for."""
+    places, _, tile = _row(bucket, block_tokens)
+    tokens = taken = prior = 0
+    for index, span in enumerate(spans):
+        length = span.stop - span.start
+        tokens, taken, prior = (
+            tokens + length,
+            taken + _round_up(length, tile),
+            prior + _prior_positions(span.start, block_tokens),
+        )
+        if tokens > bucket.tokens or taken > places or prior > bucket.prior or index == _MAX_PIECES:
+            return index
+    return None
+
+
+_declared = functools.lru_cache(declared_buckets)
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _run(block_tokens: int) -> tuple[int, int]:
+    """(blocks, places): blocks that are read next to each other, and their places in the row, a multiple of MAX_TILE_TOKENS."""
+    blocks = max(1, MAX_TILE_TOKENS // block_tokens)
+    return blocks, _round_up(blocks * block_tokens, MAX_TILE_TOKENS)
+
+
+def _prior_positions(start: int, block_tokens: int) -> int:
+    """Positions of the whole runs of blocks that hold `start` positions."""
+    return _round_up(start, _run(block_tokens)[0] * block_tokens)
+
+
+def _row(bucket: PrefillBucket, block_tokens: int) -> tuple[int, int, int]:
+    """(places of tokens, places of the prior, side of the kernel's tile) of the row of a bucket."""
+    blocks, width = _run(block_tokens)
+    prior = bucket.prior // (blocks * block_tokens) * width
+    places = _round_up(int(bucket.tokens * _PLACES_PER_TOKEN), MAX_TILE_TOKENS)
+    return places, prior, tile_tokens(prior + places)
+
+
+# The host's part.
+
+
+def pack_pieces(
+    pieces: Sequence[PrefillPiece], bucket: PrefillBucket, block_tokens: int, padding_block: int
+) -> PackedPieces:
+    """The arrays of a prefill of the pieces in this order; `padding_block` is written by padding tokens.
+
+    Raises ValueError, naming the piece, where one is malformed, has no room in the bucket or is written by another too.
+    """
+    for index, piece in enumerate(pieces):
+        _require_sound(index, piece, block_tokens)
+    full = _overflow([piece.span for piece in pieces], bucket, block_tokens)
+    if full is not None:
+        raise ValueError(f'piece {full}: {pieces[full].span} has no room in {bucket} beside the pieces before it')
+    packed = _padding(bucket, block_tokens, padding_block)
+    _, first, tile = _row(bucket, block_tokens)
+    run_blocks, run_places = _run(block_tokens)
+    token = place = run = 0
+    for index, piece in enumerate(pieces):
+        length, segment = len(piece.tokens), 2 * index + 1
+        own = slice(token, token + length)
+        positions = np.arange(piece.start, piece.start + _round_up(length, tile), dtype=np.int32)
+        table = np.asarray(piece.blocks, np.int32)
+        packed.tokens[own], packed.positions[own] = piece.tokens, positions[:length]
+        packed.blocks[own] = table[positions[:length] // block_tokens]
+        packed.offsets[own] = positions[:length] % block_tokens
+        packed.places[own] = np.arange(place, place + length)
+        packed.sources[place : place + length] = np.arange(token, token + length)
+        # the gap behind a piece is part of its segment: later than its tokens, and no segment more in the tile
+        packed.segments[first + place : first + place + len(positions)] = segment
+        packed.row_positions[first + place : first + place + len(positions)] = positions
+        runs = _prior_positions(piece.start, block_tokens) // (run_blocks * block_tokens)
+        read = table[: -(-piece.start // block_tokens)]
+        packed.prior_blocks[run * run_blocks : run * run_blocks + len(read)] = read
+        before = slice(run * run_places, (run + runs) * run_places)
+        packed.segments[before], packed.row_positions[before] = _prior_ids(piece.start, runs, block_tokens, segment)
+        token, place, run = token + length, place + len(positions), run + runs
+    _require_written_once(packed, pieces, block_tokens)
+    return packed
+
+
+def _prior_ids(start: int, runs: int, block_tokens: int, segment: int) -> tuple[np.ndarray, np.ndarray]:
+    """Segments and positions of the prior of a piece; what is not a position before `start` has an id of its own."""
+    blocks, width = _run(block_tokens)
+    inside = np.arange(width)
+    positions = (np.arange(runs)[:, None] * (blocks * block_tokens) + inside).ravel()
+    seen = (positions < start) & np.tile(inside < blocks * block_tokens, runs)
+    return np.where(seen, segment, segment + 1).astype(np.int32), positions.astype(np.int32)
+
+
+def _padding(bucket: PrefillBucket, block_tokens: int, padding_block: int) -> PackedPieces:
+    """A row of padding: every tile is a segment of its own, so that attention does next to nothing for it."""
+    places, prior, tile = _row(bucket, block_tokens)
+    tokens = lambda: np.zeros(bucket.tokens, np.int32)
+    return PackedPieces(
+        tokens=tokens(),
+        positions=tokens(),
+        blocks=np.full(bucket.tokens, padding_block, np.int32),
+        offsets=(np.arange(bucket.tokens) % block_tokens).astype(np.int32),
+        places=tokens(),
+        sources=np.zeros(places, np.int32),
+        prior_blocks=np.full(bucket.prior // block_tokens, padding_block, np.int32),
+        segments=(-1 - np.arange(prior + places) // tile).astype(np.int32),
+        row_positions=np.zeros(prior + places, np.int32),
+    )
+
+
+def _require_sound(index: int, piece: PrefillPiece, block_tokens: int) -> None:
+    start, stop = piece.span
+    if stop == start or start < 0:
+        raise ValueError(f'piece {index}: {len(piece.tokens)} tokens from position {start}; give 1 or more from 0 on')
+    if len(piece.blocks) * block_tokens < stop:
+        raise ValueError(
+            f'piece {index}: {len(piece.blocks)} blocks of {block_tokens} tokens do not hold its {stop} positions; '
+            'give it more'
+        )
+
+
+def _require_written_once(packed: PackedPieces, pieces: Sequence[PrefillPiece], block_tokens: int) -> None:
+    lengths = [len(piece.tokens) for piece in pieces]
+    written = packed.blocks[: sum(lengths)].astype(np.int64) * block_tokens + packed.offsets[: sum(lengths)]
+    found, firsts = np.unique(written, return_index=True)
+    if len(found) < len(written):
+        again = np.setdiff1d(np.arange(len(written)), firsts)[0]
+        piece = int(np.searchsorted(np.cumsum(lengths), again, side='right'))
+        raise ValueError(
+            f'piece {piece}: position {packed.positions[again]} is written to place {packed.offsets[again]} of block '
+            f'{packed.blocks[again]}, and so is another; pieces must not share blocks that they write'
+        )
+
+
+# The traced part.
+
+
+def prefill_pieces(
+    decoder: Decoder, attention: CacheAttention, weights: Params, cache: Cache, packed: PackedPieces
+) -> Cache:
+    """The cache with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence."""
+    tokens, positions, blocks, offsets, places, sources, prior_blocks, segments, row_positions = map(
+        jnp.asarray, packed
+    )
+    prior = len(segments) - len(sources)
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+    ) -> tuple[jax.Array, LayerCache]:
+        # written first: a read before the write would make XLA copy the cache
+        layer = attention.write(layer, k, v, blocks, offsets)
+        q, k, v = (x.at[sources].get(mode='promise_in_bounds') for x in (q, k, v))
+        if prior:
+            read = (_as_runs(x, len(prior_blocks)) for x in attention.read(layer, prior_blocks))
+            k, v = (jnp.concatenate(both) for both in zip(read, (k, v), strict=True))
+        impl = _implementation(q.dtype.name, q.shape[-1], window is not None, prior > 0)
+        ids = segments if impl in _OWN else jnp.maximum(segments, 0)
+        out = packed_attention(
+            q, k, v, ids, ids, scale=q.shape[-1] ** -0.5, impl=impl, positions=row_positions, window=window,
+            first=prior,
+        )  # fmt: skip
+        return out.at[places].get(mode='promise_in_bounds'), layer
+
+    return decoder.hidden(weights, tokens, positions, attend, cache)[1]
+
+
+_OWN = ('blocked', 'pallas')  # take any ids
+
+
+@functools.cache
+def _implementation(dtype: str, head_dim: int, windowed: bool, has_prior: bool) -> str:
+    """The attention of the platform: 'auto' of training, but never 'dense', in whose sums a token's place shows."""
+    if local_device()[0] == 'cpu':
+        return 'blocked'
+    with jax.ensure_compile_time_eval():  # the check runs programs, and a program is being traced here
+        return choose_checked(
+            'auto', tokens=MAX_TILE_TOKENS, dtype=dtype, head_dim=head_dim, window=1 if windowed else None, slices=has_prior
+        )[0]
+
+
+def _as_runs(x: jax.Array, blocks: int) -> jax.Array:
+    """[R, K, D] of the positions [blocks * T, K, D] that were read: every run is padded to its places."""
+    block_tokens = len(x) // blocks
+    run_blocks, places = _run(block_tokens)
+    runs = x.reshape(-1, run_blocks * block_tokens, *x.shape[1:])
+    return jnp.pad(runs, ((0, 0), (0, places - runs.shape[1]), (0, 0), (0, 0))).reshape(-1, *x.shape[1:])
