@@ -24,7 +24,7 @@ from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.weights import PreparedWeights
 
 MOST_PROGRAMS = 16
-_OTHER_PROGRAMS = 3  # beside those of buckets: prepare, initial state, copy
+_OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
 
 
 class JaxDecodeBackend:
@@ -75,7 +75,10 @@ class JaxDecodeBackend:
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices: tuple[str, ...] = (str(device),)
         self._sizes = cache.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
-        self._decoder, self._steps, self._filtered = decoder, decode_steps, filtered
+        # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
+        form = 'columns' if device.platform == 'cpu' else 'rows'
+        self._decoder = decoder = Decoder(decoder.config, lora=decoder.lora, tokens=form)
+        self._steps, self._filtered = decode_steps, filtered
         self._dtype = jnp.dtype(dtype)
         self._attention = GatherAttention(self._sizes.table_blocks)
         self._buckets = tuple(prefill_buckets)
@@ -87,7 +90,6 @@ class JaxDecodeBackend:
         # weights committed to another device are an error instead of a silent copy.
         self._on = on = jax.sharding.SingleDeviceSharding(device)
         self._generate_steps = Generate(decoder, self._attention, self._sizes, decode_steps, filtered)
-        self._prepare_program = jax.jit(lambda weights: weights, in_shardings=on, out_shardings=on)
         self._initial_program = jax.jit(self._initial, out_shardings=on)
         self._prefill_program = jax.jit(self._prefill, in_shardings=on, out_shardings=on, donate_argnums=1)
         self._copy_program = jax.jit(self._copy, in_shardings=on, out_shardings=on, donate_argnums=0)
@@ -116,15 +118,15 @@ class JaxDecodeBackend:
 
         `announce` is called before each program with the number done and the total.
         """
-        state, total = None, 2 + len(self._prefills) + len(self._batches)
+        total = _OTHER_PROGRAMS + len(self._prefills) + len(self._batches)
         announce(0, total)
         state = self.initial_state()
         announce(1, total)
         state = self.copy(state, [self._sizes.padding_block], [self._sizes.padding_block])
-        for done, bucket in enumerate(self._prefills, start=2):
+        for done, bucket in enumerate(self._prefills, start=_OTHER_PROGRAMS):
             announce(done, total)
             state = self._prefill_program(weights, state, self._pack([], bucket))
-        for done, size in enumerate(self._batches, start=2 + len(self._prefills)):
+        for done, size in enumerate(self._batches, start=_OTHER_PROGRAMS + len(self._prefills)):
             announce(done, total)
             state, _ = self._generate_program(weights, state, rows.empty_batch(size, self._sizes), np.int32(1))
         jax.block_until_ready(state)
@@ -151,7 +153,9 @@ class JaxDecodeBackend:
                     f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
                     f'backend was built with dtype={self._dtype.name!r}; cast the weights or build it with theirs'
                 )
-        return PreparedWeights(self._prepare_program(weights))
+        # outside jit, where what keeps its form is not copied; committed, so that the same operations serve all weights
+        prepared = self._decoder.prepare(jax.device_put(weights, self._on))
+        return PreparedWeights(jax.block_until_ready(prepared))
 
     def initial_state(self) -> Cache:
         return self._initial_program()

@@ -94,13 +94,15 @@ def test_the_stop_token_is_recorded_and_ends_the_row(as_second):
 
 def test_a_stop_token_of_one_row_leaves_its_neighbours_alone():
     free, _ = generate(request(0))
-    neighbours = finished({1: request(1), 2: request(2, prompt=np.arange(10, 19), new=15)})
-    # the row that ends stands between the others, longer and shorter than it
-    decoding = finished(
-        {0: request(0, stop=(free[0],)), 1: request(1), 2: request(2, prompt=np.arange(10, 19), new=15)}
-    )
+    others = {1: request(1), 2: request(2, prompt=np.arange(10, 19), new=15)}
+    neighbours, decoding = Decoding(backend()), Decoding(backend())
+    decoding.start({0: request(0, stop=(free[0],))})
+    for name, wanted in others.items():
+        decoding.start({name: wanted})
+        neighbours.start({name: wanted})
+    decoding.finish()
     assert decoding.answer(0) == free[:1]
-    assert {name: decoding.results()[name] for name in (1, 2)} == neighbours.results()
+    assert {name: decoding.results()[name] for name in others} == neighbours.finish().results()
 
 
 # A row does not depend on the others.
@@ -201,7 +203,7 @@ def test_the_rest_of_an_answer_continues_on_another_backend():
     other.finish()
     assert {leaf.device for leaf in jax.tree.leaves(other.state)} == {second}
     assert other.answer(0) == whole
-    np.testing.assert_allclose(other.logprobs(0), whole_logprobs, atol=1e-5)
+    np.testing.assert_allclose(other.logprobs(0), whole_logprobs, atol=2e-5)
 
 
 def test_equal_weights_swapped_in_without_a_rebuild_change_no_bit():
