@@ -191,7 +191,7 @@ def long_prefill(options: argparse.Namespace, directory: pathlib.Path) -> Iterat
 
 def group_prompt(options: argparse.Namespace, directory: pathlib.Path) -> Iterator[Cell]:
     engine = engine_sizes(options, SMALL_SLOTS, 1024, decode_steps=4)
-    sizes = {'sequences': 16, 'prompt_tokens': 512, 'answer_tokens': 32}
+    sizes = {'sequences': 16, 'prompt_tokens': 512, 'answer_tokens': 64}
     group, separate = (small_program('side_rebuild', task, engine, **sizes) for task in ('group', 'separate'))
     yield Cell(7, 'group of 16 on 512 tokens', group, {'separate prompts': separate}, Bar(0.1, False), count=True)
 

@@ -102,8 +102,13 @@ def plan(backend: JaxDecodeBackend, tokens: np.ndarray) -> Iterator[Sequence[Pre
 
 
 def temporary_bytes(backend: JaxDecodeBackend, weights: Weights, state: Any) -> int:
-    """Largest temporary memory of the programs that prefill, as the compiler says."""
-    raise NotImplementedError
+    """Temporary memory of the largest program that prefills, as the compiler says."""
+    # the programs are nobody's interface, and their memory is of interest here and in tests alone
+    programs = (
+        backend._prefill_program.lower(weights, state, backend._pack([], bucket)).compile()
+        for bucket in backend._prefills
+    )
+    return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax import protocols
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -145,54 +146,56 @@ def rebuild(run: Run) -> Mapping[str, float]:
 
 
 def count_prefilled(run: Run) -> Mapping[str, float]:
-    """Admissions after 0, 1 and 3 dispatches of decoding, new weights after 2."""
-    arguments = run.arguments
-    sampling = SamplingParams(arguments['answer_tokens'], 1.0, 0, 1.0, ())
-    one_prompt = arguments['task'] == 'group'
-    samples = range(arguments['sequences'])
-    requests = [
-        GenerationRequest(
-            0 if one_prompt else i, i if one_prompt else 0, 0,
-            run.random_tokens(arguments['prompt_tokens'], 0 if one_prompt else i), sampling,
-        )
-        for i in samples
-    ]  # fmt: skip
-    admissions = [requests[0::3], requests[1::3], requests[2::3]]
-    after = [run.clock.event(f'{n} dispatches of decoding') for n in range(4)]
-    after[0].set()
+    """Three admissions and one interruption.
+
+    The second admission comes when all of the first are decoded, new weights when every slot is, the third when the
+    interrupted answers are rebuilt: what is asked for does not depend on how long the prefills take.
+    """
+    of_group = run.arguments['task'] == 'group'
+    admissions = np.array_split(np.arange(run.arguments['sequences']), 3)
+    slots = run.arguments['engine']['slots']
+    first_decoded, all_decoded, rebuilt = map(run.clock.event, ('first admission', 'every slot', 'rebuilt'))
 
     def note(event: Event) -> None:
-        if event['kind'] == 'decode' and event['dispatch'] < len(after):
-            after[event['dispatch']].set()
+        if event['kind'] == 'load':
+            rebuilt.set()
+        if event['kind'] == 'decode':
+            live = sum(request is not None for request in event['slots'])
+            if live >= len(admissions[0]):
+                first_decoded.set()
+            if live == slots:
+                all_decoded.set()
 
-    run.log.listeners.append(note)
-
-    async def submit(dispatches: int, requests: list[GenerationRequest]) -> None:
-        await run.clock.wait(after[dispatches])
-        await generate_all(run.engine, run.clock, run.supervisor, requests)
+    def request(number: int) -> GenerationRequest:
+        draw, sample = (0, number) if of_group else (number, 0)
+        sampling = SamplingParams(run.arguments['answer_tokens'], 1.0, 0, 1.0, ())
+        return GenerationRequest(draw, sample, 0, run.random_tokens(run.arguments['prompt_tokens'], draw), sampling)
 
     async def publish() -> None:
-        await run.clock.wait(after[2])
+        await run.clock.wait(all_decoded)
         await run.engine.stage(PublishedWeights(1, '', None))
         await run.engine.swap(1)
+
+    async def admit(numbers: np.ndarray, after: protocols.Event) -> None:
+        await run.clock.wait(after)
+        await generate_all(run.engine, run.clock, run.supervisor, [request(int(number)) for number in numbers])
 
     async def program() -> None:
         run.engine.start(run.supervisor)
         run.supervisor.start('publish', publish())
-        ended = [run.clock.event(f'admission {i}') for i in range(3)]
+        begin = run.clock.event('begin')
+        begin.set()
+        events = (begin, first_decoded, rebuilt)
+        for task in [
+            run.supervisor.start(f'admission {i}', admit(*admission))
+            for i, admission in enumerate(zip(admissions, events, strict=True))
+        ]:
+            await task
 
-        async def admit(index: int, dispatches: int) -> None:
-            await submit(dispatches, admissions[index])
-            ended[index].set()
-
-        for index, dispatches in enumerate((0, 1, 3)):
-            run.supervisor.start(f'admission {index}', admit(index, dispatches))
-        for event in ended:
-            await run.clock.wait(event)
-
+    run.log.listeners.append(note)
     run.clock.execute(run.supervisor.run(program()))
-    interrupted = sum(event['kind'] == 'interrupt' for event in run.log.events)
-    return {'tokens': float(run.prefilled()), 'interruptions': float(interrupted)}
+    interruptions = [event for event in run.log.events if event['kind'] == 'interrupt']
+    return {'tokens': float(run.prefilled()), 'interrupted': float(sum(len(e['requests']) for e in interruptions))}
 
 
 if __name__ == '__main__':
