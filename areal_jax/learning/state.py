@@ -34,7 +34,7 @@ class LearnerState:
 def place_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: CompiledPrograms) -> LearnerState:
     """Copies weights to the mesh and makes the state of an optimizer that has done no step."""
     shardings = programs.definitions
-    params = programs.run('copy', place(trees.cast(trained, 'float32'), shardings.params))
+    params = place(trees.cast(trained, 'float32'), shardings.params, copy=True)
     copy = 'copy' if settings.dtype == 'float32' else 'cast'
     return LearnerState(
         params=params,
