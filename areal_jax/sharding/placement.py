@@ -44,17 +44,17 @@ class HostShards:
         return HostShards(self.shape[1:], self.dtype, entries)
 
 
-def place(tree: Tree, shardings: Tree, *, copy: bool = False) -> Tree:
+def place(tree: Tree, shardings: Tree) -> Tree:
     """The leaves (numpy or jax arrays) with the given shardings: one for all, or a tree of them.
 
     If the shardings include devices of other processes, every process must call this with the same values; the values
-    are not compared. A leaf that need not move may share its buffer with the result, unless `copy`.
+    are not compared. A leaf that need not move may share its buffer with the result.
     """
     if jax.process_count() == 1:
-        return jax.device_put(tree, shardings, may_alias=False if copy else None)
+        return jax.device_put(tree, shardings)
     whole = isinstance(shardings, Sharding)
     over = jax.tree.map(lambda _: shardings, tree) if whole else shardings
-    return jax.tree.map(lambda leaf, sharding: _place_leaf(leaf, sharding, copy), tree, over)
+    return jax.tree.map(_place_leaf, tree, over)
 
 
 def place_regions(read: Callable[[Region], np.ndarray], shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
@@ -147,8 +147,8 @@ def _region(index: Index, shape: tuple[int, ...]) -> Region:
     return tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
 
 
-def _place_leaf(leaf: Leaf, sharding: Sharding, copy: bool) -> jax.Array:
+def _place_leaf(leaf: Leaf, sharding: Sharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return jax.device_put(leaf, sharding, may_alias=False if copy else None)
-    host = np.array(leaf) if copy else np.asarray(leaf)
+        return jax.device_put(leaf, sharding)
+    host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
