@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import platform
 import signal
@@ -245,7 +246,7 @@ class Run(abc.ABC):
         self._start.begin('building the learner')
         learner = build_learner(self.config, model)
         print_passed_over(learner.passed_over)
-        learner.announce = self._start.count_programs
+        learner.announce = functools.partial(self._start.count_programs, of='learner')
         self.learner = self._own(lead(self.config, learner, self.workdir))
         model.params = None  # the learner has its copy
         require_finite_weights(self.config, self.learner, model)

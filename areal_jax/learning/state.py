@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import numpy as np
+
 from areal_jax.learning import trees
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.settings import LearnerSettings
@@ -34,7 +37,7 @@ class LearnerState:
 def place_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: CompiledPrograms) -> LearnerState:
     """Copies weights to the mesh and makes the state of an optimizer that has done no step."""
     shardings = programs.definitions
-    params = programs.run('copy', place(trees.cast(trained, 'float32'), shardings.params))
+    params = _copy(trees.cast(trained, 'float32'), programs)
     copy = 'copy' if settings.dtype == 'float32' else 'cast'
     return LearnerState(
         params=params,
@@ -43,3 +46,12 @@ def place_state(trained: Params, frozen: Params, settings: LearnerSettings, prog
         gradients=programs.run('zeros', params) if settings.accumulate == 'dispatch' else None,
         reference=programs.run(copy, params) if settings.kl_coefficient else None,
     )
+
+
+def _copy(trained: Params, programs: CompiledPrograms) -> Tree:
+    """The trained weights on the mesh, in buffers that an update may overwrite."""
+    shardings = programs.definitions.params
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(trained))
+    if on_host and jax.process_count() == 1:  # copied once, while they are placed
+        return jax.device_put(trained, shardings, may_alias=False)
+    return programs.run('copy', place(trained, shardings))
