@@ -13,6 +13,7 @@ from areal_jax.rollout.decode.attention import check
 from areal_jax.rollout.decode.attention.check import choose_checked, self_check
 from areal_jax.rollout.decode.attention.choose import Demand, choose_implementation
 from areal_jax.rollout.decode.attention.gather import GatherAttention
+from areal_jax.rollout.decode.attention.loops import LoopAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
 from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 
@@ -29,8 +30,9 @@ def device(platform, capability=None):
 
 
 @pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16, WINDOWED], ids=['small', 'odd', 'bfloat16', 'window'])
-def test_gather_agrees_with_float64(demand):
-    assert self_check(GatherAttention(check._TABLE_BLOCKS), demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
+@pytest.mark.parametrize('attention', [GatherAttention(check._TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)
+def test_plain_ones_agree_with_float64(attention, demand):
+    assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
 
 
 @pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16], ids=['small', 'odd', 'bfloat16'])
@@ -104,6 +106,7 @@ def test_the_check_finds(wrong, complaint):
 @pytest.mark.parametrize(
     ('demand', 'where', 'chosen'),
     [
+        (WINDOWED, CPU, 'loops'),
         (SMALL, device('gpu', '9.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '8.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '7.5'), 'gather'),
@@ -121,7 +124,12 @@ def test_auto_takes_the_best_that_can(demand, where, chosen):
     ('impl', 'demand', 'where', 'message'),
     [
         ('paged', SMALL, CPU, "rollout.attention='paged' is unknown; use one of auto, "),
-        ('pallas_gpu', SMALL, CPU, "rollout.attention='pallas_gpu' does not run on 'cpu' .only gpu.; use 'gather'"),
+        (
+            'pallas_gpu',
+            SMALL,
+            CPU,
+            "rollout.attention='pallas_gpu' does not run on 'cpu' .only gpu.; use 'gather' or 'loops'",
+        ),
         ('pallas_tpu', SMALL, device('gpu', '9.0'), "'pallas_tpu' does not run on 'gpu' .only tpu.; use 'gather' or"),
         ('pallas_gpu', SMALL, device('gpu', '7.5'), 'needs CUDA compute capability .8, 0.'),
         ('pallas_gpu', WINDOWED, device('gpu', '9.0'), 'cannot express a sliding window'),
