@@ -23,7 +23,7 @@ from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.weights import PreparedWeights
 
 MOST_PROGRAMS = 16
-_OTHER_PROGRAMS = 3  # beside those of buckets: prepare, initial state, copy
+_OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
 
 
 class JaxDecodeBackend:
@@ -43,7 +43,7 @@ class JaxDecodeBackend:
         log-probs are float32.
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
       devices: of weights, cache and programs; None = the first of this process. Their number divides the heads.
-      attention: over the cache; 'auto' or one of choose.IMPLEMENTATIONS.
+      attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
     where the attention cannot do what the decoder needs, or fails its check.
@@ -90,9 +90,6 @@ class JaxDecodeBackend:
         where = self._placement
         on, state, weights = where.rows, where.cache, where.prepared
         self._generate_steps = Generate(self._decoder, self._attention, self._sizes, decode_steps, filtered)
-        self._prepare_program = jax.jit(
-            self._decoder.prepare, in_shardings=(where.published,), out_shardings=where.prepared
-        )
         self._initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(weights, state, on), out_shardings=state, donate_argnums=1
@@ -125,15 +122,15 @@ class JaxDecodeBackend:
 
         `announce` is called before each program with the number done and the total.
         """
-        state, total = None, 2 + len(self._prefills) + len(self._batches)
+        total = _OTHER_PROGRAMS + len(self._prefills) + len(self._batches)
         announce(0, total)
         state = self.initial_state()
         announce(1, total)
         state = self.copy(state, [self._sizes.padding_block], [self._sizes.padding_block])
-        for done, bucket in enumerate(self._prefills, start=2):
+        for done, bucket in enumerate(self._prefills, start=_OTHER_PROGRAMS):
             announce(done, total)
             state = self._prefill_program(weights, state, self._pack([], bucket))
-        for done, size in enumerate(self._batches, start=2 + len(self._prefills)):
+        for done, size in enumerate(self._batches, start=_OTHER_PROGRAMS + len(self._prefills)):
             announce(done, total)
             state, _ = self._generate_program(weights, state, rows.empty_batch(size, self._sizes), np.int32(1))
         jax.block_until_ready(state)
@@ -160,7 +157,9 @@ class JaxDecodeBackend:
                     f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
                     f'backend was built with dtype={self._dtype.name!r}; cast the weights or build it with theirs'
                 )
-        return PreparedWeights(self._prepare_program(weights))
+        # outside jit, where what keeps its form is not copied; committed, so that the same operations serve all weights
+        prepared = self._decoder.prepare(jax.device_put(weights, self._placement.published))
+        return PreparedWeights(jax.block_until_ready(prepared))
 
     def initial_state(self) -> Cache:
         return self._initial_program()
