@@ -272,7 +272,12 @@ def _implementation(dtype: str, head_dim: int, windowed: bool, has_prior: bool) 
         return 'blocked'
     with jax.ensure_compile_time_eval():  # the check runs programs, and a program is being traced here
         return choose_checked(
-            'auto', tokens=MAX_TILE_TOKENS, dtype=dtype, head_dim=head_dim, window=1 if windowed else None, slices=has_prior
+            'auto',
+            tokens=MAX_TILE_TOKENS,
+            dtype=dtype,
+            head_dim=head_dim,
+            window=1 if windowed else None,
+            slices=has_prior,
         )[0]
 
 
