@@ -5,58 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
-from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.backend import DecodeOutput
-from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.stream import LogprobError
-from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
-from tests.toys import PRICES, STOP, ToyBackend, length, token
-
-SAMPLING = SamplingParams(max_new_tokens=7, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(STOP,))
-DRAW = 4  # samples 1, 3 and 5 of draw 4 have 3, 2 and 1 tokens; sample 0 has 7
-
-
-def request(sample, draw=DRAW, prefix=(), prompt=(1, 2, 3), sampling=SAMPLING):
-    return GenerationRequest(draw, sample, 0, np.array(prompt, np.int32), sampling, prefix)
-
-
-class Rig:
-    """One engine under the virtual clock and a script that drives it."""
-
-    def __init__(self, slots=4, kv_policy='recompute', decode_steps=1):
-        self.log = EventLog()
-        self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, self.log, PRICES | {'script': 1.0})
-        self.backend = ToyBackend(slots)
-        self.engine = LocalEngine(
-            0, self.backend, self.clock, self.log, receive=lambda p: p.handle, version=0, params=(0, 0),
-            kv_policy=kv_policy, decode_steps=decode_steps,
-        )  # fmt: skip
-
-    def run(self, script):
-        supervisor = Supervisor(self.clock)
-
-        async def program():
-            self.engine.start(supervisor)
-            return await script(self)
-
-        return self.clock.execute(supervisor.run(program()))
-
-    async def load(self, version, handle):
-        """`handle` is (w, version by which a stale cache shows)."""
-        await self.engine.stage(PublishedWeights(version, '', handle))
-        return await self.engine.swap(version)
-
-    async def pass_time(self, seconds):
-        await self.clock.run('script', lambda: None, Work('script', seconds))
-
-    def kinds(self, kind):
-        return [e for e in self.log.events if e['kind'] == kind]
-
-
-async def collect(running):
-    return [segment async for segment in running]
+from areal_jax.types import PublishedWeights, Segment
+from tests.rollout.engine_rig import DRAW, SAMPLING, Rig, collect, request
+from tests.toys import PRICES, STOP, length, token
 
 
 def test_the_prompt_of_a_group_is_prefilled_once_even_when_its_samples_come_in_turns():
