@@ -80,6 +80,7 @@ class JaxDecodeBackend:
         self._steps, self._filtered, self._dtype = decode_steps, filtered, jnp.dtype(dtype)
         self._placement, self.passed_over = parallel.place(decoder, self._sizes, self._dtype, attention, devices)
         self._decoder, self._attention = self._placement.decoder, self._placement.attention
+        self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
         self._prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
         most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self._prefills))

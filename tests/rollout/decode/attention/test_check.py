@@ -30,7 +30,7 @@ def device(platform, capability=None):
 
 
 @pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16, WINDOWED], ids=['small', 'odd', 'bfloat16', 'window'])
-@pytest.mark.parametrize('attention', [GatherAttention(check._TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)
+@pytest.mark.parametrize('attention', [GatherAttention(check.TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)
 def test_plain_ones_agree_with_float64(attention, demand):
     assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
 
@@ -46,7 +46,7 @@ def test_pallas_tpu_means_what_the_kernels_reference_computes(monkeypatch):
 
     # jax's interpreter lacks what the kernel does with its copies; the reference beside it takes the same arguments
     def reference(*arrays, num_kv_pages_per_block, num_queries_per_block, **setting):
-        assert 0 < num_kv_pages_per_block <= check._TABLE_BLOCKS
+        assert 0 < num_kv_pages_per_block <= check.TABLE_BLOCKS
         assert 0 < num_queries_per_block <= check._ROWS
         out = ragged.ref_ragged_paged_attention(*arrays, **setting)
         left = len(arrays[0]) - len(out)  # rows that the kernel does not write
@@ -100,7 +100,7 @@ class Raises(GatherAttention):
 )
 def test_the_check_finds(wrong, complaint):
     with pytest.raises(AttentionError, match=f"rollout.attention='gather' .*{complaint}.*; use 'gather'"):
-        self_check(wrong(check._TABLE_BLOCKS), WINDOWED, CPU)
+        self_check(wrong(check.TABLE_BLOCKS), WINDOWED, CPU)
 
 
 @pytest.mark.parametrize(
