@@ -18,13 +18,14 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import buckets, cache, prefill, rows
-from areal_jax.rollout.decode.attention.contract import Cache
+from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention
 from areal_jax.rollout.decode.attention.gather import GatherAttention
+from areal_jax.rollout.decode.attention.loops import LoopAttention
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.weights import PreparedWeights
 
 MOST_PROGRAMS = 16
-_OTHER_PROGRAMS = 3  # beside those of buckets: prepare, initial state, copy
+_OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
 
 
 class JaxDecodeBackend:
@@ -44,6 +45,7 @@ class JaxDecodeBackend:
         log-probs are float32.
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
       devices: of weights, cache and programs; None = the first of this process.
+      attention: name of a contract.CacheAttention; 'auto' = the best of the platform.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder.
     """
@@ -62,6 +64,7 @@ class JaxDecodeBackend:
         dtype: str,
         batch_buckets: tuple[int, ...] | None = None,
         devices: Sequence[jax.Device] | None = None,
+        attention: str = 'auto',
     ):
         if dtype not in DTYPES:
             raise ConfigError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
@@ -75,9 +78,12 @@ class JaxDecodeBackend:
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices: tuple[str, ...] = (str(device),)
         self._sizes = cache.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
-        self._decoder, self._steps, self._filtered = decoder, decode_steps, filtered
+        # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
+        form = 'columns' if device.platform == 'cpu' else 'rows'
+        self._decoder = decoder = Decoder(decoder.config, lora=decoder.lora, tokens=form)
+        self._steps, self._filtered = decode_steps, filtered
         self._dtype = jnp.dtype(dtype)
-        self._attention = GatherAttention(self._sizes.table_blocks)
+        self._attention = _choose_attention(attention, device, self._sizes)
         self._buckets = tuple(prefill_buckets)
         self._prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
         most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self._prefills))
@@ -87,7 +93,6 @@ class JaxDecodeBackend:
         # weights committed to another device are an error instead of a silent copy.
         self._on = on = jax.sharding.SingleDeviceSharding(device)
         self._generate_steps = Generate(decoder, self._attention, self._sizes, decode_steps, filtered)
-        self._prepare_program = jax.jit(lambda weights: weights, in_shardings=on, out_shardings=on)
         self._initial_program = jax.jit(self._initial, out_shardings=on)
         self._prefill_program = jax.jit(self._prefill, in_shardings=on, out_shardings=on, donate_argnums=1)
         self._copy_program = jax.jit(self._copy, in_shardings=on, out_shardings=on, donate_argnums=0)
@@ -116,15 +121,15 @@ class JaxDecodeBackend:
 
         `announce` is called before each program with the number done and the total.
         """
-        state, total = None, 2 + len(self._prefills) + len(self._batches)
+        total = _OTHER_PROGRAMS + len(self._prefills) + len(self._batches)
         announce(0, total)
         state = self.initial_state()
         announce(1, total)
         state = self.copy(state, [self._sizes.padding_block], [self._sizes.padding_block])
-        for done, bucket in enumerate(self._prefills, start=2):
+        for done, bucket in enumerate(self._prefills, start=_OTHER_PROGRAMS):
             announce(done, total)
             state = self._prefill_program(weights, state, self._pack([], bucket))
-        for done, size in enumerate(self._batches, start=2 + len(self._prefills)):
+        for done, size in enumerate(self._batches, start=_OTHER_PROGRAMS + len(self._prefills)):
             announce(done, total)
             state, _ = self._generate_program(weights, state, rows.empty_batch(size, self._sizes), np.int32(1))
         jax.block_until_ready(state)
@@ -151,7 +156,9 @@ class JaxDecodeBackend:
                     f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
                     f'backend was built with dtype={self._dtype.name!r}; cast the weights or build it with theirs'
                 )
-        return PreparedWeights(self._prepare_program(weights))
+        # outside jit, where what keeps its form is not copied; committed, so that the same operations serve all weights
+        prepared = self._decoder.prepare(jax.device_put(weights, self._on))
+        return PreparedWeights(jax.block_until_ready(prepared))
 
     def initial_state(self) -> Cache:
         return self._initial_program()
@@ -222,3 +229,12 @@ class JaxDecodeBackend:
 
     def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return cache.copy_blocks(self._attention, state, sources, targets)
+
+
+def _choose_attention(name: str, device: jax.Device, sizes: cache.CacheSizes) -> CacheAttention:
+    if name == 'auto':
+        name = 'loops' if device.platform == 'cpu' else 'gather'
+    makers = {'loops': LoopAttention, 'gather': lambda: GatherAttention(sizes.table_blocks)}
+    if name not in makers:
+        raise ConfigError(f'attention={name!r} is unknown; use one of auto, {", ".join(makers)}')
+    return makers[name]()

@@ -53,3 +53,11 @@ def test_prepared_weights_are_prepared():
     prepared = backend().prepare(weights())
     assert backend().prepare(prepared) is prepared
     assert build(slots=2, batch_buckets=(2,)).prepare(prepared) is prepared
+
+
+def test_prepared_weights_share_what_keeps_its_form():
+    # a second embedding would cost a fifth of a small model
+    given = weights()
+    prepared = backend().prepare(given).params
+    for name in ('embedding', 'final_norm'):
+        assert prepared[name].unsafe_buffer_pointer() == given[name].unsafe_buffer_pointer()

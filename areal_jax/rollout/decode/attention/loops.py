@@ -1,0 +1,131 @@
+"""Attention over blocks for CPUs: loops over the blocks that the rows hold, with a softmax corrected block by block.
+
+Rows that share a loop (a chunk) read as many blocks as the longest of them holds; rows come sorted by length, so that
+they hold about as many. Chunks are small among the longest rows, where lengths differ most, and larger among the
+others, where they save iterations.
+
+Layout: keys [blocks, K, D, T], values [blocks, K, T, D], so that both products have the summed axis where XLA's CPU
+product reads fastest. Shapes as in contract.py; R rows of a chunk, G = H / K.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from areal_jax.rollout.decode.attention.contract import LayerCache
+
+_MASKED = -1e30  # a score that gets a weight of exactly 0; finite, because -inf less -inf is NaN
+_SMALL_CHUNK, _LARGE_CHUNK = 4, 8
+
+
+class _Group(NamedTuple):
+    """Consecutive rows [start, stop) in chunks of one size."""
+
+    start: int
+    stop: int
+    chunk: int
+
+
+class LoopAttention:
+    """contract.CacheAttention in plain XLA."""
+
+    name = 'loops'
+
+    def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
+        k, v = (blocks, heads, head_dim, block_tokens), (blocks, heads, block_tokens, head_dim)
+        return jnp.zeros(k, dtype), jnp.zeros(v, dtype)
+
+    def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
+        keys, values = layer
+        return keys.at[blocks, :, :, offsets].set(k), values.at[blocks, :, offsets].set(v)
+
+    def read(self, layer: LayerCache, blocks: jax.Array) -> LayerCache:
+        keys, values = layer[0][blocks].transpose(0, 3, 1, 2), layer[1][blocks].transpose(0, 2, 1, 3)
+        return keys.reshape(-1, *keys.shape[2:]), values.reshape(-1, *values.shape[2:])
+
+    def attend(
+        self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+    ) -> jax.Array:
+        rows, heads, size = q.shape
+        grouped = q.reshape(rows, layer[0].shape[1], -1, size) * size**-0.5
+        parts = [_attend_group(grouped, layer, tables, lengths, window, group) for group in _groups(rows)]
+        return jnp.concatenate(parts).reshape(rows, heads, size)
+
+    def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
+        longest = [
+            group.chunk * -(-lengths[group.start : group.stop : group.chunk] // block_tokens)
+            for group in _groups(len(lengths))
+        ]
+        return jnp.sum(jnp.concatenate(longest)) * block_tokens
+
+    def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
+        keys, values = layer
+        return keys.at[targets].set(keys[sources]), values.at[targets].set(values[sources])
+
+
+def _groups(rows: int) -> tuple[_Group, ...]:
+    """The chunks of so many rows: two groups, whose loops do not depend on each other and may run at the same time."""
+    few = min(rows, 2 * _SMALL_CHUNK)
+    groups = [_Group(0, few, _divisor(few, _SMALL_CHUNK))]
+    if rows > few:
+        groups.append(_Group(few, rows, _divisor(rows - few, _LARGE_CHUNK)))
+    return tuple(groups)
+
+
+def _divisor(n: int, at_most: int) -> int:
+    return max(size for size in range(1, at_most + 1) if n % size == 0)
+
+
+def _attend_group(
+    q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None, group: _Group
+) -> jax.Array:
+    """[stop - start, K, G, D] of scaled queries [B, K, G, D]."""
+
+    def chunk(index: jax.Array, out: jax.Array) -> jax.Array:
+        first = group.start + index * group.chunk
+        cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=group.chunk)
+        found = _attend_chunk(cut(q), layer, cut(tables), cut(lengths), window)
+        return lax.dynamic_update_slice_in_dim(out, found, index * group.chunk, 0)
+
+    rows = group.stop - group.start
+    return lax.fori_loop(0, rows // group.chunk, chunk, jnp.zeros((rows, *q.shape[1:]), q.dtype))
+
+
+def _attend_chunk(
+    q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+) -> jax.Array:
+    """[R, K, G, D] of scaled queries [R, K, G, D], tables [R, M] and lengths [R].
+
+    A block in which a row sees nothing does not change its result: the weights are exp(-1e30 - m) = 0 and what was
+    summed is multiplied by exp(0) = 1. Before the first block that a row sees, m = -1e30 and what is summed there is
+    multiplied by exp(-1e30 - m) = 0 later.
+    """
+    keys, values = layer
+    block = keys.shape[-1]
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    starts = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
+    longest = jnp.max(lengths)
+
+    def fold(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, out = sums  # largest score, sum of e^(score - top), weighted sum of values
+        at = lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
+        places = index * block + jnp.arange(block)
+        seen = (places < lengths[:, None]) & (places >= starts[:, None])  # [R, T]
+        scores = jnp.where(seen[:, None, None], product('rkgd,rkdt->rkgt', q, keys[at]), _MASKED)
+        held = jnp.where(seen[:, None, :, None], values[at], 0)  # 0 * NaN would be NaN
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - new_top[..., None])
+        shift = jnp.exp(top - new_top)
+        out = out * shift[..., None] + product('rkgt,rktd->rkgd', weights.astype(held.dtype), held)
+        return new_top, total * shift + jnp.sum(weights, axis=-1), out
+
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
+    first = jnp.min(jnp.where(lengths > 0, starts, longest)) // block
+    end = -(-longest // block)
+    _, total, out = lax.fori_loop(first, end, fold, (zeros + _MASKED, zeros, jnp.zeros(q.shape, jnp.float32)))
+    return (out / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)  # 0: a chunk of padding alone
