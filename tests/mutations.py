@@ -44,8 +44,8 @@ MUTATIONS = [
     Mutation(
         'tag tokens with the version before',
         'areal_jax/rollout/stream.py',
-        'output.logprobs[slot, :count], version, cut)',
-        'output.logprobs[slot, :count], max(0, version - 1), cut)',
+        'output.logprobs[row, :count], version, cut)',
+        'output.logprobs[row, :count], max(0, version - 1), cut)',
         'tests/control/test_controller.py',
     ),
     Mutation(
@@ -65,18 +65,55 @@ MUTATIONS = [
     Mutation(
         'keep stale KV',
         'areal_jax/rollout/local_engine.py',
-        'drop_cache(interrupted if',
-        'drop_cache(() if',
+        "keep=self._kv_policy == 'keep'",
+        'keep=True',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'reuse prefixes of another version',
-        'areal_jax/rollout/local_engine.py',
-        "        self._stream.drop_cache(interrupted if self._kv_policy == 'recompute' else ())",
-        '        held = {(weights.version, k): p for (_, k), p in self._stream._prefixes.items()}\n'
-        "        self._stream.drop_cache(interrupted if self._kv_policy == 'recompute' else ())\n"
-        '        self._stream._prefixes.update(held)',
+        'areal_jax/rollout/blocks.py',
+        '        for prefix in list(self._prefixes.values()):\n            self._drop(prefix)\n        self._open =',
+        '        for prefix in list(self._prefixes.values()):\n'
+        '            del self._prefixes[prefix.key]\n'
+        '            prefix.key = prefix.key[0] + 1, prefix.key[1]\n'
+        '            self._prefixes[prefix.key] = prefix\n'
+        '        self._open =',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
+    ),
+    Mutation(
+        'go on writing in a block that others read',
+        'areal_jax/rollout/cache_table.py',
+        '        return self.prefix.tail, self.own[0]',
+        '        self.own[0] = self.blocks[len(self.prefix.whole)] = self.prefix.tail\n        return None',
+        'tests/rollout/test_scheduler.py',
+    ),
+    Mutation(
+        'lose the blocks of an answer that has ended',
+        'areal_jax/rollout/cache_table.py',
+        '        self.release(running)\n        self.prefixes.close',
+        '        self.prefixes.close',
+        'tests/rollout/test_scheduler.py',
+    ),
+    Mutation(
+        'drop a prompt that a request is about to read',
+        'areal_jax/rollout/blocks.py',
+        'return not prefix.expected and any(',
+        'return any(',
+        'tests/rollout/test_blocks.py',
+    ),
+    Mutation(
+        'preempt the request that was admitted first',
+        'areal_jax/rollout/scheduler.py',
+        'youngest = self.table.youngest()',
+        'youngest = self.table.admitted()[0]',
+        'tests/rollout/test_scheduler.py',
+    ),
+    Mutation(
+        'stop all answers for a long prefill',
+        'areal_jax/rollout/scheduler.py',
+        'if needs_prefill and not (entries and self._has_prefilled):',
+        'if needs_prefill:',
+        'tests/rollout/test_scheduler.py',
     ),
     Mutation(
         'denominator of the micro-batch',
@@ -410,15 +447,15 @@ MUTATIONS = [
     Mutation(
         'lose what was generated before a pause',
         'areal_jax/rollout/stream.py',
-        '        self.flush()\n        self.table.requeue()',
-        '        self.table.requeue()',
+        '        self._flush()\n        self._scheduler.requeue()',
+        '        self._scheduler.requeue()',
         'tests/rollout/test_engines.py',
     ),
     Mutation(
         'keep a cancelled slot alive',
         'areal_jax/rollout/slot_table.py',
-        '        self.free(running)\n        self._dead.append(slot)\n        return running',
-        '        self.free(running)\n        return running',
+        '        self.leave(running)\n        return running',
+        '        return running',
         'tests/rollout/test_slot_table.py',
     ),
     Mutation(

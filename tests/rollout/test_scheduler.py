@@ -1,0 +1,341 @@
+"""What an engine does next, seen from its log and from a backend that knows every position (tests/toys.py)."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from areal_jax.rollout.cache_table import CacheBudgetError
+from areal_jax.types import Segment
+from tests.rollout.engine_rig import SAMPLING, Rig, collect, request
+from tests.toys import logprob, token
+
+
+def of_length(new):
+    """Answers of so many tokens."""
+    return dataclasses.replace(SAMPLING, max_new_tokens=new, stop_tokens=())
+
+
+def prompt_of(tokens):
+    return range(1, tokens + 1)
+
+
+def tokens_of(segments):
+    return [int(one) for segment in segments for one in segment.tokens]
+
+
+def prefilled(rig):
+    return [(event['tokens'], event['rebuilt']) for event in rig.kinds('prefill')]
+
+
+# Prompts are shared.
+
+
+def test_a_group_of_16_over_three_admissions_with_an_interruption_prefills_its_prompt_twice():
+    async def script(rig):
+        start = lambda samples: [
+            rig.engine.generate(request(sample, prompt=prompt_of(512), sampling=of_length(20))) for sample in samples
+        ]
+        running = start(range(6))
+        await rig.pass_time(0.56)  # 512 ms of prefill, then 10 ms a token
+        running += start(range(6, 11))
+        await rig.pass_time(0.02)
+        await rig.load(1, (3, 1))
+        running += start(range(11, 16))
+        return [await collect(one) for one in running]
+
+    rig = Rig(slots=16, context_tokens=1024, block_tokens=64, largest_piece=1024)
+    segments = rig.run(script)
+    assert [len(tokens_of(one)) for one in segments] == [20] * 16
+    (interrupt,) = rig.kinds('interrupt')
+    assert len(interrupt['requests']) == 11
+    own = sum(len(one[0].tokens) for one in segments[:11])  # generated before, computed again: the prompt's last
+    #   token and all but the last of the answer
+    shared = sum(tokens for tokens, _ in prefilled(rig))
+    assert shared == 511 + 511 + own
+    assert sum(rebuilt for _, rebuilt in prefilled(rig)) == 511 + own
+    separate = 16 * 511 + 11 * 511 + own
+    assert shared <= separate / 10
+
+
+def test_members_that_wait_for_a_slot_find_the_prompt():
+    async def script(rig):
+        running = [
+            rig.engine.generate(request(sample, prompt=prompt_of(14), sampling=of_length(5))) for sample in range(9)
+        ]
+        return [await collect(one) for one in running]
+
+    rig = Rig(slots=2)
+    rig.run(script)
+    assert rig.backend.prefills == [[list(prompt_of(13))]]
+    assert [len(event['requests']) for event in rig.kinds('prefill')] == [2, 2, 2, 2, 1]
+
+
+def test_the_same_prompt_in_another_draw_is_found_and_another_version_is_not():
+    async def script(rig):
+        for draw, version in ((1, 0), (2, 0), (3, 1)):
+            if version:
+                await rig.load(version, (3, 1))
+            await collect(rig.engine.generate(request(0, draw=draw)))
+
+    rig = Rig()
+    rig.run(script)
+    assert rig.backend.prefills == [[[1, 2]], [[1, 2]]]
+
+
+# Prefill goes in pieces.
+
+
+@pytest.mark.parametrize('company', [False, True])
+def test_a_long_prefill_is_cut_at_the_same_places_and_stops_nobody(company):
+    async def script(rig):
+        begun = (Segment(np.array(range(5, 40), np.int32), np.zeros(35, np.float32), 0),)
+        running = [rig.engine.generate(request(1, draw=1, sampling=of_length(40)))] if company else []
+        await rig.pass_time(0.035)
+        long = request(0, prompt=prompt_of(71), prefix=begun, sampling=of_length(40))
+        running.append(rig.engine.generate(long))
+        return [await collect(one) for one in running]
+
+    rig = Rig(context_tokens=128, largest_piece=16)
+    rig.run(script)
+    pieces = [piece for prefill in rig.backend.prefills for piece in prefill if len(piece) > 2]
+    # 70 tokens of prompt, then its last one and 34 of the answer
+    assert [len(piece) for piece in pieces] == [16, 16, 16, 16, 6, 16, 16, 3]
+    assert [one for piece in pieces for one in piece] == [*prompt_of(71), *range(5, 39)]
+    kinds = [event['kind'] for event in rig.log.events if event['kind'] in ('prefill', 'decode')]
+    first = kinds.index('prefill', 1) if company else 0
+    expected = ['prefill', 'decode'] * 8 if company else ['prefill'] * 8
+    assert kinds[first : first + len(expected)] == expected
+    if company:
+        assert rig.backend.batches[-1] == 1
+        assert set(rig.backend.batches) == {1, 2}  # a row decodes when its tokens are in the cache
+
+
+def test_as_many_pieces_go_at_once_as_one_bucket_holds():
+    async def script(rig):
+        running = [
+            rig.engine.generate(request(0, draw=draw, prompt=range(draw, draw + 7), sampling=of_length(2)))
+            for draw in range(5)
+        ]
+        return [await collect(one) for one in running]
+
+    rig = Rig(slots=5, largest_piece=16)
+    rig.run(script)
+    assert [len(pieces) for pieces in rig.backend.prefills] == [2, 2, 1]  # 6 tokens each
+    assert [event['bucket'] for event in rig.kinds('prefill')] == [16, 16, 8]
+    # the rows that are ready decode between them: two, four, and the last after the first have ended
+    assert rig.backend.batches[:3] == [2, 4, 3]
+
+
+@pytest.mark.parametrize('cancelled', [0, 1])
+def test_cancelling_a_request_whose_prefill_is_under_way_leaves_the_prompt_to_its_group(cancelled):
+    async def script(rig):
+        running = [
+            rig.engine.generate(request(sample, prompt=prompt_of(71), sampling=of_length(9))) for sample in range(2)
+        ]
+        await rig.pass_time(0.04)  # 16 ms a piece: two of five
+        rig.engine.cancel(running[cancelled].request_id)
+        rig.check_blocks()
+        return [await collect(one) for one in running]
+
+    rig = Rig(slots=2, context_tokens=128, largest_piece=16)
+    segments = rig.run(script)
+    assert [len(tokens_of(one)) for one in segments] == ([0, 9] if cancelled == 0 else [9, 0])
+    assert sum(tokens for tokens, _ in prefilled(rig)) == 70
+    rig.check_blocks()
+
+
+def test_a_swap_begins_a_prefill_again_even_where_the_cache_is_kept():
+    async def script(rig):
+        running = rig.engine.generate(request(0, prompt=prompt_of(71), sampling=of_length(9)))
+        await rig.pass_time(0.04)  # two of five pieces, and the third is under way
+        await rig.load(1, (3, 1))
+        return await collect(running)
+
+    rig = Rig(kv_policy='keep', context_tokens=128, largest_piece=16)
+    (segment,) = rig.run(script)
+    assert segment.behavior_logprobs.min() > -1000  # nothing of the old version is read
+    assert sum(tokens for tokens, _ in prefilled(rig)) == 3 * 16 + 70
+
+
+# The cache is full.
+
+
+def contest(cache_blocks):
+    """Two requests of 3 + 29 tokens, 4 steps a dispatch; one alone needs 8 blocks of 4."""
+
+    async def script(rig):
+        running = [rig.engine.generate(request(0, draw=draw, sampling=of_length(29))) for draw in range(2)]
+        return [await collect(one) for one in running]
+
+    rig = Rig(slots=2, decode_steps=4, cache_blocks=cache_blocks)
+    return rig, [tokens_of(one) for one in rig.run(script)]
+
+
+def test_the_request_that_was_admitted_last_gives_way_and_none_is_lost():
+    rig, tokens = contest(cache_blocks=8)
+    plain, expected = contest(cache_blocks=None)
+    assert tokens == expected
+    assert [len(one) for one in tokens] == [29, 29]
+    # before the dispatch n both have 3 + 4 (n - 1) tokens and need ceil((2 + 4 n) / 4) blocks: 4 each for the third,
+    # 5 for the fourth
+    (preempt,) = rig.kinds('preempt')
+    assert (preempt['request'], preempt['tokens'], preempt['engine']) == ('0/1/0', 15, 'engine/0')
+    assert rig.backend.batches == [2] * 3 + [1] * 10
+    assert prefilled(rig) == [(2, 0), (12, 12)]  # both have the same prompt, which is found again
+    assert not plain.kinds('preempt')
+
+
+def test_a_cache_that_can_not_hold_one_sequence_is_refused_when_the_engine_is_built():
+    with pytest.raises(CacheBudgetError, match=r'rollout.cache_tokens=28 .*rollout.context_tokens=32'):
+        Rig(cache_blocks=7)
+
+
+def test_the_prompt_of_waiting_requests_is_given_up_before_a_running_answer():
+    async def script(rig):
+        group = [rig.engine.generate(request(sample, sampling=of_length(5))) for sample in range(2)]
+        long = rig.engine.generate(request(0, draw=1, prompt=(7, 8, 9), sampling=of_length(29)))
+        return [await collect(one) for one in (*group, long)]
+
+    # one slot: the first of the group, its prompt waits in one block for the second; later the long one needs all eight
+    rig = Rig(slots=1, cache_blocks=8, decode_steps=2)
+    rig.run(script)
+    assert [len(piece) for pieces in rig.backend.prefills for piece in pieces] == [2, 2]
+    assert not rig.kinds('preempt')
+
+
+@pytest.mark.parametrize('group', [1, 4])
+def test_the_default_cache_preempts_nobody(group):
+    async def script(rig):
+        running = [
+            rig.engine.generate(request(sample, draw=draw, prompt=range(draw, draw + 6), sampling=of_length(26)))
+            for draw in range(6)
+            for sample in range(group)
+        ]
+        return [await collect(one) for one in running]
+
+    rig = Rig(slots=4, decode_steps=3)
+    rig.run(script)
+    assert not rig.kinds('preempt')
+
+
+# What the log and the totals say.
+
+
+def test_positions_seen_and_read_are_counted():
+    async def script(rig):
+        return await collect(rig.engine.generate(request(0, sampling=of_length(3))))
+
+    rig = Rig(decode_steps=2)
+    rig.run(script)
+    # the last token of the prompt, at position 2, sees 3, the next one 4; the third and last sees 5. The toy reads
+    # whole blocks of 4: one in the first dispatch, two in the second, in both steps
+    assert [(e['positions'], e['positions_read'], e['bucket']) for e in rig.kinds('decode')] == [(7, 8, 1), (5, 16, 1)]
+    totals = rig.engine._stream.totals
+    assert (totals.positions, totals.positions_read) == (12, 24)
+
+
+def test_what_is_rebuilt_is_counted_apart_from_first_prefills():
+    async def script(rig):
+        running = [rig.engine.generate(request(sample, sampling=of_length(20))) for sample in range(2)]
+        await rig.pass_time(0.03)
+        await rig.load(1, (3, 1))
+        running.append(rig.engine.generate(request(0, draw=1, prompt=(7, 8, 9))))
+        return [await collect(one) for one in running]
+
+    rig = Rig()
+    rig.run(script)
+    totals = rig.engine._stream.totals
+    assert totals.prefilled_tokens == 2 + 2
+    assert (totals.prefilled_tokens + totals.rebuilt_tokens) == sum(tokens for tokens, _ in prefilled(rig))
+    assert totals.rebuilt_tokens == sum(rebuilt for _, rebuilt in prefilled(rig)) > 0
+    seconds = sum(e['seconds'] for e in rig.kinds('run_done') if e['work'] == 'prefill')
+    assert totals.prefilled_s + totals.rebuilt_s == pytest.approx(seconds)
+    assert totals.prefilled_s > 0 < totals.rebuilt_s
+
+
+# Everything together.
+
+
+class Schedule:
+    """Random arrivals, ends, cancels, swaps and pauses on an engine whose cache is small."""
+
+    def __init__(self, seed, kv_policy, cache_blocks):
+        self.chance, self.open, self.done = random.Random(seed), [], []
+        self.rig = Rig(
+            slots=6, kv_policy=kv_policy, decode_steps=3, cache_blocks=cache_blocks, context_tokens=64,
+            largest_piece=self.chance.choice([4, 16, 64]),
+        )  # fmt: skip
+        for name in ('prefill', 'generate', 'copy'):
+            setattr(self.rig.backend, name, self.checked(getattr(self.rig.backend, name)))
+        self.weights = [0]  # w of each version
+
+    def checked(self, call):
+        def check_and_call(*args):
+            self.rig.check_blocks()
+            return call(*args)
+
+        return check_and_call
+
+    async def script(self, rig):
+        for draw in range(30):
+            action = self.chance.choice(['group', 'group', 'cancel', 'swap', 'pause', 'time', 'time'])
+            if action == 'group':
+                self.start_group(draw)
+            elif action == 'cancel' and self.open:
+                rig.engine.cancel(self.chance.choice(self.open)[1].request_id)
+            elif action == 'swap':
+                self.weights.append(self.chance.randrange(9))
+                await rig.load(len(self.weights) - 1, (self.weights[-1], len(self.weights) - 1))
+            elif action == 'pause':
+                await rig.engine.pause()
+                rig.check_blocks()
+                rig.engine.resume()
+            await rig.pass_time(self.chance.choice([0.001, 0.02, 0.1]))
+            rig.check_blocks()
+        for _, running in self.open:
+            self.done.append(await collect(running))
+
+    def start_group(self, draw):
+        prompt = range(draw, draw + self.chance.choice([1, 2, 5, 9, 17, 40]))
+        for sample in range(self.chance.randint(1, 5)):
+            new = self.chance.randint(1, 64 - len(prompt))
+            one = request(sample, draw=draw, prompt=prompt, sampling=of_length(new))
+            self.open.append((one, self.rig.engine.generate(one)))
+
+    def check(self, kv_policy):
+        for (one, running), segments in zip(self.open, self.done, strict=True):
+            position = len(one.prompt_tokens)
+            for segment in segments:
+                w = self.weights[segment.policy_version]
+                for found, said in zip(segment.tokens, segment.behavior_logprobs, strict=True):
+                    assert found == token(w, one.draw, one.sample, position)
+                    assert said == pytest.approx(logprob(w, position)) or kv_policy == 'keep'
+                    position += 1
+            assert running.finish_reason in ('length', 'cancelled')
+            assert position == running.limit or running.finish_reason == 'cancelled'
+        self.rig.check_blocks()
+        scheduler = self.rig.engine._stream._scheduler
+        assert scheduler.table.is_empty
+        assert scheduler.cache.prefixes.reclaim(self.rig.backend.cache_blocks)  # no block is lost
+
+
+@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
+@pytest.mark.parametrize('seed', range(12))
+def test_any_schedule_gives_every_request_its_own_tokens_and_loses_no_block(seed, kv_policy):
+    schedule = Schedule(seed, kv_policy, cache_blocks=16 + seed % 3 * 10)
+    schedule.rig.run(schedule.script)
+    schedule.check(kv_policy)
+
+
+def test_the_schedules_preempt_interrupt_rebuild_and_share():
+    rigs = []
+    for seed in range(12):
+        schedule = Schedule(seed, 'recompute', cache_blocks=16)
+        schedule.rig.run(schedule.script)
+        rigs.append(schedule.rig)
+    for kind in ('preempt', 'interrupt'):
+        assert sum(len(rig.kinds(kind)) for rig in rigs) > 5
+    assert sum(rebuilt for rig in rigs for _, rebuilt in prefilled(rig)) > 100
+    assert sum(not tokens for rig in rigs for tokens, _ in prefilled(rig)) > 5  # admitted without any computation
