@@ -8,7 +8,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import platform
 import signal
@@ -245,8 +244,8 @@ class Run(abc.ABC):
         """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
         self._start.begin('building the learner')
         learner = build_learner(self.config, model)
-        print_passed_over(learner.passed_over)
-        learner.announce = functools.partial(self._start.count_programs, of='learner')
+        print_passed_over('learner.attention', learner.passed_over)
+        learner.announce = self._start.count_programs
         self.learner = self._own(lead(self.config, learner, self.workdir))
         model.params = None  # the learner has its copy
         require_finite_weights(self.config, self.learner, model)

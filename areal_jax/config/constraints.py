@@ -14,6 +14,8 @@ from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.plugins import is_own
 
+MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
+
 
 def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence for each rule that `c` breaks: the fields, their values and the fix."""
@@ -129,6 +131,11 @@ def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             'rollout.prefill_buckets=() leaves no program to prefill prompts of up to rollout.context_tokens='
             f'{rollout.context_tokens} tokens; name at least one number of tokens'
+        )
+    if len(rollout.prefill_buckets) > MOST_PREFILL_BUCKETS:
+        yield (
+            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} has {len(rollout.prefill_buckets)} sizes, each of '
+            f'which is one or two programs to compile; name at most {MOST_PREFILL_BUCKETS}'
         )
     if rollout.block_tokens > rollout.context_tokens:
         yield (

@@ -171,8 +171,9 @@ def test_an_engine_over_two_devices_has_half_of_everything_on_each():
     if len(jax.devices()) < 4:
         pytest.skip('needs four devices')
     fields = {'model__n_kv_heads': 2}
-    (_, one), (_, two) = measured(cluster__engines='1 x tensor=1', **fields), measured(
-        cluster__engines='1 x tensor=2', **fields
+    (_, one), (_, two) = (
+        measured(cluster__engines='1 x tensor=1', **fields),
+        measured(cluster__engines='1 x tensor=2', **fields),
     )
     for name in ('publication', 'transposed weights', 'KV cache', 'prefill'):
         assert one.engines[name] == 2 * two.engines[name] > 0

@@ -43,7 +43,7 @@ class JaxDecodeBackend:
         log-probs are float32.
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
       devices: of weights, cache and programs; None = the first of this process. Their number divides the heads.
-      attention: over the cache; 'auto' or one of choose.IMPLEMENTATIONS.
+      attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
     where the attention cannot do what the decoder needs, or fails its check.
@@ -80,6 +80,7 @@ class JaxDecodeBackend:
         self._steps, self._filtered, self._dtype = decode_steps, filtered, jnp.dtype(dtype)
         self._placement, self.passed_over = parallel.place(decoder, self._sizes, self._dtype, attention, devices)
         self._decoder, self._attention = self._placement.decoder, self._placement.attention
+        self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
         self._prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
         most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self._prefills))

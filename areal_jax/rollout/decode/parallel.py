@@ -1,4 +1,4 @@
-"""Tensor parallel decoding: an engine over a mesh of devices, each with a part of the heads, the MLP and the vocabulary.
+"""Tensor parallel decoding: an engine over several devices, each with a part of heads, MLP and vocabulary.
 
 Used by backend.py, and by app/, which brings weights to the engine cut as `weight_shardings` says. Attention needs no
 exchange between devices, because heads are independent: each device writes and reads the keys and values of its own

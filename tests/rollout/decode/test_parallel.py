@@ -36,7 +36,9 @@ def over(devices, seed=0):
 @pytest.fixture(scope='module')
 def engines():
     """One device, then two engines over two devices each; each with a function that gives its weights."""
-    pairs = [(build(devices=pair, **SIZES, filtered=True), lambda seed=0, pair=pair: over(pair, seed)) for pair in PAIRS]
+    pairs = [
+        (build(devices=pair, **SIZES, filtered=True), lambda seed=0, pair=pair: over(pair, seed)) for pair in PAIRS
+    ]
     return [(build(**SIZES, filtered=True), weights), *pairs]
 
 

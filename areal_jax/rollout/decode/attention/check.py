@@ -16,7 +16,8 @@ from areal_jax.models.attention import AttentionError
 from areal_jax.rollout.decode.attention.choose import IMPLEMENTATIONS, SETTING, Demand, choose_implementation
 from areal_jax.rollout.decode.attention.contract import CacheAttention
 
-_ROWS, _TABLE_BLOCKS = 8, 4
+TABLE_BLOCKS = 4  # of the tables of the check, which an implementation for one length of table must have
+_ROWS = 8
 _FREE_BLOCKS = 2  # beside those of the rows: they hold NaN like all that belongs to no sequence
 # largest error relative to the largest value; a wrong page, head or mask gives 0.1 and more
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
@@ -116,10 +117,10 @@ class _Case:
 
 def _make_case(demand: Demand) -> _Case:
     rng, tokens = np.random.default_rng(0), demand.block_tokens
-    blocks = _ROWS * _TABLE_BLOCKS + _FREE_BLOCKS
-    tables = rng.permutation(blocks)[: _ROWS * _TABLE_BLOCKS].reshape(_ROWS, _TABLE_BLOCKS).astype(np.int32)
+    blocks = _ROWS * TABLE_BLOCKS + _FREE_BLOCKS
+    tables = rng.permutation(blocks)[: _ROWS * TABLE_BLOCKS].reshape(_ROWS, TABLE_BLOCKS).astype(np.int32)
     tables[1::2, 0] = tables[::2, 0]  # a shared prompt
-    whole = _TABLE_BLOCKS * tokens
+    whole = TABLE_BLOCKS * tokens
     lengths = [whole, whole - 1, 3 * tokens + 1, 2 * tokens, tokens + tokens // 2 + 1, tokens, 1, 0]
     lengths.sort(reverse=True)  # blocks of one token
     q, k, v = (

@@ -13,6 +13,7 @@ from areal_jax.rollout.decode.attention import check
 from areal_jax.rollout.decode.attention.check import choose_checked, self_check
 from areal_jax.rollout.decode.attention.choose import Demand, choose_implementation
 from areal_jax.rollout.decode.attention.gather import GatherAttention
+from areal_jax.rollout.decode.attention.loops import LoopAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
 from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 
@@ -29,8 +30,9 @@ def device(platform, capability=None):
 
 
 @pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16, WINDOWED], ids=['small', 'odd', 'bfloat16', 'window'])
-def test_gather_agrees_with_float64(demand):
-    assert self_check(GatherAttention(check._TABLE_BLOCKS), demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
+@pytest.mark.parametrize('attention', [GatherAttention(check.TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)
+def test_plain_ones_agree_with_float64(attention, demand):
+    assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
 
 
 @pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16], ids=['small', 'odd', 'bfloat16'])
@@ -44,7 +46,7 @@ def test_pallas_tpu_means_what_the_kernels_reference_computes(monkeypatch):
 
     # jax's interpreter lacks what the kernel does with its copies; the reference beside it takes the same arguments
     def reference(*arrays, num_kv_pages_per_block, num_queries_per_block, **setting):
-        assert 0 < num_kv_pages_per_block <= check._TABLE_BLOCKS
+        assert 0 < num_kv_pages_per_block <= check.TABLE_BLOCKS
         assert 0 < num_queries_per_block <= check._ROWS
         out = ragged.ref_ragged_paged_attention(*arrays, **setting)
         left = len(arrays[0]) - len(out)  # rows that the kernel does not write
@@ -98,12 +100,13 @@ class Raises(GatherAttention):
 )
 def test_the_check_finds(wrong, complaint):
     with pytest.raises(AttentionError, match=f"rollout.attention='gather' .*{complaint}.*; use 'gather'"):
-        self_check(wrong(check._TABLE_BLOCKS), WINDOWED, CPU)
+        self_check(wrong(check.TABLE_BLOCKS), WINDOWED, CPU)
 
 
 @pytest.mark.parametrize(
     ('demand', 'where', 'chosen'),
     [
+        (WINDOWED, CPU, 'loops'),
         (SMALL, device('gpu', '9.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '8.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '7.5'), 'gather'),
@@ -121,7 +124,12 @@ def test_auto_takes_the_best_that_can(demand, where, chosen):
     ('impl', 'demand', 'where', 'message'),
     [
         ('paged', SMALL, CPU, "rollout.attention='paged' is unknown; use one of auto, "),
-        ('pallas_gpu', SMALL, CPU, "rollout.attention='pallas_gpu' does not run on 'cpu' .only gpu.; use 'gather'"),
+        (
+            'pallas_gpu',
+            SMALL,
+            CPU,
+            "rollout.attention='pallas_gpu' does not run on 'cpu' .only gpu.; use 'gather' or 'loops'",
+        ),
         ('pallas_tpu', SMALL, device('gpu', '9.0'), "'pallas_tpu' does not run on 'gpu' .only tpu.; use 'gather' or"),
         ('pallas_gpu', SMALL, device('gpu', '7.5'), 'needs CUDA compute capability .8, 0.'),
         ('pallas_gpu', WINDOWED, device('gpu', '9.0'), 'cannot express a sliding window'),
