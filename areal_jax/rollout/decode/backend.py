@@ -18,8 +18,9 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import buckets, cache, prefill, rows
-from areal_jax.rollout.decode.attention.contract import Cache
+from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention
 from areal_jax.rollout.decode.attention.gather import GatherAttention
+from areal_jax.rollout.decode.attention.loops import LoopAttention
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.weights import PreparedWeights
 
@@ -44,6 +45,7 @@ class JaxDecodeBackend:
         log-probs are float32.
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
       devices: of weights, cache and programs; None = the first of this process.
+      attention: name of a contract.CacheAttention; 'auto' = the best of the platform.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder.
     """
@@ -62,6 +64,7 @@ class JaxDecodeBackend:
         dtype: str,
         batch_buckets: tuple[int, ...] | None = None,
         devices: Sequence[jax.Device] | None = None,
+        attention: str = 'auto',
     ):
         if dtype not in DTYPES:
             raise ConfigError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
@@ -80,7 +83,7 @@ class JaxDecodeBackend:
         self._decoder = decoder = Decoder(decoder.config, lora=decoder.lora, tokens=form)
         self._steps, self._filtered = decode_steps, filtered
         self._dtype = jnp.dtype(dtype)
-        self._attention = GatherAttention(self._sizes.table_blocks)
+        self._attention = _choose_attention(attention, device, self._sizes)
         self._buckets = tuple(prefill_buckets)
         self._prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
         most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self._prefills))
@@ -226,3 +229,12 @@ class JaxDecodeBackend:
 
     def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return cache.copy_blocks(self._attention, state, sources, targets)
+
+
+def _choose_attention(name: str, device: jax.Device, sizes: cache.CacheSizes) -> CacheAttention:
+    if name == 'auto':
+        name = 'loops' if device.platform == 'cpu' else 'gather'
+    makers = {'loops': LoopAttention, 'gather': lambda: GatherAttention(sizes.table_blocks)}
+    if name not in makers:
+        raise ConfigError(f'attention={name!r} is unknown; use one of auto, {", ".join(makers)}')
+    return makers[name]()

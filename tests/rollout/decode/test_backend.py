@@ -142,7 +142,7 @@ def test_company_in_prefill_changes_rounding_at_most():
     alone, alone_logprobs = generate(request(0))
     decoding = finished(company())  # prefilled in the larger bucket instead of the smaller
     assert decoding.answer(0) == alone
-    np.testing.assert_allclose(decoding.logprobs(0), alone_logprobs, atol=1e-6)
+    np.testing.assert_allclose(decoding.logprobs(0), alone_logprobs, atol=2e-5)
 
 
 def test_samples_of_a_group_differ_and_repeat():
@@ -393,17 +393,26 @@ def test_a_dispatch_takes_the_smallest_batch_that_holds_its_rows(compiled):
     assert counts == [1, 1, 2, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize('longest', [0, 512])
-def test_the_positions_read_are_few_more_than_the_live_ones(longest):
-    # lognormal lengths, mean 64 and sigma 1; 32 rows, and one of `longest` beside them
-    one = build(slots=33, context_tokens=600, block_tokens=64, prefill_buckets=(64,), batch_buckets=(33,))
-    rng = np.random.default_rng(0)
-    drawn = np.minimum(rng.lognormal(np.log(64) - 0.5, 1.0, 32).astype(int) + 64, 512).tolist()
-    lengths = [*drawn, longest or 64]
-    rows = [DecodeRow(request(i), 1, length - 1, 600, range(10 * i, 10 * i + 10)) for i, length in enumerate(lengths)]
+def test_the_positions_read_are_few_more_than_the_live_ones():
+    # a running engine: prompts of 56 to 72 tokens, answers of lognormal length (mean 64, sigma 1, cap 512), each met as
+    # often as it is long, at a uniform place
+    one = build(slots=32, context_tokens=600, block_tokens=64, prefill_buckets=(64,), batch_buckets=(32,))
+    params, state, rng, read, live = one.prepare(weights()), one.initial_state(), np.random.default_rng(0), 0, 0
+    for _ in range(10):
+        answers = np.minimum(rng.lognormal(np.log(64) - 0.5, 1.0, 128), 512)
+        place = rng.choice(answers, 32, p=answers / answers.sum()) * rng.uniform(size=32)
+        lengths = (rng.integers(56, 73, 32) + place).astype(int).tolist()
+        rows = [DecodeRow(request(i), 1, n - 1, 600, range(10 * i, 10 * i + 10)) for i, n in enumerate(lengths)]
+        state, output = one.generate(params, state, rows, 3)
+        read, live = read + output.positions_read, live + sum(3 * n + 3 for n in lengths)  # n, n + 1, n + 2
+    assert live < read <= 1.5 * live
+
+
+def test_the_plain_attention_reads_whole_tables():
+    one = build(attention='gather')
+    rows = [DecodeRow(request(), 1, 4, 9, [1, 2])]
     _, output = one.generate(one.prepare(weights()), one.initial_state(), rows, 3)
-    live = sum(3 * length + 3 for length in lengths)  # length, length + 1, length + 2
-    assert live <= output.positions_read <= 1.5 * live
+    assert output.positions_read == 3 * 4 * CONTEXT  # steps, rows of the batch
 
 
 # What is refused.
@@ -418,6 +427,7 @@ def test_the_positions_read_are_few_more_than_the_live_ones(longest):
         ({'prefill_buckets': (16, 8)}, r'prefill_buckets=\(16, 8\) must be ascending'),
         ({'batch_buckets': (2, 1)}, r'batch_buckets=\(2, 1\) must be ascending'),
         ({'batch_buckets': (1,)}, r'batch_buckets=\(1,\) must end with slots=2'),
+        ({'attention': 'dense'}, "attention='dense' is unknown; use one of auto, loops, gather"),
         ({'cache_blocks': 3}, 'cache_blocks=3 of 4 tokens do not hold one .* context_tokens=16; give at least 4'),
         ({'slots': 20, 'batch_buckets': tuple(range(1, 21))}, r'need \d+ programs, more than 16; declare fewer'),
     ],
@@ -482,7 +492,7 @@ def test_filtered_requests_draw_inside_their_support_and_leave_company_alone():
     decoding = finished({0: request(0), 1: request(1, top_k=1), 2: request(2, top_k=3, new=12)}, filtered=True)
     cut = {name: sequence.sampling_logprobs for name, sequence in decoding.sequences.items()}
     assert decoding.answer(0) == plain
-    np.testing.assert_allclose(decoding.logprobs(0), plain_logprobs, atol=1e-6)
+    np.testing.assert_allclose(decoding.logprobs(0), plain_logprobs, atol=2e-5)
     assert cut[0] == decoding.logprobs(0)
     # one token left: its renormalised probability is 1
     np.testing.assert_allclose(cut[1], 0.0, atol=1e-6)

@@ -11,7 +11,7 @@ from tests.rollout.decode.examples import DECODER, PROMPT, Decoding, backend, bu
 
 @pytest.mark.parametrize('dtype', ['bfloat16', pytest.param('float16', marks=pytest.mark.slow)])
 def test_logprobs_are_those_of_a_forward_in_the_same_dtype_and_not_of_one_in_float32(dtype):
-    decoding = Decoding(backend(dtype=dtype), weights(0, dtype))
+    decoding = Decoding(backend(dtype=dtype, attention='gather'), weights(0, dtype))
     decoding.start({0: request(0, prompt=[3]), 1: request(1, prompt=[9], temperature=0.7)})
     decoding.finish()
     assert {leaf.dtype for leaf in jax.tree.leaves(decoding.state)} == {jnp.dtype(dtype)}
@@ -21,15 +21,16 @@ def test_logprobs_are_those_of_a_forward_in_the_same_dtype_and_not_of_one_in_flo
     assert exact > 8e-3
 
 
-def test_a_prefill_rounds_like_the_learner_which_is_nearer_than_float32():
-    # the attention of packed rows rounds less often than that of whole sequences
+def test_attention_over_blocks_rounds_at_other_places_than_that_of_whole_sequences():
+    # the weights of the softmax are rounded before they are divided by their sum, in packed rows and in loops over
+    # blocks: the difference is that of bfloat16 itself, not more
     decoding = Decoding(backend(dtype='bfloat16'), weights(0, 'bfloat16'))
     decoding.start({0: request(0), 1: request(1, prompt=PROMPT[::-1], temperature=0.7)})
     decoding.decode(5)
     decoding.rebuild(0, 1)
     decoding.finish()
     same, exact = differences(decoding, 'bfloat16')
-    assert same < 0.1 < exact
+    assert same < exact < 0.5
 
 
 def differences(decoding, dtype):
