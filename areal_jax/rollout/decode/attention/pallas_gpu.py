@@ -54,10 +54,11 @@ class PallasGpuAttention:
         )
 
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(
+        k, v = (
             pages[:, blocks, :, : self.head_dim].reshape(len(pages), -1, self.head_dim).swapaxes(0, 1)
             for pages in layer
         )
+        return k, v
 
     def attend(
         self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
