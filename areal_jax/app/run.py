@@ -244,7 +244,9 @@ class Run(abc.ABC):
     def _build_learner(self, model: Model, checkpoint: Checkpoint | None) -> None:
         """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
         self._start.begin('building the learner')
-        learner = build_learner(self.config, model)
+        # processes that compile a program for all of them do so at the same time, at a command
+        ahead = self._finished is None and self.config.distributed.processes == 1
+        learner = build_learner(self.config, model, compile_ahead=ahead)
         print_passed_over(learner.passed_over)
         learner.announce = functools.partial(self._start.count_programs, of='learner')
         self.learner = self._own(lead(self.config, learner, self.workdir))
