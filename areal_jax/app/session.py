@@ -89,8 +89,9 @@ class Session(Run):
         self._beside_verifier = self._launch_beside_verifier(task, model)
         self.supervisor = Supervisor(self.clock)
         self._build_learner(model, checkpoint)
-        for verifier in filter(None, (self.verifier, self._beside_verifier)):
-            verifier.start()
+        self.verifier.start()
+        if self._beside_verifier is not None:
+            self._beside_verifier.start()
         self.allocation = build.build_allocation(config)
         ring, self._engines = self._build_engines(checkpoint, snapshot)
         self.pool = Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))

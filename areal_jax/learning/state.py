@@ -10,6 +10,7 @@ import numpy as np
 from areal_jax.learning import trees
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.train_step import Programs
 from areal_jax.learning.trees import Params
 from areal_jax.sharding.placement import place
 from areal_jax.types import Tree
@@ -46,6 +47,28 @@ def place_state(trained: Params, frozen: Params, settings: LearnerSettings, prog
         gradients=programs.run('zeros', params) if settings.accumulate == 'dispatch' else None,
         reference=programs.run(copy, params) if settings.kl_coefficient else None,
     )
+
+
+def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: Programs) -> LearnerState:
+    """The shapes, dtypes and shardings of what `place_state` makes, for compiling before it is there."""
+    params = _describe(trained, programs.params, 'float32')
+    return LearnerState(
+        params=params,
+        frozen=_describe(frozen, programs.frozen, settings.dtype),
+        optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
+        gradients=params if settings.accumulate == 'dispatch' else None,
+        reference=describe_cast(params, settings.dtype) if settings.kl_coefficient else None,
+    )
+
+
+def describe_cast(tree: Tree, dtype: str) -> Tree:
+    """Arrays, or descriptions of arrays, as they would be in `dtype`."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), tree)
+
+
+def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:
+    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+    return jax.tree.map(describe, tree, shardings)
 
 
 def _copy(trained: Params, programs: CompiledPrograms) -> Tree:
