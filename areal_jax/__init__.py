@@ -37,7 +37,9 @@ Glossary:
   age            version when a batch is formed, minus the policy version of a token; `eta` bounds counts, not ages
   interruption   new weights replace the old ones between two dispatches, in the middle of answers
   dispatch       one call of a compiled program: prefill of some prompts, or `decode_steps` tokens for every slot
-  slot           a place in an engine's KV cache: one answer is decoded in it at a time
+  slot           a place among the answers that an engine decodes at once
+  block          a place in an engine's KV cache for `block_tokens` positions; a group shares those of its prompt
+  preemption     an answer gives up its slot and its blocks because the KV cache is full; it is rebuilt later
   lane           a resource that serves in order of request: an engine, the learner, the disk
   behavior_logprobs    recorded while sampling; `sampling_logprobs` where top-k or top-p cut the distribution
   proximal_logprobs    under the weights before the update: the centre of the trust region

@@ -159,7 +159,9 @@ class LoadEvent(Header):
     kind: Literal['load']
     engine: Engine
     version: PolicyVersion
-    pause_seconds: Annotated[float, 'clock seconds without decoding, the rebuild of KV caches included']
+    pause_seconds: Annotated[
+        float, 'clock seconds without decoding, the rebuild of KV caches before the next dispatch included'
+    ]
 
 
 class FinishEvent(Header):

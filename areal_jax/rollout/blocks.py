@@ -165,6 +165,8 @@ class PrefixIndex:
         idle = {key for key in self._prefixes if not self._open[key]}
         assert self._idle.keys() == idle
         assert self._idle_blocks == sum(len(self._prefixes[key].held) for key in idle)
+        for prefix in self._prefixes.values():
+            assert prefix.is_complete or all(self._pool.count(block) == 1 for block in prefix.held)
         for key in idle:
             assert not self._prefixes[key].lent
             assert not self._prefixes[key].expected

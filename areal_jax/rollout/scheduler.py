@@ -130,8 +130,7 @@ class Scheduler:
         for running in self.table.admitted():
             while self.table.has_slot(running) and not self._has_blocks(running):
                 youngest = self.table.youngest()
-                if self.table.taken == 1:
-                    raise RuntimeError(f'request {youngest.request_id} does not fit the KV cache alone')
+                _require(self.table.taken > 1, youngest)
                 self.cache.release(youngest)
                 self.table.return_to_queue(youngest)
                 self._on_preempt(youngest)
@@ -144,6 +143,7 @@ class Scheduler:
     def _admit(self) -> None:
         while (running := self.table.next_waiting()) is not None:
             if not self.cache.place(running, at_any_cost=not self.table.taken):
+                _require(self.table.taken > 0, running)
                 return
             self.table.enter(running)
 
@@ -203,6 +203,12 @@ class Scheduler:
         if bucket is None:
             raise RuntimeError(f'no prefill bucket holds {spans[0]}')
         return planned[:low], bucket
+
+
+def _require(has_company: bool, running: RunningRequest) -> None:
+    """One request alone always fits, by the size of the cache."""
+    if not has_company:
+        raise RuntimeError(f'request {running.request_id} does not fit the KV cache, and nothing else is in it')
 
 
 def _cached(running: RunningRequest) -> CachedSequence:

@@ -483,7 +483,7 @@ def test_a_finished_run_whose_last_evaluation_is_stopped_can_be_saved_and_resume
     [
         *(('learner', method) for method in ('update', 'publish', 'save')),
         *(('channel', method) for method in ('transfer', 'release')),
-        *(('backend', method) for method in ('prefill', 'copy', 'generate')),
+        *(('backend', method) for method in ('prepare', 'prefill', 'copy', 'generate')),
         *(('controller', method) for method in ('_on_step', '_save_checkpoint')),
         *(('stream', method) for method in ('draw', 'state')),
         ('engine', '_receive'),

@@ -329,6 +329,13 @@ def test_any_schedule_gives_every_request_its_own_tokens_and_loses_no_block(seed
     schedule.check(kv_policy)
 
 
+@pytest.mark.parametrize('seed', range(6))
+def test_no_schedule_preempts_where_every_slot_has_the_cache_of_a_whole_sequence(seed):
+    schedule = Schedule(seed, 'recompute', cache_blocks=None)
+    schedule.rig.run(schedule.script)
+    assert not schedule.rig.kinds('preempt')
+
+
 def test_the_schedules_preempt_interrupt_rebuild_and_share():
     rigs = []
     for seed in range(12):
