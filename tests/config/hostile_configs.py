@@ -112,7 +112,7 @@ _SETTINGS: Mapping[str, str] = {
     'task.name=jsonl': "task.name='jsonl' needs task.path",
     'rollout.context_tokens=3': 'rollout.max_new_tokens=8 leaves no room for a prompt',
     'rollout.prefill_buckets=()': 'rollout.prefill_buckets=() leaves no program to prefill prompts',
-    'rollout.prefill_buckets=8,16,24,32,40,48': 'has 6 sizes, each of which is one or two programs to compile; name at',
+    'rollout.prefill_buckets=8,16,24,32,40,48': 'has 6 sizes, and each takes one or two programs',
     'rollout.block_tokens=17': 'rollout.block_tokens=17 exceeds rollout.context_tokens=16',
     'rollout.cache_tokens=15': 'rollout.cache_tokens=15 holds no sequence of rollout.context_tokens=16',
     'rollout.prefill_buckets=16,8': 'rollout.prefill_buckets=(16, 8) must be positive whole numbers in ascending order',
