@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from areal_jax.app.build import count_cache_blocks, cuts_softmax
+from areal_jax.app.start_warnings import print_passed_over
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
@@ -54,7 +55,9 @@ def build_backends(
     config: TrackedConfig, decoder: Decoder, allocation: Allocation
 ) -> dict[EngineDevices, JaxDecodeBackend]:
     """The compiled programs of all devices on which engines decode; engines on the same ones share them."""
-    return {devices: build_backend(config, decoder, devices) for devices in allocation.by_devices()}
+    backends = {devices: build_backend(config, decoder, devices) for devices in allocation.by_devices()}
+    print_passed_over('rollout.attention', next(iter(backends.values())).passed_over)  # those of others are the same
+    return backends
 
 
 def build_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:
@@ -95,6 +98,7 @@ def _build_backend(
         filtered=filtered,
         dtype=config.publication.dtype,
         devices=devices,
+        attention=rollout.attention,
     )
 
 

@@ -427,7 +427,7 @@ def test_the_plain_attention_reads_whole_tables():
         ({'prefill_buckets': (16, 8)}, r'prefill_buckets=\(16, 8\) must be ascending'),
         ({'batch_buckets': (2, 1)}, r'batch_buckets=\(2, 1\) must be ascending'),
         ({'batch_buckets': (1,)}, r'batch_buckets=\(1,\) must end with slots=2'),
-        ({'attention': 'dense'}, "attention='dense' is unknown; use one of auto, loops, gather"),
+        ({'attention': 'dense'}, "rollout.attention='dense' is unknown; use one of auto, gather, loops"),
         ({'cache_blocks': 3}, 'cache_blocks=3 of 4 tokens do not hold one .* context_tokens=16; give at least 4'),
         ({'slots': 20, 'batch_buckets': tuple(range(1, 21))}, r'need \d+ programs, more than 16; declare fewer'),
     ],

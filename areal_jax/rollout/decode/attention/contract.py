@@ -11,14 +11,15 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-LayerCache = tuple[jax.Array, jax.Array]  # keys and values of one layer, in the implementation's layout
+LayerCache = tuple[jax.Array, ...]  # keys and values of one layer, in the implementation's layout
 Cache = tuple[LayerCache, ...]  # one entry a layer: XLA would copy an array of all layers when one is written
 
 
 class CacheAttention(Protocol):
     """Attention of one token a row over the blocks of its sequence, and what else touches the cache's layout."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
         """Zeros."""
@@ -28,7 +29,7 @@ class CacheAttention(Protocol):
         """The layer with k, v [N, K, D] of token n at place offsets[n] of block blocks[n], int32 [N]; in place."""
         ...
 
-    def read(self, layer: LayerCache, blocks: jax.Array) -> LayerCache:
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         """k, v [C * T, K, D] of the listed blocks, int32 [C], one after the other."""
         ...
 
