@@ -22,6 +22,7 @@ from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout import requirements
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.parallel import weight_shardings
 from areal_jax.rollout.decode.weights import share_prepared
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.requirements import Requirement
@@ -44,11 +45,7 @@ def build_channel(
 
 def place_of(decoder: Decoder, devices: EngineDevices) -> Place:
     """Where the weights of an engine on these devices have to be."""
-    if len(devices) == 1:
-        return devices[0]
-    from areal_jax.rollout.decode.parallel import weight_shardings
-
-    return weight_shardings(decoder, devices)
+    return devices[0] if len(devices) == 1 else weight_shardings(decoder, devices)
 
 
 def build_backends(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
 from areal_jax.app import build
@@ -22,7 +22,8 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
-from areal_jax.sharding.allocation import Allocation
+from areal_jax.rollout.decode.parallel import weight_shardings
+from areal_jax.sharding.allocation import Allocation, EngineDevices
 from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
 from areal_jax.telemetry.numerals import format_bytes
 
@@ -133,10 +134,11 @@ def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocat
     if config.evaluation.every:
         slots += config.evaluation.slots
         blocks += build.count_cache_blocks(config, config.evaluation.slots, beside=True) + 1
-    prepared = _matrices(shape) * itemsize // tensor if devices[0].platform == 'cpu' else 0
+    weights, matrices = _engine_weights(shape, devices, config.publication.dtype)
     return {
-        'publication': _copies(config, allocation, engines) * _parameters(shape) * itemsize // tensor,
-        'transposed weights': _in_use(config) * prepared,  # engines on the same devices share them
+        'publication': _copies(config, allocation, engines) * weights,
+        # engines on the same devices share them
+        'transposed weights': _in_use(config) * matrices if devices[0].platform == 'cpu' else 0,
         'KV cache': engines * blocks * rollout.block_tokens * position,
         'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
         'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
@@ -165,23 +167,21 @@ def _prefill_width(shape: ModelConfig) -> int:
     return 2 * shape.d_model + heads + 2 * shape.d_ff
 
 
-def _matrices(shape: ModelConfig) -> int:
-    """Parameters in the matrices of the layers, which a backend on a CPU takes transposed."""
-    one = dataclasses.replace(shape, n_layers=1, first_window_layer=0)
-    leaves = jax.tree.leaves(Decoder(one).abstract()['layers'])
-    return shape.n_layers * sum(math.prod(leaf.shape) for leaf in leaves if len(leaf.shape) == 2)
+def _engine_weights(shape: ModelConfig, devices: EngineDevices, dtype: str) -> tuple[int, int]:
+    """Bytes on each device of (all weights, the matrices of the layers, which a backend on a CPU takes transposed)."""
+    one = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0))
+    tree, alone = one.abstract(), SingleDeviceSharding(devices[0])
+    placed = weight_shardings(one, devices) if len(devices) > 1 else jax.tree.map(lambda _: alone, tree)
+    count = lambda tree, placed: _bytes(tree, placed, shape.n_layers, dtype)
+    of_matrices = lambda tree, values: jax.tree.map(lambda leaf, v: v if len(leaf.shape) == 2 else None, tree, values)
+    layers, over = ({'layers': of_matrices(tree['layers'], values['layers'])} for values in (tree, placed))
+    return count(tree, placed), count(layers, over)
 
 
 def _held_versions(config: TrackedConfig) -> int:
     """Versions before the newest that a schedule may still ask for, or that engines have in use."""
     schedule = build.build_schedule(config)
     return min(schedule.longest + 1 if schedule else 1, config.run.steps)
-
-
-def _parameters(shape: ModelConfig) -> int:
-    one = dataclasses.replace(shape, n_layers=1, first_window_layer=0)
-    leaves = jax.tree_util.tree_leaves_with_path(Decoder(one).abstract())
-    return sum(math.prod(leaf.shape) * _layers(path, shape.n_layers) for path, leaf in leaves)
 
 
 def _bytes(tree: Params, shardings: Params, n_layers: int, dtype: str | None) -> int:

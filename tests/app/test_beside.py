@@ -95,9 +95,8 @@ def test_the_report_has_the_curve_its_cost_and_a_picture(run):
         assert row['seconds'] > 0
         assert 0 < row['lane_share'] < 1
     assert 0 < report['evaluation_lane_share'] < 1
-    # K and V of 2 layers, 1 head of 16, 6 slots of 16 positions in float32, and a few vectors over the slots
-    cache = 2 * 2 * 16 * 6 * 16 * 4
-    assert cache < report['evaluation_cache_bytes'] < cache + 6 * 100
+    # K and V of 2 layers, 1 head of 16, blocks of 8 positions in float32: 6 slots of two blocks, and one for padding
+    assert report['evaluation_cache_bytes'] == (6 * 2 + 1) * 2 * 2 * 16 * 8 * 4
     page = (run.workdir / 'report.md').read_text()
     assert '| 2 | ' in page
     assert 'Evaluation beside training took ' in page

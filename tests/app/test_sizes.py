@@ -175,8 +175,12 @@ def test_an_engine_over_two_devices_has_half_of_everything_on_each():
         measured(cluster__engines='1 x tensor=1', **fields),
         measured(cluster__engines='1 x tensor=2', **fields),
     )
-    for name in ('publication', 'transposed weights', 'KV cache', 'prefill'):
+    for name in ('transposed weights', 'KV cache', 'prefill'):
         assert one.engines[name] == 2 * two.engines[name] > 0
+    norms = (2 * 2 + 1) * 32  # of two layers and behind them: whole on both; each holds two versions in float32
+    assert one.engines['publication'] - 2 * norms * 4 == 2 * (two.engines['publication'] - 2 * norms * 4)
+    with pytest.raises(ConfigError, match=r'tensor=3 of cluster\.engines does not divide the 2 query heads and 2 key'):
+        measured(cluster__engines='1 x tensor=3', **fields)
 
 
 def test_earlier_versions_are_held_where_the_learner_made_them():
