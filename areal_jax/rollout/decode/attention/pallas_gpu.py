@@ -39,7 +39,7 @@ class PallasGpuAttention:
 
     head_dim: int
     interpret: bool = False
-    name: str = 'pallas_gpu'
+    name = 'pallas_gpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
         shape = (heads, blocks, block_tokens, _padded(head_dim))
@@ -54,10 +54,11 @@ class PallasGpuAttention:
         )
 
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(
+        k, v = (
             pages[:, blocks, :, : self.head_dim].reshape(len(pages), -1, self.head_dim).swapaxes(0, 1)
             for pages in layer
         )
+        return k, v
 
     def attend(
         self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None

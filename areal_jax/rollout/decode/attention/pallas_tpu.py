@@ -32,7 +32,7 @@ class PallasTpuAttention:
 
     kv_heads: int
     head_dim: int
-    name: str = 'pallas_tpu'
+    name = 'pallas_tpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
         return (jnp.zeros((blocks, block_tokens, 2 * _padded_heads(heads), _padded_dim(head_dim)), dtype),)
@@ -47,7 +47,8 @@ class PallasTpuAttention:
     def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         (pages,) = layer
         tokens = pages[blocks].reshape(-1, pages.shape[2] // 2, 2, pages.shape[3])
-        return tuple(tokens[:, : self.kv_heads, which, : self.head_dim] for which in (0, 1))
+        k, v = (tokens[:, : self.kv_heads, which, : self.head_dim] for which in (0, 1))
+        return k, v
 
     def attend(
         self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
