@@ -116,9 +116,7 @@ class PrefillEvent(Header):
     bucket: Annotated[int, 'padded length in tokens: of the packed row, before version 4 of a sequence']
     tokens: Annotated[int, 'tokens computed, without padding and without prefixes that were kept']
     prior: NotRequired[Annotated[int, 'padded number of earlier positions read from the KV cache']]
-    rebuilt: NotRequired[
-        Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']
-    ]
+    rebuilt: NotRequired[Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']]
 
 
 class DecodeEvent(Header):
@@ -339,9 +337,7 @@ class EvaluationPrefillEvent(Header):
     bucket: Annotated[int, 'padded length in tokens: of the packed row, before version 4 of a sequence']
     tokens: Annotated[int, 'tokens computed, without padding and without prefixes that were kept']
     prior: NotRequired[Annotated[int, 'padded number of earlier positions read from the KV cache']]
-    rebuilt: NotRequired[
-        Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']
-    ]
+    rebuilt: NotRequired[Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']]
 
 
 class EvaluationDecodeEvent(Header):

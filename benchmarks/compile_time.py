@@ -5,14 +5,23 @@
 Programs: forward and backward of packed rows, and the same with an AdamW step; only compiled, never run. Each is traced
 and compiled anew in every round, in turns, with the persistent cache off; the first round is thrown away. Ratios are of
 medians. Equations (of the traced program) and instructions (of the compiled one) do not depend on the machine's load.
+
+    python -m benchmarks.compile_time --start=.,../other --rounds=3 --out=benchmarks/results/start.json
+
+measures instead the start of the quickstart in each of these checkouts, in turns: from the start of the process to its
+first 'decode' event, and when each part that it announces began. Ratios are to the first checkout.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +30,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import optax
+import psutil
 
 from areal_jax.learning.forward import forward
 from areal_jax.models.decoder import Decoder
@@ -88,6 +98,56 @@ def summarize(runs: list[dict[str, float]]) -> dict[str, Any]:
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]} | {'runs': runs}
 
 
+def measure_start(checkout: pathlib.Path, config: str) -> dict[str, Any]:
+    """Seconds of a run in `checkout` from its start to its first decode, {'wall_s', 'cpu_s', 'parts'}.
+
+    'parts': (line that announces a part, wall and CPU seconds when it came). The compilation cache is off.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != 'JAX_COMPILATION_CACHE_DIR'}
+    with tempfile.TemporaryDirectory() as workdir:
+        command = [sys.executable, '-m', 'areal_jax.main_train', f'--config={config}', f'--workdir={workdir}']
+        began = time.monotonic()
+        run = psutil.Popen(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True)
+        now = lambda: (time.monotonic() - began, sum(run.cpu_times()[:2]))
+        parts: list[tuple[str, float, float]] = []
+
+        def note() -> None:
+            for line in run.stdout:  # a part that takes long is announced again, with its seconds
+                if not line.endswith(' s)\n'):
+                    parts.append((line.strip(), *now()))
+
+        reader = threading.Thread(target=note)
+        reader.start()
+        events = pathlib.Path(workdir, 'events.jsonl')
+        try:
+            while not (events.exists() and '"decode"' in events.read_text()):
+                if run.poll() is not None:
+                    raise RuntimeError(f'the run in {checkout} ended with {run.returncode} before it decoded: {parts}')
+                time.sleep(0.02)
+            wall, cpu = now()
+        finally:
+            run.kill()
+            run.wait()
+            reader.join()
+    return {'wall_s': wall, 'cpu_s': cpu, 'parts': parts}
+
+
+def compare_starts(checkouts: list[pathlib.Path], config: str, rounds: int) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {str(checkout): [] for checkout in checkouts}
+    for _ in range(rounds):
+        for checkout in checkouts:
+            runs[str(checkout)].append(measure_start(checkout, config))
+            print(checkout, runs[str(checkout)][-1], file=sys.stderr, flush=True)
+    median = lambda name, key: statistics.median(run[key] for run in runs[name])
+    first = str(checkouts[0])
+    return {
+        name: {key: median(name, key) for key in ('wall_s', 'cpu_s')}
+        | {f'ratio_{key}': median(name, key) / median(first, key) for key in ('wall_s', 'cpu_s')}
+        | {'runs': runs[name]}
+        for name in runs
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=pathlib.Path)
@@ -97,7 +157,13 @@ def main() -> None:
     parser.add_argument('--tokens', type=int, default=1024)
     parser.add_argument('--remat', default='attention')
     parser.add_argument('--attention', default='auto')
+    parser.add_argument('--start', help='checkouts, separated by commas: measure the start of a run in each')
+    parser.add_argument('--config', default='configs/quickstart.py', help='of that run')
     options = parser.parse_args()
+    if options.start:
+        checkouts = [pathlib.Path(name) for name in options.start.split(',')]
+        write_report({'start': compare_starts(checkouts, options.config, options.rounds)}, options.out)
+        return
     jax.config.update('jax_enable_compilation_cache', False)
     cases = [(form, name, n) for form in options.forms.split(',') for name in PROGRAMS for n in LAYER_NUMBERS]
     runs: dict[tuple[str, str, int], list[dict[str, float]]] = {case: [] for case in cases}

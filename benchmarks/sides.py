@@ -1,8 +1,9 @@
 """Programs compared call by call: every side is a process of its own, and the parent asks them in turn.
 
 A side prepares (imports, weights, data; not measured), then answers each line of its standard input with one call's
-seconds and memory as a JSON line. Its first call also builds and compiles what a trainer needs. Standard library only:
-the sides run in different environments.
+seconds and memory as a JSON line. Its first call also builds and compiles what a trainer needs. CPU seconds are those
+of the side's process and of all processes that it started. Standard library only: the sides run in different
+environments.
 """
 
 from __future__ import annotations
@@ -33,15 +34,37 @@ def serve(prepare: Callable[[dict[str, Any]], Start]) -> None:
     before = _memory('VmRSS')
     started: tuple[Call, Callable[[], Mapping[str, Any]]] | None = None
     for line in sys.stdin:
-        wall, cpu = time.monotonic(), time.process_time()
+        wall, cpu = time.monotonic(), cpu_seconds()
         call, facts = started = started or start()
         if line.strip() == 'facts':
             answer: Run = dict(facts())
         else:
             checks = call()
-            answer = {'wall_s': time.monotonic() - wall, 'cpu_s': time.process_time() - cpu, 'checks': dict(checks)}
+            answer = {'wall_s': time.monotonic() - wall, 'cpu_s': cpu_seconds() - cpu, 'checks': dict(checks)}
             answer |= {'peak_bytes': _memory('VmHWM'), 'bytes_before': before}
         print(json.dumps(answer), file=answers, flush=True)
+
+
+class Stopwatch:
+    """CPU and wall seconds of a part of a call; it may be started and stopped several times."""
+
+    def __init__(self) -> None:
+        self._cpu_s, self._wall_s = 0.0, 0.0
+        self._started: tuple[float, float] | None = None
+
+    def start(self) -> None:
+        if self._started is None:
+            self._started = cpu_seconds(), time.monotonic()
+
+    def stop(self) -> None:
+        if self._started is not None:
+            self._cpu_s += cpu_seconds() - self._started[0]
+            self._wall_s += time.monotonic() - self._started[1]
+            self._started = None
+
+    def parts(self) -> dict[str, float]:
+        """As a call's checks have them (ratios.py)."""
+        return {'part_cpu_s': self._cpu_s, 'part_wall_s': self._wall_s}
 
 
 class Side:
@@ -110,6 +133,18 @@ def take_turns(sides: Mapping[str, Side], repetitions: int, uncounted: int = 0) 
     return {name: summarize(*calls[name]) | {'facts': side.facts()} for name, side in sides.items()}
 
 
+def ask_in_turns(sides: Mapping[str, Side], turns: int) -> dict[str, list[Run]]:
+    """`turns` calls of each side, A B A B, after each was built and warmed up by its `start`."""
+    for side in sides.values():
+        side.facts()
+    calls: dict[str, list[Run]] = {name: [] for name in sides}
+    for _ in range(turns):
+        for name, side in sides.items():
+            calls[name].append(side.call())
+            print(name, calls[name][-1], file=sys.stderr, flush=True)
+    return calls
+
+
 def summarize(first: Run, *calls: Run) -> dict[str, Any]:
     """Medians over the calls after the first; what the first took beyond them is building and compiling."""
     middle = {key: statistics.median(call[key] for call in calls) for key in ('wall_s', 'cpu_s')}
@@ -147,6 +182,34 @@ class Compilations:
 
     def _note(self, event: str, seconds: float, **_: Any) -> None:
         self._seconds.setdefault(event.rsplit('/', 1)[-1], []).append(seconds)
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of all that it started, directly or not, those that ended included.
+
+    Children are counted in clock ticks, of 10 ms as a rule. A process whose parent ended before it is not found.
+    """
+    ended = os.times()
+    own = time.process_time() + ended.children_user + ended.children_system
+    return own + _descendants_ticks(os.getpid()) / os.sysconf('SC_CLK_TCK')
+
+
+def _descendants_ticks(pid: int) -> int:
+    """CPU time of the live descendants of a process and of the children they waited for, from Linux."""
+    children: dict[int, list[tuple[int, int]]] = {}  # (process, ticks) by parent
+    for stat in pathlib.Path('/proc').glob('[0-9]*/stat'):
+        try:
+            fields = stat.read_text().rpartition(')')[2].split()
+        except OSError:  # the process ended in between
+            continue
+        ticks = sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime of proc(5)
+        children.setdefault(int(fields[1]), []).append((int(stat.parent.name), ticks))
+    total, open_parents = 0, [pid]
+    while open_parents:
+        for child, ticks in children.get(open_parents.pop(), ()):
+            total += ticks
+            open_parents.append(child)
+    return total
 
 
 def _memory(field: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 
 import numpy as np
 
@@ -102,3 +104,49 @@ def load_work(path: str) -> Work:
             saved['advantages'],
             int(saved['limit_tokens']),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestWorkload:
+    """Requests that are submitted at once: random prompts, and how many tokens each answer has."""
+
+    requests: int
+    prompt_tokens: tuple[int, int]  # shortest and longest
+    mean_tokens: int  # of an answer
+    limit_tokens: int  # of an answer
+    sigma: float  # answers are lognormal up to limit_tokens with exactly this mean; 0 = all equal
+    vocabulary: int
+    seed: int = 0
+
+    def draw(self) -> Requests:
+        rng = np.random.default_rng(self.seed)
+        shortest, longest = self.prompt_tokens
+        drawn = rng.integers(shortest, longest + 1, self.requests)
+        prompts = tuple(rng.integers(FIRST_TOKEN, self.vocabulary, int(n)).astype(np.int32) for n in drawn)
+        lengths = draw_lengths(self.requests, self.mean_tokens, self.limit_tokens, self.sigma, rng)
+        return Requests(prompts, tuple(map(int, lengths)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """What the sides of a comparison of generation answer. No token ends an answer."""
+
+    prompts: tuple[np.ndarray, ...]  # int32 [n]
+    new_tokens: tuple[int, ...]  # of each answer
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.new_tokens)
+
+    def save(self, path: str | pathlib.Path) -> None:
+        whole = {'prompts': [prompt.tolist() for prompt in self.prompts], 'new_tokens': self.new_tokens}
+        pathlib.Path(path).write_text(json.dumps(whole))
+
+    def head(self, requests: int, new_tokens: int) -> Requests:
+        """The first requests, each answer cut to at most `new_tokens`: what a side warms up with."""
+        return Requests(self.prompts[:requests], tuple(min(n, new_tokens) for n in self.new_tokens[:requests]))
+
+
+def load_requests(path: str | pathlib.Path) -> Requests:
+    whole = json.loads(pathlib.Path(path).read_text())
+    return Requests(tuple(np.array(p, np.int32) for p in whole['prompts']), tuple(whole['new_tokens']))

@@ -12,8 +12,8 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 
 
-def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
-    """The learner of this process. It copies `model.params`."""
+def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = False) -> SpmdLearner:
+    """The learner of this process. It copies `model.params`; for `compile_ahead` see SpmdLearner."""
     mesh = build_mesh(config)
     decoder, params = build_training_decoder(config, model)
     optimizer = build_optimizer(config)
@@ -25,6 +25,7 @@ def build_learner(config: TrackedConfig, model: Model) -> SpmdLearner:
         optimizer=optimizer,
         learning_rate=config.optimizer.learning_rate,
         settings=settings,
+        compile_ahead=compile_ahead,
     )
 
 

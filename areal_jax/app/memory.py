@@ -7,7 +7,8 @@ import pathlib
 import platform
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # names of mallopt(3) options, from malloc.h
-_LIMIT_BYTES = 1 << 20
+_MMAP_BYTES = 1 << 20  # larger blocks are mapped, and returned to the system when they are freed
+_TRIM_BYTES = 1 << 26  # free memory that a heap keeps at its end: compilers free and allocate in turns
 _CGROUP_ROOT, _CGROUPS = pathlib.Path('/sys/fs/cgroup'), pathlib.Path('/proc/self/cgroup')
 
 
@@ -21,7 +22,7 @@ def return_freed_memory() -> bool:
     if platform.libc_ver()[0] != 'glibc':
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    settings = ((_MMAP_THRESHOLD, _LIMIT_BYTES), (_TRIM_THRESHOLD, _LIMIT_BYTES), (_ARENA_MAX, 2))
+    settings = ((_MMAP_THRESHOLD, _MMAP_BYTES), (_TRIM_THRESHOLD, _TRIM_BYTES), (_ARENA_MAX, 2))
     taken = [mallopt(option, value) for option, value in settings]
     return all(taken)
 

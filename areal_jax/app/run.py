@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import platform
 import signal
@@ -243,9 +244,11 @@ class Run(abc.ABC):
     def _build_learner(self, model: Model, checkpoint: Checkpoint | None) -> None:
         """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
         self._start.begin('building the learner')
-        learner = build_learner(self.config, model)
+        # processes that compile a program for all of them do so at the same time, at a command
+        ahead = self._finished is None and self.config.distributed.processes == 1
+        learner = build_learner(self.config, model, compile_ahead=ahead)
         print_passed_over('learner.attention', learner.passed_over)
-        learner.announce = self._start.count_programs
+        learner.announce = functools.partial(self._start.count_programs, of='learner')
         self.learner = self._own(lead(self.config, learner, self.workdir))
         model.params = None  # the learner has its copy
         require_finite_weights(self.config, self.learner, model)

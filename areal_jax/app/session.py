@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 from collections.abc import Mapping
@@ -41,7 +42,6 @@ from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import EVALUATION_REWARD
 from areal_jax.events import FILE as EVENTS
 from areal_jax.models.weights import Params
-from areal_jax.protocols import Verifier
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
@@ -50,6 +50,7 @@ from areal_jax.report.window import window
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.tasks.task import Task
+from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
 from areal_jax.types import PublishedWeights, SamplingParams
@@ -84,10 +85,13 @@ class Session(Run):
         self.verifier = self._own(
             build_verifier(config, self.clock, task, model.tokenizer.decode, workdir=self.workdir)
         )
-        self.verifier.start()
-        self._beside_verifier = self._start_beside_verifier(task, model)
+        self.verifier.launch()
+        self._beside_verifier = self._launch_beside_verifier(task, model)
         self.supervisor = Supervisor(self.clock)
         self._build_learner(model, checkpoint)
+        self.verifier.start()
+        if self._beside_verifier is not None:
+            self._beside_verifier.start()
         self.allocation = build.build_allocation(config)
         ring, self._engines = self._build_engines(checkpoint, snapshot)
         self.pool = Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
@@ -112,13 +116,13 @@ class Session(Run):
         self._compilation_budget = config.run.compilation_budget
         self._require_all_read()
 
-    def _start_beside_verifier(self, task: Task, model: Model) -> Verifier | None:
+    def _launch_beside_verifier(self, task: Task, model: Model) -> ProcessVerifier | InlineVerifier | None:
         """Of the evaluation beside training: its answers wait for no worker that scores those of training."""
         if not self.config.evaluation.every:
             return None
         decode = model.tokenizer.decode
         verifier = self._own(build_verifier(self.config, self.clock, task, decode, workers=1, lane=EVALUATION_REWARD))
-        verifier.start()
+        verifier.launch()
         return verifier
 
     def _restore_snapshot(self, checkpoint: Checkpoint) -> State:
@@ -243,18 +247,23 @@ class Session(Run):
             raise
 
     def _compile(self) -> int:
-        programs = super()._compile()
+        """Compiles what trains and what generates side by side: XLA compiles a program on one core for the most part.
+
+        The learner's programs are compiled on a thread of their own, in their order; so are those of its followers.
+        """
+        self._start.begin('compiling what trains and generates:')
+        with concurrent.futures.ThreadPoolExecutor(1, 'learner warm-up') as beside:
+            trained = beside.submit(self.learner.warm_up)
+            generated = self._compile_engines()
+            return trained.result() + generated
+
+    def _compile_engines(self) -> int:
+        programs = 0
         by_devices = self.allocation.by_devices()
-        for doing, backends in (
-            ('compiling what generates:', self._backends),
-            ('compiling what evaluates beside training:', self._evaluation_backends),
-        ):
-            if backends:
-                self._start.begin(doing)
-            for index, (devices, backend) in enumerate(backends.items()):  # a program is compiled for its devices
-                announce = lambda done, total, index=index: self._start.count_programs(
-                    index * total + done, len(by_devices) * total
-                )
+        for name, backends in (('engines', self._backends), ('evaluation', self._evaluation_backends)):
+            for devices, backend in backends.items():  # a program is compiled for its devices
+                where = ', '.join(map(str, devices))
+                announce = functools.partial(self._start.count_programs, of=f'{name} on {where}')
                 programs += backend.warm_up(self._engines[by_devices[devices][0]].params, announce)
         return programs
 

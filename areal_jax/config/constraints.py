@@ -134,8 +134,8 @@ def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
     if len(rollout.prefill_buckets) > MOST_PREFILL_BUCKETS:
         yield (
-            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} has {len(rollout.prefill_buckets)} sizes, each of '
-            f'which is one or two programs to compile; name at most {MOST_PREFILL_BUCKETS}'
+            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} has {len(rollout.prefill_buckets)} sizes, each '
+            f'of which is one or two programs to compile; name at most {MOST_PREFILL_BUCKETS}'
         )
     if rollout.block_tokens > rollout.context_tokens:
         yield (

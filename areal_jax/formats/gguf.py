@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
-from areal_jax.formats.gguf_header import read_gguf_header
+from areal_jax.formats.gguf_header import GgufHeader, StoredTensor, read_gguf_header
 from areal_jax.formats.hf import WeightsError, from_hf_names
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.shape import ModelConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAGIC = b'GGUF'  # the first bytes of a file
 _SIZE_END = 2**31  # sizes are int32
+_AT_ONCE = 2**17  # values that are dequantised in one call
 _OPTIONAL_IDS = {
     'bos_id': 'tokenizer.ggml.bos_token_id',
     'pad_id': 'tokenizer.ggml.padding_token_id',
@@ -31,10 +33,6 @@ _OPTIONAL_IDS = {
 }
 _PACKAGE = 'package:'
 _Entry = TypeVar('_Entry', str, int)
-
-
-class _Field(Protocol):
-    def contents(self) -> object: ...
 
 
 class GgufError(UserError, ValueError):
@@ -47,9 +45,9 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[s
     Tokenizer fields: see `describe_gguf`. Raises GgufError.
     """
     path = pathlib.Path(path)
-    reader = _open(path)
-    config, tokenizer_fields = _describe(path, reader)
-    tensors = _read_tensors(path, reader.tensors, config)
+    header = _read_header(path)
+    config, tokenizer_fields = _describe(path, header)
+    tensors = _read_tensors(path, header, config)
     try:
         params = from_hf_names(tensors, config)
     except WeightsError as error:
@@ -65,33 +63,34 @@ def describe_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, 
     where it has none), add_bos and add_eos (whether plain text gets them at its ends).
     """
     path = pathlib.Path(path)
-    return _describe(path, _open(path))
+    return _describe(path, _read_header(path))
 
 
-def _describe(path: pathlib.Path, reader: gguf.GGUFReader) -> tuple[ModelConfig, dict[str, object]]:
-    fields = _Fields(path, reader.fields)
-    # GGUF lists the last axis first
-    shapes = {tensor.name: tuple(int(n) for n in tensor.shape[::-1]) for tensor in reader.tensors}
-    return _model_config(fields, shapes), _tokenizer_fields(fields)
+def _describe(path: pathlib.Path, header: GgufHeader) -> tuple[ModelConfig, dict[str, object]]:
+    fields = _Fields(path, header.fields)
+    return _model_config(fields, _shapes(header)), _tokenizer_fields(fields)
 
 
-def _read_tensors(
-    path: pathlib.Path, stored: Sequence[gguf.ReaderTensor], config: ModelConfig
-) -> dict[str, np.ndarray]:
+def _shapes(header: GgufHeader) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in header.tensors.items()}
+
+
+def _read_tensors(path: pathlib.Path, header: GgufHeader, config: ModelConfig) -> dict[str, np.ndarray]:
     """The tensors under the names of Hugging Face, as they are stored there; raises GgufError for unknown ones."""
     heads = {'blk.*.attn_q.weight': config.n_heads, 'blk.*.attn_k.weight': config.n_kv_heads}
     hf_names = {row.gguf_name: row.hf_name for row in FAMILIES['llama'].weights if row.gguf_name and row.hf_name}
+    content = np.memmap(path, mode='r').view(np.ndarray)
     tensors = {}
-    for tensor in stored:
-        name, layer = _parse_name(tensor.name)
+    for full_name, stored in header.tensors.items():
+        name, layer = _parse_name(full_name)
         if name not in hf_names:
-            raise GgufError(f'{path} has a tensor {tensor.name} that a llama decoder without biases does not know')
-        values = _dequantize(path, tensor)
+            raise GgufError(f'{path} has a tensor {full_name} that a llama decoder without biases does not know')
+        values = _dequantize(path, full_name, stored, content)
         if name in heads:
             rows = heads[name] * config.head_dim
             if values.ndim != 2 or len(values) != rows:
                 shape = list(values.shape)
-                raise GgufError(f'{path}: {tensor.name} has shape {shape} instead of [{rows}, {config.d_model}]')
+                raise GgufError(f'{path}: {full_name} has shape {shape} instead of [{rows}, {config.d_model}]')
             values = unpermute(values, heads[name])
         tensors[hf_names[name].replace('*', layer)] = values
     return tensors
@@ -100,13 +99,8 @@ def _read_tensors(
 def read_gguf_shape(path: str | os.PathLike[str]) -> ModelConfig:
     """The shape that `load_gguf` would find, from the header alone; raises GgufError."""
     path = pathlib.Path(path)
-    _require_gguf(path)
-    try:
-        values, shapes = read_gguf_header(path)
-    except (ValueError, EOFError, OSError) as error:
-        raise _no_gguf(path, error) from error
-    fields = _Fields(path, {name: _Scalar(value) for name, value in values.items()})
-    return _model_config(fields, shapes)
+    header = _read_header(path)
+    return _model_config(_Fields(path, header.fields), _shapes(header))
 
 
 def find_package_file(spec: str) -> pathlib.Path:
@@ -140,7 +134,7 @@ def unpermute(matrix: np.ndarray, heads: int) -> np.ndarray:
 class _Fields:
     """Key-value fields of the file; one that is missing (and has no default) or of another type is an error."""
 
-    def __init__(self, path: pathlib.Path, fields: Mapping[str, _Field]):
+    def __init__(self, path: pathlib.Path, fields: Mapping[str, object]):
         self.path, self._fields = path, fields
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -187,20 +181,7 @@ class _Fields:
             if default is None:
                 raise GgufError(f'{self.path} has no field {key}')
             return default
-        try:
-            return self._fields[key].contents()
-        except (ValueError, IndexError, TypeError) as error:
-            raise GgufError(f'{self.path}: the field {key} cannot be read: {error}') from error
-
-
-class _Scalar:
-    """A field as gguf.GGUFReader gives it."""
-
-    def __init__(self, value: object):
-        self._value = value
-
-    def contents(self) -> object:
-        return self._value
+        return self._fields[key]
 
 
 def _require_gguf(path: pathlib.Path) -> None:
@@ -216,22 +197,18 @@ def _require_gguf(path: pathlib.Path) -> None:
         )
 
 
+def _read_header(path: pathlib.Path) -> GgufHeader:
+    _require_gguf(path)
+    try:
+        return read_gguf_header(path)
+    except (ValueError, EOFError, OSError) as error:
+        raise _no_gguf(path, error) from error
+
+
 def _no_gguf(path: pathlib.Path, error: Exception) -> GgufError:
     return GgufError(
         f'{path} is no GGUF file, or only a part of one ({type(error).__name__}: {error}); download it again'
     )
-
-
-def _open(path: pathlib.Path) -> gguf.GGUFReader:
-    _require_gguf(path)
-    try:
-        import gguf
-    except ImportError as error:
-        raise GgufError(f'reading {path} needs the package gguf: pip install gguf') from error
-    try:
-        return gguf.GGUFReader(path)
-    except Exception as error:  # the reader does not document what damaged files make it raise
-        raise _no_gguf(path, error) from error
 
 
 def _model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
@@ -295,13 +272,35 @@ def _parse_name(name: str) -> tuple[str, str]:
     return (f'blk.*.{match[2]}', match[1]) if match else (name, '')
 
 
-def _dequantize(path: pathlib.Path, tensor: gguf.ReaderTensor) -> np.ndarray:
+def _dequantize(path: pathlib.Path, name: str, stored: StoredTensor, content: np.ndarray) -> np.ndarray:
+    """float32 values of a tensor; `content` is the file, uint8. Raises GgufError."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise GgufError(f'reading {path} needs the package gguf: pip install gguf') from error
+    try:
+        kind = gguf.GGMLQuantizationType(stored.kind)
+        byte_shape = gguf.quant_shape_to_byte_shape(stored.shape or (1,), kind)
+        rows = content[stored.start : stored.start + math.prod(byte_shape)]
+        if len(rows) < math.prod(byte_shape):
+            raise EOFError(f'the file ends inside {name}')
+        return _dequantize_rows(rows.reshape(-1, byte_shape[-1]), kind).reshape(stored.shape)
+    except EOFError as error:
+        raise _no_gguf(path, error) from error
+    except NotImplementedError as error:
+        raise GgufError(f'{path}: {name} is of type {kind.name}, not readable here') from error
+    except (ValueError, TypeError) as error:
+        raise GgufError(f'{path}: {name} cannot be read ({error}); download the file again') from error
+
+
+def _dequantize_rows(rows: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """float32 [n, values] of uint8 [n, bytes]; as few calls as the processor's cache allows, because a call is slow."""
     import gguf
 
-    try:
-        # np.array copies: a float32 tensor is a view of the memory-mapped file
-        return np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
-    except NotImplementedError as error:
-        raise GgufError(f'{path}: {tensor.name} is of type {tensor.tensor_type.name}, not readable here') from error
-    except (ValueError, TypeError) as error:
-        raise GgufError(f'{path}: {tensor.name} cannot be read ({error}); download the file again') from error
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    values = np.empty((len(rows), rows.shape[1] // block_bytes * block), np.float32)
+    step = max(1, _AT_ONCE // values.shape[1])
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        values[first : first + step] = gguf.dequantize(part.reshape(1, -1), kind).reshape(len(part), -1)
+    return values

@@ -53,14 +53,12 @@ def to_hf_names(params: Params, config: ModelConfig) -> dict[str, np.ndarray | j
 
 
 def from_hf_names(tensors: Mapping[str, np.ndarray | jax.Array], config: ModelConfig) -> Params:
-    """The inverse of `to_hf_names`, bit for bit, as a nested dict; numpy leaves are contiguous.
+    """The inverse of `to_hf_names`, bit for bit, as a nested dict; matrices of numpy are transposed views.
 
     Raises WeightsError that names missing, surplus or wrongly shaped tensors.
     """
     require_tensors(tensors, config)
-    leaves = ((tensor.path, _transpose(tensors[tensor.name], tensor)) for tensor in hf_tensors(config))
-    contiguous = lambda leaf: np.ascontiguousarray(leaf) if isinstance(leaf, np.ndarray) else leaf
-    return nest((path, contiguous(leaf)) for path, leaf in leaves)
+    return nest((tensor.path, _transpose(tensors[tensor.name], tensor)) for tensor in hf_tensors(config))
 
 
 def _transpose(values: np.ndarray | jax.Array, tensor: HfTensor) -> np.ndarray | jax.Array:

@@ -6,7 +6,9 @@ update.py makes the optimizer steps, programs.py compiles, interchange.py conver
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -27,7 +29,7 @@ from areal_jax.learning.packing import count_tokens
 from areal_jax.learning.passes import Passes
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.state import place_state
+from areal_jax.learning.state import describe_state, place_state
 from areal_jax.learning.train_step import Programs
 from areal_jax.learning.trees import Params
 from areal_jax.learning.update import train
@@ -61,10 +63,12 @@ class SpmdLearner:
         optimizer: Optimizer,
         learning_rate: float,
         settings: LearnerSettings,
+        compile_ahead: bool = False,
     ):
         """Places a copy of `params`, a nested dict of arrays in list form that fits the decoder, on the mesh.
 
         If the decoder has adapters (lora), only they are trained; all other weights are kept in `settings.dtype`.
+        With `compile_ahead`, a thread begins with the programs of `warm_up` before the weights are copied.
 
         Raises ConfigError, naming the config field, for what cannot work, and AttentionError for an attention backend
         whose result differs from a dense one here.
@@ -78,17 +82,25 @@ class SpmdLearner:
             params = stack_layers(params)
         trained, frozen = trees.split(params, self._trains)
         self.programs = CompiledPrograms(self._define_programs(trained, frozen, optimizer))
-        self.state = place_state(trained, frozen, settings, self.programs)
         self._passes = Passes(self._layout, self.programs, settings, mesh, learning_rate)
+        described = describe_state(trained, frozen, settings, self.programs.definitions)
+        self._declared = list(self._passes.declared_programs(described))
+        if compile_ahead:
+            threading.Thread(target=self._compile_ahead, name='learner warm-up', daemon=True).start()
+        self.state = place_state(trained, frozen, settings, self.programs)
         self._copy: Tree = None  # what the last `publish` returned; None once the weights have changed
 
     def warm_up(self) -> int:
         """Compiles, and does not run, every program of updates and publications; returns how many there are."""
-        programs = list(self._passes.declared_programs(self.state))
-        for done, (name, args) in enumerate(programs):
-            self.announce(done, len(programs))
+        for done, (name, args) in enumerate(self._declared):
+            self.announce(done, len(self._declared))
             self.programs.compile(name, *args)
         return len(self.programs.compiled)
+
+    def _compile_ahead(self) -> None:
+        with contextlib.suppress(Exception):  # `warm_up` raises it
+            for name, args in self._declared:
+                self.programs.compile(name, *args)
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: filtered groups and shared prompts are left out."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from areal_jax.learning.layout import RowLayout
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.state import LearnerState
+from areal_jax.learning.state import LearnerState, describe_cast
 from areal_jax.learning.train_step import Scalars, training_rows, training_scalars
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
@@ -68,9 +68,12 @@ class Passes:
         )
 
     def declared_programs(self, state: LearnerState) -> Iterator[tuple[str, tuple[Tree, ...]]]:
-        """(name, arguments) of every program that updates and publications run."""
+        """(name, arguments) of every program that updates and publications run; `state` may be described only."""
         settings = self._settings
-        working = self.working(state)
+        working = state.params
+        if settings.dtype != 'float32':
+            working = describe_cast(state.params, settings.dtype)
+            yield 'cast', (state.params,)
         yield 'export', (state.params, state.frozen)
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, settings.aggregation)

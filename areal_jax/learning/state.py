@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import numpy as np
+
 from areal_jax.learning import trees
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.train_step import Programs
 from areal_jax.learning.trees import Params
 from areal_jax.sharding.placement import place
 from areal_jax.types import Tree
@@ -34,7 +38,7 @@ class LearnerState:
 def place_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: CompiledPrograms) -> LearnerState:
     """Copies weights to the mesh and makes the state of an optimizer that has done no step."""
     shardings = programs.definitions
-    params = programs.run('copy', place(trees.cast(trained, 'float32'), shardings.params))
+    params = _copy(trees.cast(trained, 'float32'), programs)
     copy = 'copy' if settings.dtype == 'float32' else 'cast'
     return LearnerState(
         params=params,
@@ -43,3 +47,34 @@ def place_state(trained: Params, frozen: Params, settings: LearnerSettings, prog
         gradients=programs.run('zeros', params) if settings.accumulate == 'dispatch' else None,
         reference=programs.run(copy, params) if settings.kl_coefficient else None,
     )
+
+
+def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: Programs) -> LearnerState:
+    """The shapes, dtypes and shardings of what `place_state` makes, for compiling before it is there."""
+    params = _describe(trained, programs.params, 'float32')
+    return LearnerState(
+        params=params,
+        frozen=_describe(frozen, programs.frozen, settings.dtype),
+        optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
+        gradients=params if settings.accumulate == 'dispatch' else None,
+        reference=describe_cast(params, settings.dtype) if settings.kl_coefficient else None,
+    )
+
+
+def describe_cast(tree: Tree, dtype: str) -> Tree:
+    """Arrays, or descriptions of arrays, as they would be in `dtype`."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), tree)
+
+
+def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:
+    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+    return jax.tree.map(describe, tree, shardings)
+
+
+def _copy(trained: Params, programs: CompiledPrograms) -> Tree:
+    """The trained weights on the mesh, in buffers that an update may overwrite."""
+    shardings = programs.definitions.params
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(trained))
+    if on_host and jax.process_count() == 1:  # copied once, while they are placed
+        return jax.device_put(trained, shardings, may_alias=False)
+    return programs.run('copy', place(trained, shardings))

@@ -156,10 +156,12 @@ class Decoder:
         entries = (None,) * n if cache is None else tuple(cache)
         if len(entries) != n:
             raise ValueError(f'cache has {len(entries)} entries, the decoder {n} layers')
+        windows = [self.config.window(index) for index in range(n)]
+        # one function for all layers of a window: jax.checkpoint traces and differentiates it once
+        blocks = {window: self._layer(rotation, attend, window, constrain) for window in set(windows)}
         written = []
-        for index, entry in enumerate(entries):
-            block = self._layer(rotation, attend, self.config.window(index), constrain)
-            x, entry = block(layers[str(index)], x, entry)
+        for index, (window, entry) in enumerate(zip(windows, entries, strict=True)):
+            x, entry = blocks[window](layers[str(index)], x, entry)
             written.append(entry)
         return x, tuple(written)
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsInt, TypeVar
 
 import jax
@@ -35,7 +35,6 @@ class LeafDigest:
 
 
 Manifest = Mapping[str, LeafDigest]  # by path, 'layers/0/attention/query'
-Part = tuple[tuple[int, ...], tuple[int, ...]]  # of a leaf: where a shard begins in it, the shape of the whole leaf
 
 
 def device_manifest(params: Tree) -> dict[str, LeafDigest]:
@@ -76,25 +75,30 @@ def _measure(params: Tree) -> dict[str, tuple[LeafDigest, int]]:
 
 
 def _sum_shards(leaves: Sequence[np.ndarray | jax.Array]) -> np.ndarray:
-    """uint32 [leaves, 3], see `_device_sums`: one program per device over the shards that it holds, added on the host.
+    """uint32 [leaves, 3], see `_shard_sums`: one program for each shard on the device that holds it, added on the host.
 
     One program over all devices would be a collective, which the lane of publication may not run beside the learner's.
     """
-    held: dict[jax.Device | None, list[tuple[int, np.ndarray | jax.Array, Part]]] = {}
+    rows, launched = [], []
     for row, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
-            for shard in leaf.addressable_shards:
-                if shard.replica_id == 0:
-                    start = tuple(s.start or 0 for s in shard.index)
-                    held.setdefault(shard.device, []).append((row, shard.data, (start, leaf.shape)))
-        else:
-            held.setdefault(None, []).append((row, leaf, ((0,) * leaf.ndim, leaf.shape)))
+        for shard, start in _held_shards(leaf):
+            rows.append(row)
+            launched.append(_shard_sums(shard, start, leaf.shape))
+    for found in launched:
+        found.copy_to_host_async()
     sums = np.zeros((len(leaves), 3), np.uint32)
-    parts = [tuple(zip(*of_device, strict=True)) for of_device in held.values()]
-    launched = [(rows, _device_sums(shards, regions)) for rows, shards, regions in parts]
-    for rows, found in launched:
-        np.add.at(sums, list(rows), np.asarray(found))
+    np.add.at(sums, rows, [np.asarray(found) for found in launched])
     return sums
+
+
+def _held_shards(leaf: np.ndarray | jax.Array) -> Iterator[tuple[np.ndarray | jax.Array, tuple[int, ...]]]:
+    """The shards of a leaf that this process counts, each with the place in the leaf where it begins."""
+    if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+        yield leaf, (0,) * leaf.ndim
+        return
+    for shard in leaf.addressable_shards:
+        if shard.replica_id == 0:
+            yield shard.data, tuple(s.start or 0 for s in shard.index)
 
 
 def host_manifest(params: Tree) -> dict[str, LeafDigest]:
@@ -158,15 +162,14 @@ def _leaf_digest(leaf: jax.Array | np.ndarray, pair: Iterable[SupportsInt]) -> L
     return LeafDigest(tuple(leaf.shape), str(leaf.dtype), (int(words), int(mixed)))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _device_sums(shards: tuple[jax.Array, ...], parts: tuple[Part, ...]) -> jax.Array:
-    """uint32 [shards, 3]: the two sums of the content, and how many values are not finite."""
-    return jnp.stack([_device_shard_sums(shard, *part) for shard, part in zip(shards, parts, strict=True)])
+@functools.partial(jax.jit, static_argnums=(1, 2))  # compiled once for all leaves of a shape
+def _shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) -> jax.Array:
+    """uint32 [3]: the two sums of the content, and how many values are not finite.
 
-
-def _device_shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) -> jax.Array:
+    `leaf` is the shard of a leaf of the shape `whole` that begins at `start`.
+    """
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-    wrong = jnp.sum(~jnp.isfinite(leaf), dtype=jnp.uint32) if floating else jnp.uint32(0)
+    wrong = ~jnp.isfinite(leaf) if floating else jnp.zeros(leaf.shape, bool)
     if leaf.dtype == bool:
         leaf = leaf.astype(jnp.uint8)
     words = lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize]).astype(jnp.uint32)
@@ -175,7 +178,10 @@ def _device_shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int
         within = lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
         position = position * np.uint32(size) + (within + np.uint32(first) if first else within)
     mixed = _mix(words + position * np.uint32(_GOLDEN))
-    return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32), wrong])
+    values = words, mixed, wrong.astype(jnp.uint32)
+    # in one pass over the leaf: of three sums XLA:CPU would write the summands to memory, which takes 40 times as long
+    add = lambda totals, more: tuple(total + one for total, one in zip(totals, more, strict=True))
+    return jnp.stack(lax.reduce(values, (np.uint32(0),) * 3, add, tuple(range(leaf.ndim))))
 
 
 def _host_sums(leaf: np.ndarray) -> tuple[int, int]:

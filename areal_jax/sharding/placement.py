@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from areal_jax.types import Tree
 Leaf = np.ndarray | jax.Array
 Index = tuple[slice, ...] | None  # one slice per axis, whose start and stop may be None; as jax describes a shard
 Region = tuple[slice, ...]  # one per axis, start and stop given
-Place = jax.Device | Tree  # one device of this process, or a tree of NamedSharding over some of them
+Place: TypeAlias = Any  # jax.Device | Tree: one device of this process, or a tree of NamedSharding over some of them
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

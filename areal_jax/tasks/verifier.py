@@ -53,6 +53,9 @@ class InlineVerifier:
         self._decode = decode
         self._trial, self._scorer = trial, scorer
 
+    def launch(self) -> None:
+        """Nothing: there are no workers."""
+
     def start(self) -> None:
         """Raises VerifierError where the trial fails."""
         if self._trial is not None:
@@ -145,21 +148,36 @@ class ProcessVerifier:
         self._free: collections.deque[_Slot] = collections.deque()
         self._queue: collections.deque[_Ticket] = collections.deque()
 
-    def start(self) -> None:
-        """Start all workers and block until they are ready. Raises VerifierError. Call it before jax is in use."""
-        end_s = time.monotonic() + self._start_deadline_s
+    def launch(self) -> None:
+        """Starts all workers and returns at once; `start` waits for them. Call it before jax is in use.
+
+        Raises VerifierError.
+        """
         try:
             self._free.extend([_Slot(self._spawn()) for _ in range(self._n_workers)])
+        except OSError as error:
+            raise self._not_started(error) from error
+
+    def start(self) -> None:
+        """Blocks until all workers are ready; launches them first where that was not done. Raises VerifierError."""
+        if not self._free:
+            self.launch()
+        end_s = time.monotonic() + self._start_deadline_s
+        try:
             for slot in self._free:
                 slot.worker.wait_until_ready(end_s)
         except (OSError, WorkerDiedError) as error:
-            self.close()
-            raise VerifierError(
-                f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error} '
-                f'(task.verifier_memory_mb={self._memory_mb})'
-            ) from error
+            raise self._not_started(error) from error
         if self._trial is not None:
             self._try_out(self._free[0].worker, self._trial)
+
+    def _not_started(self, error: Exception) -> VerifierError:
+        """Ends what has been started; the error to raise."""
+        self.close()
+        return VerifierError(
+            f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error} '
+            f'(task.verifier_memory_mb={self._memory_mb})'
+        )
 
     def close(self) -> None:
         """End all workers and every process of their scorers, for good; takes a few seconds at most."""

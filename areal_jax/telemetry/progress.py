@@ -68,6 +68,7 @@ class StartProgress:
         self._check = check
         self._shown, self._stream, self._every_s = shown, stream, every_s
         self._doing, self._detail, self._began = '', '', 0.0
+        self._programs: dict[str, tuple[int, int]] = {}  # done and total, by what they are of
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,6 +76,7 @@ class StartProgress:
         """The part that begins now, for example 'loading model.gguf'."""
         self._check()
         self._doing, self._detail, self._began = doing, '', time.monotonic()
+        self._programs.clear()
         if not self._shown:
             return
         self._print(doing)
@@ -83,9 +85,11 @@ class StartProgress:
             self._thread = threading.Thread(target=self._repeat, name='start progress', daemon=True)
             self._thread.start()
 
-    def count_programs(self, done: int, total: int) -> None:
-        """`done` of `total` programs are compiled."""
+    def count_programs(self, done: int, total: int, of: str = '') -> None:
+        """`done` of `total` programs are compiled; threads that compile side by side say what theirs are `of`."""
         self._check()
+        self._programs[of] = done, total
+        done, total = (sum(numbers) for numbers in zip(*self._programs.copy().values(), strict=True))
         self._detail = f' program {done + 1} of {total}'
 
     def count_answers(self, done: int, total: int) -> None:

@@ -29,6 +29,10 @@ def test_a_long_part_is_announced_and_repeated_with_what_is_done():
     start.begin('compiling what trains:')
     start.count_programs(2, 11)
     wait_until(stream, 'compiling what trains: program 3 of 11 (0 s)\n')
+    start.begin('compiling what trains and generates:')
+    start.count_programs(1, 3, of='learner')
+    start.count_programs(4, 7, of='engines')
+    wait_until(stream, 'compiling what trains and generates: program 6 of 10 (0 s)\n')
     start.begin('evaluating 64 problems')
     start.count_answers(320, 320)
     wait_until(stream, 'evaluating 64 problems: 320 of 320 answers, 0s left (0 s)\n')
@@ -64,7 +68,7 @@ def test_a_clean_run_and_its_resumption_leave_stderr_empty(tmp_path):
         assert done.returncode == 0
         lines = done.stdout.splitlines()
         assert lines[:2] == ['starting', 'drawing weights']
-        for part in ('building the learner', 'compiling what trains:', 'compiling what generates:'):
+        for part in ('building the learner', 'compiling what trains and generates:'):
             assert part in lines
     assert json.loads((tmp_path / 'run' / 'report.json').read_text())['steps'] == 4
 

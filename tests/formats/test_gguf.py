@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf import GgufError, describe_gguf, find_package_file, load_gguf, unpermute
+from areal_jax.formats.gguf_header import read_gguf_header
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.tasks.tokenizer import GgufTokenizer
@@ -65,7 +66,8 @@ def file_tensors():
     return tensors, params
 
 
-def write(path, tensors, *, architecture='llama', without=(), **more):
+def write(path, tensors, *, architecture='llama', without=(), stored_as='F32', **more):
+    """`stored_as` is the type of the matrices."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -82,7 +84,8 @@ def write(path, tensors, *, architecture='llama', without=(), **more):
     writer.add_token_merges(['a b', 'b a'])
     writer.add_chat_template('{{ messages }}')
     for name, tensor in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor))
+        kind = gguf.GGMLQuantizationType[stored_as if np.ndim(tensor) == 2 else 'F32']
+        writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(tensor), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -111,6 +114,44 @@ def test_shape_weights_and_tokenizer_come_out(tmp_path):
         'add_eos': False,
     }
     assert describe_gguf(tmp_path / 'model.gguf') == (config, fields)
+
+
+@pytest.mark.parametrize('stored_as', ['F16', 'BF16', 'Q4_0', 'Q4_1', 'Q8_0'])
+def test_quantised_matrices_have_the_values_that_the_package_reads(tmp_path, stored_as):
+    import gguf
+
+    rng = np.random.default_rng(0)
+    matrices = ('attn_q', 'attn_k', 'attn_v', 'attn_output', 'ffn_gate', 'ffn_up', 'ffn_down')
+    shapes = {f'blk.{i}.{name}': (32, 32) for i in range(2) for name in matrices}
+    shapes |= {f'blk.{i}.{name}_norm': (32,) for i in range(2) for name in ('attn', 'ffn')}
+    # the embedding has more values than are dequantised at once, the last part fewer than the one before
+    shapes |= {'token_embd': (5003, 32), 'output_norm': (32,)}
+    tensors = {f'{name}.weight': rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    lengths = {'embedding_length': 32, 'feed_forward_length': 32, 'attention__head_count_kv': 4}
+    lengths |= {'attention__key_length': 8, 'rope__dimension_count': 8}
+    path = tmp_path / 'model.gguf'
+    write(path, tensors, stored_as=stored_as, **{f'llama__{name}': n for name, n in lengths.items()})
+    _, params, _ = load_gguf(path)
+
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    values = {name: gguf.dequantize(tensor.data, tensor.tensor_type) for name, tensor in read.items()}
+    np.testing.assert_array_equal(params['embedding'], values['token_embd.weight'], strict=True)
+    for index, weights in params['layers'].items():
+        gate = values[f'blk.{index}.ffn_gate.weight']
+        np.testing.assert_array_equal(weights['mlp']['gate']['weight'], gate.T, strict=True)
+        query = unpermute(values[f'blk.{index}.attn_q.weight'], 4)
+        np.testing.assert_array_equal(weights['attention']['query']['weight'], query.T, strict=True)
+
+
+def test_fields_are_those_that_the_package_reads(tmp_path):
+    import gguf
+
+    path = write(tmp_path / 'model.gguf', file_tensors()[0], tokenizer__ggml__add_bos_token=True, own__text='é')
+    header, reader = read_gguf_header(path), gguf.GGUFReader(path)
+    counts = {'GGUF.version', 'GGUF.tensor_count', 'GGUF.kv_count'}  # the package lists them as fields
+    assert header.fields == {name: field.contents() for name, field in reader.fields.items() if name not in counts}
+    assert [(*tensor.shape.tolist()[::-1],) for tensor in reader.tensors] == [t.shape for t in header.tensors.values()]
+    assert [tensor.data_offset for tensor in reader.tensors] == [t.start for t in header.tensors.values()]
 
 
 def test_the_roles_of_tokens_come_out(tmp_path):

@@ -27,7 +27,7 @@ def test_every_cut_of_the_header_is_named(tmp_path):
     path = tmp_path / 'm.gguf'
     write(path, file_tensors()[0])
     content = path.read_bytes()
-    shapes = read_gguf_header(path)[1]
+    shapes = read_gguf_header(path).tensors
     assert shapes.keys() == file_tensors()[0].keys()
     for length in (0, 3, 4, 20, 100, 400):
         path.write_bytes(content[:length])

@@ -42,12 +42,6 @@ def test_there_and_back_is_bit_equal(config, form):
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
-def test_tensors_of_a_file_become_contiguous():
-    named = {name: np.ascontiguousarray(t) for name, t in to_hf_names(numpy_params(TIED), TIED).items()}
-    leaves = jax.tree.leaves(from_hf_names(named, TIED))
-    assert [leaf.flags.c_contiguous for leaf in leaves] == [True] * len(leaves)
-
-
 def test_names_are_those_of_llama():
     assert list(to_hf_names(numpy_params(UNTIED), UNTIED)) == [
         'model.embed_tokens.weight',

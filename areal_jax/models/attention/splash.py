@@ -1,4 +1,7 @@
-"""The splash attention kernel of jax for TPUs, for packed rows without shared prompts."""
+"""The splash attention kernel of jax for TPUs, for packed rows without shared prompts.
+
+Its modules are imported where they are used: that takes a quarter of a second, which a run without a TPU can save.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from areal_jax.models.attention.flash import OUTPUT_NAME, Setting
 from areal_jax.models.attention.visibility import RowIds
@@ -23,6 +24,8 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
     The kernel skips only tiles above the diagonal. It has no scale, so q is scaled first. It saves output and
     log-sum-exp for the backward pass under one name, 'attention_output'. A NaN may spread to other segments.
     """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
     rows, tokens, heads, dim = q.shape
     more_tokens, more_dim = -tokens % _LANES, -dim % _LANES
     kernel = _kernel(tokens + more_tokens, heads, setting.interpret)
@@ -39,6 +42,9 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
 @functools.lru_cache(maxsize=32)
 def _kernel(tokens: int, heads: int, interpret: bool) -> Callable[..., jax.Array]:
     """Built once per shape, because building the mask is slow; its arrays are constants even under a jit trace."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     block = next(b for b in (_MAX_BLOCK, 256, _LANES) if tokens % b == 0)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,

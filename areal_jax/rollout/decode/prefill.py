@@ -120,7 +120,7 @@ def _round_up(n: int, step: int) -> int:
 
 
 def _run(block_tokens: int) -> tuple[int, int]:
-    """(blocks, places): blocks that are read next to each other, and their places in the row, a multiple of MAX_TILE_TOKENS."""
+    """(blocks, places): blocks that are read side by side, and their places in the row, whole tiles."""
     blocks = max(1, MAX_TILE_TOKENS // block_tokens)
     return blocks, _round_up(blocks * block_tokens, MAX_TILE_TOKENS)
 

@@ -18,7 +18,8 @@ Cache = tuple[LayerCache, ...]  # one entry a layer: XLA would copy an array of 
 class CacheAttention(Protocol):
     """Attention of one token a row over the blocks of its sequence, and what else touches the cache's layout."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
         """Zeros."""

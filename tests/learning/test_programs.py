@@ -1,0 +1,106 @@
+"""Programs are compiled before the first update: once each, for the arguments that updates bring."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.app.compilations import CompilationCounter
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.state import describe_state, place_state
+from areal_jax.learning.train_step import Programs
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.lora import Lora
+from areal_jax.sharding.mesh import make_mesh
+from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+
+_GROUPS = random_groups(5, 5)
+_KINDS = {
+    'float32': {},
+    'a mesh, a reference, bfloat16': {'mesh': (2, 4), 'dtype': 'bfloat16', 'kl_coefficient': 0.1},
+    'scan': {'accumulate': 'scan'},
+    'adapters, in float16': {'lora': Lora(2, 4.0, ('query', 'up')), 'dtype': 'float16'},
+}
+
+
+def make_learner(*, mesh=(1, 1), lora=None, optimizer='adamw', **more):
+    shape = {'rows_per_microbatch': 8, 'row_tokens': 40, 'row_loss_tokens': 24}
+    decoder = Decoder(tiny_decoder(n_layers=1).config, lora=lora)
+    settings = learner_settings(**(shape | {name: value for name, value in more.items() if name != 'compile_ahead'}))
+    return SpmdLearner(
+        decoder,
+        decoder.init(seed=2, scale=2.0),
+        make_mesh(*mesh),
+        optimizer=make_optimizer(optimizer, clip_norm=1.0),
+        learning_rate=0.1,
+        settings=settings,
+        compile_ahead=more.get('compile_ahead', False),
+    )
+
+
+@pytest.mark.parametrize('kind', _KINDS)
+def test_the_described_state_is_the_one_that_is_placed(kind):
+    learner = make_learner(**_KINDS[kind])
+    state, definitions = learner.state, learner.programs.definitions
+    settings = definitions.settings
+    described = describe_state(state.params, state.frozen, settings, definitions)
+    placed = place_state(state.params, state.frozen, settings, learner.programs)
+    form = lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding)
+    assert jax.tree.map(form, vars(described)) == jax.tree.map(form, vars(placed))
+
+
+@pytest.mark.parametrize('kind', _KINDS)
+def test_programs_compiled_ahead_are_those_of_the_updates(kind):
+    """Two updates and a publication bring no new program, and change the weights like those of another learner."""
+    ahead, other = make_learner(compile_ahead=True, **_KINDS[kind]), make_learner(**_KINDS[kind])
+    assert ahead.warm_up() == other.warm_up()
+    with CompilationCounter() as compilations:
+        for version in (2, 3):
+            metrics, expected = ahead.update(_GROUPS, version), other.update(_GROUPS, version)
+            np.testing.assert_equal(metrics, expected)
+        jax.tree.map(np.testing.assert_array_equal, ahead.publish(4), other.publish(4))
+    assert compilations.count == 0
+
+
+class _SlowDefinitions:
+    """One program, whose definition waits until the test lets it go on."""
+
+    def __init__(self):
+        self.begun, self.may_end, self.made = threading.Event(), threading.Event(), 0
+
+    def double(self):
+        self.made += 1
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return jax.jit(lambda x: 2 * x)
+
+
+def test_a_thread_waits_for_the_program_that_another_one_compiles():
+    definitions = _SlowDefinitions()
+    programs, results = CompiledPrograms(definitions), []
+    threads = [threading.Thread(target=lambda: results.append(programs.run('double', np.float32(3)))) for _ in range(2)]
+    threads[0].start()
+    assert definitions.begun.wait(60)
+    threads[1].start()
+    definitions.may_end.set()
+    for thread in threads:
+        thread.join(60)
+    assert (results, definitions.made, len(programs.compiled)) == ([6, 6], 1, 1)
+
+
+def test_warm_up_raises_what_the_thread_met_that_compiled_ahead(monkeypatch):
+    threads = []
+
+    def fail(self):
+        threads.append(threading.current_thread().name)
+        raise RuntimeError('no memory for the compiler')
+
+    monkeypatch.setattr(Programs, 'accumulate', fail)
+    learner = make_learner(compile_ahead=True)
+    with pytest.raises(RuntimeError, match='no memory for the compiler'):
+        learner.warm_up()
+    assert threads == ['learner warm-up']
