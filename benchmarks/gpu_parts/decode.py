@@ -64,10 +64,12 @@ def _measure_swap(decoding: Decoding, params: Params) -> dict[str, float]:
     and values of all rows anew), and the first dispatch.
     """
     channel = DeviceChannel(jax.local_devices()[0], verify=False)
-    began = time.perf_counter()
-    received = channel.receive(channel.transfer(1, jax.tree.map(jnp.copy, params)))
-    staged = decoding.backend.prepare(received)
-    at_stage = time.perf_counter()
+    for version in (1, 2):  # the first compiles the copies
+        began = time.perf_counter()
+        received = channel.receive(channel.transfer(version, jax.tree.map(jnp.copy, params)))
+        staged = decoding.backend.prepare(received)
+        at_stage = time.perf_counter()
+        channel.release(version)
     decoding.params = staged
     at_swap = time.perf_counter()
     tokens = decoding.rebuild()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,15 +98,16 @@ def place(
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
     # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
-    form: dict[str, Any] = {'lora': decoder.lora, 'tokens': 'columns' if devices[0].platform == 'cpu' else 'rows'}
+    tokens = 'columns' if devices[0].platform == 'cpu' else 'rows'
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
-        return Placement(Decoder(decoder.config, **form), attention, config, None, on, on, on, (), on), rejected
+        whole = Decoder(decoder.config, lora=decoder.lora, tokens=tokens)
+        return Placement(whole, attention, config, None, on, on, on, (), on), rejected
     shardings = weight_shardings(decoder, devices)
     mesh = jax.tree.leaves(shardings)[0].mesh
     layer = _layer_specs(attention, config, sizes.block_tokens)
     cache = (tuple(NamedSharding(mesh, spec) for spec in layer),) * config.n_layers
-    over = HeadParallelDecoder(decoder.config, mesh, layer, **form)
+    over = HeadParallelDecoder(decoder, mesh, layer, tokens)
     return Placement(over, attention, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
 
 
@@ -117,11 +117,11 @@ class HeadParallelDecoder(Decoder):
     Args:
       mesh: of the engine.
       layer: specs of the arrays of a layer of the cache.
-      form: other arguments of Decoder.
+      tokens: as for Decoder.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, layer: tuple[PartitionSpec, ...], **form: Any):
-        super().__init__(config, **form)
+    def __init__(self, decoder: Decoder, mesh: Mesh, layer: tuple[PartitionSpec, ...], tokens: str):
+        super().__init__(decoder.config, lora=decoder.lora, tokens=tokens)
         self._mesh, self._layer_specs = mesh, layer
 
     def hidden(

@@ -39,7 +39,7 @@ class PallasGpuAttention:
 
     head_dim: int
     interpret: bool = False
-    name: str = 'pallas_gpu'
+    name = 'pallas_gpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
         shape = (heads, blocks, block_tokens, _padded(head_dim))

@@ -32,7 +32,7 @@ class PallasTpuAttention:
 
     kv_heads: int
     head_dim: int
-    name: str = 'pallas_tpu'
+    name = 'pallas_tpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
         return (jnp.zeros((blocks, block_tokens, 2 * _padded_heads(heads), _padded_dim(head_dim)), dtype),)
