@@ -187,3 +187,16 @@ def test_a_group_prefills_its_prompt_once_for_each_version():
     generated = counts['group']['tokens'] - 2 * 16  # by the interrupted answers, without the last token of each
     assert 0 < generated < 4 * 24
     assert counts['separate']['tokens'] >= (6 + 4) * 16 + generated
+
+
+def test_a_rebuild_prefills_what_prompts_of_the_same_lengths_do():
+    """4 sequences of 9 + 16 tokens; interrupted, they have what they generated before beside it."""
+    arguments = {'model': dataclasses.asdict(MODEL), 'engine': ENGINE | {'context_tokens': 160}}
+    arguments |= {'sequences': 4, 'prompt_tokens': 9, 'answer_tokens': 16}
+    decoder, weights = side_engine.load_model(arguments['model'])
+    backend = side_engine.make_backend(decoder, arguments['engine'])
+    prompts = side_rebuild.prefill_prompts(side_rebuild.Run(backend, weights, arguments))
+    rebuilt = side_rebuild.rebuild(side_rebuild.Run(backend, weights, arguments))
+    assert prompts['tokens'] == 4 * (9 + 16 - 1)
+    assert prompts['tokens'] < rebuilt['tokens'] <= prompts['tokens'] + 4 * 2 * side_rebuild.ROOM_DISPATCHES
+    assert min(prompts['part_cpu_s'], rebuilt['part_cpu_s']) > 0
