@@ -11,10 +11,10 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.models.shape import ModelConfig
-from benchmarks import generation, generation_cells, side_engine, side_rebuild
+from benchmarks import generation, generation_cells, side_engine, side_rebuild, sides
 from benchmarks.generation_cells import Cell, Program
 from benchmarks.ratios import Bar, compare, ratio, seconds_a_token, strongest
-from benchmarks.sides import Stopwatch, cpu_seconds
+from benchmarks.sides import cpu_seconds
 from benchmarks.workload import RequestWorkload, load_requests
 
 MODEL = ModelConfig(
@@ -141,17 +141,21 @@ def test_cpu_seconds_count_processes_that_a_side_started():
     assert 0.35 < alive <= ended + 0.02
 
 
-def test_a_stopwatch_adds_its_parts():
-    watch = Stopwatch()
+def test_a_stopwatch_adds_its_parts(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(sides, 'cpu_seconds', lambda: 2 * now)
+    monkeypatch.setattr(sides.time, 'monotonic', lambda: now)
+    watch = sides.Stopwatch()
     watch.stop()
     assert watch.parts() == {'part_cpu_s': 0.0, 'part_wall_s': 0.0}
-    for _ in range(2):
+    for start in (1.0, 10.0):
+        now = start
         watch.start()
+        now += 1
         watch.start()  # goes on
-        time.sleep(0.02)
+        now += 2
         watch.stop()
-        time.sleep(0.05)
-    assert 0.04 <= watch.parts()['part_wall_s'] < 0.09
+    assert watch.parts() == {'part_cpu_s': 12.0, 'part_wall_s': 6.0}
 
 
 def test_our_engine_against_itself(tmp_path):
