@@ -27,8 +27,9 @@ from benchmarks.side_engine import LANES, generate_all, load_model, make_backend
 from benchmarks.sides import Call, Start, Stopwatch, serve
 from benchmarks.workload import FIRST_TOKEN
 
-# seconds a unit of work, so that a dispatch of decoding ends after the events that the tests wait for
+# seconds a unit of work; no count and no work depends on them
 PRICES = {'decode': 0.01, 'prefill': 0.0001, 'load': 0.01}
+ROOM_DISPATCHES = 40  # of decoding until an interrupted answer would end: other answers are prefilled between them
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
@@ -111,9 +112,9 @@ def prefill_prompts(run: Run) -> Mapping[str, float]:
 
 
 def rebuild(run: Run) -> Mapping[str, float]:
-    """Answers that an engine took over unfinished are interrupted after their first dispatch of decoding."""
+    """Answers that an engine took over unfinished are interrupted when all of them are decoded."""
     done = run.arguments['answer_tokens']
-    sampling = SamplingParams(done + 4 * run.steps, 1.0, 0, 1.0, ())
+    sampling = SamplingParams(done + ROOM_DISPATCHES * run.steps, 1.0, 0, 1.0, ())
     requests = []
     for draw in range(run.arguments['sequences']):
         tokens = run.random_tokens(run.arguments['prompt_tokens'] + done, draw)
@@ -121,25 +122,23 @@ def rebuild(run: Run) -> Mapping[str, float]:
         prefix = Segment(answer, np.full(done, -1.0, np.float32), 0)
         requests.append(GenerationRequest(draw, 0, 0, prompt, sampling, (prefix,)))
     watch = PrefillWatch(run)
-    decoded = run.clock.event('every answer is decoded')
+    all_decoded = [run.clock.event(f'all answers are decoded under version {version}') for version in range(2)]
 
     def note(event: Event) -> None:
         if event['kind'] == 'decode' and event['tokens'] == run.steps * len(requests):
-            decoded.set()
+            all_decoded[event['version']].set()
         if event['kind'] == 'interrupt':
             watch.start()
 
     run.log.listeners.append(note)
 
-    async def publish() -> None:
-        await run.clock.wait(decoded)
-        await run.engine.stage(PublishedWeights(1, '', None))
-        await run.engine.swap(1)
-
     async def program() -> None:
         run.engine.start(run.supervisor)
-        run.supervisor.start('publish', publish())
-        await generate_all(run.engine, run.clock, run.supervisor, requests)
+        run.supervisor.start('answers', generate_all(run.engine, run.clock, run.supervisor, requests))
+        await run.clock.wait(all_decoded[0])
+        await run.engine.stage(PublishedWeights(1, '', None))
+        await run.engine.swap(1)
+        await run.clock.wait(all_decoded[1])  # the answers are not of interest: what is left of them is cancelled
 
     run.clock.execute(run.supervisor.run(program()))
     return watch.stop()

@@ -11,10 +11,10 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.models.shape import ModelConfig
-from benchmarks import generation, generation_cells, side_engine, side_rebuild
+from benchmarks import generation, generation_cells, side_engine, side_rebuild, sides
 from benchmarks.generation_cells import Cell, Program
 from benchmarks.ratios import Bar, compare, ratio, seconds_a_token, strongest
-from benchmarks.sides import Stopwatch, cpu_seconds
+from benchmarks.sides import cpu_seconds
 from benchmarks.workload import RequestWorkload, load_requests
 
 MODEL = ModelConfig(
@@ -141,17 +141,21 @@ def test_cpu_seconds_count_processes_that_a_side_started():
     assert 0.35 < alive <= ended + 0.02
 
 
-def test_a_stopwatch_adds_its_parts():
-    watch = Stopwatch()
+def test_a_stopwatch_adds_its_parts(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(sides, 'cpu_seconds', lambda: 2 * now)
+    monkeypatch.setattr(sides.time, 'monotonic', lambda: now)
+    watch = sides.Stopwatch()
     watch.stop()
     assert watch.parts() == {'part_cpu_s': 0.0, 'part_wall_s': 0.0}
-    for _ in range(2):
+    for start in (1.0, 10.0):
+        now = start
         watch.start()
+        now += 1
         watch.start()  # goes on
-        time.sleep(0.02)
+        now += 2
         watch.stop()
-        time.sleep(0.05)
-    assert 0.04 <= watch.parts()['part_wall_s'] < 0.09
+    assert watch.parts() == {'part_cpu_s': 12.0, 'part_wall_s': 6.0}
 
 
 def test_our_engine_against_itself(tmp_path):
@@ -187,3 +191,16 @@ def test_a_group_prefills_its_prompt_once_for_each_version():
     generated = counts['group']['tokens'] - 2 * 16  # by the interrupted answers, without the last token of each
     assert 0 < generated < 4 * 24
     assert counts['separate']['tokens'] >= (6 + 4) * 16 + generated
+
+
+def test_a_rebuild_prefills_what_prompts_of_the_same_lengths_do():
+    """4 sequences of 9 + 16 tokens; interrupted, they have what they generated before beside it."""
+    arguments = {'model': dataclasses.asdict(MODEL), 'engine': ENGINE | {'context_tokens': 160}}
+    arguments |= {'sequences': 4, 'prompt_tokens': 9, 'answer_tokens': 16}
+    decoder, weights = side_engine.load_model(arguments['model'])
+    backend = side_engine.make_backend(decoder, arguments['engine'])
+    prompts = side_rebuild.prefill_prompts(side_rebuild.Run(backend, weights, arguments))
+    rebuilt = side_rebuild.rebuild(side_rebuild.Run(backend, weights, arguments))
+    assert prompts['tokens'] == 4 * (9 + 16 - 1)
+    assert prompts['tokens'] < rebuilt['tokens'] <= prompts['tokens'] + 4 * 2 * side_rebuild.ROOM_DISPATCHES
+    assert min(prompts['part_cpu_s'], rebuilt['part_cpu_s']) > 0
