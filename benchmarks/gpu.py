@@ -87,9 +87,10 @@ def make_parts(tiny: bool) -> list[Part]:
         part('backends', limit_s=110, least_s=30),
         part('tests', limit_s=150, least_s=30, flags=_DETERMINISTIC, **anywhere),
         part('train_1.5b', '1.5b', **train),
-        part('decode_64', '64', limit_s=90, least_s=40),
+        part('decode_64', '64', '2048', limit_s=90, least_s=40),
         part('run', limit_s=160, least_s=80, flags=_CUBLAS),
-        part('decode_256', '256', limit_s=90, least_s=40),
+        part('decode_16k', '64', '16384', limit_s=120, least_s=60),
+        part('decode_256', '256', '2048', limit_s=90, least_s=40),
         part('train_3b', '3b', **train),
         part('train_0.5b', '0.5b', **train),
     ]

@@ -22,7 +22,8 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.slots = 8  # with 6 the learner waited for data, and few tokens came to an age of eta
     config.rollout.decode_steps = 2
     config.rollout.context_tokens = 72
-    config.rollout.prefill_buckets = (48, 72)
+    config.rollout.block_tokens = 72  # on a CPU one long block is faster than two
+    config.rollout.prefill_buckets = (64, 256)  # a new prompt; the answers that an update interrupts
     config.rollout.max_running_groups = 24  # (eta + 1) * groups_per_update: eta alone holds admission back
     config.staleness.eta = 2.0
     config.learner.row_tokens = 336  # two groups with answers of full length, three of short ones

@@ -19,7 +19,8 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.slots = 16
     config.rollout.decode_steps = 2
     config.rollout.context_tokens = 16
-    config.rollout.prefill_buckets = (16,)
+    config.rollout.block_tokens = 16
+    config.rollout.prefill_buckets = (32, 256)
     config.rollout.max_new_tokens = 8
     config.learner.row_tokens = 128
     config.learner.row_loss_tokens = 96

@@ -56,6 +56,20 @@ MUTATIONS = [
         'tests/rollout/decode',
     ),
     Mutation(
+        'write on for a row that has ended',
+        'areal_jax/rollout/decode/generate.py',
+        'block = jnp.where(rows.live, block, self.sizes.padding_block)',
+        'block = jnp.asarray(block)',
+        'tests/rollout/decode/test_backend.py',
+    ),
+    Mutation(
+        'return the rows in the order of the batch',
+        'areal_jax/rollout/decode/rows.py',
+        'places[i] = place',
+        'places[i] = i',
+        'tests/rollout/decode/test_backend.py',
+    ),
+    Mutation(
         'one key for all samples of a group',
         'areal_jax/rollout/decode/sampling.py',
         'jax.random.fold_in(jax.random.fold_in(key, draw), sample)',
@@ -258,7 +272,7 @@ MUTATIONS = [
     Mutation(
         'forget at a resume what was decoded before the save',
         'areal_jax/app/observer.py',
-        "self._generated, self._interruptions = state['generated'], state['interruptions']",
+        "self._engines.restore(state['engines'])",
         'pass',
         'tests/app/test_session.py',
     ),

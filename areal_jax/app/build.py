@@ -110,6 +110,19 @@ def cuts_softmax(config: TrackedConfig) -> bool:
     return config.rollout.top_k > 0 or config.rollout.top_p < 1
 
 
+def count_cache_blocks(config: TrackedConfig, slots: int, *, beside: bool = False) -> int:
+    """Blocks of the KV cache of an engine with so many slots: rollout.cache_tokens, or a whole context for each slot.
+
+    The slots for evaluation beside training get no more than they can fill.
+    """
+    rollout = config.rollout
+    most = slots * -(-rollout.context_tokens // rollout.block_tokens)
+    if not rollout.cache_tokens:
+        return most
+    budget = rollout.cache_tokens // rollout.block_tokens
+    return min(budget, most) if beside else budget
+
+
 def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParams:
     rollout = config.rollout
     return SamplingParams(
@@ -161,7 +174,7 @@ def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceR
     learner = allocation.learner.devices
     modelled = config.loss.objective != 'sft' and config.run.clock == 'virtual'
     peak = None if modelled else peak_flops(learner.flat[0].device_kind, config.learner.dtype)
-    return DeviceRates(learner.size, len(allocation.by_device()), peak)
+    return DeviceRates(learner.size, sum(map(len, allocation.by_devices())), peak)
 
 
 def build_hook_function(config: TrackedConfig) -> Function | None:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from areal_jax.app.build import cuts_softmax
+from areal_jax.app.build import count_cache_blocks, cuts_softmax
+from areal_jax.app.start_warnings import print_passed_over
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
@@ -19,10 +20,14 @@ from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout import requirements
+from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.weights import share_prepared
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.requirements import Requirement
-from areal_jax.sharding.allocation import Allocation
+from areal_jax.sharding.allocation import Allocation, EngineDevices
+from areal_jax.sharding.placement import Place
+from areal_jax.telemetry.numerals import format_bytes
 from areal_jax.types import PublishedWeights
 
 
@@ -32,53 +37,82 @@ def build_channel(
     verify = config.publication.verify
     if config.publication.channel == 'device':
         # engines that share a device decode with the copy that the channel holds there
-        return DeviceChannel(allocation.engines[0] if allocation.engine_shares(0) else None, verify=verify)
+        return DeviceChannel(allocation.engines[0][0] if allocation.engine_shares(0) else None, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
     return FilesChannel(directory, decoder.config, verify=verify)
 
 
+def place_of(decoder: Decoder, devices: EngineDevices) -> Place:
+    """Where the weights of an engine on these devices have to be."""
+    if len(devices) == 1:
+        return devices[0]
+    from areal_jax.rollout.decode.parallel import weight_shardings
+
+    return weight_shardings(decoder, devices)
+
+
 def build_backends(
     config: TrackedConfig, decoder: Decoder, allocation: Allocation
-) -> dict[jax.Device, JaxDecodeBackend]:
-    """The compiled programs of every device on which engines decode; its engines share them."""
-    return {device: build_backend(config, decoder, device) for device in allocation.by_device()}
+) -> dict[EngineDevices, JaxDecodeBackend]:
+    """The compiled programs of all devices on which engines decode; engines on the same ones share them."""
+    backends = {devices: build_backend(config, decoder, devices) for devices in allocation.by_devices()}
+    print_passed_over('rollout.attention', next(iter(backends.values())).passed_over)  # those of others are the same
+    return backends
 
 
-def build_backend(config: TrackedConfig, decoder: Decoder, device: jax.Device) -> JaxDecodeBackend:
-    """The decode programs on `device`."""
-    rollout = config.rollout
-    return JaxDecodeBackend(
-        decoder,
-        slots=rollout.slots,
-        context_tokens=rollout.context_tokens,
-        prefill_buckets=tuple(rollout.prefill_buckets),
-        decode_steps=rollout.decode_steps,
-        filtered=cuts_softmax(config),
-        dtype=config.publication.dtype,
-        device=device,
+def build_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:
+    """The decode programs of training on `devices`."""
+    slots = config.rollout.slots
+    return _build_backend(
+        config, decoder, devices, slots, count_cache_blocks(config, slots), filtered=cuts_softmax(config)
     )
 
 
 def build_evaluation_backends(
     config: TrackedConfig, decoder: Decoder, allocation: Allocation
-) -> dict[jax.Device, JaxDecodeBackend]:
-    """The compiled programs for evaluation beside training, by device; none where there is no such evaluation."""
-    rollout, evaluation = config.rollout, config.evaluation
+) -> dict[EngineDevices, JaxDecodeBackend]:
+    """The compiled programs for evaluation beside training, by devices; none where there is no such evaluation."""
+    evaluation = config.evaluation
     if not evaluation.every:
         return {}
+    blocks = count_cache_blocks(config, evaluation.slots, beside=True)
+    filtered = evaluation.every_samples > 0 and cuts_softmax(config)
     return {
-        device: JaxDecodeBackend(
-            decoder,
-            slots=evaluation.slots,
-            context_tokens=rollout.context_tokens,
-            prefill_buckets=tuple(rollout.prefill_buckets),
-            decode_steps=rollout.decode_steps,
-            filtered=evaluation.every_samples > 0 and cuts_softmax(config),
-            dtype=config.publication.dtype,
-            device=device,
-        )
-        for device in allocation.by_device()
+        devices: _build_backend(config, decoder, devices, evaluation.slots, blocks, filtered=filtered)
+        for devices in allocation.by_devices()
     }
+
+
+def _build_backend(
+    config: TrackedConfig, decoder: Decoder, devices: EngineDevices, slots: int, cache_blocks: int, *, filtered: bool
+) -> JaxDecodeBackend:
+    rollout = config.rollout
+    return JaxDecodeBackend(
+        decoder,
+        slots=slots,
+        context_tokens=rollout.context_tokens,
+        block_tokens=rollout.block_tokens,
+        cache_blocks=cache_blocks,
+        prefill_buckets=tuple(rollout.prefill_buckets),
+        decode_steps=rollout.decode_steps,
+        filtered=filtered,
+        dtype=config.publication.dtype,
+        devices=devices,
+        attention=rollout.attention,
+    )
+
+
+def describe_caches(
+    training: Mapping[EngineDevices, DecodeBackend], evaluation: Mapping[EngineDevices, DecodeBackend] | None = None
+) -> str:
+    """'KV cache of an engine: 8 blocks of 64 positions, 47.2 MB'."""
+    beside = f', and for evaluation {_describe_cache(evaluation)}' if evaluation else ''
+    return f'KV cache of an engine: {_describe_cache(training)}{beside}'
+
+
+def _describe_cache(backends: Mapping[EngineDevices, DecodeBackend]) -> str:
+    backend = next(iter(backends.values()))  # those of other devices are equal
+    return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions, {format_bytes(backend.state_bytes)}'
 
 
 def build_requirements(config: TrackedConfig) -> list[Requirement]:
@@ -100,31 +134,36 @@ def build_requirements(config: TrackedConfig) -> list[Requirement]:
 
 def build_engines(
     config: TrackedConfig,
+    decoder: Decoder,
     allocation: Allocation,
-    backends: Mapping[jax.Device, JaxDecodeBackend],
-    evaluation_backends: Mapping[jax.Device, JaxDecodeBackend],
+    backends: Mapping[EngineDevices, JaxDecodeBackend],
+    evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend],
     channel: DeviceChannel | FilesChannel,
     published: PublishedWeights,
     clock: LoopClock,
     log: EventLog,
 ) -> list[LocalEngine]:
-    """The engines of cluster.engines with the weights `published`, each on its device."""
+    """The engines of cluster.engines with the weights `published`, each on its devices."""
     every_dispatches = config.evaluation.every_dispatches if evaluation_backends else 1
+    fetches = {
+        devices: share_prepared(functools.partial(channel.receive, place=place_of(decoder, devices)), backend.prepare)
+        for devices, backend in backends.items()
+    }
     return [
         LocalEngine(
             index,
-            backends[device],
+            backends[devices],
             clock,
             log,
-            receive=functools.partial(channel.receive, device=device),
+            receive=fetches[devices],
             version=published.version,
-            params=channel.receive(published, device),
+            params=fetches[devices](published),
             kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps,
-            evaluation=evaluation_backends.get(device),
+            evaluation=evaluation_backends.get(devices),
             every_dispatches=every_dispatches,
         )
-        for index, device in enumerate(allocation.engines)
+        for index, devices in enumerate(allocation.engines)
     ]
 
 

@@ -18,7 +18,7 @@ from areal_jax import files
 from areal_jax.app.build import build_sampling
 from areal_jax.app.clock import build_clock
 from areal_jax.app.compilations import use_compilation_cache
-from areal_jax.app.engines import build_backends, build_engines
+from areal_jax.app.engines import build_backends, build_engines, describe_caches, place_of
 from areal_jax.app.evaluation_config import adapt_config
 from areal_jax.app.evaluation_workdir import EvaluationWorkdir
 from areal_jax.app.extras import require_extras
@@ -47,6 +47,7 @@ from areal_jax.publication.manifest import weights_sha256
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.sharding.allocation import allocate_engines
+from areal_jax.sharding.placement import move_to
 from areal_jax.tasks.chat_template import ConversationError
 from areal_jax.tasks.task import Task, TaskError
 from areal_jax.telemetry.progress import StartProgress
@@ -167,7 +168,6 @@ class _Evaluation:
         self._parts.callback(self.verifier.close)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
-        self._start.begin('building the engines')
         self._engines = self._build_engines(model)
         self.evaluator = self._build_evaluator(task, model, self._left)
 
@@ -186,14 +186,18 @@ class _Evaluation:
     def _build_engines(self, model: Model) -> list[LocalEngine]:
         """Engines with the model's weights in the dtype of publication."""
         config = self.config
+        self._backends = build_backends(config, model.decoder, self.allocation)
+        self._start.begin(f'building the engines; {describe_caches(self._backends)}')
         params = trees.cast(model.params, config.publication.dtype)
         model.params = None
         self._version = read_version(model.source) or 0
-        channel = DeviceChannel(self.allocation.engines[0], verify=config.publication.verify)
-        published = channel.transfer(self._version, params)
+        first = place_of(model.decoder, self.allocation.engines[0])
+        channel = DeviceChannel(None, verify=config.publication.verify)
+        published = channel.transfer(self._version, move_to(params, first))  # with which the first engine decodes
         self._weights_sha256 = weights_sha256(channel.receive(published))
-        self._backends = build_backends(config, model.decoder, self.allocation)
-        return build_engines(config, self.allocation, self._backends, {}, channel, published, self.clock, self.log)
+        return build_engines(
+            config, model.decoder, self.allocation, self._backends, {}, channel, published, self.clock, self.log
+        )
 
     def _build_evaluator(self, task: Task, model: Model, problems: list[Prompt]) -> Evaluator:
         return Evaluator(
@@ -218,8 +222,8 @@ class _Evaluation:
     def _warm_up(self) -> None:
         began, programs = time.monotonic(), 0
         self._start.begin('compiling what generates:')
-        for device, engines in self.allocation.by_device().items():  # a program is compiled for one device
-            programs += self._backends[device].warm_up(self._engines[engines[0]].params, self._start.count_programs)
+        for devices, engines in self.allocation.by_devices().items():  # a program is compiled for its devices
+            programs += self._backends[devices].warm_up(self._engines[engines[0]].params, self._start.count_programs)
         self._start.end()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.engine_counts import EngineCounts, EngineCountsState
 from areal_jax.control.controller import StepRecord
 from areal_jax.events import Event
 from areal_jax.telemetry import names
@@ -24,10 +25,10 @@ class ObserverState(TypedDict):
     """What a checkpoint keeps of a StepObserver."""
 
     last_time_s: float
-    generated: int  # tokens since the last update
     interruptions: int  # since the last update
     audited: int  # answers compared a second time since the last update
     disagreements: int  # of these
+    engines: EngineCountsState  # since the last update
 
 
 class StepObserver:
@@ -48,7 +49,8 @@ class StepObserver:
         self._metrics, self._progress, self._compilations = metrics, progress, compilations
         self._cpu_seconds, self._last_time_s, self._rates = cpu_seconds, first_time_s, rates
         self._update_seconds: collections.deque[float] = collections.deque()  # of updates that are not published yet
-        self._generated = self._interruptions = self._compiled = self._audited = self._disagreements = 0
+        self._interruptions = self._compiled = self._audited = self._disagreements = 0
+        self._engines = EngineCounts()
         self._evaluating = False
         self._evaluations: list[Mapping[str, float]] = []  # of evaluations beside training, not written yet
         self._cpu_at_first_admission: float | None = None
@@ -62,11 +64,12 @@ class StepObserver:
                 self._progress.restart(event['time'])
         elif event['kind'] == 'run_done' and event['work'] == 'train':
             self._update_seconds.append(event['seconds'])
-        elif self._evaluating:
-            return
-        elif event['kind'] == 'decode':
-            self._generated += event['tokens']
-        elif event['kind'] == 'interrupt':
+        elif not self._evaluating:
+            self._count(event)
+
+    def _count(self, event: Event) -> None:
+        self._engines.apply(event)
+        if event['kind'] == 'interrupt':
             self._interruptions += 1
         elif event['kind'] == 'audit':
             self._audited += 1
@@ -96,7 +99,7 @@ class StepObserver:
         self._metrics.write(record.step, values)
         if self._progress:
             self._progress.update(record.step, values)
-        self._last_time_s, self._generated, self._interruptions, self._compiled = record.time_s, 0, 0, compiled
+        self._last_time_s, self._interruptions, self._compiled = record.time_s, 0, compiled
         self._audited = self._disagreements = 0
 
     def note_evaluation(self, values: Mapping[str, float]) -> None:
@@ -111,16 +114,17 @@ class StepObserver:
         """What the metrics of the next update need from before this instant, as JSON can hold it."""
         return {
             'last_time_s': self._last_time_s,
-            'generated': self._generated,
             'interruptions': self._interruptions,
             'audited': self._audited,
             'disagreements': self._disagreements,
+            'engines': self._engines.state(),
         }
 
     def restore(self, state: ObserverState) -> None:
         """Continue from the state in a checkpoint."""
         self._last_time_s = state['last_time_s']
-        self._generated, self._interruptions = state['generated'], state['interruptions']
+        self._interruptions = state['interruptions']
+        self._engines.restore(state['engines'])
         self._audited, self._disagreements = state.get('audited', 0), state.get('disagreements', 0)
 
     def _counted(self, record: StepRecord) -> dict[str, Value]:
@@ -129,13 +133,14 @@ class StepObserver:
         trained = 0.0 if known is None else known
         labels = [trajectory.label for group in record.groups for trajectory in group.trajectories]
         audit: dict[str, Value] = {names.AUDIT_DISAGREEMENTS: self._disagreements} if self._audited else {}
+        rate = self._engines.generated / seconds
         return {
             **audit,
+            **self._engines.take(),
             names.REWARD_UNPARSED: labels.count('unparsed') / max(len(labels), 1),
-            names.GENERATE_RATE: self._generated / seconds,
-            **self._rates.of_engines(self._generated / seconds),
+            names.GENERATE_RATE: rate,
+            **self._rates.of_engines(rate),
             names.TRAIN_RATE: trained / seconds,
-            names.TOKENS_GENERATED: self._generated,
             names.TOKENS_TRAINED: trained,
             names.GROUPS_TRAINED: record.metrics.get(names.UPDATE_GROUPS, 0.0),
             names.INTERRUPTIONS: self._interruptions,

@@ -244,7 +244,7 @@ class Run(abc.ABC):
         """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
         self._start.begin('building the learner')
         learner = build_learner(self.config, model)
-        print_passed_over(learner.passed_over)
+        print_passed_over('learner.attention', learner.passed_over)
         learner.announce = self._start.count_programs
         self.learner = self._own(lead(self.config, learner, self.workdir))
         model.params = None  # the learner has its copy

@@ -18,6 +18,7 @@ from areal_jax.app.engines import (
     build_engines,
     build_evaluation_backends,
     build_requirements,
+    describe_caches,
     restore_ring,
 )
 from areal_jax.app.model import Model
@@ -149,7 +150,10 @@ class Session(Run):
         self._backends = build_backends(config, self.decoder, self.allocation)
         self._evaluation_backends = build_evaluation_backends(config, self.decoder, self.allocation)
         backends = self._backends, self._evaluation_backends
-        engines = build_engines(config, self.allocation, *backends, self._channel, published, self.clock, self.log)
+        self._start.begin(f'building the engines; {describe_caches(*backends)}')
+        engines = build_engines(
+            config, self.decoder, self.allocation, *backends, self._channel, published, self.clock, self.log
+        )
         return ring, engines
 
     def _build_controller(self, task: Task, sampling: SamplingParams, ring: VersionRing | None) -> None:
@@ -240,18 +244,18 @@ class Session(Run):
 
     def _compile(self) -> int:
         programs = super()._compile()
-        by_device = self.allocation.by_device()
+        by_devices = self.allocation.by_devices()
         for doing, backends in (
             ('compiling what generates:', self._backends),
             ('compiling what evaluates beside training:', self._evaluation_backends),
         ):
             if backends:
                 self._start.begin(doing)
-            for index, (device, backend) in enumerate(backends.items()):  # a program is compiled for one device
+            for index, (devices, backend) in enumerate(backends.items()):  # a program is compiled for its devices
                 announce = lambda done, total, index=index: self._start.count_programs(
-                    index * total + done, len(by_device) * total
+                    index * total + done, len(by_devices) * total
                 )
-                programs += backend.warm_up(self._engines[by_device[device][0]].params, announce)
+                programs += backend.warm_up(self._engines[by_devices[devices][0]].params, announce)
         return programs
 
     async def _program(self) -> bool:
@@ -319,6 +323,7 @@ class Session(Run):
             alone_seconds=alone_seconds(lane_intervals(events), window(events), config.run.steps),
             cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
+            kv_cache_bytes=next(iter(self._backends.values())).state_bytes,
             lanes_own_devices=self.allocation.lanes_own_devices,
             devices=self.allocation.describe(),
             problems=self._problems,

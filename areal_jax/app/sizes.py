@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -23,12 +24,13 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
 from areal_jax.sharding.allocation import Allocation
 from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
+from areal_jax.telemetry.numerals import format_bytes
 
 SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication'),
-    *('KV cache', 'prefill', 'logits', 'rows', 'answers'),
+    *('transposed weights', 'KV cache', 'prefill', 'logits', 'rows', 'answers'),
 )
 
 
@@ -52,7 +54,7 @@ def require_room(config: config_dict.ConfigDict) -> None:
     allocation = Allocation(build.build_mesh(tracked), ()) if supervised else build.build_allocation(tracked)
     sizes = measure(tracked, read_shape(tracked), allocation)
     trains = [device for device in allocation.learner.devices.flat if device.process_index == jax.process_index()]
-    decodes = list(allocation.by_device()) if jax.process_index() == 0 else []
+    decodes = [*itertools.chain(*allocation.by_devices())] if jax.process_index() == 0 else []
     on_device = dict.fromkeys(trains, sizes.learner)
     for device in decodes:
         on_device[device] = _sum(on_device.get(device, {}), sizes.engines)
@@ -63,7 +65,7 @@ def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocat
     """The same for engines alone: their weights, caches and what a dispatch returns."""
     tracked = TrackedConfig(config)
     sizes = _engine_sizes(tracked, read_shape(tracked), allocation)
-    _require_room(dict.fromkeys(allocation.by_device(), sizes), {}, config)
+    _require_room(dict.fromkeys(itertools.chain(*allocation.by_devices()), sizes), {}, config)
 
 
 def _require_room(
@@ -122,29 +124,52 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
 
 
 def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> dict[str, int]:
+    """On each device of the first engine, over which `tensor` cuts the weights and the key-value heads."""
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
-    engines = allocation.engines.count(allocation.engines[0])  # on one device
-    position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize
-    beside = config.evaluation.slots if config.evaluation.every else 0
-    slots, logits = rollout.slots + beside, shape.vocab_size * 4 + rollout.decode_steps * 9
+    devices = allocation.engines[0]
+    tensor, engines = len(devices), len(allocation.by_devices()[devices])
+    position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tensor
+    slots, blocks = rollout.slots, build.count_cache_blocks(config, rollout.slots) + 1  # one that padding writes to
+    if config.evaluation.every:
+        slots += config.evaluation.slots
+        blocks += build.count_cache_blocks(config, config.evaluation.slots, beside=True) + 1
+    prepared = _matrices(shape) * itemsize // tensor if devices[0].platform == 'cpu' else 0
     return {
-        'publication': (_copies(config, allocation, engines) * _parameters(shape)) * itemsize,
-        'KV cache': engines * slots * rollout.context_tokens * position,
-        'prefill': slots * max(rollout.prefill_buckets) * position,
-        'logits': slots * logits,  # and what a dispatch returns
+        'publication': _copies(config, allocation, engines) * _parameters(shape) * itemsize // tensor,
+        'transposed weights': _in_use(config) * prepared,  # engines on the same devices share them
+        'KV cache': engines * blocks * rollout.block_tokens * position,
+        'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
+        'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
     }
 
 
 def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
     """Whole copies of the weights on a device where engines decode, beside the learner's copy of the newest."""
-    pinned = 1 if config.evaluation.every else 0  # the version that is evaluated beside training
     if not allocation.engine_shares(0):
-        return 2 + pinned  # those in use, and the next ones while they arrive
-    held = _held_versions(config)
+        return _in_use(config)
+    held, pinned = _held_versions(config), _in_use(config) - 2
     if config.publication.channel == 'files':
         return max(held, engines) + pinned * engines
     held += pinned
     return held + (allocation.learner.size > 1)  # a learner on one device makes its copy where the engines decode
+
+
+def _in_use(config: TrackedConfig) -> int:
+    """Versions of an engine: the one it decodes with, the next while it arrives, and one evaluated beside training."""
+    return 2 + (1 if config.evaluation.every else 0)
+
+
+def _prefill_width(shape: ModelConfig) -> int:
+    """Values that a layer holds for each token of a packed prefill: two streams, queries, keys, values, the MLP."""
+    heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
+    return 2 * shape.d_model + heads + 2 * shape.d_ff
+
+
+def _matrices(shape: ModelConfig) -> int:
+    """Parameters in the matrices of the layers, which a backend on a CPU takes transposed."""
+    one = dataclasses.replace(shape, n_layers=1, first_window_layer=0)
+    leaves = jax.tree.leaves(Decoder(one).abstract()['layers'])
+    return shape.n_layers * sum(math.prod(leaf.shape) for leaf in leaves if len(leaf.shape) == 2)
 
 
 def _held_versions(config: TrackedConfig) -> int:
@@ -192,11 +217,12 @@ def _require(sizes: Mapping[str, int], limit: int, where: str, config: config_di
     if total <= SHARE * limit:
         return
     order = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    table = ', '.join(f'{name} {_amount(sizes[name])}' for name in order if sizes[name] > 0.001 * total)
+    table = ', '.join(f'{name} {format_bytes(sizes[name])}' for name in order if sizes[name] > 0.001 * total)
     fixes = '; '.join(dict.fromkeys(_fix(name, config) for name in order if sizes[name] > 0.1 * total))
+    allowed = int(SHARE * limit)
     raise ConfigError(
-        f'this run needs at least {_amount(total)}, activations not counted, but {SHARE:.0%} of the {_amount(limit)} '
-        f'{where} are {_amount(int(SHARE * limit))}: {table}. To fit, {fixes}'
+        f'this run needs at least {format_bytes(total)}, activations not counted, but {SHARE:.0%} of the '
+        f'{format_bytes(limit)} {where} are {format_bytes(allowed)}: {table}. To fit, {fixes}'
     )
 
 
@@ -211,16 +237,20 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     if name == 'publication' and c.publication.dtype == 'float32' and c.loss.objective != 'sft':
         return "set publication.dtype='bfloat16'"
     fields = {
-        'KV cache': 'rollout.slots, rollout.context_tokens or cluster.engines',
-        'prefill': 'rollout.slots or rollout.prefill_buckets',
+        'KV cache': _cache_fields(c),
+        'prefill': 'rollout.prefill_buckets',
         'logits': 'rollout.slots or rollout.decode_steps',
         'rows': 'learner.row_tokens or learner.rows_per_microbatch',
         'answers': 'rollout.group_size or rollout.max_running_groups',
     }
     if name in fields:
         return f'lower {fields[name]}'
+    if name == 'transposed weights' and c.publication.dtype == 'float32':
+        return "set publication.dtype='bfloat16'"
     return 'lower model.n_layers, model.d_model or model.d_ff' if c.model.source == 'random' else 'use a smaller model'
 
 
-def _amount(size: int) -> str:
-    return f'{size / 1e9:.4g} GB' if size >= 1e8 else f'{size / 1e6:.3g} MB'
+def _cache_fields(c: config_dict.ConfigDict) -> str:
+    if c.rollout.cache_tokens:
+        return 'rollout.cache_tokens or cluster.engines'
+    return 'rollout.slots, rollout.context_tokens or cluster.engines, or set rollout.cache_tokens below their product'

@@ -20,10 +20,10 @@ def print_warnings(config: config_dict.ConfigDict) -> None:
         print(f'warning: {warning}', file=sys.stderr, flush=True)
 
 
-def print_passed_over(reasons: Sequence[str]) -> None:
-    """Says why learner.attention='auto' did not choose a faster backend; a reason for each backend that failed."""
+def print_passed_over(field: str, reasons: Sequence[str]) -> None:
+    """Says why 'auto' in the field did not choose a faster backend; a reason for each backend that failed."""
     for reason in reasons:
-        print(f"warning: learner.attention='auto' passes over a backend: {reason}", file=sys.stderr, flush=True)
+        print(f"warning: {field}='auto' passes over a backend: {reason}", file=sys.stderr, flush=True)
 
 
 def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:

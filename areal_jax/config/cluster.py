@@ -62,18 +62,19 @@ class LearnerLayout:
 
 @dataclasses.dataclass(frozen=True)
 class EnginesLayout:
-    """How many engines decode in this process, and whether each has a device of its own."""
+    """How many engines decode in this process, and whether each has devices of its own."""
 
     count: int = 1
-    shared: bool = True  # they decode on the learner's first device; False: on one device each, after the learner's
+    shared: bool = True  # they decode on the learner's first device; False: on their own, after the learner's
+    tensor: int = 1  # devices of each engine, over which heads, MLP and KV cache are cut
 
     @property
     def devices(self) -> int:
         """Devices beside the learner's."""
-        return 0 if self.shared else self.count
+        return 0 if self.shared else self.count * self.tensor
 
     def __str__(self) -> str:
-        return f'{self.count} x {"shared" if self.shared else "tensor=1"}'
+        return f'{self.count} x {"shared" if self.shared else f"tensor={self.tensor}"}'
 
 
 def parse_learner(text: str) -> LearnerLayout:
@@ -91,9 +92,9 @@ def parse_learner(text: str) -> LearnerLayout:
 
 
 def parse_engines(text: str) -> EnginesLayout:
-    """'2 x tensor=1' -> two engines on one device each of their own; '2 x shared' -> two on the learner's first device.
+    """'2 x tensor=4' -> two engines on four devices each; '2 x shared' -> two on the learner's first device.
 
-    Raises ConfigError for a text of another form, and for engines over several devices, which are not built yet.
+    Raises ConfigError for a text of another form.
     """
     forms = "'2 x shared' (on the learner's first device) or '2 x tensor=1' (on one device each)"
     count, times, where = (part.strip() for part in text.partition('x'))
@@ -108,12 +109,11 @@ def parse_engines(text: str) -> EnginesLayout:
     if '=' not in where:
         raise ConfigError(f'{ENGINES}={text!r}: {where!r} is not known{suggest(where, ["shared"])}; write {forms}')
     axis, size = _parse_axis(where, ENGINES, text, forms)
-    if axis != 'tensor' or size > 1:
+    if axis != 'tensor':
         raise ConfigError(
-            f'{ENGINES}={text!r}: an engine in this process decodes on one device, and an engine over several is not '
-            f"built yet; use '{count} x tensor=1'"
+            f"{ENGINES}={text!r}: the devices of an engine share the axis tensor alone; use '{count} x tensor={size}'"
         )
-    return EnginesLayout(int(count), shared=False)
+    return EnginesLayout(int(count), shared=False, tensor=size)
 
 
 def require_fit(learner: LearnerLayout, engines: EnginesLayout, available: int, platform: str) -> None:

@@ -14,6 +14,8 @@ from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.plugins import is_own
 
+MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
+
 
 def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence for each rule that `c` breaks: the fields, their values and the fix."""
@@ -118,17 +120,34 @@ def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What an engine must hold: a prompt beside an answer, and either of them in a prefill."""
+    """What an engine must hold: a prompt beside an answer, and one sequence in its cache."""
     rollout = c.rollout
     if rollout.max_new_tokens >= rollout.context_tokens:
         yield (
             f'rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in rollout.context_tokens='
             f'{rollout.context_tokens}; raise the context'
         )
-    if max(rollout.prefill_buckets, default=0) < rollout.context_tokens - 1:
+    if not rollout.prefill_buckets:
         yield (
-            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} must hold an unfinished answer: raise the '
-            f'largest to rollout.context_tokens - 1 = {rollout.context_tokens - 1}'
+            'rollout.prefill_buckets=() leaves no program to prefill prompts of up to rollout.context_tokens='
+            f'{rollout.context_tokens} tokens; name at least one number of tokens'
+        )
+    if len(rollout.prefill_buckets) > MOST_PREFILL_BUCKETS:
+        yield (
+            f'rollout.prefill_buckets={tuple(rollout.prefill_buckets)} has {len(rollout.prefill_buckets)} sizes, each of '
+            f'which is one or two programs to compile; name at most {MOST_PREFILL_BUCKETS}'
+        )
+    if rollout.block_tokens > rollout.context_tokens:
+        yield (
+            f'rollout.block_tokens={rollout.block_tokens} exceeds rollout.context_tokens={rollout.context_tokens}, so '
+            f'that no block could be filled; lower it to {rollout.context_tokens} or less'
+        )
+    needed = -(-rollout.context_tokens // rollout.block_tokens) * rollout.block_tokens
+    if 0 < rollout.cache_tokens < needed:
+        yield (
+            f'rollout.cache_tokens={rollout.cache_tokens} holds no sequence of rollout.context_tokens='
+            f'{rollout.context_tokens} in blocks of rollout.block_tokens={rollout.block_tokens}; raise it to {needed} '
+            'or more, or set 0'
         )
 
 

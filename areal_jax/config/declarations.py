@@ -108,8 +108,15 @@ SECTIONS: Mapping[str, Section] = {
         'Generation',
         slots=Integer(8, COUNT, 'answers that one engine decodes at once'),
         decode_steps=Integer(4, COUNT, 'tokens per slot in one dispatch; an interruption waits for one dispatch'),
-        context_tokens=Integer(64, COUNT, 'cache positions per slot, for prompt and answer'),
-        prefill_buckets=Lengths((32, 64), 'padded lengths of a prefill; the largest must hold context_tokens - 1'),
+        context_tokens=Integer(64, COUNT, 'most tokens of a sequence, prompt and answer'),
+        block_tokens=Integer(
+            64, COUNT, 'positions in a block of the KV cache; a group shares the whole ones of its prompt'
+        ),
+        cache_tokens=Integer(0, COUNT_OR_OFF, 'positions of the KV cache of an engine; 0 = slots * context_tokens'),
+        prefill_buckets=Lengths((64, 256), 'tokens of a packed prefill, padding included; longer prompts go in pieces'),
+        attention=Choice(
+            'auto', ('auto', 'gather', 'loops', 'pallas_gpu', 'pallas_tpu'), "over the KV cache; 'auto': by platform"
+        ),
         kv_policy=Choice('recompute', ('recompute', 'keep'), 'KV cache of unfinished answers when new weights arrive'),
         workflow=ChoiceOrOwn('single_turn', ('single_turn',), 'how a prompt becomes an answer: docs/your_task.md'),
         group_size=Integer(8, COUNT, 'answers per prompt'),
@@ -196,7 +203,7 @@ SECTIONS: Mapping[str, Section] = {
     'cluster': Section(
         'Which devices train and which generate',
         learner=Text('data=1', "sizes of the learner's mesh over data, fsdp, context, tensor: 'data=2,fsdp=2'"),
-        engines=Text('1 x shared', "'N x shared' with the learner's first device | 'N x tensor=1': a device for each"),
+        engines=Text('1 x shared', "'N x shared' with the learner's first device | 'N x tensor=K': K devices for each"),
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
     ),
     'distributed': Section(
@@ -241,8 +248,8 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'virtual': Section(
         'Seconds that work costs under the virtual clock',
-        decode_step_s=Real(0.01, NOT_NEGATIVE, 'one decode step of all slots'),
-        prefill_token_s=Real(0.0002, NOT_NEGATIVE, 'one token of a padded prefill row'),
+        decode_step_s=Real(0.01, NOT_NEGATIVE, 'one decode step of all rows'),
+        prefill_token_s=Real(0.0002, NOT_NEGATIVE, 'one token of a packed prefill, padding included'),
         train_token_s=Real(0.0005, NOT_NEGATIVE, 'one packed token, forward and backward'),
         publish_s=Real(0.02, NOT_NEGATIVE, 'one transfer, receive or snapshot of weights'),
         reward_s=Real(0.001, NOT_NEGATIVE, 'one answer'),

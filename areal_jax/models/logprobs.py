@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
+VOCABULARY_BLOCK = 256  # vocabulary entries per block: about the square root of a large vocabulary
 _TILE_BYTES = 2**25  # size of one tile of float32 logits
 _LEAST_CHUNK = 2048  # vocabulary entries per tile: smaller tiles read and write the sum of d_hidden too often
 _LOWEST = -1e30  # below every logit, and finite because 0 * -inf is NaN
@@ -31,8 +32,27 @@ def logprob_of(logits: jax.Array, target: jax.Array, temperature: ArrayLike) -> 
     `temperature` is a scalar or [...]; it is part of the policy. 0 means greedy, whose log-probs are taken at 1.
     """
     z = scale_logits(logits, temperature)
-    chosen = jnp.take_along_axis(z, target[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(z, axis=-1)
+    chosen = jnp.take_along_axis(jnp.moveaxis(z, -1, 0), target[None], axis=0)[0]
+    return chosen - jax.nn.logsumexp(logsumexp_by_block(z), axis=0)
+
+
+def logsumexp_by_block(z: jax.Array) -> jax.Array:
+    """Log-sum-exp of each block of the vocabulary: [blocks, ...] of z [..., V].
+
+    Sampling draws from these sums too, so that a program passes over the logits once for both.
+    """
+    return jax.nn.logsumexp(blocks_of_vocabulary(z), axis=1)
+
+
+def blocks_of_vocabulary(z: jax.Array) -> jax.Array:
+    """[blocks, entries, ...] of z [..., V]; -inf behind the vocabulary.
+
+    The vocabulary comes first because the logits of a decoder with tokens as columns are stored so.
+    """
+    z = jnp.moveaxis(z, -1, 0)
+    entries = min(VOCABULARY_BLOCK, len(z))
+    behind = [(0, -len(z) % entries)] + [(0, 0)] * (z.ndim - 1)
+    return jnp.pad(z, behind, constant_values=-jnp.inf).reshape(-1, entries, *z.shape[1:])
 
 
 def scale_logits(logits: jax.Array, temperature: ArrayLike) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import LeafDigest, device_manifest, finite_manifest, manifest_hash, require_equal
-from areal_jax.sharding.placement import move_to
+from areal_jax.sharding.placement import Place, move_to
 from areal_jax.types import PublishedWeights, Tree
 
 
@@ -26,7 +26,7 @@ class DeviceChannel:
     """protocols.Channel over device memory.
 
     The weights of a version are held once until they are released. Engines on the device that holds them share that
-    copy, so they must not donate it; every other engine gets a copy on its own device.
+    copy, so they must not donate it; every other engine gets a copy on its own devices.
 
     Args:
       device: where `transfer` moves the weights; None = they stay on the devices of the learner, sharded as they are.
@@ -47,8 +47,8 @@ class DeviceChannel:
         self._versions[version] = _Version(jax.block_until_ready(params), manifest)
         return PublishedWeights(version, manifest_hash(manifest), handle=version)
 
-    def receive(self, published: PublishedWeights, device: jax.Device | None = None) -> Tree:
-        """The weights, a nested dict of jax arrays, on `device`; None = where the channel holds them.
+    def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
+        """The weights, a nested dict of jax arrays, at `place`; None = where the channel holds them.
 
         Returns when they have arrived. Raises PublicationError for a version released or published by another channel,
         and for a leaf that changed.
@@ -60,7 +60,7 @@ class DeviceChannel:
                 f'channel, which holds {sorted(self._versions)}: receive a version before it is released, from the '
                 'channel that transferred it'
             )
-        params = held.params if device is None else jax.block_until_ready(move_to(held.params, device))
+        params = held.params if place is None else jax.block_until_ready(move_to(held.params, place))
         if self._verify:
             require_equal(held.manifest, device_manifest(params), published.version)
         return params

@@ -29,6 +29,7 @@ from areal_jax.publication.manifest import (
     manifest_hash,
     require_equal,
 )
+from areal_jax.sharding.placement import Place
 from areal_jax.types import PublishedWeights
 
 MANIFEST = 'manifest.json'
@@ -73,8 +74,8 @@ class FilesChannel:
         write_hf_directory(target, plan_hf_files(copy, self._config), {MANIFEST: record})
         return PublishedWeights(version, digest, handle=str(target))
 
-    def receive(self, published: PublishedWeights, device: jax.Device | None = None) -> Params:
-        """The weights as a nested dict of jax arrays, on `device`; None = the default device.
+    def receive(self, published: PublishedWeights, place: Place | None = None) -> Params:
+        """The weights as a nested dict of jax arrays, at `place`; None = the default device.
 
         Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
         """
@@ -82,8 +83,8 @@ class FilesChannel:
         try:
             record = json.loads((directory / MANIFEST).read_text())
             manifest = decode_manifest(record['leaves'])
-            place = None if device is None else jax.sharding.SingleDeviceSharding(device)
-            params = load_hf_weights(directory, self._config, shardings=place)
+            shardings = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
+            params = load_hf_weights(directory, self._config, shardings=shardings)
         except Exception as error:  # the readers raise many types for damaged files
             raise PublicationError(
                 f'{directory} does not hold version {published.version} as it was published '

@@ -109,6 +109,33 @@ class MedianMax(TypedDict):
     max: float | None
 
 
+class Work(TypedDict):
+    tokens: int
+    seconds: float  # of the lanes of all engines
+
+
+class EngineWork(TypedDict):
+    """What the engines did in training."""
+
+    generated: Work
+    prefilled: Work  # prompts, the first time; before version 4 of the log also what was rebuilt
+    rebuilt: Work | None  # of interrupted and preempted answers with their prompts; None before version 4 of the log
+
+
+class AttentionPositions(TypedDict):
+    """Of one layer, over rows and steps of decoding."""
+
+    live: int  # that the rows had
+    read: int  # that attention read, padding included
+
+
+class Preemptions(TypedDict):
+    """Requests that were put back because the KV cache was full."""
+
+    requests: int
+    tokens: int  # of their caches, computed again later
+
+
 class Throughput(TypedDict):
     generate_tokens_per_second: float | None
     train_tokens_per_second: float | None
@@ -148,7 +175,17 @@ class BesideTraining(TypedDict):
     evaluation_cache_bytes: int | None  # of the slots for them, over all engines
 
 
-class Report(BesideTraining):
+class Generation(TypedDict):
+    """Of the engines in training."""
+
+    request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
+    engine_work: EngineWork
+    attention_positions: AttentionPositions | None  # None where the log does not have them
+    preemptions: Preemptions | None  # None without any
+    kv_cache_bytes: int | None  # of one engine; None where it is unknown
+
+
+class Report(BesideTraining, Generation):
     steps: int  # updates published
     planned_steps: int | None
     finished: bool
@@ -171,7 +208,7 @@ class Report(BesideTraining):
     interruptions: int  # times that new weights met unfinished requests on an engine
     steps_with_interruption: int
     admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
-    publish_pause_seconds: MedianMax
+    publish_pause_seconds: MedianMax  # of an engine
     mismatch: Mismatch
     throughput: Throughput
     busy: Busy

@@ -1,13 +1,13 @@
 """Intervals of the lanes: when each was occupied with what, and for how many seconds of the window.
 
-Used by limit.py, slots.py, timeline.py and app/alone.py. Made from the events run_start and run_done.
+Used by limit.py, slots.py, generation.py, timeline.py and app/alone.py. Made from the events run_start and run_done.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from areal_jax.events import EVALUATION_REWARD, EVALUATION_WORK, Event, RunDoneEvent, RunStartEvent
 from areal_jax.report.window import Window
@@ -47,6 +47,28 @@ def _interval(done: RunDoneEvent, start: RunStartEvent | None) -> LaneInterval:
     return LaneInterval(
         done['lane'] or '', done['work'], began, began + done['seconds'], float(done['amount']), done['seq'], detail
     )
+
+
+def event_intervals(events: Sequence[Event], kind: str) -> list[tuple[Event, LaneInterval]]:
+    """Each event of a kind of dispatch with the occupation of the engine's lane that did it.
+
+    An engine logs a dispatch just before or just after its occupation of the lane: it is the newest before the event,
+    else the next.
+    """
+    lanes: dict[str, collections.deque[LaneInterval]] = collections.defaultdict(collections.deque)
+    for interval in lane_intervals(events):
+        if interval.work == kind:
+            lanes[interval.lane].append(interval)
+    pairs: list[tuple[Event, LaneInterval]] = []
+    for event in events:
+        if event['kind'] != kind:
+            continue
+        waiting = lanes[event['lane'] or '']
+        while len(waiting) > 1 and waiting[1].done_seq < event['seq']:
+            waiting.popleft()
+        if waiting:
+            pairs.append((event, waiting.popleft()))
+    return pairs
 
 
 def of_training(intervals: Iterable[LaneInterval]) -> list[LaneInterval]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from areal_jax.report.contents import Groups, Interval, Report, Time
 from areal_jax.report.curve import HEAD, curve_rows, describe_cost
-from areal_jax.telemetry.numerals import format_number, format_percent
+from areal_jax.report.generation import describe_attention, work_rows
+from areal_jax.telemetry.numerals import format_bytes, format_number, format_percent
 
 
 def render_page(report: Report, pictures: Sequence[str]) -> str:
@@ -29,6 +30,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
         report['cause_of_gap'],
         _table(('lane seconds an update', ''), _time_rows(report['time'])),
         f'Ideal by the rule "{report["time"]["ideal_rule"]}".',
+        _table(('work of the engines', 'tokens', 'lane seconds'), work_rows(report['engine_work'])),
         _table(('', ''), _rate_rows(report)),
         '## Groups',
         _table(('', 'groups'), _group_rows(report['groups'])),
@@ -135,6 +137,7 @@ def _learning_rows(report: Report) -> list[tuple[str, ...]]:
 
 def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
     age, versions, pause = report['token_age'], report['versions_per_trajectory'], report['publish_pause_seconds']
+    waited = report['request_pause_seconds']
     return [
         ('age of trained tokens, mean / max (versions)', f'{format_number(age["mean"])} / {format_number(age["max"])}'),
         (
@@ -148,6 +151,10 @@ def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
         (
             'pause of an engine for new weights, median / max (s)',
             f'{format_number(pause["median"])} / {format_number(pause["max"])}',
+        ),
+        (
+            'pause of a request, from the swap to its next token, p50 / max (s)',
+            f'{format_number(waited["median"])} / {format_number(waited["max"])}',
         ),
         ('admission was held back by (share of the time)', describe_held(report['admission_held'])),
     ]
@@ -171,6 +178,7 @@ def _time_rows(time: Time) -> list[tuple[str, ...]]:
 
 def _rate_rows(report: Report) -> list[tuple[str, ...]]:
     rate, busy, memory = report['throughput'], report['busy'], report['peak_memory_bytes']
+    preempted, cache = report['preemptions'], report['kv_cache_bytes']
     return [
         (
             'tokens generated / trained per second',
@@ -181,8 +189,15 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
             f'{format_number(rate["generate_tokens_per_second_per_device"])} / '
             f'{format_number(rate["learner_tokens_per_second_per_device"])}',
         ),
+        ('positions that attention read while decoding', describe_attention(report['attention_positions'])),
+        *(
+            [('preemptions, tokens to compute again', f'{preempted["requests"]}, {preempted["tokens"]}')]
+            if preempted
+            else []
+        ),
         ('model FLOPs utilisation of an update', format_percent(rate['mfu'])),
         ('lane occupied: rollout / learner', f'{format_percent(busy["rollout"])} / {format_percent(busy["learner"])}'),
+        *([('KV cache of an engine', format_bytes(cache))] if cache is not None else []),
         ('peak memory of the process tree', f'{memory / 2**30:.2f} GiB' if memory is not None else '-'),
         ('largest lag of the event loop (s)', format_number(report['event_loop_lag_seconds']['max'])),
         ('compilations after warm-up', str(report['compilations'])),

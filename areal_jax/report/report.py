@@ -16,7 +16,7 @@ from areal_jax import files
 from areal_jax.control.group_filter import EQUAL_REWARDS
 from areal_jax.events import FILE as EVENTS
 from areal_jax.events import Event, InterruptEvent
-from areal_jax.report import aggregates, contents, statistics
+from areal_jax.report import aggregates, contents, generation, statistics
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
 from areal_jax.report.contents import Report
@@ -77,7 +77,7 @@ def build_report(
         'wall_seconds': _span(events) if facts.wall_seconds is None and facts.clock == 'real' else facts.wall_seconds,
         'groups': _groups(events, metrics),
         'problems': dict(facts.problems),
-        'tokens': {'generated': _generated(training), 'trained': aggregates.total(metrics, names.TOKENS_TRAINED)},
+        'tokens': _tokens(training, metrics),
         'optimizer_steps': count_optimizer_steps(metrics),
         'reward': aggregates.ends(metrics, names.REWARD_MEAN),
         'unparsed_rate': _unparsed(metrics),
@@ -91,6 +91,7 @@ def build_report(
         'steps_with_interruption': len({event['to_version'] for event in interruptions}),
         'admission_held': aggregates.admission_held(metrics, within),
         'publish_pause_seconds': _pauses(training),
+        **_generation(training, facts),
         'mismatch': aggregates.mismatch(metrics),
         'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
@@ -128,6 +129,16 @@ def _beside_training(
         'evaluation_curve_ends': curve_ends(curve, facts.evaluation_before, facts.evaluation_after),
         'evaluation_lane_share': evaluation_lane_share(events),
         'evaluation_cache_bytes': evaluation_cache_bytes(events),
+    }
+
+
+def _generation(training: Sequence[Event], facts: RunFacts) -> contents.Generation:
+    return {
+        'request_pause_seconds': generation.request_pauses(training),
+        'engine_work': generation.engine_work(training),
+        'attention_positions': generation.attention_positions(training),
+        'preemptions': generation.preemptions(training),
+        'kv_cache_bytes': facts.kv_cache_bytes,
     }
 
 
@@ -170,8 +181,9 @@ def _filtered_rate(events: Sequence[Event], filtered: int) -> float | None:
     return filtered / (filtered + kept) if filtered else None
 
 
-def _generated(events: Sequence[Event]) -> int:
-    return sum(event['tokens'] for event in events if event['kind'] == 'decode')
+def _tokens(training: Sequence[Event], metrics: Metrics) -> contents.Tokens:
+    trained = aggregates.total(metrics, names.TOKENS_TRAINED)
+    return {'generated': generation.generated_tokens(training), 'trained': trained}
 
 
 def _audit(events: Sequence[Event]) -> contents.Audit | None:
@@ -198,7 +210,7 @@ def _pauses(events: Sequence[Event]) -> contents.MedianMax:
 
 def _throughput(events: Sequence[Event], metrics: Metrics, within: Window) -> contents.Throughput:
     """Tokens per second of the window, and medians of the rates per device."""
-    generated = _generated([event for event in events if within.contains(event['time'])])
+    generated = generation.generated_tokens([event for event in events if within.contains(event['time'])])
     trained, seconds = aggregates.total(metrics, names.TOKENS_TRAINED), within.seconds
     return {
         'generate_tokens_per_second': generated / seconds if seconds else None,

@@ -6,13 +6,12 @@ evaluation beside training) and the intervals of the engines' lanes.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from areal_jax.events import DecodeEvent, EvaluationDecodeEvent, Event
-from areal_jax.report.lanes import LaneInterval, lane_intervals
+from areal_jax.report.lanes import LaneInterval, event_intervals
 
 DecodeKind = Literal['decode', 'evaluation_decode']
 
@@ -51,22 +50,5 @@ def slot_spans(events: Sequence[Event], kind: DecodeKind = 'decode') -> list[Slo
 def decode_intervals(
     events: Sequence[Event], kind: DecodeKind = 'decode'
 ) -> list[tuple[DecodeEvent | EvaluationDecodeEvent, LaneInterval]]:
-    """Each decode event with the occupation of the engine's lane that did it: the newest before it, else the next.
-
-    An engine logs a dispatch just before or just after its occupation of the lane.
-    """
-    lanes: dict[str, collections.deque[LaneInterval]] = collections.defaultdict(collections.deque)
-    for interval in lane_intervals(events):
-        if interval.work == kind:
-            lanes[interval.lane].append(interval)
-    pairs: list[tuple[DecodeEvent | EvaluationDecodeEvent, LaneInterval]] = []
-    for event in events:
-        if event['kind'] != kind:
-            continue
-        assert event['kind'] == 'decode' or event['kind'] == 'evaluation_decode'
-        waiting = lanes[event['engine']]
-        while len(waiting) > 1 and waiting[1].done_seq < event['seq']:
-            waiting.popleft()
-        if waiting:
-            pairs.append((event, waiting.popleft()))
-    return pairs
+    """Each decode event with the occupation of the engine's lane that did it."""
+    return cast(list[tuple[DecodeEvent | EvaluationDecodeEvent, LaneInterval]], event_intervals(events, kind))

@@ -1,11 +1,14 @@
 """Which devices are the learner's and which each engine's, as `cluster.learner` and `cluster.engines` say.
 
-Used by app/ alone, which hands the mesh to the learner and one device to each engine; config/cluster.py has the sizes.
+Used by app/ alone, which hands the mesh to the learner and its devices to each engine; config/cluster.py has the sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 from jax.sharding import Mesh
@@ -15,42 +18,45 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.events import engine_lane
 from areal_jax.sharding.mesh import make_mesh
 
+EngineDevices: TypeAlias = tuple[jax.Device, ...]  # of one engine and of this process, one or more
+
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
     """The devices of a run, by who uses them."""
 
     learner: Mesh  # data x fsdp x context x tensor, over all processes
-    engines: tuple[jax.Device, ...]  # by engine, of this process
+    engines: tuple[EngineDevices, ...]  # by engine
 
     def engine_shares(self, index: int) -> bool:
-        """Whether another engine, or the learner, computes on the device of this engine."""
-        device = self.engines[index]
-        return device in self.learner.devices.flat or self.engines.count(device) > 1
+        """Whether another engine, or the learner, computes on the devices of this engine."""
+        devices = self.engines[index]
+        return not {*devices}.isdisjoint(self.learner.devices.flat) or self.engines.count(devices) > 1
 
     @property
     def lanes_own_devices(self) -> bool:
         """Whether the learner and every engine have accelerators of their own; virtual CPU devices share the cores."""
         shared = any(self.engine_shares(index) for index in range(len(self.engines)))
-        return not shared and all(device.platform != 'cpu' for device in (*self.learner.devices.flat, *self.engines))
+        used = (*self.learner.devices.flat, *itertools.chain(*self.engines))
+        return not shared and all(device.platform != 'cpu' for device in used)
 
-    def by_device(self) -> dict[jax.Device, list[int]]:
-        """The engines on each of their devices."""
-        found: dict[jax.Device, list[int]] = {}
-        for index, device in enumerate(self.engines):
-            found.setdefault(device, []).append(index)
+    def by_devices(self) -> dict[EngineDevices, list[int]]:
+        """The engines on each set of devices; two sets have no device in common."""
+        found: dict[EngineDevices, list[int]] = {}
+        for index, devices in enumerate(self.engines):
+            found.setdefault(devices, []).append(index)
         return found
 
     def describe(self) -> dict[str, list[int] | dict[str, list[int]]]:
         """{'learner': ids, 'engines': {'engine/0': ids}}, for the report."""
-        engines = {engine_lane(index): [device.id] for index, device in enumerate(self.engines)}
+        engines = {engine_lane(index): [device.id for device in devices] for index, devices in enumerate(self.engines)}
         return {'learner': [device.id for device in self.learner.devices.flat], 'engines': engines}
 
 
 def allocate(learner: LearnerLayout, engines: EnginesLayout) -> Allocation:
     """The learner's mesh over the first devices, and the devices of the engines.
 
-    An engine of its own device has one after the learner's; engines that share decode on the first local device.
+    An engine of its own devices has them after the learner's; engines that share decode on the first local device.
 
     Raises ConfigError where there are too few devices, or where engines would have their own in a run of several
     processes, which is not built yet.
@@ -64,8 +70,8 @@ def allocate(learner: LearnerLayout, engines: EnginesLayout) -> Allocation:
     require_fit(learner, engines, len(available), available[0].platform)
     mesh = make_mesh(learner.data, learner.fsdp, context=learner.context, tensor=learner.tensor)
     if engines.shared:
-        return Allocation(mesh, (jax.local_devices()[0],) * engines.count)
-    return Allocation(mesh, tuple(available[learner.devices : learner.devices + engines.count]))
+        return Allocation(mesh, ((jax.local_devices()[0],),) * engines.count)
+    return Allocation(mesh, _share_out(available[learner.devices :], engines))
 
 
 def allocate_engines(engines: EnginesLayout) -> Allocation:
@@ -74,13 +80,18 @@ def allocate_engines(engines: EnginesLayout) -> Allocation:
     Raises ConfigError where there are too few devices.
     """
     devices = jax.local_devices()
-    needed = 1 if engines.shared else engines.count
+    needed = 1 if engines.shared else engines.devices
     if needed > len(devices):
         platform = devices[0].platform
         more = f', or set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is imported'
         raise ConfigError(
-            f'{ENGINES}={str(engines)!r} needs {needed} devices; the platform {platform!r} has {len(devices)}: lower '
-            f"the number, or use '{engines.count} x shared'{more if platform == 'cpu' else ''}"
+            f'{ENGINES}={str(engines)!r} needs {needed} devices; the platform {platform!r} has {len(devices)}: lower a '
+            f"number, or use '{engines.count} x shared'{more if platform == 'cpu' else ''}"
         )
-    chosen = devices[:1] * engines.count if engines.shared else devices[: engines.count]
-    return Allocation(make_mesh(devices=chosen[:1]), tuple(chosen))
+    chosen = ((devices[0],),) * engines.count if engines.shared else _share_out(devices, engines)
+    return Allocation(make_mesh(devices=devices[:1]), chosen)
+
+
+def _share_out(devices: Sequence[jax.Device], engines: EnginesLayout) -> tuple[EngineDevices, ...]:
+    """The devices of each engine, one engine after the other."""
+    return tuple(tuple(devices[i * engines.tensor : (i + 1) * engines.tensor]) for i in range(engines.count))

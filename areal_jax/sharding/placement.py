@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from areal_jax.types import Tree
 
 Leaf = np.ndarray | jax.Array
 Index = tuple[slice, ...] | None  # one slice per axis, whose start and stop may be None; as jax describes a shard
 Region = tuple[slice, ...]  # one per axis, start and stop given
+Place = jax.Device | Tree  # one device of this process, or a tree of NamedSharding over some of them
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,14 +77,24 @@ def place_regions(read: Callable[[Region], np.ndarray], shape: tuple[int, ...], 
     return jax.make_array_from_callback(shape, sharding, shard)
 
 
-def move_to(tree: Tree, device: jax.Device) -> Tree:
-    """The whole arrays on one device of this process; leaves that are there already are returned as they are.
+def move_to(tree: Tree, place: Place) -> Tree:
+    """The arrays whole on one device of this process, or cut over several; leaves that are there are returned as such.
 
-    The shards go from device to device and are joined on the last one. `jax.device_put` would gather a sharded array in
-    the memory of the host. Runs no collective, so that another thread may use the source devices meanwhile.
+    The shards go from device to device and are joined on the last one; a leaf that is cut anew is whole, for a moment,
+    on the first of its devices. `jax.device_put` would gather a sharded array in the memory of the host. Runs no
+    collective, so that another thread may use the source devices meanwhile.
     """
-    on = SingleDeviceSharding(device)
-    return jax.tree.map(lambda leaf: _move_leaf(leaf, on), tree)
+    if isinstance(place, jax.Device):
+        on = SingleDeviceSharding(place)
+        return jax.tree.map(lambda leaf: _move_leaf(leaf, on), tree)
+    return jax.tree.map(_cut_leaf, tree, place)
+
+
+def _cut_leaf(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    first = sharding.mesh.devices.flat[0]
+    return jax.device_put(_move_leaf(leaf, SingleDeviceSharding(first)), sharding)
 
 
 def _move_leaf(leaf: Leaf, on: SingleDeviceSharding) -> jax.Array:

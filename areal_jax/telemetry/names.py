@@ -69,6 +69,10 @@ GENERATE_RATE_PER_DEVICE = Metric(
 )
 
 TOKENS_GENERATED = Metric('tokens/generated', 'tokens', 'tokens decoded, trained later or not')
+TOKENS_PREFILLED = Metric('tokens/prefilled', 'tokens', 'tokens of prompts prefilled for the first time')
+TOKENS_REBUILT = Metric(
+    'tokens/rebuilt', 'tokens', 'tokens of interrupted or preempted answers, with their prompts, computed again'
+)
 TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'trained tokens, as update/trained_tokens')
 GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups of the batch that the filter of equal rewards left')
 GROUPS_DROPPED = 'groups/dropped/'  # prefix; what follows is the reason; groups, since the start of the run
@@ -79,6 +83,16 @@ BUFFER_GROUPS = Metric('buffer/groups', 'groups', 'finished groups waiting when 
 INTERRUPTIONS = Metric('interruptions', 'interruptions', 'times that new weights met unfinished requests on an engine')
 PUBLISH_PAUSE = Metric(
     'publish/pause_seconds', 's', 'longest stop of an engine to load the weights; absent in lock-step'
+)
+REQUEST_PAUSE_MEDIAN = Metric(
+    'publish/request_pause_seconds_p50',
+    's',
+    'from a swap of weights to the next token of a request that it interrupted, median; absent without any',
+)
+REQUEST_PAUSE_MAX = Metric('publish/request_pause_seconds_max', 's', 'longest of these pauses')
+PREEMPTIONS = Metric('rollout/preemptions', 'requests', 'requests put back because the KV cache was full')
+POSITIONS_READ = Metric(
+    'rollout/positions_read_ratio', 'ratio', 'positions that attention of decoding read, by those it needed'
 )
 COMPILATIONS = Metric('compilations', 'programs', 'XLA programs compiled')
 

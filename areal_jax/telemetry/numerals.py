@@ -1,4 +1,4 @@
-"""Numbers as text for people: used by progress.py, report/ and app/sft_report.py."""
+"""Numbers as text for people: used by progress.py, report/ and app/."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def format_duration(seconds: float | None) -> str:
     if whole < 3600:
         return f'{whole // 60}m{whole % 60:02}s'
     return f'{whole // 3600}h{whole % 3600 // 60:02}m'
+
+
+def format_bytes(size: int) -> str:
+    """'47.2 MB', '1.5 GB'."""
+    return f'{size / 1e9:.4g} GB' if size >= 1e8 else f'{size / 1e6:.3g} MB'

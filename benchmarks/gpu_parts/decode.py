@@ -1,6 +1,6 @@
-"""Decoding: one answer in each slot to one prompt, against the bytes that a step must read.
+"""Decoding: one answer in each slot to one prompt, against the bytes that a step must read; and the pause of a swap.
 
-    python -m benchmarks.gpu_parts.decode SLOTS [--tiny] OUT
+    python -m benchmarks.gpu_parts.decode SLOTS CONTEXT [--tiny] OUT
 
 The programs are those of a run (rollout/decode/backend.py), with weights and cache in bfloat16.
 """
@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.learning import trees
@@ -18,7 +19,8 @@ from areal_jax.learning.forward import forward
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillPiece
+from areal_jax.publication.device import DeviceChannel
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillPiece, Span
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks.gpu_parts.cells import Cells, run_part, summarize
@@ -26,15 +28,18 @@ from benchmarks.gpu_parts.shapes import DecodeCase, decode_bytes, decode_case, f
 
 SEED = 0
 BLOCK_TOKENS = 64
-_CHECKED = {'slots': 4, 'context_tokens': 48, 'prompt_tokens': 9, 'new_tokens': 32, 'decode_steps': 8}
+_CHECKED = {
+    'slots': 4, 'context_tokens': 48, 'prompt_tokens': 9, 'new_tokens': 32, 'decode_steps': 8, 'prefill_tokens': 16,
+}  # fmt: skip
 
 
-def measure(cells: Cells, slots: str, *, tiny: bool) -> None:
-    case = decode_case(int(slots), tiny)
-    decoder = Decoder(case.model)
-    cells.add('case', {'slots': case.slots, 'context_tokens': case.context_tokens, 'prompt_tokens': case.prompt_tokens})
-    params = jax.block_until_ready(trees.cast(decoder.init(SEED), 'bfloat16'))
+def measure(cells: Cells, slots: str, context_tokens: str, *, tiny: bool) -> None:
+    case = decode_case(int(slots), int(context_tokens), tiny)
+    params = jax.block_until_ready(trees.cast(Decoder(case.model).init(SEED), 'bfloat16'))
     decoding = Decoding(case, params, 'bfloat16')
+    backend = decoding.backend
+    sizes = {'slots': case.slots, 'context_tokens': case.context_tokens, 'prompt_tokens': case.prompt_tokens}
+    cells.add('case', {**sizes, 'attention': backend.attention, 'passed_over': list(backend.passed_over)})
     began = time.perf_counter()
     decoding.prefill()
     cells.add('prefill_first_s', time.perf_counter() - began)
@@ -47,7 +52,36 @@ def measure(cells: Cells, slots: str, *, tiny: bool) -> None:
         decoding.step()
         seconds.append(time.perf_counter() - began)
     cells.add('dispatch', {**summarize(seconds), 'steps': case.decode_steps})
-    cells.add('decode', _rates(case, seconds))
+    cells.add('decode', _rates(case, seconds, decoding.outputs[1:]))
+    cells.attempt('swap', lambda: _measure_swap(decoding, params))
+
+
+def _measure_swap(decoding: Decoding, params: Params) -> dict[str, float]:
+    """Seconds of new weights that arrive when all rows are at their longest.
+
+    stage: a copy of the weights, as the learner publishes it on this device, in the form for decoding; engines decode
+    on meanwhile. The pause is the rest: swap (the exchange of references, and freeing the old weights), rebuild (keys
+    and values of all rows anew), and the first dispatch.
+    """
+    channel = DeviceChannel(jax.local_devices()[0], verify=False)
+    began = time.perf_counter()
+    received = channel.receive(channel.transfer(1, jax.tree.map(jnp.copy, params)))
+    staged = decoding.backend.prepare(received)
+    at_stage = time.perf_counter()
+    decoding.params = staged
+    at_swap = time.perf_counter()
+    tokens = decoding.rebuild()
+    at_rebuild = time.perf_counter()
+    decoding.step(steps=1)
+    return {
+        'stage_s': at_stage - began,
+        'swap_s': at_swap - at_stage,
+        'rebuild_s': at_rebuild - at_swap,
+        'rebuilt_tokens': tokens,
+        'rebuilt_tokens_per_second': tokens / (at_rebuild - at_swap),
+        'first_step_s': time.perf_counter() - at_rebuild,
+        'pause_s': time.perf_counter() - at_stage,
+    }
 
 
 class Decoding:
@@ -55,22 +89,22 @@ class Decoding:
 
     def __init__(self, case: DecodeCase, params: Params, dtype: str):
         self._case = case
-        self._backend = JaxDecodeBackend(
+        self.backend = JaxDecodeBackend(
             Decoder(case.model),
             slots=case.slots,
             context_tokens=case.context_tokens,
             block_tokens=BLOCK_TOKENS,
-            prefill_buckets=(case.prompt_tokens,),
+            prefill_buckets=(case.prefill_tokens,),
             decode_steps=case.decode_steps,
             filtered=False,
             dtype=dtype,
             batch_buckets=(case.slots,),
         )
-        self._params = self._backend.prepare(params)
-        self._state = self._backend.initial_state()
+        self.params = self.backend.prepare(params)
+        self._state = self.backend.initial_state()
         rng = np.random.default_rng(SEED)
         self.prompt = rng.integers(8, case.model.vocab_size, case.prompt_tokens).astype(np.int32)
-        sampling = SamplingParams(case.new_tokens, 1.0, 0, 1.0, ())
+        sampling = SamplingParams(case.new_tokens + 1, 1.0, 0, 1.0, ())
         self._requests = [GenerationRequest(slot, 0, SEED, self.prompt, sampling) for slot in range(case.slots)]
         per_row = -(-case.context_tokens // BLOCK_TOKENS)
         self._blocks = [range(slot * per_row, (slot + 1) * per_row) for slot in range(case.slots)]
@@ -80,34 +114,56 @@ class Decoding:
 
     def prefill(self) -> None:
         """One prompt, whose blocks are copied to all rows."""
-        backend, first = self._backend, self._blocks[0]
-        self._state = backend.prefill(self._params, self._state, [PrefillPiece(self.prompt[:-1], 0, first)])
+        backend, first = self.backend, self._blocks[0]
+        self._compute([self.prompt[:-1]])
         held = -(-(self._case.prompt_tokens - 1) // BLOCK_TOKENS)
         for own in self._blocks[1:]:
             self._state = backend.copy(self._state, first[:held], own[:held])
         jax.block_until_ready(self._state)
 
-    def step(self) -> None:
+    def rebuild(self) -> int:
+        """Keys and values of all rows anew; returns their number of tokens."""
+        answers = np.concatenate([output.tokens for output in self.outputs]).T
+        whole = np.concatenate([np.tile(self.prompt, (self._case.slots, 1)), answers], axis=1)[:, :-1]
+        self._compute(list(whole))
+        return whole.size
+
+    def _compute(self, sequences: list[np.ndarray]) -> None:
+        """Prefills sequences of one length, as many at once as a bucket holds."""
+        backend, length = self.backend, len(sequences[0])
+        for start in range(0, length, backend.largest_piece):
+            span = Span(start, min(length, start + backend.largest_piece))
+            at_once = next(n for n in range(len(sequences), 0, -1) if backend.prefill_bucket([span] * n))
+            for first in range(0, len(sequences), at_once):
+                pieces = [
+                    PrefillPiece(sequences[row][slice(*span)], start, self._blocks[row])
+                    for row in range(first, min(first + at_once, len(sequences)))
+                ]
+                self._state = backend.prefill(self.params, self._state, pieces)
+
+    def step(self, steps: int | None = None) -> None:
         """One dispatch; its tokens are on the host when it returns."""
-        case, limit = self._case, self._case.prompt_tokens + self._case.new_tokens
+        case, limit = self._case, self._case.prompt_tokens + self._case.new_tokens + 1
+        steps = steps or case.decode_steps
         position = case.prompt_tokens - 1 + self.generated
         rows = [
             DecodeRow(request, int(token), position, limit, own)
             for request, token, own in zip(self._requests, self._tokens, self._blocks, strict=True)
         ]
-        self._state, output = self._backend.generate(self._params, self._state, rows, case.decode_steps)
+        self._state, output = self.backend.generate(self.params, self._state, rows, steps)
         if not output.valid.all():
             raise RuntimeError(f'rows ended after {self.generated} tokens')
         self.outputs.append(output)
         self._tokens = output.tokens[-1]
-        self.generated += case.decode_steps
+        self.generated += steps
 
 
-def _rates(case: DecodeCase, seconds: list[float]) -> dict[str, Any]:
-    """Of all dispatches but the first; a step reads what it must, and in this engine all positions of the cache."""
+def _rates(case: DecodeCase, seconds: list[float], outputs: list[DecodeOutput]) -> dict[str, Any]:
+    """Of all dispatches but the first; a step reads what it must, and the positions that attention rounds up to."""
     steps = len(seconds) * case.decode_steps
     step_s = sum(seconds) / steps
-    must, does = decode_bytes(case, mean_positions(case)), decode_bytes(case, case.context_tokens)
+    read = sum(output.positions_read for output in outputs) / steps / case.slots
+    must, does = decode_bytes(case, mean_positions(case)), decode_bytes(case, read)
     peak = find_peak(jax.local_devices()[0].device_kind)
     bound_s = peak and must / peak.bytes_per_second
     return {

@@ -63,6 +63,7 @@ class DecodeCase:
     prompt_tokens: int
     new_tokens: int
     decode_steps: int  # of a dispatch
+    prefill_tokens: int  # of a packed prefill
 
 
 def qwen(d_model: int, n_layers: int, n_heads: int, d_ff: int, head_dim: int, context_tokens: int) -> ModelConfig:
@@ -104,11 +105,17 @@ def train_case(name: str, tiny: bool) -> TrainCase:
     return TrainCase(SHAPES[name], optimizer, 16_384, Workload(3, 4, 256, 1104, 0.75, 151_936))
 
 
-def decode_case(slots: int, tiny: bool) -> DecodeCase:
-    """1,024 new tokens after 512 of the prompt, in a cache of 2,048 positions a slot."""
+def decode_case(slots: int, context_tokens: int, tiny: bool) -> DecodeCase:
+    """1,024 new tokens after 512 of the prompt in a context of 2,048; the last 256 or so of a longer context.
+
+    With 64 slots a step reads 0.6 times as many bytes of keys and values as of weights, or ten times as many (16,384).
+    """
     if tiny:
-        return DecodeCase(TINY, max(2, slots // 64), 64, 16, 16, 4)
-    return DecodeCase(SHAPES['1.5b'], slots, 2048, 512, 1024, 16)
+        long = context_tokens > 2048
+        return DecodeCase(TINY, max(2, slots // 64), 192 if long else 64, 160 if long else 16, 16, 4, 32)
+    new_tokens = 1024 if context_tokens == 2048 else 256
+    prompt_tokens = 512 if context_tokens == 2048 else context_tokens - new_tokens - 16
+    return DecodeCase(SHAPES['1.5b'], slots, context_tokens, prompt_tokens, new_tokens, 16, 2048)
 
 
 def train_flops(model: ModelConfig, lengths: Sequence[int], loss_tokens: int) -> float:

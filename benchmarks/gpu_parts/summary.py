@@ -79,12 +79,19 @@ def _train(n: Mapping[str, Any]) -> Iterator[str]:
 def _decode(n: Mapping[str, Any]) -> Iterator[str]:
     if 'decode' not in n:
         return
-    rates = n['decode']
+    case, rates = n['case'], n['decode']
     yield (
-        f'{n["case"]["slots"]} slots: {rates["tokens_per_second"]:,.0f} tokens/s, {rates["step_ms"]:.2f} ms a step, '
+        f'{case["slots"]} slots, context {case["context_tokens"]}, {case["attention"]}: '
+        f'{rates["tokens_per_second"]:,.0f} tokens/s, {rates["step_ms"]:.2f} ms a step, '
         f'{_share(rates["share_of_bandwidth_bound"])} of the bandwidth bound, reads at '
         f'{_share(rates["share_of_bandwidth_read"])} of the bandwidth, compiled in {n["compile_s"]:.0f} s'
     )
+    if 'pause_s' in (swap := n.get('swap', {})):
+        yield (
+            f'swap: staged in {_amount(swap["stage_s"], 1e-3, "ms")} beside decoding; pause '
+            f'{_amount(swap["pause_s"], 1e-3, "ms")}, of it {swap["rebuilt_tokens"]:,} tokens rebuilt in '
+            f'{_amount(swap["rebuild_s"], 1e-3, "ms")}'
+        )
 
 
 def _run(n: Mapping[str, Any]) -> Iterator[str]:

@@ -36,7 +36,8 @@ def get_config():
     config.run.steps = 200
     config.rollout.slots = 16
     config.rollout.context_tokens = 16
-    config.rollout.prefill_buckets = (16,)
+    config.rollout.block_tokens = 16
+    config.rollout.prefill_buckets = (32, 256)
     config.rollout.max_new_tokens = 8
     config.learner.row_tokens, config.learner.row_loss_tokens = 128, 96
     config.loss.entropy_coefficient = 0.03

@@ -25,7 +25,8 @@ def small_config(**fields):
     config.rollout.slots = 6
     config.rollout.decode_steps = 2
     config.rollout.context_tokens = 16
-    config.rollout.prefill_buckets = (8, 16)
+    config.rollout.block_tokens = 8
+    config.rollout.prefill_buckets = (16, 64)
     config.rollout.max_new_tokens = 8
     config.rollout.group_size = 4
     config.rollout.max_running_groups = 4

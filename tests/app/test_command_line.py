@@ -131,7 +131,7 @@ LINES = [
         "these fields were replaced; use cluster.learner='data=2,tensor=2', cluster.engines='2 x shared'",
     ),
     ((TINY, '--workdir=w', '--config.cluster.learner=fdsp=4'), "there is no axis 'fdsp'; did you mean fsdp?"),
-    ((TINY, '--workdir=w', '--config.cluster.engines=2 x tensor=2'), 'an engine over several is not built yet'),
+    ((TINY, '--workdir=w', '--config.cluster.engines=2 x fsdp=2'), "use '2 x tensor=2'"),
     ((TINY, '--config.run=3'), '--config.run=3: run is a section; set one of its fields, e.g. --config.run.'),
     ((TINY, '--config.run.steps.x=3'), 'run.steps.x is not a field of the config; did you mean run.steps?'),
     ((TINY, '--config.run.steps=abc'), '--config.run.steps=abc must be a whole number'),

@@ -54,7 +54,7 @@ def test_the_config_of_the_caller_stays_as_it_is(tmp_path):
     [
         ({'evaluation__problems': 0}, r'^evaluation\.problems=0 leaves nothing to evaluate'),
         ({'rollout__max_new_tokens': 16}, r'rollout\.max_new_tokens=16 leaves no room for a prompt'),
-        ({'rollout__prefill_buckets': (8,)}, r'must hold an unfinished answer'),
+        ({'rollout__prefill_buckets': ()}, r'leaves no program to prefill prompts'),
         ({'cluster__engines': '2'}, r"cluster\.engines='2' has no 'NUMBER x WHERE'"),
         ({'task__name': 'jsonl'}, r"task\.name='jsonl' needs task\.path"),
         ({'rollout__temperature': -1.0}, r'rollout\.temperature=-1\.0 must be above 0'),

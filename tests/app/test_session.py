@@ -13,8 +13,9 @@ from areal_jax.app.session import Session
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import logprob_of
+from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.telemetry.metrics import read_metrics
-from areal_jax.types import GenerationRequest, TrajectoryGroup
+from areal_jax.types import GenerationRequest, Segment, Trajectory, TrajectoryGroup
 from tests.app.small import SmallRun, equal, small_config
 
 
@@ -103,53 +104,60 @@ def test_verifiers_in_processes_change_nothing(run, tmp_path):
             assert a.reward == b.reward
 
 
+# all answers of a batch at once: with fewer slots the number of live rows, and so their rounding, depends on the clock
+AT_ONCE = {'staleness__eta': 0.0, 'rollout__slots': 8}
+
+
 def test_eta_0_equals_a_plain_synchronous_loop(tmp_path):
-    asynchronous = SmallRun(tmp_path / 'async', staleness__eta=0.0).train()
+    asynchronous = SmallRun(tmp_path / 'async', **AT_ONCE).train()
     assert equal(asynchronous.final, plain_synchronous_loop(tmp_path / 'plain'))
     assert asynchronous.report['token_age']['max'] == 0
 
 
 def plain_synchronous_loop(workdir):
     """Generate B groups with the current weights, train, repeat: no clock, no gate, no buffer, no engine."""
-    session = SmallRun(workdir, staleness__eta=0.0).session
+    session = SmallRun(workdir, **AT_ONCE).session
     session.verifier.close()
     learner, backend, stream = session.learner, session._engines[0]._backend, session.controller._stream
-    score, sampling = session.verifier._score, session.controller._groups._workflow._sampling
+    sampling = session.controller._groups._workflow._sampling
     for version in range(5):
-        weights = learner.publish(version)
-        groups = []
-        for prompt in [stream.draw() for _ in range(2)]:
-            requests = [GenerationRequest(prompt.draw, sample, 0, prompt.tokens, sampling) for sample in range(4)]
-            groups.append(generate_group(backend, weights, version, prompt, requests, score, session))
+        prompts = [stream.draw() for _ in range(2)]
+        requests = [GenerationRequest(p.draw, sample, 0, p.tokens, sampling) for p in prompts for sample in range(4)]
+        answers = generate_all(backend, backend.prepare(learner.publish(version)), requests)
+        scored = [score(session, version, prompts[i // 4], requests[i], *answers[i]) for i in range(8)]
+        groups = [TrajectoryGroup(p.draw, tuple(scored[4 * i : 4 * i + 4])) for i, p in enumerate(prompts)]
         learner.update(groups, version)
     final = jax.tree.map(np.array, learner.publish(5))
     session.close()
     return final
 
 
-def generate_group(backend, weights, version, prompt, requests, score, session):
-    from areal_jax.rollout.backend import SlotInit
-    from areal_jax.types import Segment, Trajectory
+def generate_all(backend, weights, requests):
+    """[(tokens, log-probs)] of the answers, four to a prompt; each sequence has two blocks of 8 tokens of its own."""
+    blocks = [(2 * i, 2 * i + 1) for i in range(len(requests))]
+    firsts = range(0, len(requests), 4)
+    pieces = [PrefillPiece(requests[i].prompt_tokens[:-1], 0, blocks[i]) for i in firsts]
+    state = backend.prefill(weights, backend.initial_state(), pieces)
+    copies = [(blocks[first][0], blocks[first + sample][0]) for first in firsts for sample in (1, 2, 3)]
+    state = backend.copy(state, *zip(*copies, strict=True))
+    sequences, logprobs = [r.prompt_tokens.tolist() for r in requests], [[] for _ in requests]
+    live, limit = list(range(len(requests))), 5 + requests[0].sampling.max_new_tokens  # prompts have 5 tokens
+    while live:
+        rows = [DecodeRow(requests[i], sequences[i][-1], len(sequences[i]) - 1, limit, blocks[i]) for i in live]
+        state, out = backend.generate(weights, state, rows, 2)
+        for row, i in enumerate(live):
+            sequences[i] += out.tokens[out.valid[:, row], row].tolist()
+            logprobs[i] += out.logprobs[out.valid[:, row], row].tolist()
+        stops = requests[0].sampling.stop_tokens
+        live = [i for i in live if sequences[i][-1] not in stops and len(sequences[i]) < limit]
+    return [(tokens[5:], found) for tokens, found in zip(sequences, logprobs, strict=True)]
 
-    (prefix,) = backend.prefill(weights, [prompt.tokens[:-1]])
-    limit = len(prompt.tokens) + requests[0].sampling.max_new_tokens
-    inits = [SlotInit(slot, request, prompt.tokens, limit) for slot, request in enumerate(requests)]
-    state = backend.insert(prefix, backend.initial_state(), inits)
-    tokens, logprobs = [[] for _ in requests], [[] for _ in requests]
-    for _ in range(4):  # 4 dispatches of 2 steps = rollout.max_new_tokens
-        longest = min(max(len(prompt.tokens) + len(t) for t in tokens) + 2, limit)
-        state, out = backend.generate(weights, state, 2, backend.width_for(longest))
-        for slot in range(len(requests)):
-            valid = out.valid[:, slot]
-            tokens[slot] += out.tokens[valid, slot].tolist()
-            logprobs[slot] += out.logprobs[valid, slot].tolist()
-    trajectories = []
-    for request, answer, behavior in zip(requests, tokens, logprobs, strict=True):
-        reason = 'stop' if answer[-1] in request.sampling.stop_tokens else 'length'
-        segment = Segment(np.array(answer, np.int32), np.array(behavior, np.float32), version)
-        reward = score(prompt.problem, session.verifier._decode(segment.tokens), reason)
-        trajectories.append(Trajectory(prompt, request.sample, (segment,), reward, reason, '', 0.0, 0.0))
-    return TrajectoryGroup(prompt.draw, tuple(trajectories))
+
+def score(session, version, prompt, request, tokens, logprobs):
+    reason = 'stop' if tokens[-1] in request.sampling.stop_tokens else 'length'
+    segment = Segment(np.array(tokens, np.int32), np.array(logprobs, np.float32), version)
+    reward = session.verifier._score(prompt.problem, session.verifier._decode(segment.tokens), reason)
+    return Trajectory(prompt, request.sample, (segment,), reward, reason, '', 0.0, 0.0)
 
 
 @pytest.mark.parametrize('steps_before', [2, 4])

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from areal_jax.app import build, memory, sizes
-from areal_jax.app.engines import build_backend
+from areal_jax.app.engines import build_backend, build_evaluation_backends
 from areal_jax.app.learner import build_learner
 from areal_jax.app.model import build_model, read_shape
 from areal_jax.config import TrackedConfig
@@ -52,14 +52,37 @@ def test_sizes_are_those_of_the_arrays(fields):
         assert found.learner['reference model'] == nbytes(learner.state.reference)
     if learner._passes.working(learner.state) is not learner.state.params:
         assert found.learner['working copy'] == nbytes(learner._passes.working(learner.state))
-    state = build_backend(config, model.decoder, jax.devices()[0]).initial_state()
-    assert found.engines['KV cache'] == nbytes(state.cache) * parse_engines(config.cluster.engines).count
+    backend = build_backend(config, model.decoder, jax.devices()[:1])
+    assert found.engines['KV cache'] == nbytes(backend.initial_state()) * parse_engines(config.cluster.engines).count
+
+
+def test_a_budget_of_the_cache_is_kept_and_evaluation_has_its_own():
+    # 6 slots of 16 positions in blocks of 8 are 12 blocks, and one that padding writes to; 40 positions are 5 blocks
+    (_, whole), (config, found) = measured(), measured(rollout__cache_tokens=47)
+    block = whole.engines['KV cache'] // 13
+    assert found.engines['KV cache'] == 6 * block
+    backend = build_backend(config, Decoder(read_shape(config)), jax.devices()[:1])
+    assert (backend.cache_blocks, backend.state_bytes) == (5, 6 * block)
+    # 2 slots for evaluation beside training can fill 4 blocks, 4 slots are bounded by the budget, 5
+    for slots, blocks in ((2, 5), (4, 6)):
+        beside = {'evaluation__every': 1, 'evaluation__problems': 4, 'evaluation__slots': slots}
+        config, found = measured(rollout__cache_tokens=47, **beside)
+        (backend,) = build_evaluation_backends(
+            config, Decoder(read_shape(config)), build.build_allocation(config)
+        ).values()
+        assert backend.state_bytes == blocks * block
+        assert found.engines['KV cache'] == (6 + blocks) * block
 
 
 HUGE = {
     'wide and deep': ({'model__d_model': 65536, 'model__n_layers': 200}, r'weights [\d.]+ GB.*lower model\.n_layers'),
     'as large as a field': ({'model__d_model': 2**31 - 1, 'model__n_layers': 2**31 - 1}, r'lower model\.n_layers'),
-    'slots': ({'rollout__slots': 2**31 - 1}, r'KV cache [\d.e+]+ GB.*lower rollout\.slots, rollout\.context_tokens'),
+    'slots': (
+        {'rollout__slots': 2**31 - 1},
+        r'KV cache [\d.e+]+ GB.*lower rollout\.slots, rollout\.context_tokens or .* rollout\.cache_tokens below',
+    ),
+    'cache': ({'rollout__cache_tokens': 2**31 - 1}, r'KV cache [\d.e+]+ GB.*To fit, lower rollout\.cache_tokens or'),
+    'prefill': ({'rollout__prefill_buckets': (2**31 - 1,)}, r'prefill [\d.e+]+ GB.*lower rollout\.prefill_buckets'),
     'rows': ({'learner__row_tokens': 2**31 - 1}, r'rows [\d.e+]+ GB.*lower learner\.row_tokens or'),
     'group': ({'rollout__group_size': 2**31 - 1}, r'answers [\d.e+]+ GB.*lower rollout\.group_size or'),
     'ring': (
@@ -142,6 +165,18 @@ def test_engines_with_their_own_devices_are_counted_there(monkeypatch):
     monkeypatch.setattr(sizes, '_device_memory', lambda _: int(largest / 0.95) - 1)
     with pytest.raises(ConfigError, match='this run needs at least'):
         sizes.require_room(small_config(cluster__engines='2 x tensor=1'))
+
+
+def test_an_engine_over_two_devices_has_half_of_everything_on_each():
+    if len(jax.devices()) < 4:
+        pytest.skip('needs four devices')
+    fields = {'model__n_kv_heads': 2}
+    (_, one), (_, two) = (
+        measured(cluster__engines='1 x tensor=1', **fields),
+        measured(cluster__engines='1 x tensor=2', **fields),
+    )
+    for name in ('publication', 'transposed weights', 'KV cache', 'prefill'):
+        assert one.engines[name] == 2 * two.engines[name] > 0
 
 
 def test_earlier_versions_are_held_where_the_learner_made_them():

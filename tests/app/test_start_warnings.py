@@ -3,6 +3,8 @@
 from areal_jax.app.start_warnings import find_device_warnings, find_warnings, print_passed_over, print_warnings
 from areal_jax.config import default_config
 from areal_jax.learning import layout
+from areal_jax.rollout.decode import parallel
+from areal_jax.rollout.decode.attention.loops import LoopAttention
 from tests.app.small import SmallRun
 
 
@@ -31,9 +33,9 @@ def test_a_virtual_clock_on_a_gpu_needs_a_flag(monkeypatch):
 
 
 def test_a_backend_that_auto_passes_over_is_warned_of_with_the_reason(capsys):
-    print_passed_over(())
+    print_passed_over('learner.attention', ())
     assert capsys.readouterr().err == ''
-    print_passed_over(("attention 'cudnn' fails its self-check: ...",))
+    print_passed_over('learner.attention', ("attention 'cudnn' fails its self-check: ...",))
     assert capsys.readouterr().err == (
         "warning: learner.attention='auto' passes over a backend: attention 'cudnn' fails its self-check: ...\n"
     )
@@ -43,3 +45,13 @@ def test_a_run_shows_the_backends_that_its_learner_passed_over(tmp_path, monkeyp
     monkeypatch.setattr(layout, 'choose_checked', lambda *_, **__: ('dense', ("attention 'cudnn' does not run here",)))
     SmallRun(tmp_path).session.close()
     assert "passes over a backend: attention 'cudnn' does not run here" in capsys.readouterr().err
+
+
+def test_a_run_shows_the_attentions_that_its_engines_passed_over(tmp_path, monkeypatch, capsys):
+    plain = lambda impl, demand, device: (LoopAttention(), ("rollout.attention='pallas_gpu' does not run here",))
+    monkeypatch.setattr(parallel, 'choose_checked', plain)
+    SmallRun(tmp_path).session.close()
+    shown = (
+        "warning: rollout.attention='auto' passes over a backend: rollout.attention='pallas_gpu' does not run here\n"
+    )
+    assert capsys.readouterr().err.count(shown) == 1

@@ -9,7 +9,22 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PARTS = ('facts', 'backends', 'tests', 'train_1.5b', 'decode_64', 'run', 'decode_256', 'train_3b', 'train_0.5b')
+PAGED_CASES = (
+    'bfloat16, 12 on 2 heads of 128', 'bfloat16, 28 on 4 heads of 128', 'float32, 9 on 3 heads of 64',
+    'bfloat16, window',
+)  # fmt: skip
+PARTS = (
+    'facts',
+    'backends',
+    'tests',
+    'train_1.5b',
+    'decode_64',
+    'run',
+    'decode_16k',
+    'decode_256',
+    'train_3b',
+    'train_0.5b',
+)
 
 
 @pytest.mark.slow
@@ -27,12 +42,14 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
     found = {name: cell['status'] for name, cell in parts['backends'].items() if cell and 'status' in cell}
     assert {name for name, status in found.items() if status == 'ran'} == {
         'attention dense: bfloat16, heads of 64', 'attention blocked: bfloat16, heads of 64', 'decode: float32',
-        'decode: bfloat16',
+        'decode: bfloat16', *(f'paged {name}: {case}' for name in ('gather', 'loops') for case in PAGED_CASES),
     }  # fmt: skip
     assert {name.split()[1] for name, status in found.items() if status == 'refused'} == {
         'pallas:',
         'splash:',
         'cudnn:',
+        'pallas_gpu:',
+        'pallas_tpu:',
     }
     assert parts['tests']['failed'] == []
     assert parts['tests']['passed'] >= 10
@@ -42,7 +59,15 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
         assert set(train['pieces']) >= {'pack', 'transfer', 'forward_backward', 'optimizer'}
         assert set(train['shares']) == {'forward', 'backward', 'attention', 'head'}
     assert parts['train_3b']['case']['optimizer'] == 'adamw8bit'
-    assert parts['decode_256']['decode']['tokens_per_second'] > 0
+    for name, context_tokens in (('decode_64', 64), ('decode_16k', 192), ('decode_256', 64)):
+        decode = parts[name]
+        assert decode['case'] | {'attention': 'loops', 'context_tokens': context_tokens} == decode['case']
+        assert decode['decode']['tokens_per_second'] > 0
+        assert decode['decode']['bytes_a_step_reads'] >= decode['decode']['bytes_a_step_must_read']
+        swap = decode['swap']
+        assert swap['pause_s'] >= swap['rebuild_s'] > 0
+        # the prompt and all new tokens of every slot but the last token, which is the next input
+        assert swap['rebuilt_tokens'] == decode['case']['slots'] * (decode['case']['prompt_tokens'] + 16 - 1)
     assert parts['run']['report']['steps'] == 3
     assert parts['run']['limit']['achieved_s'] > 0
     assert 'tokens/s' in done.stdout

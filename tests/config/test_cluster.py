@@ -31,9 +31,10 @@ def test_a_layout_is_written_as_it_is_parsed(sizes):
 
 def test_engines_share_the_learners_device_or_have_their_own():
     assert parse_engines('1 x shared') == EnginesLayout(1, shared=True)
-    assert parse_engines('2xtensor=1') == EnginesLayout(2, shared=False)
-    assert (parse_engines('3 x shared').devices, parse_engines('3 x tensor=1').devices) == (0, 3)
-    assert [str(parse_engines(text)) for text in ('3x shared', '2xtensor=1')] == ['3 x shared', '2 x tensor=1']
+    assert parse_engines('2xtensor=4') == EnginesLayout(2, shared=False, tensor=4)
+    assert [parse_engines(text).devices for text in ('3 x shared', '3 x tensor=1', '3 x tensor=2')] == [0, 3, 6]
+    texts = ['3 x shared', '2 x tensor=1', '2 x tensor=4']
+    assert [str(parse_engines(text.replace(' x ', 'x'))) for text in texts] == texts
 
 
 WRONG = [
@@ -62,8 +63,7 @@ WRONG = [
     (parse_engines, 'two x shared', "'two' engines must be a whole number"),
     (parse_engines, '2 x shard', "'shard' is not known; did you mean shared?; write '2 x shared'"),
     (parse_engines, '2 x tensr=1', "there is no axis 'tensr'; did you mean tensor?"),
-    (parse_engines, '2 x tensor=2', "an engine over several is not built yet; use '2 x tensor=1'"),
-    (parse_engines, '2 x fsdp=1', "an engine over several is not built yet; use '2 x tensor=1'"),
+    (parse_engines, '2 x fsdp=3', "the devices of an engine share the axis tensor alone; use '2 x tensor=3'"),
     (parse_engines, '2 x tensor=0', 'the size of tensor must be a whole number, at least 1'),
 ]
 
@@ -78,14 +78,14 @@ def test_a_wrong_text_is_named_with_the_fix(parse, text, message):
 
 
 def test_too_few_devices_name_both_fields_the_sizes_and_the_fix():
-    # 4 of the learner and 2 of engines are 6, of which the platform has 5
-    learner, engines = parse_learner('fsdp=4'), parse_engines('2 x tensor=1')
+    # 4 of the learner and 2 of one engine are 6, of which the platform has 5
+    learner, engines = parse_learner('fsdp=4'), parse_engines('1 x tensor=2')
     assert require_fit(learner, engines, 6, 'cpu') is None
     with pytest.raises(ConfigError) as refused:
         require_fit(learner, engines, 5, 'cpu')
     assert str(refused.value) == (
-        "cluster.learner='fsdp=4' needs 4 devices and cluster.engines='2 x tensor=1' needs 2, 6 together; the platform "
-        "'cpu' has 5: lower a size, share the learner's with cluster.engines='2 x shared', or set "
+        "cluster.learner='fsdp=4' needs 4 devices and cluster.engines='1 x tensor=2' needs 2, 6 together; the platform "
+        "'cpu' has 5: lower a size, share the learner's with cluster.engines='1 x shared', or set "
         'XLA_FLAGS=--xla_force_host_platform_device_count=6 before jax is imported'
     )
     with pytest.raises(

@@ -83,7 +83,13 @@ BAD = [
     ({'task.system_prompt': 'a\0b'}, r"task\.system_prompt='a\\x00b' must be text in UTF-8, without zero bytes"),
     ({'buffer.capacity': 3}, r'buffer\.capacity=3 can never hold learner\.groups_per_update=8'),
     ({'rollout.max_new_tokens': 64}, r'rollout\.max_new_tokens=64 leaves no room.*context_tokens=64'),
-    ({'rollout.prefill_buckets': (16,)}, r'prefill_buckets=\(16,\).*context_tokens - 1 = 63'),
+    ({'rollout.block_tokens': 65}, r'block_tokens=65 exceeds rollout\.context_tokens=64, .*lower it to 64 or less'),
+    (
+        {'rollout.block_tokens': 48, 'rollout.cache_tokens': 95},  # a sequence of 64 takes two blocks of 48
+        r'cache_tokens=95 holds no sequence of rollout\.context_tokens=64 in blocks of rollout\.block_tokens=48; '
+        r'raise it to 96 or more, or set 0$',
+    ),
+    ({'rollout.cache_tokens': -1}, r'rollout\.cache_tokens=-1 must not be negative'),
     ({'learner.row_tokens': 32}, r'learner\.row_tokens=32 must hold.*context_tokens=64'),
     ({'learner.row_loss_tokens': 8}, r'learner\.row_loss_tokens=8 must hold.*max_new_tokens=16'),
     (
@@ -99,7 +105,10 @@ BAD = [
         {'task.answer': 'maths'},
         r"task\.answer='maths' is not known; use one of integer, number, exact, normalised, math",
     ),
-    ({'rollout.prefill_buckets': ()}, r'prefill_buckets=\(\).*context_tokens - 1 = 63'),
+    (
+        {'rollout.prefill_buckets': ()},
+        r'prefill_buckets=\(\) leaves no program .*context_tokens=64 tokens; name',
+    ),
     ({'model.n_kv_heads': 3}, r'model\.n_heads=4 must be a multiple of model\.n_kv_heads=3'),
     ({'model.head_dim': 7}, r'model\.head_dim=7 must be even'),
     ({'cluster.learner': 'fsdp=0'}, r"cluster\.learner='fsdp=0': the size of fsdp must be .* at least 1"),

@@ -26,12 +26,12 @@ def test_the_limit_is_what_jax_may_use_of_the_device(device, on_gpu):
 
 
 def test_the_cache_takes_as_many_bytes_as_were_counted(device, on_gpu):
-    slots = {'rollout__slots': 512, 'rollout__context_tokens': 1024, 'rollout__prefill_buckets': (1024,)}
+    slots = {'rollout__slots': 512, 'rollout__context_tokens': 1024, 'rollout__block_tokens': 64}
     config = TrackedConfig(small_config(**slots))
     counted = sizes.measure(config, read_shape(config), build.build_allocation(config)).engines['KV cache']
-    backend = build_backend(config, Decoder(read_shape(config)), device)
+    backend = build_backend(config, Decoder(read_shape(config)), (device,))
     before = (device.memory_stats() or {}).get('bytes_in_use', 0)
     state = jax.block_until_ready(backend.initial_state())
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache)) == counted
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == counted
     if on_gpu:
         assert device.memory_stats()['bytes_in_use'] - before == pytest.approx(counted, rel=0.05)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.models.logprobs import logprob_of, sharded_token_logprobs, token_logprobs
+from areal_jax.models.logprobs import logprob_of, logsumexp_by_block, sharded_token_logprobs, token_logprobs
 
 N, D, V = 9, 6, 101  # chunks of 32 leave 5 columns over
 CHUNKS = (None, 1, 32, 50, 101, 1000)
@@ -51,6 +51,20 @@ def test_temperature_zero_is_greedy_with_the_logprobs_of_one():
     np.testing.assert_array_equal(logprob_of(logits, targets, 0.0), logprob_of(logits, targets, 1.0))
     for ours, one in zip(*(compiled_logprobs(hidden, head, targets, t) for t in (0.0, 1.0)), strict=True):
         np.testing.assert_array_equal(ours, one)
+
+
+@pytest.mark.parametrize('vocabulary', [1, 255, 256, 257, 600])  # of blocks of 256, the last one padded
+def test_blocks_of_the_vocabulary_do_not_show(vocabulary):
+    logits = np.random.default_rng(vocabulary).normal(0, 30, (vocabulary, vocabulary)).astype(np.float32)
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    expected = np.diag(shifted) - np.log(np.exp(shifted).sum(axis=1))
+    np.testing.assert_allclose(logprob_of(logits, jnp.arange(vocabulary), 1.0), expected, atol=3e-5)
+
+
+def test_the_sum_of_a_block_by_hand():
+    # 257 logits of log 2, in blocks of 256 and 1: log(256 * 2) and log 2
+    sums = logsumexp_by_block(jnp.full((3, 257), math.log(2)))
+    np.testing.assert_allclose(sums, np.log([[512] * 3, [2] * 3]), rtol=1e-6)
 
 
 def test_every_row_may_have_its_own_temperature():

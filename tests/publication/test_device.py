@@ -50,6 +50,20 @@ def test_weights_move_from_the_learners_mesh_to_the_engines_device():
     assert {device for leaf in jax.tree.leaves(received) for device in leaf.devices()} == {jax.devices()[4]}
 
 
+def test_an_engine_over_two_devices_gets_its_halves():
+    # cut over 4 devices for training, over two others for decoding; verification sums over the halves
+    mesh = jax.make_mesh((4,), ('fsdp',), devices=jax.devices()[:4])
+    copy = jax.device_put(_params(), jax.NamedSharding(mesh, jax.P('fsdp')))
+    engine = jax.make_mesh((2,), ('tensor',), devices=jax.devices()[4:6])
+    half, whole = jax.NamedSharding(engine, jax.P(None, 'tensor')), jax.NamedSharding(engine, jax.P())
+    place = {'layers': {'0': {'up': half, 'down': half}}, 'norm': whole}
+    channel = DeviceChannel(verify=True)
+    received = channel.receive(channel.transfer(1, copy), place)
+    _assert_bit_equal(received, _params())
+    assert received['layers']['0']['up'].addressable_shards[1].data.shape == (8, 2)
+    assert received['norm'].devices() == {*jax.devices()[4:6]}
+
+
 @pytest.mark.parametrize('verify', [False, True])
 def test_engines_get_the_shards_of_the_learner_without_the_host(verify):
     # cut over 4 devices for training; two engines on devices of their own

@@ -69,6 +69,17 @@ def test_weights_go_to_the_device_asked_for(tmp_path):
     assert {device for leaf in jax.tree.leaves(received) for device in leaf.devices()} == {jax.devices()[3]}
 
 
+def test_an_engine_over_two_devices_reads_its_halves(tmp_path):
+    whole = jax.NamedSharding(jax.make_mesh((2,), ('tensor',), devices=jax.devices()[4:6]), jax.P())
+    half = jax.NamedSharding(whole.mesh, jax.P(None, 'tensor'))
+    params = host_params()
+    place = jax.tree.map(lambda leaf: half if leaf.ndim == 2 else whole, params)
+    channel = FilesChannel(tmp_path, CONFIG, verify=True)
+    received = channel.receive(channel.transfer(1, jax.device_put(params)), place)
+    assert_bit_equal(received, params)
+    assert received['embedding'].addressable_shards[1].data.shape[1] * 2 == params['embedding'].shape[1]
+
+
 def test_a_flipped_bit_is_caught_and_its_leaf_named(tmp_path):
     channel = FilesChannel(tmp_path, CONFIG, verify=True)
     published = channel.transfer(5, jax.device_put(host_params()))

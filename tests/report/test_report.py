@@ -22,7 +22,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
     def keys(value: Any) -> Any:
         return {name: keys(entry) for name, entry in value.items()} if isinstance(value, dict) else None
 
-    interval = dict.fromkeys(('mean', 'low', 'high', 'n'))
+    interval, work = dict.fromkeys(('mean', 'low', 'high', 'n')), dict.fromkeys(('tokens', 'seconds'))
     expected = {
         'groups': {
             'drawn': None,
@@ -45,6 +45,8 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'token_age': dict.fromkeys(('mean', 'max')),
         'versions_per_trajectory': dict.fromkeys(('mean', 'max')),
         'publish_pause_seconds': dict.fromkeys(('median', 'max')),
+        'request_pause_seconds': dict.fromkeys(('median', 'max')),
+        'engine_work': {'generated': work, 'prefilled': work, 'rebuilt': None},
         'mismatch': dict.fromkeys(('mean', 'max', 'exact_share', 'n')),
         'throughput': dict.fromkeys(
             (
@@ -65,7 +67,8 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
         'git_commit config seed eta clock window_seconds cause_of_gap warnings '
         'planned_steps finished running missing newest_checkpoint attempts schedule idle_fields prolonged '
-        'evaluation_curve evaluation_curve_ends evaluation_lane_share evaluation_cache_bytes'
+        'evaluation_curve evaluation_curve_ends evaluation_lane_share evaluation_cache_bytes '
+        'attention_positions preemptions kv_cache_bytes'
     )
     assert keys(report) == expected | dict.fromkeys(plain.split())
 

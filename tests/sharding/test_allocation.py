@@ -10,7 +10,7 @@ import pytest
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.sharding import allocation
-from areal_jax.sharding.allocation import allocate
+from areal_jax.sharding.allocation import allocate, allocate_engines
 
 
 def _allocate(learner: str, engines: str) -> allocation.Allocation:
@@ -29,13 +29,28 @@ def test_engines_have_the_devices_after_the_learners():
     assert found.describe() == {'learner': [0, 1, 2, 3], 'engines': {'engine/0': [4], 'engine/1': [5]}}
     assert found.learner.shape == {'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 1}
     assert [found.engine_shares(index) for index in (0, 1)] == [False, False]
-    assert found.by_device() == {jax.devices()[4]: [0], jax.devices()[5]: [1]}
+    assert found.by_devices() == {(jax.devices()[4],): [0], (jax.devices()[5],): [1]}
+
+
+def test_each_engine_has_as_many_devices_as_its_tensor_axis():
+    found = _allocate('fsdp=4', '2 x tensor=2')
+    assert found.describe() == {'learner': [0, 1, 2, 3], 'engines': {'engine/0': [4, 5], 'engine/1': [6, 7]}}
+    assert [found.engine_shares(index) for index in (0, 1)] == [False, False]
+    assert found.by_devices() == {tuple(jax.devices()[4:6]): [0], tuple(jax.devices()[6:]): [1]}
+
+
+def test_engines_without_a_learner_have_the_first_devices():
+    found = allocate_engines(parse_engines('2 x tensor=3'))
+    assert found.describe()['engines'] == {'engine/0': [0, 1, 2], 'engine/1': [3, 4, 5]}
+    # 3 engines of 3 devices are 9
+    with pytest.raises(ConfigError, match=r"cluster.engines='3 x tensor=3' needs 9 devices; the platform 'cpu' has 8"):
+        allocate_engines(parse_engines('3 x tensor=3'))
 
 
 def test_shared_engines_are_on_the_learners_first_device():
     found = _allocate('fsdp=4', '2 x shared')
     assert found.describe()['engines'] == {'engine/0': [0], 'engine/1': [0]}
-    assert found.by_device() == {jax.devices()[0]: [0, 1]}
+    assert found.by_devices() == {(jax.devices()[0],): [0, 1]}
 
 
 def test_virtual_devices_share_the_cores():
@@ -54,16 +69,16 @@ def test_virtual_devices_share_the_cores():
             self.flat = devices
 
     one, two, three = (Accelerator(index) for index in range(3))
-    assert allocation.Allocation(Mesh(one), (two, three)).lanes_own_devices
-    assert not allocation.Allocation(Mesh(one), (two, two)).lanes_own_devices
-    assert not allocation.Allocation(Mesh(one, two), (two,)).lanes_own_devices
+    assert allocation.Allocation(Mesh(one), ((two,), (three,))).lanes_own_devices
+    assert not allocation.Allocation(Mesh(one), ((two,), (two,))).lanes_own_devices
+    assert not allocation.Allocation(Mesh(one, two), ((two, three),)).lanes_own_devices
 
 
 def test_too_few_devices_are_refused_with_both_fields():
     with pytest.raises(
-        ConfigError, match=r"'fsdp=7' needs 7 devices and cluster.engines='2 x tensor=1' needs 2, 9 tog"
+        ConfigError, match=r"'fsdp=3' needs 3 devices and cluster.engines='2 x tensor=3' needs 6, 9 tog.* has 8"
     ):
-        _allocate('fsdp=7', '2 x tensor=1')
+        _allocate('fsdp=3', '2 x tensor=3')
 
 
 def test_own_devices_in_several_processes_are_not_built(monkeypatch):

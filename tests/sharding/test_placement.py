@@ -52,6 +52,20 @@ def test_shards_are_joined_on_one_device_without_the_host(mesh, spec, target, re
     assert np.asarray(moved).tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize('source', [None, PartitionSpec('fsdp'), PartitionSpec()])
+@pytest.mark.parametrize('spec', [PartitionSpec('tensor'), PartitionSpec(None, 'tensor'), PartitionSpec()])
+def test_shards_are_cut_anew_over_other_devices_without_the_host(source, spec, reads):
+    # of the learner's four devices, or of one, for an engine on two others
+    value = np.arange(96, dtype=np.uint32).reshape(8, 12).view(np.float32)
+    held = jax.devices()[1] if source is None else NamedSharding(make_mesh(fsdp=4), source)
+    wanted = NamedSharding(make_mesh(tensor=2, devices=jax.devices()[4:6]), spec)
+    moved = move_to({'w': jax.device_put(value, held)}, {'w': wanted})['w']
+    assert reads == []
+    assert moved.sharding.is_equivalent_to(wanted, 2)
+    assert np.asarray(moved).tobytes() == value.tobytes()
+    assert move_to({'w': moved}, {'w': wanted})['w'] is moved
+
+
 def test_device_put_of_shards_goes_through_the_host(reads):
     # why `move_to` exists: if this fails, jax has learned to do it
     sharded = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(make_mesh(fsdp=4), PartitionSpec('fsdp')))

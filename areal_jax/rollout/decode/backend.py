@@ -1,6 +1,6 @@
-"""The compiled programs of an engine in this process: prefill, generate and copy of one decoder on one device.
+"""The compiled programs of an engine in this process: prefill, generate and copy of one decoder on its devices.
 
-rollout/stream.py calls them on the engine's lane; app/ builds one backend for each device on which engines decode.
+rollout/stream.py calls them on the engine's lane; app/ builds one backend for the devices of each engine.
 Weights and cache are arguments of every program, so new weights of the same shapes need no compilation. Shapes come
 from short declared lists, prefill buckets and batch buckets; `warm_up` compiles all of them.
 """
@@ -17,10 +17,8 @@ from areal_jax.config.declarations import DTYPES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.decode import buckets, cache, prefill, rows
-from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention
-from areal_jax.rollout.decode.attention.gather import GatherAttention
-from areal_jax.rollout.decode.attention.loops import LoopAttention
+from areal_jax.rollout.decode import buckets, cache, parallel, prefill, rows
+from areal_jax.rollout.decode.attention.contract import Cache
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.weights import PreparedWeights
 
@@ -29,7 +27,7 @@ _OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
 
 
 class JaxDecodeBackend:
-    """rollout.backend.DecodeBackend for a decoder on one device.
+    """rollout.backend.DecodeBackend for a decoder on one device, or with its heads over several.
 
     Every call that takes a state donates it: use only the state returned last.
 
@@ -44,10 +42,11 @@ class JaxDecodeBackend:
       dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
         log-probs are float32.
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
-      devices: of weights, cache and programs; None = the first of this process.
-      attention: name of a contract.CacheAttention; 'auto' = the best of the platform.
+      devices: of weights, cache and programs; None = the first of this process. Their number divides the heads.
+      attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
 
-    Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder.
+    Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
+    where the attention cannot do what the decoder needs, or fails its check.
     """
 
     def __init__(
@@ -73,17 +72,15 @@ class JaxDecodeBackend:
         for name, value in (('slots', slots), ('decode_steps', decode_steps), ('block_tokens', block_tokens)):
             if value < 1:
                 raise ConfigError(f'{name}={value} must be at least 1')
-        [device] = devices or jax.local_devices()[:1]
+        devices = tuple(devices or jax.local_devices()[:1])
         self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
-        self.devices: tuple[str, ...] = (str(device),)
+        self.devices = tuple(map(str, devices))
         self._sizes = cache.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
-        # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
-        form = 'columns' if device.platform == 'cpu' else 'rows'
-        self._decoder = decoder = Decoder(decoder.config, lora=decoder.lora, tokens=form)
-        self._steps, self._filtered = decode_steps, filtered
-        self._dtype = jnp.dtype(dtype)
-        self._attention = _choose_attention(attention, device, self._sizes)
+        self._steps, self._filtered, self._dtype = decode_steps, filtered, jnp.dtype(dtype)
+        self._placement, self.passed_over = parallel.place(decoder, self._sizes, self._dtype, attention, devices)
+        self._decoder, self._attention = self._placement.decoder, self._placement.attention
+        self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
         self._prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
         most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self._prefills))
@@ -91,12 +88,17 @@ class JaxDecodeBackend:
         self._check()
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
-        self._on = on = jax.sharding.SingleDeviceSharding(device)
-        self._generate_steps = Generate(decoder, self._attention, self._sizes, decode_steps, filtered)
-        self._initial_program = jax.jit(self._initial, out_shardings=on)
-        self._prefill_program = jax.jit(self._prefill, in_shardings=on, out_shardings=on, donate_argnums=1)
-        self._copy_program = jax.jit(self._copy, in_shardings=on, out_shardings=on, donate_argnums=0)
-        self._generate_program = jax.jit(self._generate, in_shardings=on, out_shardings=on, donate_argnums=1)
+        where = self._placement
+        on, state, weights = where.rows, where.cache, where.prepared
+        self._generate_steps = Generate(self._decoder, self._attention, self._sizes, decode_steps, filtered)
+        self._initial_program = jax.jit(self._initial, out_shardings=state)
+        self._prefill_program = jax.jit(
+            self._prefill, in_shardings=(weights, state, on), out_shardings=state, donate_argnums=1
+        )
+        self._copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
+        self._generate_program = jax.jit(
+            self._generate, in_shardings=(weights, state, on, on), out_shardings=(state, on), donate_argnums=1
+        )
 
     def _check(self) -> None:
         for name, sizes in (('prefill_buckets', self._buckets), ('batch_buckets', self._batches)):
@@ -157,7 +159,7 @@ class JaxDecodeBackend:
                     f'backend was built with dtype={self._dtype.name!r}; cast the weights or build it with theirs'
                 )
         # outside jit, where what keeps its form is not copied; committed, so that the same operations serve all weights
-        prepared = self._decoder.prepare(jax.device_put(weights, self._on))
+        prepared = self._decoder.prepare(jax.device_put(weights, self._placement.published))
         return PreparedWeights(jax.block_until_ready(prepared))
 
     def initial_state(self) -> Cache:
@@ -217,7 +219,7 @@ class JaxDecodeBackend:
     # The programs.
 
     def _initial(self) -> Cache:
-        return cache.empty_cache(self._attention, self._decoder.config, self._sizes, self._dtype)
+        return self._placement.empty_cache(self._sizes, self._dtype)
 
     def _prefill(self, weights: PreparedWeights, state: Cache, packed: prefill.PackedPieces) -> Cache:
         return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed)
@@ -229,12 +231,3 @@ class JaxDecodeBackend:
 
     def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return cache.copy_blocks(self._attention, state, sources, targets)
-
-
-def _choose_attention(name: str, device: jax.Device, sizes: cache.CacheSizes) -> CacheAttention:
-    if name == 'auto':
-        name = 'loops' if device.platform == 'cpu' else 'gather'
-    makers = {'loops': LoopAttention, 'gather': lambda: GatherAttention(sizes.table_blocks)}
-    if name not in makers:
-        raise ConfigError(f'attention={name!r} is unknown; use one of auto, {", ".join(makers)}')
-    return makers[name]()

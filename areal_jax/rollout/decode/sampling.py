@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.models.logprobs import logprob_of, scale_logits
-
-_BLOCK = 256  # vocabulary entries per block: about the square root of a large vocabulary
+from areal_jax.models.logprobs import blocks_of_vocabulary, logprob_of, logsumexp_by_block, scale_logits
 
 
 def request_keys(seeds: jax.Array, draws: jax.Array, samples: jax.Array) -> jax.Array:
@@ -40,17 +38,14 @@ def draw_tokens(z: jax.Array, keys: jax.Array, indices: jax.Array, greedy: jax.A
       keys: request_keys, uint32 [N, 2]. indices: int32 [N], index in the trajectory of the token to draw.
       greedy: bool [N].
     """
-    block = min(_BLOCK, z.shape[-1])
-    blocks = -(-z.shape[-1] // block)
-    padding = blocks * block - z.shape[-1]
-    blocked = jnp.pad(z, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(-1, blocks, block)
-
-    noise = jax.vmap(functools.partial(_noise, n=blocks + block))(keys, indices)
-    noise = jnp.where(greedy[:, None], 0.0, noise)
-    mass = jnp.where(greedy[:, None], jnp.max(blocked, axis=-1), jax.nn.logsumexp(blocked, axis=-1))
-    chosen = jnp.argmax(mass + noise[:, :blocks], axis=-1)
-    within = jnp.take_along_axis(blocked, chosen[:, None, None], axis=1)[:, 0]
-    return (chosen * block + jnp.argmax(within + noise[:, blocks:], axis=-1)).astype(jnp.int32)
+    blocked = blocks_of_vocabulary(z)
+    blocks, entries, _ = blocked.shape
+    noise = jax.vmap(functools.partial(_noise, n=blocks + entries))(keys, indices)
+    noise = jnp.where(greedy[:, None], 0.0, noise).T
+    mass = jnp.where(greedy, jnp.max(blocked, axis=1), logsumexp_by_block(z))
+    chosen = jnp.argmax(mass + noise[:blocks], axis=0)
+    within = jnp.take_along_axis(blocked, chosen[None, None], axis=0)[0]
+    return (chosen * entries + jnp.argmax(within + noise[blocks:], axis=0)).astype(jnp.int32)
 
 
 def _noise(key: jax.Array, index: jax.Array, n: int) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-LayerCache = tuple[jax.Array, jax.Array]  # keys and values of one layer, in the implementation's layout
+LayerCache = tuple[jax.Array, ...]  # keys and values of one layer, in the implementation's layout
 Cache = tuple[LayerCache, ...]  # one entry a layer: XLA would copy an array of all layers when one is written
 
 
@@ -28,7 +28,7 @@ class CacheAttention(Protocol):
         """The layer with k, v [N, K, D] of token n at place offsets[n] of block blocks[n], int32 [N]; in place."""
         ...
 
-    def read(self, layer: LayerCache, blocks: jax.Array) -> LayerCache:
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         """k, v [C * T, K, D] of the listed blocks, int32 [C], one after the other."""
         ...
 

@@ -1,0 +1,115 @@
+"""The paged attention kernel of jax for NVIDIA GPUs (Pallas, Triton lowering) behind CacheAttention.
+
+It was written without a device, so it runs only where the check of check.py passes. Facts about the kernel of jax 0.10
+to 0.12: it has no scale and no window; it takes sizes that are powers of two; and it multiplies masked values by 0,
+which does not hide a NaN, so no value that is written here is NaN or infinite. Its module is deprecated since jax 0.11:
+where it is missing, the check fails and another implementation is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from areal_jax.rollout.decode.attention.contract import LayerCache
+
+_TILE_BYTES = 16384  # of the keys that a program holds at once; its values take as much
+_MOST_TILE_TOKENS = 64
+_MIN_SIZE = 16  # smallest axis of a product on tensor cores
+_PART_TOKENS = 512  # of a sequence in one program: a few long sequences must fill all multiprocessors too
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasGpuAttention:
+    """contract.CacheAttention; keys and values of a layer are [K, blocks, T, D], D padded to a power of two.
+
+    A token with a NaN or infinity in its key or value gets a key of NaN and a value of zeros: whoever sees the token
+    gets NaN, and nobody else does.
+
+    Args:
+      head_dim: D of the model.
+      interpret: runs the kernel in Pallas's interpreter, for tests on a CPU.
+    """
+
+    head_dim: int
+    interpret: bool = False
+    name: str = 'pallas_gpu'
+
+    def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
+        shape = (heads, blocks, block_tokens, _padded(head_dim))
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+    def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
+        finite = jnp.all(jnp.isfinite(k) & jnp.isfinite(v), axis=-1, keepdims=True)
+        written = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+        return tuple(
+            pages.at[:, blocks, offsets].set(_pad_dim(new, pages.shape[-1]).swapaxes(0, 1))
+            for pages, new in zip(layer, written, strict=True)
+        )
+
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return tuple(
+            pages[:, blocks, :, : self.head_dim].reshape(len(pages), -1, self.head_dim).swapaxes(0, 1)
+            for pages in layer
+        )
+
+    def attend(
+        self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
+    ) -> jax.Array:
+        """See contract.CacheAttention. Raises ValueError for a window, which the kernel cannot express."""
+        if window is not None:
+            raise ValueError(f"attention 'pallas_gpu' cannot express a sliding window ({window=}); use 'gather'")
+        k, v = layer
+        heads, blocks, block_tokens, dim = k.shape
+        tile = _tile_tokens(dim, k.dtype)
+        page = math.gcd(block_tokens, tile)  # tokens: a block is one or more pages of the kernel
+        k, v = (x.reshape(heads, blocks * (block_tokens // page), page, dim) for x in (k, v))
+        pages = _pages_of(tables, block_tokens // page, _PART_TOKENS // page)
+        out = _paged_attention()(
+            _pad_dim((q * self.head_dim**-0.5).astype(k.dtype), dim), k, v, pages, lengths,
+            block_h=_MIN_SIZE, pages_per_compute_block=tile // page, k_splits=pages.shape[1] * page // _PART_TOKENS,
+            num_warps=4 if dim <= 128 else 8, num_stages=2, interpret=self.interpret,
+        )  # fmt: skip
+        return out[..., : self.head_dim]
+
+    def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
+        """Whole tiles of each row, of keys in 16 bits."""
+        tile = _tile_tokens(_padded(self.head_dim), jnp.bfloat16)
+        return jnp.sum(-(-lengths // tile) * tile, dtype=jnp.int32)
+
+    def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
+        return tuple(pages.at[:, targets].set(pages[:, sources]) for pages in layer)
+
+
+def _pages_of(tables: jax.Array, pages_of_block: int, pages_of_part: int) -> jax.Array:
+    """int32 [B, pages]: the pages of all listed blocks, then page 0 up to whole parts; lengths leave it out."""
+    pages = (tables[..., None] * pages_of_block + jnp.arange(pages_of_block, dtype=jnp.int32)).reshape(len(tables), -1)
+    return jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % pages_of_part)))
+
+
+def _padded(head_dim: int) -> int:
+    return max(_MIN_SIZE, 1 << (head_dim - 1).bit_length())
+
+
+def _tile_tokens(dim: int, dtype: jax.typing.DTypeLike) -> int:
+    """Tokens that a program reads at once: a power of two from 16 to 64 within _TILE_BYTES."""
+    return max(_MIN_SIZE, min(_MOST_TILE_TOKENS, _TILE_BYTES // (dim * jnp.dtype(dtype).itemsize)))
+
+
+def _pad_dim(x: jax.Array, dim: int) -> jax.Array:
+    """[..., D] with zeros up to `dim`."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, dim - x.shape[-1]),))
+
+
+def _paged_attention() -> Callable[..., jax.Array]:
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', DeprecationWarning)  # which the import of the module raises
+        from jax.experimental.pallas.ops.gpu import paged_attention
+    assert isinstance(paged_attention, ModuleType)
+    return paged_attention.paged_attention

@@ -1,0 +1,160 @@
+"""Tensor parallel decoding: an engine over several devices, each with a part of heads, MLP and vocabulary.
+
+Used by backend.py, and by app/, which brings weights to the engine cut as `weight_shardings` says. Attention needs no
+exchange between devices, because heads are independent: each device writes and reads the keys and values of its own
+heads, and XLA adds one sum over devices behind attention and one behind the MLP. The rows of a dispatch are on every
+device. Shapes: T tokens, H heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from areal_jax.config.cluster import ENGINES
+from areal_jax.config.ranges import ConfigError
+from areal_jax.models.decoder import Attend, Constrain, Decoder
+from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params, logical_axes
+from areal_jax.rollout.decode.attention.check import choose_checked
+from areal_jax.rollout.decode.attention.choose import Demand
+from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
+from areal_jax.rollout.decode.cache import CacheSizes, empty_cache
+from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import param_shardings, replicated
+from areal_jax.types import Tree
+
+_AXIS = 'tensor'  # of the mesh
+_HEADS = PartitionSpec(None, _AXIS)  # q, k, v and the output of attention, [T, heads, D]
+
+
+def require_divides(config: ModelConfig, devices: int) -> None:
+    """Raises ConfigError where the heads cannot be shared out evenly."""
+    if config.n_heads % devices or config.n_kv_heads % devices:
+        raise ConfigError(
+            f'tensor={devices} of {ENGINES} does not divide the {config.n_heads} query heads and {config.n_kv_heads} '
+            'key heads of the model; use a common divisor'
+        )
+
+
+def weight_shardings(decoder: Decoder, devices: Sequence[jax.Device]) -> Tree:
+    """The sharding of every published weight over the devices of an engine; by the rules of training."""
+    require_divides(decoder.config, len(devices))
+    mesh = make_mesh(tensor=len(devices), devices=devices)
+    return param_shardings(decoder.abstract(), logical_axes(decoder.config), mesh, _AXIS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The devices of an engine, and how what its programs take and return is cut over them."""
+
+    decoder: Decoder
+    attention: CacheAttention  # of one device
+    config: ModelConfig  # with the heads of one device
+    mesh: Mesh | None  # None = one device
+    rows: Sharding  # of all but weights and cache: whole on every device
+    published: Tree  # of weights as the engine receives them
+    prepared: Sharding | None  # of weights in the form for decoding; None = as they come out of `prepare`
+    layer: tuple[PartitionSpec, ...]  # of the arrays of a layer of the cache
+    cache: Tree
+
+    def empty_cache(self, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
+        """Zeros in the layout of each device; inside jax.jit."""
+        empty = lambda: empty_cache(self.attention, self.config, sizes, dtype)
+        if self.mesh is None:
+            return empty()
+        specs = (self.layer,) * self.config.n_layers
+        return jax.shard_map(empty, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
+
+
+def place(
+    decoder: Decoder, sizes: CacheSizes, dtype: jnp.dtype, impl: str, devices: Sequence[jax.Device]
+) -> tuple[Placement, tuple[str, ...]]:
+    """(the decoder and its attention on these devices, why 'auto' rejected faster attentions).
+
+    Args:
+      impl: of choose.choose_implementation.
+
+    Raises ConfigError where the heads cannot be shared out evenly, and AttentionError for what the attention lacks.
+    """
+    require_divides(decoder.config, len(devices))
+    config = dataclasses.replace(
+        decoder.config,
+        n_heads=decoder.config.n_heads // len(devices),
+        n_kv_heads=decoder.config.n_kv_heads // len(devices),
+    )
+    demand = Demand(
+        config.n_heads,
+        config.n_kv_heads,
+        config.head_dim,
+        sizes.block_tokens,
+        sizes.table_blocks,
+        dtype,
+        windows=any(config.window(layer) is not None for layer in range(config.n_layers)),
+    )
+    attention, rejected = choose_checked(impl, demand, devices[0])
+    # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
+    form = {'lora': decoder.lora, 'tokens': 'columns' if devices[0].platform == 'cpu' else 'rows'}
+    if len(devices) == 1:
+        on = SingleDeviceSharding(devices[0])
+        return Placement(Decoder(decoder.config, **form), attention, config, None, on, on, on, (), on), rejected
+    shardings = weight_shardings(decoder, devices)
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    layer = _layer_specs(attention, config, sizes.block_tokens)
+    cache = (tuple(NamedSharding(mesh, spec) for spec in layer),) * config.n_layers
+    over = HeadParallelDecoder(decoder.config, mesh, layer, **form)
+    return Placement(over, attention, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
+
+
+class HeadParallelDecoder(Decoder):
+    """The decoder with an attention that each device computes for its own heads.
+
+    Args:
+      mesh: of the engine.
+      layer: specs of the arrays of a layer of the cache.
+      form: other arguments of Decoder.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, layer: tuple[PartitionSpec, ...], **form: Any):
+        super().__init__(config, **form)
+        self._mesh, self._layer_specs = mesh, layer
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        cache: Tree = None,
+        constrain: Constrain = lambda x: x,
+    ) -> tuple[jax.Array, Tree]:
+        """See Decoder; `attend` sees the heads of one device, and `cache` is required."""
+
+        def over_heads(
+            q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+        ) -> tuple[jax.Array, LayerCache]:
+            own = lambda q, k, v, layer: attend(q, k, v, layer, window)
+            in_specs, out_specs = (_HEADS, _HEADS, _HEADS, self._layer_specs), (_HEADS, self._layer_specs)
+            # check_vma=False: kernels do not say how their results vary over devices
+            run = jax.shard_map(own, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+            return run(q, k, v, layer)
+
+        return super().hidden(params, tokens, positions, over_heads, cache, constrain)
+
+
+def _layer_specs(attention: CacheAttention, config: ModelConfig, block_tokens: int) -> tuple[PartitionSpec, ...]:
+    """Which axis of each array of a layer holds the heads: the one that grows with their number."""
+
+    def shapes(heads: int) -> list[tuple[int, ...]]:
+        empty = lambda: attention.empty(1, heads, block_tokens, config.head_dim, jnp.dtype('float32'))
+        return [leaf.shape for leaf in jax.eval_shape(empty)]
+
+    def spec(one: tuple[int, ...], two: tuple[int, ...]) -> PartitionSpec:
+        return PartitionSpec(*(_AXIS if a != b else None for a, b in zip(one, two, strict=True)))
+
+    return tuple(map(spec, shapes(config.n_kv_heads), shapes(2 * config.n_kv_heads)))

@@ -1,0 +1,157 @@
+"""Which decode attention is chosen, and that the check finds what is wrong with one."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
+
+from areal_jax.models.attention import AttentionError
+from areal_jax.rollout.decode.attention import check
+from areal_jax.rollout.decode.attention.check import choose_checked, self_check
+from areal_jax.rollout.decode.attention.choose import Demand, choose_implementation
+from areal_jax.rollout.decode.attention.gather import GatherAttention
+from areal_jax.rollout.decode.attention.loops import LoopAttention
+from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
+from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
+
+CPU = jax.devices('cpu')[0]
+SMALL = Demand(heads=4, kv_heads=2, head_dim=16, block_tokens=16, table_blocks=4, dtype='float32', windows=False)
+WINDOWED = dataclasses.replace(SMALL, windows=True)
+# 9 heads in 3 groups, and head and block sizes that are no powers of two
+ODD = dataclasses.replace(SMALL, heads=9, kv_heads=3, head_dim=20, block_tokens=24)
+BFLOAT16 = dataclasses.replace(ODD, dtype='bfloat16')
+
+
+def device(platform, capability=None):
+    return types.SimpleNamespace(platform=platform, compute_capability=capability)
+
+
+@pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16, WINDOWED], ids=['small', 'odd', 'bfloat16', 'window'])
+@pytest.mark.parametrize('attention', [GatherAttention(check.TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)
+def test_plain_ones_agree_with_float64(attention, demand):
+    assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
+
+
+@pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16], ids=['small', 'odd', 'bfloat16'])
+def test_pallas_gpu_agrees_with_float64_in_the_interpreter(demand):
+    attention = PallasGpuAttention(demand.head_dim, interpret=True)
+    assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 3e-2)
+
+
+def test_pallas_tpu_means_what_the_kernels_reference_computes(monkeypatch):
+    demand = dataclasses.replace(ODD, windows=True)
+
+    # jax's interpreter lacks what the kernel does with its copies; the reference beside it takes the same arguments
+    def reference(*arrays, num_kv_pages_per_block, num_queries_per_block, **setting):
+        assert 0 < num_kv_pages_per_block <= check.TABLE_BLOCKS
+        assert 0 < num_queries_per_block <= check._ROWS
+        out = ragged.ref_ragged_paged_attention(*arrays, **setting)
+        left = len(arrays[0]) - len(out)  # rows that the kernel does not write
+        return jnp.concatenate([out, jnp.full((left, *out.shape[1:]), jnp.nan)])
+
+    monkeypatch.setattr('jax.experimental.pallas.ops.tpu.ragged_paged_attention.ragged_paged_attention', reference)
+    with jax.disable_jit():  # the reference reads lengths
+        assert self_check(PallasTpuAttention(demand.kv_heads, demand.head_dim), demand, CPU) < 1e-6
+
+
+class OneHeadForAll(GatherAttention):
+    def write(self, layer, k, v, blocks, offsets):
+        return super().write(layer, jnp.broadcast_to(k[:, :1], k.shape), v, blocks, offsets)
+
+
+class Unmasked(GatherAttention):
+    def attend(self, q, layer, tables, lengths, window):
+        return super().attend(q, layer, tables, jnp.where(lengths > 0, lengths + 1, 0), window)
+
+
+class TablesIgnored(GatherAttention):
+    def attend(self, q, layer, tables, lengths, window):
+        return super().attend(q, layer, jnp.sort(tables, axis=1), lengths, window)
+
+
+class NoWindow(GatherAttention):
+    def attend(self, q, layer, tables, lengths, window):
+        return super().attend(q, layer, tables, lengths, None)
+
+
+class NoCopy(GatherAttention):
+    def copy(self, layer, sources, targets):
+        return layer
+
+
+class Raises(GatherAttention):
+    def attend(self, q, layer, tables, lengths, window):
+        raise RuntimeError('no ptxas')
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'complaint'),
+    [
+        (OneHeadForAll, 'a read block is off by'),
+        (Unmasked, 'attention is not finite in 8 rows'),
+        (TablesIgnored, 'attention is'),
+        (NoWindow, 'attention in a window of 24 is off by'),
+        (NoCopy, 'a read block is off by'),
+        (Raises, 'does not run here: no ptxas'),
+    ],
+)
+def test_the_check_finds(wrong, complaint):
+    with pytest.raises(AttentionError, match=f"rollout.attention='gather' .*{complaint}.*; use 'gather'"):
+        self_check(wrong(check.TABLE_BLOCKS), WINDOWED, CPU)
+
+
+@pytest.mark.parametrize(
+    ('demand', 'where', 'chosen'),
+    [
+        (WINDOWED, CPU, 'loops'),
+        (SMALL, device('gpu', '9.0'), 'pallas_gpu'),
+        (SMALL, device('gpu', '8.0'), 'pallas_gpu'),
+        (SMALL, device('gpu', '7.5'), 'gather'),
+        (WINDOWED, device('gpu', '9.0'), 'gather'),
+        (dataclasses.replace(SMALL, head_dim=512), device('gpu', '9.0'), 'gather'),
+        (WINDOWED, device('tpu'), 'pallas_tpu'),
+        (dataclasses.replace(SMALL, dtype='float16'), device('tpu'), 'gather'),
+    ],
+)
+def test_auto_takes_the_best_that_can(demand, where, chosen):
+    assert choose_implementation('auto', demand, where) == chosen
+
+
+@pytest.mark.parametrize(
+    ('impl', 'demand', 'where', 'message'),
+    [
+        ('paged', SMALL, CPU, "rollout.attention='paged' is unknown; use one of auto, "),
+        (
+            'pallas_gpu',
+            SMALL,
+            CPU,
+            "rollout.attention='pallas_gpu' does not run on 'cpu' .only gpu.; use 'gather' or 'loops'",
+        ),
+        ('pallas_tpu', SMALL, device('gpu', '9.0'), "'pallas_tpu' does not run on 'gpu' .only tpu.; use 'gather' or"),
+        ('pallas_gpu', SMALL, device('gpu', '7.5'), 'needs CUDA compute capability .8, 0.'),
+        ('pallas_gpu', WINDOWED, device('gpu', '9.0'), 'cannot express a sliding window'),
+        ('pallas_tpu', dataclasses.replace(SMALL, dtype='float16'), device('tpu'), 'cannot compute in float16'),
+        ('pallas_gpu', dataclasses.replace(SMALL, head_dim=512), device('gpu', '9.0'), 'cannot take head size 512'),
+    ],
+)
+def test_a_named_one_that_cannot_is_refused(impl, demand, where, message):
+    with pytest.raises(AttentionError, match=message):
+        choose_implementation(impl, demand, where)
+
+
+def test_auto_passes_over_a_kernel_that_fails_its_check_and_says_why():
+    # a GPU by its attributes, and the kernel is then run on the default CPU, where Triton has no lowering
+    class Pretended:
+        platform, compute_capability = 'gpu', '9.0'
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, 'default_device', lambda device: jax.ensure_compile_time_eval())
+        attention, reasons = choose_checked('auto', SMALL, Pretended())
+        assert attention.name == 'gather'
+        assert len(reasons) == 1
+        assert "rollout.attention='pallas_gpu' does not run here: " in reasons[0]
+        with pytest.raises(AttentionError, match="'pallas_gpu' does not run here: "):
+            choose_checked('pallas_gpu', SMALL, Pretended())
