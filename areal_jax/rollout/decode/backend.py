@@ -20,6 +20,7 @@ from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, Pr
 from areal_jax.rollout.decode import buckets, cache, parallel, prefill, rows
 from areal_jax.rollout.decode.attention.contract import Cache
 from areal_jax.rollout.decode.generate import Generate, Outputs
+from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.weights import PreparedWeights
 
 MOST_PROGRAMS = 16
@@ -213,7 +214,7 @@ class JaxDecodeBackend:
             state = self._copy_program(state, *at)
         return state
 
-    def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> prefill.PackedPieces:
+    def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> PackedPieces:
         return prefill.pack_pieces(pieces, bucket, self.block_tokens, self._sizes.padding_block)
 
     # The programs.
@@ -221,7 +222,7 @@ class JaxDecodeBackend:
     def _initial(self) -> Cache:
         return self._placement.empty_cache(self._sizes, self._dtype)
 
-    def _prefill(self, weights: PreparedWeights, state: Cache, packed: prefill.PackedPieces) -> Cache:
+    def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces) -> Cache:
         return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed)
 
     def _generate(

@@ -99,7 +99,7 @@ def place(
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
     # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
-    form = {'lora': decoder.lora, 'tokens': 'columns' if devices[0].platform == 'cpu' else 'rows'}
+    form: dict[str, Any] = {'lora': decoder.lora, 'tokens': 'columns' if devices[0].platform == 'cpu' else 'rows'}
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
         return Placement(Decoder(decoder.config, **form), attention, config, None, on, on, on, (), on), rejected

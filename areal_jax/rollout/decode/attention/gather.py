@@ -30,7 +30,7 @@ class GatherAttention:
     def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
         return layer[0].at[blocks, :, offsets].set(k), layer[1].at[blocks, :, offsets].set(v)
 
-    def read(self, layer: LayerCache, blocks: jax.Array) -> LayerCache:
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, v = (side[blocks].swapaxes(1, 2) for side in layer)  # [C, T, K, D]
         return k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])
 

@@ -44,7 +44,7 @@ class LoopAttention:
         keys, values = layer
         return keys.at[blocks, :, :, offsets].set(k), values.at[blocks, :, offsets].set(v)
 
-    def read(self, layer: LayerCache, blocks: jax.Array) -> LayerCache:
+    def read(self, layer: LayerCache, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values = layer[0][blocks].transpose(0, 3, 1, 2), layer[1][blocks].transpose(0, 2, 1, 3)
         return keys.reshape(-1, *keys.shape[2:]), values.reshape(-1, *values.shape[2:])
 
