@@ -17,35 +17,6 @@ FILE = 'events.jsonl'  # in the workdir
 # `audit`; 1: no event `log`, each start counts its runs from 0
 VERSION = 4
 
-LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
-EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it
-EVALUATION_WORK = ('evaluation_prefill', 'evaluation_decode', 'pin')  # kinds of work of such an evaluation
-
-
-def engine_lane(index: int) -> str:
-    """The lane in which one engine decodes; also the engine's name."""
-    return f'engine/{index}'
-
-
-def publish_lane(index: int) -> str:
-    """The lane in which one engine fetches weights."""
-    return f'{PUBLISH}/{index}'
-
-
-def lane_group(lane: str) -> str:
-    """'engine' for every engine lane, 'publish' for every publish lane, else the lane itself."""
-    return lane.split('/')[0]
-
-
-def is_engine_lane(lane: str) -> bool:
-    return lane_group(lane) == 'engine'
-
-
-def is_publish_lane(lane: str) -> bool:
-    """True for the lane that transfers new weights and for those in which engines fetch them."""
-    return lane_group(lane) == PUBLISH
-
-
 Draw = Annotated[int, 'number of the draw: the position of the prompt in the stream, unique in the run']
 Sample = Annotated[int, 'index of the answer in its group, from 0']
 Request = Annotated[str, 'SEED/DRAW/SAMPLE']
@@ -107,10 +78,7 @@ class ArriveEvent(Header):
     request: Request
 
 
-class PrefillEvent(Header):
-    """An engine requested the prefill of prompts or of interrupted answers."""
-
-    kind: Literal['prefill']
+class _Prefill(Header):
     engine: Engine
     requests: Annotated[list[str], 'requests that get a slot; from version 4 on also those whose tokens are computed']
     bucket: Annotated[int, 'padded length in tokens: of the packed row, before version 4 of a sequence']
@@ -119,10 +87,13 @@ class PrefillEvent(Header):
     rebuilt: NotRequired[Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']]
 
 
-class DecodeEvent(Header):
-    """A dispatch of decoding was done."""
+class PrefillEvent(_Prefill):
+    """An engine requested the prefill of prompts or of interrupted answers."""
 
-    kind: Literal['decode']
+    kind: Literal['prefill']
+
+
+class _Decode(Header):
     engine: Engine
     dispatch: Annotated[int, 'number of the dispatch, from 1 at each start of the program']
     slots: Annotated[list[str | None], 'request decoded in each slot; null for none']
@@ -132,6 +103,12 @@ class DecodeEvent(Header):
     version: PolicyVersion
     positions: NotRequired[Annotated[int, 'positions of the KV cache that rows see, over rows and steps']]
     positions_read: NotRequired[Annotated[int, 'the same with those that attention reads and masks']]
+
+
+class DecodeEvent(_Decode):
+    """A dispatch of decoding was done."""
+
+    kind: Literal['decode']
 
 
 class PreemptEvent(Header):
@@ -330,31 +307,16 @@ class EvaluationLostEvent(Header):
     version: PolicyVersion
 
 
-class EvaluationPrefillEvent(Header):
+class EvaluationPrefillEvent(_Prefill):
     """As `prefill`, for an evaluation beside training."""
 
     kind: Literal['evaluation_prefill']
-    engine: Engine
-    requests: Annotated[list[str], 'requests that get a slot; from version 4 on also those whose tokens are computed']
-    bucket: Annotated[int, 'padded length in tokens: of the packed row, before version 4 of a sequence']
-    tokens: Annotated[int, 'tokens computed, without padding and without prefixes that were kept']
-    prior: NotRequired[Annotated[int, 'padded number of earlier positions read from the KV cache']]
-    rebuilt: NotRequired[Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']]
 
 
-class EvaluationDecodeEvent(Header):
-    """As `decode`, for an evaluation beside training."""
+class EvaluationDecodeEvent(_Decode):
+    """As `decode`, for an evaluation beside training; its dispatches have numbers of their own."""
 
     kind: Literal['evaluation_decode']
-    engine: Engine
-    dispatch: Annotated[int, 'number of such a dispatch, from 1 at each start of the program']
-    slots: Annotated[list[str | None], 'request decoded in each slot; null for none']
-    bucket: Annotated[int, 'rows of the batch, padding included; before version 4 tokens of the KV cache attended to']
-    steps: Annotated[int, 'tokens per slot at most']
-    tokens: Annotated[int, 'tokens generated over all slots']
-    version: PolicyVersion
-    positions: NotRequired[Annotated[int, 'positions of the KV cache that rows see, over rows and steps']]
-    positions_read: NotRequired[Annotated[int, 'the same with those that attention reads and masks']]
 
 
 class JoinEvent(Header):

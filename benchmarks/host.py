@@ -34,7 +34,7 @@ from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import DISK, LEARNER, REWARD, engine_lane, publish_lane
+from areal_jax.lanes import DISK, LEARNER, REWARD, engine_lane, publish_lane
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool

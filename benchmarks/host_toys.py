@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 import numpy as np
 
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import REWARD, engine_lane, publish_lane
+from areal_jax.lanes import REWARD, engine_lane, publish_lane
 from areal_jax.protocols import Clock
 from areal_jax.types import (
     EngineCapabilities,

@@ -12,8 +12,8 @@ from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import engine_lane, publish_lane
 from areal_jax.formats.hf_directory import load_hf
+from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.decode.backend import JaxDecodeBackend

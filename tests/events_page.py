@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable
 
-from areal_jax import events
+from areal_jax import events, lanes
 from areal_jax.records import Field
 
 PAGE = pathlib.Path(__file__).parent.parent / 'docs' / 'events.md'
@@ -17,8 +17,8 @@ _HEAD = f"""# The event log
 A log without the event `log` has version 1: each start of the program counts its runs from 0 there. Kinds and optional
 fields may be added, which raises the version; nothing that is listed here is ever changed.
 
-Lanes: `{events.engine_lane(0)}` and so on (decoding), `{events.LEARNER}`, `{events.REWARD}` (verification),
-`{events.PUBLISH}` and `{events.publish_lane(0)}` and so on (transfer and fetching of weights), `{events.DISK}`
+Lanes: `{lanes.engine_lane(0)}` and so on (decoding), `{lanes.LEARNER}`, `{lanes.REWARD}` (verification),
+`{lanes.PUBLISH}` and `{lanes.publish_lane(0)}` and so on (transfer and fetching of weights), `{lanes.DISK}`
 (checkpoints).
 """
 

@@ -3,7 +3,7 @@
 import ast
 import pathlib
 
-from areal_jax import events
+from areal_jax import events, lanes
 from tests import events_page
 
 PACKAGE = pathlib.Path(events.__file__).parent
@@ -21,12 +21,12 @@ def test_every_kind_and_field_is_explained():
 
 
 def test_lanes_are_told_apart_by_their_names():
-    lanes = [events.engine_lane(11), 'publish', events.publish_lane(0), events.LEARNER, events.REWARD, events.DISK]
-    assert lanes == ['engine/11', 'publish', 'publish/0', 'learner', 'reward', 'disk']
-    assert [lane for lane in lanes if events.is_engine_lane(lane)] == ['engine/11']
-    assert [lane for lane in lanes if events.is_publish_lane(lane)] == ['publish', 'publish/0']
-    assert not events.is_publish_lane('publisher')
-    assert not events.is_engine_lane('engineer')
+    names = [lanes.engine_lane(11), 'publish', lanes.publish_lane(0), lanes.LEARNER, lanes.REWARD, lanes.DISK]
+    assert names == ['engine/11', 'publish', 'publish/0', 'learner', 'reward', 'disk']
+    assert [lane for lane in names if lanes.is_engine_lane(lane)] == ['engine/11']
+    assert [lane for lane in names if lanes.is_publish_lane(lane)] == ['publish', 'publish/0']
+    assert not lanes.is_publish_lane('publisher')
+    assert not lanes.is_engine_lane('engineer')
 
 
 def literal_lanes(source):
@@ -34,8 +34,8 @@ def literal_lanes(source):
     nodes = list(ast.walk(ast.parse(source)))
     calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.args]
     on_clock = [n.args[0] for n in calls if n.func.attr in ('run', 'call') and 'clock' in ast.unparse(n.func.value)]
-    lanes = [n for n in [*on_clock, *nodes] if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return sorted({n.value for n in lanes if n in on_clock or n.value.startswith('engine/')})
+    named = [n for n in [*on_clock, *nodes] if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return sorted({n.value for n in named if n in on_clock or n.value.startswith('engine/')})
 
 
 def test_lanes_are_named_by_the_schema_alone():

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'events', 'files', 'plugins', 'records', 'types', 'protocols', 'config'},
+    {'errors', 'events', 'files', 'lanes', 'plugins', 'records', 'types', 'protocols', 'config'},
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -21,6 +21,7 @@ NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'tele
 JAX_FREE = [
     'errors',
     'events',
+    'lanes',
     'records',
     'files',
     'plugins',

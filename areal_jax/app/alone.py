@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areal_jax.events import LEARNER, is_engine_lane
+from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.report.lanes import LaneInterval, of_training
 from areal_jax.report.window import Window
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_jax import events
+from areal_jax import lanes
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.control.clocks.loop import LoopClock
@@ -18,14 +18,16 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
       waits_for_work: at the end, wait for work under way as long as it is not taken to hang (run.stall_timeout_s): the
         process goes on after the run, and a thread left behind would write into a workdir that is free again.
     """
-    of_engine = (events.engine_lane, events.publish_lane)
-    lanes = {lane(index): 1 for index in range(parse_engines(config.cluster.engines).count) for lane in of_engine}
+    of_engine = (lanes.engine_lane, lanes.publish_lane)
+    widths = {lane(index): 1 for index in range(parse_engines(config.cluster.engines).count) for lane in of_engine}
     if config.evaluation.every:
-        lanes[events.EVALUATION_REWARD] = 1
-    lanes |= {events.LEARNER: 1, events.REWARD: config.task.verifier_workers, events.DISK: 1}
+        widths[lanes.EVALUATION_REWARD] = 1
+    widths |= {lanes.LEARNER: 1, lanes.REWARD: config.task.verifier_workers, lanes.DISK: 1}
     if config.run.clock == 'real':
         stall_s = config.run.stall_timeout_s
-        return RealClock(lanes, log, stall_s, start_s, max(stall_s, END_OF_WORK_S) if waits_for_work else END_OF_WORK_S)
+        return RealClock(
+            widths, log, stall_s, start_s, max(stall_s, END_OF_WORK_S) if waits_for_work else END_OF_WORK_S
+        )
     prices = config.virtual
     per_unit = {
         **dict.fromkeys(('decode', 'evaluation_decode'), prices.decode_step_s),
@@ -35,4 +37,4 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
         'reward': prices.reward_s,
         'save': prices.save_s,
     }
-    return VirtualClock(lanes, log, per_unit, start_s)
+    return VirtualClock(widths, log, per_unit, start_s)

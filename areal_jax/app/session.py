@@ -39,8 +39,8 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
-from areal_jax.events import EVALUATION_REWARD
 from areal_jax.events import FILE as EVENTS
+from areal_jax.lanes import EVALUATION_REWARD
 from areal_jax.models.weights import Params
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.event_log import load_events

@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from areal_jax import events
+from areal_jax import lanes
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.plugins import absolute_spec, is_own, load_function
@@ -70,7 +70,7 @@ def build_verifier(
     decode: Callable[[np.ndarray], str],
     *,
     workers: int | None = None,
-    lane: str = events.REWARD,
+    lane: str = lanes.REWARD,
     workdir: pathlib.Path | None = None,
 ) -> ProcessVerifier | InlineVerifier:
     """The verifier of the task's answers, which are scored by task.reward where that is set.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from areal_jax import events
+from areal_jax import lanes
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock
 from areal_jax.types import Work
@@ -30,6 +30,6 @@ class CheckpointWriter:
             await self._clock.wait(self._written)
 
     async def _write(self, update: int, write: Callable[[], None]) -> None:
-        await self._clock.run(events.DISK, write, Work('save', 1, {'update': update}))
+        await self._clock.run(lanes.DISK, write, Work('save', 1, {'update': update}))
         self._writing = False
         self._written.set()

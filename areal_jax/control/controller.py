@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from areal_jax import events
+from areal_jax import lanes
 from areal_jax.control.admission import Admission
 from areal_jax.control.buffer import TrajectoryBuffer
 from areal_jax.control.checkpoint_writer import CheckpointWriter
@@ -240,8 +240,8 @@ class Controller:
         version, learner, run = self._trained_version, self._learner, self._clock.run
         detail = {'update': version + 1}
         work = Work('train', self._update_tokens(groups), detail)
-        metrics = await run(events.LEARNER, lambda: learner.update(groups, version), work)
-        copy = await run(events.LEARNER, lambda: learner.publish(version + 1), Work('snapshot', 1, detail))
+        metrics = await run(lanes.LEARNER, lambda: learner.update(groups, version), work)
+        copy = await run(lanes.LEARNER, lambda: learner.publish(version + 1), Work('snapshot', 1, detail))
         self._trained_version = version + 1
         await self._publisher.put(Update(version + 1, groups, metrics, copy))
 
@@ -300,7 +300,7 @@ class Controller:
             return
         await self._writer.wait()
         await self._pause()
-        arrays = await self._clock.run(events.LEARNER, self._learner.save, Work('snapshot'))
+        arrays = await self._clock.run(lanes.LEARNER, self._learner.save, Work('snapshot'))
         earlier = await self._lock_step.copy_earlier_versions() if self._lock_step else {}
         self._log.write('save', update=self._trained_version)
         save, step, state = self._save_checkpoint, self._trained_version, self.snapshot()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from areal_jax.control.admission import Admission
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import VersionRing
-from areal_jax.events import publish_lane
+from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Clock, Pool
 from areal_jax.types import PublishedWeights, Weights, Work
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.queues import BoundedQueue
-from areal_jax.events import publish_lane
+from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Channel, Clock
 from areal_jax.types import PublishedWeights, TrajectoryGroup, Weights, Work
 

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, cast
 
-from areal_jax.events import EVALUATION_WORK, Event, is_engine_lane
+from areal_jax.events import Event
+from areal_jax.lanes import EVALUATION_WORK, is_engine_lane
 from areal_jax.report import statistics
 from areal_jax.report.contents import CurveEnds, CurveRow, Interval, Report
 from areal_jax.report.lanes import LaneInterval, lane_intervals

@@ -9,7 +9,8 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from areal_jax.events import EVALUATION_REWARD, EVALUATION_WORK, Event, RunDoneEvent, RunStartEvent
+from areal_jax.events import Event, RunDoneEvent, RunStartEvent
+from areal_jax.lanes import EVALUATION_REWARD, EVALUATION_WORK
 from areal_jax.report.window import Window
 
 ROUNDING = 1e-6  # seconds by which rounding may make an interval end after the next one starts

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import engine_lane, publish_lane
+from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.pinned import PinnedRequests

@@ -149,23 +149,23 @@ class Scheduler:
 
     def _plan_prefill(self) -> PrefillStep:
         admitted = self.table.admitted()
-        planned: dict[int, tuple[RunningRequest, PlannedPiece]] = {}  # by identity of the target
+        planned: dict[Prefix | CachedSequence, tuple[RunningRequest, PlannedPiece]] = {}  # by target
         before = []
         for running in admitted:
             cached = _cached(running)
             if not cached.is_attached and (cached.prefix is None or cached.prefix.is_complete):
                 before.append(running)
             target = _prefill_target(running)
-            if target is not None and id(target) not in planned:
-                planned[id(target)] = running, self._next_piece(running, target)
+            if target is not None and target not in planned:
+                planned[target] = running, self._next_piece(running, target)
         chosen, bucket = self._fill_bucket(list(planned.values()))
         drivers = {running.request_id for running, _ in chosen}
         pieces = tuple(piece for _, piece in chosen)
-        completed = {
-            id(one.target) for one in pieces
+        completed = [
+            one.target for one in pieces
             if isinstance(one.target, Prefix) and one.piece.span.stop == len(one.target.tokens)
-        }  # fmt: skip
-        after = [one for one in admitted if not _cached(one).is_attached and id(_cached(one).prefix) in completed]
+        ]  # fmt: skip
+        after = [one for one in admitted if not _cached(one).is_attached and _cached(one).prefix in completed]
         named = tuple(
             running.request_id for running in admitted
             if running.request_id in drivers or not _cached(running).is_logged

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from areal_jax import events
+from areal_jax import lanes
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock, Event
@@ -28,7 +28,7 @@ from areal_jax.types import FinishReason, Prompt, Verdict, Work
 
 # of an attempt; 'error': the scorer raised, or returned no reward; for 'unparsed' see scoring.Score
 LABELS = (*SCORED, 'timeout', 'crash', 'error')
-LANE = events.REWARD
+LANE = lanes.REWARD
 
 _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
 

@@ -12,7 +12,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import engine_lane, publish_lane
+from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.rollout import requirements
 from areal_jax.rollout.ledger import Ledger
 from areal_jax.rollout.pool import Pool

@@ -1,0 +1,32 @@
+"""The names of lanes: a lane is a resource of the clock, and events name the lane that they belong to.
+
+Used by whoever declares, requests or reads lanes. `engine/K` and `publish/K` are made by the functions below.
+"""
+
+LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
+EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it
+EVALUATION_WORK = ('evaluation_prefill', 'evaluation_decode', 'pin')  # kinds of work of such an evaluation
+
+
+def engine_lane(index: int) -> str:
+    """The lane in which one engine decodes; also the engine's name."""
+    return f'engine/{index}'
+
+
+def publish_lane(index: int) -> str:
+    """The lane in which one engine fetches weights."""
+    return f'{PUBLISH}/{index}'
+
+
+def lane_group(lane: str) -> str:
+    """'engine' for every engine lane, 'publish' for every publish lane, else the lane itself."""
+    return lane.split('/')[0]
+
+
+def is_engine_lane(lane: str) -> bool:
+    return lane_group(lane) == 'engine'
+
+
+def is_publish_lane(lane: str) -> bool:
+    """True for the lane that transfers new weights and for those in which engines fetch them."""
+    return lane_group(lane) == PUBLISH
