@@ -65,10 +65,16 @@ def test_the_better_peer_counts_in_each_clock():
     assert not compare(ours, peers, Bar(1.4, True), ('cpu_s', 'wall_s'))['met']  # wall seconds are judged too
 
 
-def test_a_median_at_the_bar_is_not_met_where_the_quartile_misses_it():
-    row = compare(calls(1, 1, 1, 1, 1), {'peer': calls(1.0, 1.3, 1.5, 1.5, 1.5)}, Bar(1.4, True), ('cpu_s',))
-    assert row['ratio_cpu'] == 1.5
-    assert not row['met']
+@pytest.mark.parametrize(('quartile', 'met'), [(1.27, True), (1.25, False)])
+def test_a_bar_is_met_by_the_median_where_the_quartile_comes_within_a_tenth(quartile, met):
+    row = compare(calls(1, 1, 1, 1, 1), {'peer': calls(1.0, quartile, 1.5, 1.5, 1.5)}, Bar(1.4, True), ('cpu_s',))
+    assert (row['ratio_cpu'], row['quartile_cpu'], row['met']) == (1.5, quartile, met)
+
+
+@pytest.mark.parametrize(('quartile', 'met'), [(1.31, True), (1.33, False)])
+def test_a_cost_is_met_likewise(quartile, met):
+    row = compare(calls(1.0, 1.1, 1.2, quartile, 2), {'peer': calls(1, 1, 1, 1, 1)}, Bar(1.2, False), ('cpu_s',))
+    assert (row['ratio_cpu'], row['quartile_cpu'], row['met']) == (1.2, quartile, met)
 
 
 # Work.
