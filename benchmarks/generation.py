@@ -18,10 +18,11 @@ token; prefix caches of peers are off. Each side is a process that has compiled 
 all run on the same `--threads` cores. CPU seconds count the whole process tree. Ours are a LocalEngine under the real
 clock in rows 1 to 4 and under the virtual clock, which does the same work inline, in rows 7 and 8.
 
-Sides are asked in turns, A B A B; a ratio is taken within each turn. `ratio_cpu` and `ratio_wall` are medians over the
-turns, `quartile_*` the quartile on the side on which the bar would be missed. `met` is true when the median reaches the
-bar and the quartile comes within a tenth of it: in CPU and in wall seconds in rows 1 to 3, in CPU seconds in the others.
-`value` is the measure of rows 4 to 8. Ratios of rows 1 to 3 are speeds of ours over theirs, the others costs of the first over the second.
+Sides are asked in turns, A B A B; a ratio is taken within each turn. `ratio_cpu` and `ratio_wall` are medians over
+the turns, `quartile_*` the quartile on the side on which the bar would be missed. `met` is true when the median
+reaches the bar and the quartile comes within a tenth of it: in CPU and in wall seconds in rows 1 to 3, in CPU seconds
+in the others. `value` is the measure of rows 4 to 8. Ratios of rows 1 to 3 are speeds of ours over theirs, the others
+costs of the first over the second.
 """
 
 from __future__ import annotations
