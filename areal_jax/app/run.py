@@ -246,7 +246,7 @@ class Run(abc.ABC):
         self._start.begin('building the learner')
         # processes that compile a program for all of them do so at the same time, at a command
         ahead = self._finished is None and self.config.distributed.processes == 1
-        learner = build_learner(self.config, model, compile_ahead=ahead)
+        learner = self._own(build_learner(self.config, model, compile_ahead=ahead))
         print_passed_over('learner.attention', learner.passed_over)
         learner.announce = functools.partial(self._start.count_programs, of='learner')
         self.learner = self._own(lead(self.config, learner, self.workdir))

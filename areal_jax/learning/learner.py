@@ -85,9 +85,16 @@ class SpmdLearner:
         self._passes = Passes(self._layout, self.programs, settings, mesh, learning_rate)
         described = describe_state(trained, frozen, settings, self.programs.definitions)
         self._declared = list(self._passes.declared_programs(described))
+        self._closing = False
+        self._ahead: threading.Thread | None = None
         if compile_ahead:
-            threading.Thread(target=self._compile_ahead, name='learner warm-up', daemon=True).start()
-        self.state = place_state(trained, frozen, settings, self.programs)
+            self._ahead = threading.Thread(target=self._compile_ahead, name='learner warm-up', daemon=True)
+            self._ahead.start()
+        try:
+            self.state = place_state(trained, frozen, settings, self.programs)
+        except BaseException:
+            self.close()
+            raise
         self._copy: Tree = None  # what the last `publish` returned; None once the weights have changed
 
     def warm_up(self) -> int:
@@ -100,6 +107,8 @@ class SpmdLearner:
     def _compile_ahead(self) -> None:
         with contextlib.suppress(Exception):  # `warm_up` raises it
             for name, args in self._declared:
+                if self._closing:
+                    break
                 self.programs.compile(name, *args)
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
@@ -209,7 +218,10 @@ class SpmdLearner:
         require_finite(self.state.weights_and_optimizer, self._mesh, what, fix)
 
     def close(self) -> None:
-        """Nothing to release; `CommandLeader` releases the followers."""
+        """Ends the thread that compiles ahead, with the program under way; `CommandLeader` releases the followers."""
+        self._closing = True
+        if self._ahead is not None:
+            self._ahead.join()
 
     def _define_programs(self, trained: Params, frozen: Params, optimizer: Optimizer) -> Programs:
         config = self._decoder.config
