@@ -249,7 +249,8 @@ class Run(abc.ABC):
         learner = self._own(build_learner(self.config, model, compile_ahead=ahead))
         print_passed_over('learner.attention', learner.passed_over)
         learner.announce = functools.partial(self._start.count_programs, of='learner')
-        self.learner = self._own(lead(self.config, learner, self.workdir))
+        leader = lead(self.config, learner, self.workdir)
+        self.learner = leader if leader is learner else self._own(leader)
         model.params = None  # the learner has its copy
         require_finite_weights(self.config, self.learner, model)
         if checkpoint is None:

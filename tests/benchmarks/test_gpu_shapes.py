@@ -28,7 +28,7 @@ def test_shapes_have_the_published_sizes(name, parameters):
 
 def test_bytes_of_a_decode_step_by_hand():
     # 5 slots that see 3 + 1 / 2 positions; keys and values of a token: 2 * 1 layer * 1 head * 4 * 2 bytes = 16
-    case = DecodeCase(SMALL, slots=5, context_tokens=8, prompt_tokens=3, new_tokens=2, decode_steps=1)
+    case = DecodeCase(SMALL, slots=5, context_tokens=8, prompt_tokens=3, new_tokens=2, decode_steps=1, prefill_tokens=8)
     weights = 2 * Decoder(SMALL).parameter_count()
     assert shapes.mean_positions(case) == 3.5
     assert shapes.decode_bytes(case, 3.5) == weights + 5 * 3.5 * 16
