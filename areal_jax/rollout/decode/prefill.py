@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.config.constraints import MOST_PREFILL_BUCKETS
 from areal_jax.models.attention import MAX_TILE_TOKENS, choose_checked, local_device, packed_attention, tile_tokens
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 
-MAX_BUCKETS = 6  # of the programs of a backend, so that decoding has room beside them
+MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; decoding has room beside them
 _MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
 _PLACES_PER_TOKEN = 1.5  # pieces of 32 tokens or more always fit when their tokens do
 _SMALLER_PRIOR = 4  # factor between two sizes of the prior
