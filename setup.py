@@ -22,6 +22,7 @@ setup(
     license='Apache-2.0',
     python_requires='>=3.11',
     packages=find_packages(include=['areal_jax', 'areal_jax.*']),
+    package_data={'areal_jax.native': ['*.cc']},
     install_requires=[
         'jax>=0.10.2,<0.13',
         'flax>=0.12.8',

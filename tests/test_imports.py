@@ -10,7 +10,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {'errors', 'events', 'files', 'lanes', 'plugins', 'records', 'types', 'protocols', 'config'},
-    {'tasks', 'control', 'sharding', 'telemetry'},
+    {'tasks', 'control', 'sharding', 'telemetry', 'native'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
     {'distributed', 'simulation', 'evaluation', 'report'},

@@ -115,7 +115,9 @@ SECTIONS: Mapping[str, Section] = {
         cache_tokens=Integer(0, COUNT_OR_OFF, 'positions of the KV cache of an engine; 0 = slots * context_tokens'),
         prefill_buckets=Lengths((64, 256), 'tokens of a packed prefill, padding included; longer prompts go in pieces'),
         attention=Choice(
-            'auto', ('auto', 'gather', 'loops', 'pallas_gpu', 'pallas_tpu'), "over the KV cache; 'auto': by platform"
+            'auto',
+            ('auto', 'gather', 'loops', 'native', 'pallas_gpu', 'pallas_tpu'),
+            "over the KV cache; 'auto': by platform",
         ),
         kv_policy=Choice('recompute', ('recompute', 'keep'), 'KV cache of unfinished answers when new weights arrive'),
         workflow=ChoiceOrOwn('single_turn', ('single_turn',), 'how a prompt becomes an answer: docs/your_task.md'),

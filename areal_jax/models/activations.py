@@ -1,9 +1,10 @@
-"""The two forms of activations: tokens as rows, which the learner trains with, or as columns, for decoding on CPUs.
+"""The forms of activations: tokens as rows, which the learner trains with, or as columns, for decoding on CPUs.
 
 With tokens as rows, activations are [T, d] and a matrix [in, out] is multiplied from the right. With tokens as columns,
 activations are [d, T] and the matrix is stored [out, in] and multiplied from the left: XLA's CPU product reads a left
 operand in place, but packs a right one anew in every call, which costs more than the product when T is small. The
-layer (`block`) is written once, on the operations below; attention sees [T, H, D] in both forms.
+layer (`block`) is written once, on the operations below; attention sees [T, H, D] in all forms. `NativeColumns` has
+products of its own where they are faster than XLA's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from areal_jax.native import library
 
 
 class Activations(Protocol):
@@ -24,8 +27,8 @@ class Activations(Protocol):
         """A matrix [..., in, out] as `multiply` takes it."""
         ...
 
-    def multiply(self, x: jax.Array, matrix: jax.Array) -> jax.Array:
-        """Activations times a stored matrix."""
+    def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+        """Activations times each of the stored matrices."""
         ...
 
     def by_feature(self, vector: jax.Array) -> jax.Array:
@@ -57,8 +60,8 @@ class Rows:
     def stored(self, matrix: jax.Array) -> jax.Array:
         return matrix
 
-    def multiply(self, x: jax.Array, matrix: jax.Array) -> jax.Array:
-        return x @ matrix
+    def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x @ matrix for matrix in matrices)
 
     def by_feature(self, vector: jax.Array) -> jax.Array:
         return vector
@@ -87,8 +90,8 @@ class Columns:
     def stored(self, matrix: jax.Array) -> jax.Array:
         return matrix.swapaxes(-1, -2)
 
-    def multiply(self, x: jax.Array, matrix: jax.Array) -> jax.Array:
-        return matrix @ x
+    def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(matrix @ x for matrix in matrices)
 
     def by_feature(self, vector: jax.Array) -> jax.Array:
         return vector[:, None]
@@ -107,4 +110,30 @@ class Columns:
         return lax.optimization_barrier(product).T
 
 
-ACTIVATIONS: dict[str, Activations] = {'rows': Rows(), 'columns': Columns()}
+class NativeColumns(Columns):
+    """Columns with the products of native/kernels.cc where these are faster: float32, on one device, few columns.
+
+    Their order of operations does not depend on the number of columns. library.register has been called.
+    """
+
+    def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+        if not _have_native_products(x, *matrices):
+            return super().multiply(x, *matrices)
+        shapes = [jax.ShapeDtypeStruct((len(matrix), x.shape[1]), x.dtype) for matrix in matrices]
+        return tuple(jax.ffi.ffi_call(library.MULTIPLY, shapes)(x, *matrices))
+
+    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+        if not _have_native_products(x, head):
+            return super().logits(x, head)
+        return self.multiply(x, head)[0].T
+
+
+def _have_native_products(x: jax.Array, *matrices: jax.Array) -> bool:
+    columns = x.shape[1]
+    are_float32 = all(array.dtype == jnp.float32 for array in (x, *matrices))
+    return columns % 8 == 0 and columns <= _MOST_NATIVE_COLUMNS and are_float32
+
+
+_MOST_NATIVE_COLUMNS = 64  # with more, what XLA pays to pack both operands no longer counts
+
+ACTIVATIONS: dict[str, Activations] = {'rows': Rows(), 'columns': Columns(), 'native_columns': NativeColumns()}

@@ -59,12 +59,13 @@ class _Attention(nnx.Module):
         self.head_dim, self.eps, self.qk_norm, self.form = c.head_dim, c.rms_eps, c.qk_norm, form
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
-        projections = self.query, self.key, self.value
-        q, k, v = (self.form.split_heads(linear(x), self.head_dim) for linear in projections)
+        projected = _project(x, self.query, self.key, self.value)
+        q, k, v = (self.form.split_heads(y, self.head_dim) for y in projected)
         if self.qk_norm:
             q, k = rms_norm(q, self.query_norm[...], self.eps), rms_norm(k, self.key_norm[...], self.eps)
         out, entry = attend(rotate(q, *rotation), rotate(k, *rotation), v)
-        return self.output(self.form.join_heads(out)), entry
+        [y] = _project(self.form.join_heads(out), self.output)
+        return y, entry
 
 
 class _Mlp(nnx.Module):
@@ -73,7 +74,9 @@ class _Mlp(nnx.Module):
         self.gate, self.up, self.down = (_Linear(_below(weights, name), lora, form) for name in ('gate', 'up', 'down'))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = _project(x, self.gate, self.up)
+        [y] = _project(jax.nn.silu(gate) * up, self.down)
+        return y
 
 
 class _Linear(nnx.Module):
@@ -87,14 +90,22 @@ class _Linear(nnx.Module):
         self.has_bias, self.form = 'bias' in weights, form
         self.lora_scale = lora.scale if lora and 'lora_a' in weights else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        multiply = self.form.multiply
-        y = multiply(x, self.weight[...])
+    def complete(self, x: jax.Array, product: jax.Array) -> jax.Array:
+        """Activations x times the weight, with bias and adapter."""
+        y, multiply = product, self.form.multiply
         if self.has_bias:
             y = y + self.form.by_feature(self.bias[...])
         if self.lora_scale is not None:
-            y = y + multiply(multiply(x, self.lora_a[...]), self.lora_b[...]) * self.lora_scale
+            [inner] = multiply(x, self.lora_a[...])
+            [adapted] = multiply(inner, self.lora_b[...])
+            y = y + adapted * self.lora_scale
         return y
+
+
+def _project(x: jax.Array, *linears: _Linear) -> tuple[jax.Array, ...]:
+    """Activations x through each; their products are one call of the form."""
+    products = linears[0].form.multiply(x, *(linear.weight[...] for linear in linears))
+    return tuple(linear.complete(x, product) for linear, product in zip(linears, products, strict=True))
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axis: int = -1) -> jax.Array:

@@ -1,8 +1,8 @@
 """What an engine does next: which requests enter slots, which leave them for want of blocks, and the next dispatch.
 
 Pure bookkeeping between two dispatches; stream.py runs what is planned here. Prefill goes in pieces between the
-dispatches of decoding, so that a long prompt does not stop the other answers: as many pieces as one bucket holds, then
-one dispatch for the requests that are ready.
+dispatches of decoding, so that long prompts do not stop the other answers: at most MOST_PREFILLS buckets of pieces,
+then one dispatch for the requests that are ready. Several, because a dispatch costs nearly as much with few rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.slot_table import SlotTable
 
 NO_PREFILL = PrefillBucket(0, 0)
+MOST_PREFILLS = 4  # dispatches of prefill between two of decoding, while a request is ready to be decoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Scheduler:
             backend.cache_blocks, backend.block_tokens,
             context_tokens=backend.context_tokens, steps=decode_steps, version=version,
         )  # fmt: skip
-        self._has_prefilled = False  # since the last dispatch of decoding
+        self._prefills = 0  # since the last dispatch of decoding
 
     # Requests.
 
@@ -97,7 +98,7 @@ class Scheduler:
         """Returns the requests in slots to the head of the queue, and forgets the cache."""
         self.change_version(self.cache.version, keep=False)
         self.table.requeue()
-        self._has_prefilled = False
+        self._prefills = 0
 
     # The next dispatch.
 
@@ -107,10 +108,10 @@ class Scheduler:
         self._admit()
         entries = tuple((slot, running) for slot, running in self.table.running() if _is_ready(running))
         needs_prefill = len(entries) < self.table.taken
-        if needs_prefill and not (entries and self._has_prefilled):
-            self._has_prefilled = True
+        if needs_prefill and not (entries and self._prefills >= MOST_PREFILLS):
+            self._prefills += 1
             return self._plan_prefill()
-        self._has_prefilled = False
+        self._prefills = 0
         return DecodeStep(entries, tuple(_decode_row(running) for _, running in entries)) if entries else None
 
     def note_prefilled(self, step: PrefillStep) -> None:

@@ -20,6 +20,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Attend, Constrain, Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
+from areal_jax.native import library
 from areal_jax.rollout.decode.attention.check import choose_checked
 from areal_jax.rollout.decode.attention.choose import Demand
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
@@ -97,8 +98,7 @@ def place(
         windows=any(config.window(layer) is not None for layer in range(config.n_layers)),
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
-    # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
-    tokens = 'columns' if devices[0].platform == 'cpu' else 'rows'
+    tokens = _token_form(devices)
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
         whole = Decoder(decoder.config, lora=decoder.lora, tokens=tokens)
@@ -109,6 +109,14 @@ def place(
     cache = (tuple(NamedSharding(mesh, spec) for spec in layer),) * config.n_layers
     over = HeadParallelDecoder(decoder, mesh, layer, tokens)
     return Placement(over, attention, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
+
+
+def _token_form(devices: Sequence[jax.Device]) -> str:
+    """The form of activations that is fast for few tokens on this hardware; see models.activations."""
+    if devices[0].platform != 'cpu':
+        return 'rows'
+    # XLA does not cut a call of a kernel over devices
+    return 'native_columns' if len(devices) == 1 and library.is_available() else 'columns'
 
 
 class HeadParallelDecoder(Decoder):

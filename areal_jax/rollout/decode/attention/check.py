@@ -33,8 +33,8 @@ def choose_checked(impl: str, demand: Demand, device: jax.Device) -> tuple[Cache
     rejected: dict[str, str] = {}
     while True:
         name = choose_implementation(impl, demand, device, rejected)
-        attention = IMPLEMENTATIONS[name].make(demand)
         try:
+            attention = IMPLEMENTATIONS[name].make(demand)
             if IMPLEMENTATIONS[name].is_kernel:
                 self_check(attention, demand, device)
             return attention, tuple(rejected.values())

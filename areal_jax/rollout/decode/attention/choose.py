@@ -15,6 +15,7 @@ from areal_jax.models.attention import AttentionError
 from areal_jax.rollout.decode.attention.contract import CacheAttention
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.loops import LoopAttention
+from areal_jax.rollout.decode.attention.native import NativeAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
 from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 
@@ -54,6 +55,7 @@ IMPLEMENTATIONS = {
         lambda d: GatherAttention(d.table_blocks), _ANY_PLATFORM, _FLOATS, windows=True, is_kernel=False
     ),
     'loops': Implementation(lambda d: LoopAttention(), _ANY_PLATFORM, _FLOATS, windows=True, is_kernel=False),
+    'native': Implementation(lambda d: NativeAttention(), ('cpu',), ('float32',), windows=True, is_kernel=True),
     'pallas_gpu': Implementation(
         lambda d: PallasGpuAttention(d.head_dim),
         ('gpu',),
@@ -72,7 +74,11 @@ IMPLEMENTATIONS = {
         max_head_dim=256,
     ),
 }
-_PREFERRED = {'cpu': ('loops',), 'gpu': ('pallas_gpu',), 'tpu': ('pallas_tpu',)}  # then 'gather', which runs everywhere
+_PREFERRED = {
+    'cpu': ('native', 'loops'),
+    'gpu': ('pallas_gpu',),
+    'tpu': ('pallas_tpu',),
+}  # then 'gather', which runs everywhere
 
 
 def choose_implementation(impl: str, demand: Demand, device: jax.Device, excluded: Collection[str] = ()) -> str:

@@ -1,0 +1,323 @@
+// Kernels of decoding on CPUs: attention over a cache of blocks that is read in place, and products of a matrix with a
+// few columns. library.py compiles this file.
+//
+// Every number of a result is computed in one order of operations, whatever the threads, the other rows and their number.
+//
+// Attention: B rows, H heads, K key-value heads, D head size, T positions of a block, M blocks of a table row. Keys and
+// values of a layer are [blocks, T, K, D]: a token is written as one piece, and a row reads its positions in the order
+// of memory.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kUnroll = 4;  // positions whose products are computed together
+constexpr int64_t kAhead = 4;  // tokens whose places in the cache are fetched before they are written
+constexpr int64_t kUnitRows = 96;  // rows of a matrix that a thread takes at a time
+
+// Calls work(i) for every i < n on the threads of XLA's pool and on the caller's, which returns when all are done.
+template <typename Work>
+void ParallelFor(ffi::ThreadPool& pool, int64_t n, const Work& work) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto state = std::make_shared<State>();
+  // a task that begins after the last item was taken touches the state alone, which it owns
+  auto run = [state, n, &work] {
+    for (int64_t i; (i = state->next.fetch_add(1)) < n;) {
+      work(i);
+      state->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 1; i < std::min<int64_t>(pool.num_threads(), n); ++i) pool.Schedule(decltype(run)(run));
+  run();
+  while (state->done.load(std::memory_order_acquire) < n) std::this_thread::yield();
+}
+
+// e^x for x <= 0 to about 1e-7 of the value, in operations that compilers turn into vectors.
+inline float Exp(float x) {
+  x = std::max(x, -87.0f);
+  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return p * scale;
+}
+
+struct Sizes {
+  int64_t heads, kv_heads, head_dim, block_tokens;
+};
+
+// Softmax of scores in place: weights that are not normalised, and their sum.
+float Soften(float* scores, int64_t n) {
+  float top = scores[0], total = 0;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) top = std::max(top, scores[i]);
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < n; ++i) {
+    scores[i] = Exp(scores[i] - top);
+    total += scores[i];
+  }
+  return total;
+}
+
+// kDim is the head size, or 0 where it is known at run time only.
+template <int kDim, int64_t kPositions>
+inline void Score(const float* q, const float* k, int64_t stride, float scale, int64_t dim, float* scores) {
+  const int64_t size = kDim ? kDim : dim;
+  float sums[kPositions] = {};
+  for (int64_t p = 0; p < kPositions; ++p) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < size; ++d) sum += q[d] * k[p * stride + d];
+    sums[p] = sum;
+  }
+  for (int64_t p = 0; p < kPositions; ++p) scores[p] = sums[p] * scale;
+}
+
+template <int kDim, int64_t kPositions>
+inline void Accumulate(const float* weights, const float* v, int64_t stride, int64_t dim, float* out) {
+  const int64_t size = kDim ? kDim : dim;
+#pragma omp simd
+  for (int64_t d = 0; d < size; ++d) {
+    float sum = out[d];
+    for (int64_t p = 0; p < kPositions; ++p) sum += weights[p] * v[p * stride + d];
+    out[d] = sum;
+  }
+}
+
+// Calls visit(index of the position in the row, pointer to its K * D numbers, positions) for runs of positions.
+template <typename Four, typename One>
+inline void Visit(const float* side, const int32_t* table, int64_t first, int64_t length, const Sizes& s,
+                  const Four& four, const One& one) {
+  const int64_t stride = s.kv_heads * s.head_dim;
+  for (int64_t p = first; p < length;) {
+    const int64_t offset = p % s.block_tokens;
+    const int64_t end = std::min(length, p - offset + s.block_tokens);
+    const float* at = side + (table[p / s.block_tokens] * s.block_tokens + offset) * stride;
+    for (; p + kUnroll <= end; p += kUnroll, at += kUnroll * stride) {
+      // the hardware's own prefetch stops at the end of a page; into L2, because L1 holds the queries and scores
+      const char* next = reinterpret_cast<const char*>(at + kUnroll * stride);
+      for (int64_t byte = 0; byte < kUnroll * stride * 4; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+      four(p - first, at);
+    }
+    for (; p < end; ++p, at += stride) one(p - first, at);
+  }
+}
+
+template <int kDim>
+void AttendRow(const float* q, const float* keys, const float* values, const int32_t* table, int64_t first,
+               int64_t length, const Sizes& s, float* out) {
+  const int64_t seen = length - first, group = s.heads / s.kv_heads, stride = s.kv_heads * s.head_dim;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+  static thread_local std::vector<float> buffer;  // [H, seen]
+  if (static_cast<int64_t>(buffer.size()) < s.heads * seen) buffer.resize(s.heads * seen);
+  float* scores = buffer.data();
+  const auto score = [&](auto positions, int64_t p, const float* k) {
+    for (int64_t h = 0; h < s.heads; ++h) {
+      Score<kDim, decltype(positions)::value>(q + h * s.head_dim, k + h / group * s.head_dim, stride, scale,
+                                              s.head_dim, scores + h * seen + p);
+    }
+  };
+  using Four = std::integral_constant<int64_t, kUnroll>;
+  using One = std::integral_constant<int64_t, 1>;
+  Visit(keys, table, first, length, s, [&](int64_t p, const float* k) { score(Four{}, p, k); },
+        [&](int64_t p, const float* k) { score(One{}, p, k); });
+  std::fill(out, out + s.heads * s.head_dim, 0.0f);
+  static thread_local std::vector<float> totals;
+  totals.resize(s.heads);
+  for (int64_t h = 0; h < s.heads; ++h) totals[h] = Soften(scores + h * seen, seen);
+  const auto accumulate = [&](auto positions, int64_t p, const float* v) {
+    for (int64_t h = 0; h < s.heads; ++h) {
+      Accumulate<kDim, decltype(positions)::value>(scores + h * seen + p, v + h / group * s.head_dim, stride,
+                                                   s.head_dim, out + h * s.head_dim);
+    }
+  };
+  Visit(values, table, first, length, s, [&](int64_t p, const float* v) { accumulate(Four{}, p, v); },
+        [&](int64_t p, const float* v) { accumulate(One{}, p, v); });
+  for (int64_t h = 0; h < s.heads; ++h) {
+    for (int64_t d = 0; d < s.head_dim; ++d) out[h * s.head_dim + d] /= totals[h];
+  }
+}
+
+using Floats = ffi::Buffer<ffi::F32>;
+using Integers = ffi::Buffer<ffi::S32>;
+
+// q [B, H, D], keys and values [blocks, T, K, D], tables [B, M], lengths [B] -> [B, H, D]; window 0 = all positions.
+ffi::Error Attend(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers lengths,
+                  int64_t window, ffi::Result<Floats> out) {
+  const auto rows = q.dimensions(), cache = keys.dimensions();
+  const Sizes sizes{rows[1], cache[2], cache[3], cache[1]};
+  const int64_t row = rows[1] * rows[2], table = tables.dimensions()[1];
+  const auto attend = sizes.head_dim == 64 ? AttendRow<64> : sizes.head_dim == 128 ? AttendRow<128> : AttendRow<0>;
+  ParallelFor(pool, rows[0], [&](int64_t b) {
+    float* result = out->typed_data() + b * row;
+    const int64_t length = lengths.typed_data()[b];
+    const int64_t first = window > 0 ? std::max<int64_t>(0, length - window) : 0;
+    if (length <= 0) {
+      std::fill(result, result + row, 0.0f);
+    } else {
+      attend(q.typed_data() + b * row, keys.typed_data(), values.typed_data(), tables.typed_data() + b * table, first,
+             length, sizes, result);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// The layer with k, v [N, K, D] of token n at place offsets[n] of block blocks[n]; the results are the arguments.
+ffi::Error Write(Floats keys, Floats values, Floats k, Floats v, Integers blocks, Integers offsets,
+                 ffi::Result<Floats> new_keys, ffi::Result<Floats> new_values) {
+  if (new_keys->typed_data() != keys.typed_data() || new_values->typed_data() != values.typed_data()) {
+    return ffi::Error::Internal("areal_jax_cache_write: the cache is not written in place");
+  }
+  const auto cache = keys.dimensions();
+  const int64_t token = cache[2] * cache[3];
+  const int64_t tokens = blocks.element_count();
+  const auto place = [&](int64_t n) { return (blocks.typed_data()[n] * cache[1] + offsets.typed_data()[n]) * token; };
+  for (int64_t n = 0; n < tokens; ++n) {
+    if (n + kAhead < tokens) {
+      const int64_t next = place(n + kAhead);
+      for (int64_t i = 0; i < token; i += 64 / sizeof(float)) {
+        __builtin_prefetch(new_keys->typed_data() + next + i, 1);
+        __builtin_prefetch(new_values->typed_data() + next + i, 1);
+      }
+    }
+    std::memcpy(new_keys->typed_data() + place(n), k.typed_data() + n * token, token * sizeof(float));
+    std::memcpy(new_values->typed_data() + place(n), v.typed_data() + n * token, token * sizeof(float));
+  }
+  return ffi::Error::Success();
+}
+
+// Products. A panel keeps kRows x kVectors vectors of the result in registers; the matrix is read once, in place.
+
+typedef float Half __attribute__((vector_size(32), aligned(4)));
+#ifdef __AVX512F__
+typedef float Whole __attribute__((vector_size(64), aligned(4)));
+constexpr int kAccumulators = 24;  // of 32 registers
+#else
+typedef Half Whole;
+constexpr int kAccumulators = 12;  // of 16 registers
+#endif
+
+template <typename Vector, int kVectors, int kRows>
+inline void MultiplyPanel(const float* w, const float* x, int64_t in, int64_t columns, float* out) {
+  constexpr int kWidth = sizeof(Vector) / sizeof(float);
+  Vector sums[kRows][kVectors] = {};
+  for (int64_t i = 0; i < in; ++i) {
+    Vector entries[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) entries[v] = *reinterpret_cast<const Vector*>(x + i * columns + v * kWidth);
+#pragma GCC unroll 32
+    for (int r = 0; r < kRows; ++r) {
+      const float weight = w[r * in + i];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += weight * entries[v];
+    }
+  }
+#pragma GCC unroll 32
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) *reinterpret_cast<Vector*>(out + r * columns + v * kWidth) = sums[r][v];
+  }
+}
+
+// kColumns of the columns of x, from the pointer on.
+template <typename Vector, int kColumns>
+void MultiplyRows(const float* w, const float* x, int64_t in, int64_t columns, float* out, int64_t rows) {
+  constexpr int kVectors = kColumns * sizeof(float) / sizeof(Vector), kRows = kAccumulators / kVectors;
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows) {
+    MultiplyPanel<Vector, kVectors, kRows>(w + r * in, x, in, columns, out + r * columns);
+  }
+  for (; r < rows; ++r) MultiplyPanel<Vector, kVectors, 1>(w + r * in, x, in, columns, out + r * columns);
+}
+
+// Rows [first, first + count) of w x.
+void MultiplyUnit(Floats& w, Floats& x, Floats& out, int64_t first, int64_t count) {
+  const int64_t in = w.dimensions()[1], columns = x.dimensions()[1];
+  const float* weights = w.typed_data() + first * in;
+  for (int64_t c = 0; c < columns;) {
+    const float* entries = x.typed_data() + c;
+    float* result = out.typed_data() + first * columns + c;
+    const int64_t left = columns - c;
+    if (left >= 32) {
+      MultiplyRows<Whole, 32>(weights, entries, in, columns, result, count), c += 32;
+    } else if (left >= 24) {
+      MultiplyRows<Half, 24>(weights, entries, in, columns, result, count), c += 24;
+    } else if (left >= 16) {
+      MultiplyRows<Whole, 16>(weights, entries, in, columns, result, count), c += 16;
+    } else {
+      MultiplyRows<Half, 8>(weights, entries, in, columns, result, count), c += 8;
+    }
+  }
+}
+
+// x [I, columns] and matrices [O, I] -> one [O, columns] for each matrix; columns are a multiple of 8.
+ffi::Error Multiply(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs matrices, ffi::RemainingRets products) {
+  if (x.dimensions()[1] % 8) return ffi::Error::InvalidArgument("areal_jax_multiply: columns must be a multiple of 8");
+  struct Unit {
+    Floats w, out;
+    int64_t first, count;
+  };
+  std::vector<Unit> units;
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    auto w = matrices.get<Floats>(i);
+    auto out = products.get<Floats>(i);
+    if (!w || !out) return ffi::Error::InvalidArgument("areal_jax_multiply: matrices and products are float32");
+    const int64_t rows = w->dimensions()[0];
+    for (int64_t first = 0; first < rows; first += kUnitRows) {
+      units.push_back({*w, **out, first, std::min(kUnitRows, rows - first)});
+    }
+  }
+  ParallelFor(pool, units.size(), [&](int64_t i) {
+    MultiplyUnit(units[i].w, x, units[i].out, units[i].first, units[i].count);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_attend, Attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Attr<int64_t>("window")
+                                  .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_write, Write,
+                              ffi::Ffi::Bind()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_multiply, Multiply,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().RemainingArgs().RemainingRets());

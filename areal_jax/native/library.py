@@ -1,0 +1,108 @@
+"""The library of kernels: compiled once for a machine, with the C++ compiler that is found, and registered with XLA.
+
+Used by models/activations.py and rollout/decode/attention/native.py. There is no compiled code in the package: which
+instructions a machine has is known on the machine alone, and where there is no compiler the same work is done by XLA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+
+import jax
+import jaxlib
+
+ATTEND, WRITE, MULTIPLY = 'areal_jax_cache_attend', 'areal_jax_cache_write', 'areal_jax_multiply'  # in the source
+_SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
+_FLAGS = ('-std=c++17', '-O3', '-march=native', '-fopenmp-simd', '-shared', '-fPIC', '-w')
+_COMPILERS = ('c++', 'g++', 'clang++')
+_COMPILE_S = 120.0
+
+
+class NativeError(Exception):
+    """The kernels can not be had on this machine; the message says why."""
+
+
+@functools.cache
+def register() -> None:
+    """Makes the kernels known to XLA under the names above, once a process. Raises NativeError."""
+    path = _find_or_compile(_cache_directory())
+    try:
+        library = ctypes.CDLL(str(path))
+        for name in (ATTEND, WRITE, MULTIPLY):
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform='cpu')
+    except (OSError, AttributeError) as error:
+        raise NativeError(f'{path} can not be loaded: {error}; delete it') from error
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether `register` has succeeded or will."""
+    try:
+        register()
+    except NativeError:
+        return False
+    return True
+
+
+def _find_or_compile(directory: pathlib.Path) -> pathlib.Path:
+    """The library for this source, compiler and processor."""
+    compiler = _find_compiler()
+    command = [compiler, *_FLAGS, f'-isystem{jax.ffi.include_dir()}', str(_SOURCE), '-o']
+    parts = [_SOURCE.read_text(), *command, _version(compiler), jaxlib.__version__, _processor()]
+    path = directory / f'kernels_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so'
+    if path.exists():
+        return path
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # processes may compile at the same time: each its own file, and the last one stays
+        handle, made = tempfile.mkstemp(dir=directory, suffix='.so')
+        os.close(handle)
+    except OSError:
+        made = os.path.join(tempfile.mkdtemp(prefix='areal_jax_'), path.name)  # of this process alone
+        path = pathlib.Path(made)
+    try:
+        done = subprocess.run([*command, made], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f'{compiler} does not compile {_SOURCE.name}: {error}') from error
+    if done.returncode:
+        pathlib.Path(made).unlink(missing_ok=True)
+        reason = next((line for line in done.stderr.splitlines() if 'error' in line), done.stderr.strip()[-200:])
+        raise NativeError(f'{compiler} does not compile {_SOURCE.name}: {reason}')
+    os.replace(made, path)
+    return path
+
+
+def _find_compiler() -> str:
+    asked = os.environ.get('CXX')
+    for name in (asked,) if asked else _COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise NativeError(f'there is no C++ compiler ({asked or ", ".join(_COMPILERS)}); install one or set CXX')
+
+
+def _version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, '--version'], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise NativeError(f'{compiler} does not run: {error}') from error
+
+
+def _processor() -> str:
+    """What -march=native depends on: machines of a cluster may share a home directory."""
+    info = pathlib.Path('/proc/cpuinfo')
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line for line in lines if line.startswith(('model name', 'flags', 'Features', 'CPU part'))]
+    return '\n'.join(sorted(set(named))) or platform.platform() + platform.processor()
+
+
+def _cache_directory() -> pathlib.Path:
+    home = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
+    return pathlib.Path(home) / 'areal_jax'
