@@ -313,7 +313,7 @@ def test_no_product_of_columns_has_the_tokens_on_the_left():
 
 
 def test_an_unknown_form_of_activations_is_refused():
-    with pytest.raises(ConfigError, match="tokens='diagonal' is unknown; use one of rows, columns"):
+    with pytest.raises(ConfigError, match="tokens='diagonal' is unknown; use one of rows, columns, native_columns"):
         Decoder(CONFIG, tokens='diagonal')
 
 

@@ -9,11 +9,13 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
 
 from areal_jax.models.attention import AttentionError
+from areal_jax.native import library
 from areal_jax.rollout.decode.attention import check
 from areal_jax.rollout.decode.attention.check import choose_checked, self_check
 from areal_jax.rollout.decode.attention.choose import Demand, choose_implementation
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.loops import LoopAttention
+from areal_jax.rollout.decode.attention.native import NativeAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
 from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 
@@ -33,6 +35,15 @@ def device(platform, capability=None):
 @pytest.mark.parametrize('attention', [GatherAttention(check.TABLE_BLOCKS), LoopAttention()], ids=lambda a: a.name)
 def test_plain_ones_agree_with_float64(attention, demand):
     assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 2e-2)
+
+
+@pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+@pytest.mark.parametrize(
+    'changes',
+    [{}, {'head_dim': 64}, {'head_dim': 128}, {'block_tokens': 1}, {'heads': 9, 'kv_heads': 3, 'head_dim': 20}],
+)
+def test_native_agrees_with_float64(changes):
+    assert self_check(NativeAttention(), dataclasses.replace(WINDOWED, **changes), CPU) < 1e-6
 
 
 @pytest.mark.parametrize('demand', [SMALL, ODD, BFLOAT16], ids=['small', 'odd', 'bfloat16'])
@@ -106,7 +117,8 @@ def test_the_check_finds(wrong, complaint):
 @pytest.mark.parametrize(
     ('demand', 'where', 'chosen'),
     [
-        (WINDOWED, CPU, 'loops'),
+        (WINDOWED, CPU, 'native'),
+        (BFLOAT16, CPU, 'loops'),
         (SMALL, device('gpu', '9.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '8.0'), 'pallas_gpu'),
         (SMALL, device('gpu', '7.5'), 'gather'),
@@ -128,7 +140,7 @@ def test_auto_takes_the_best_that_can(demand, where, chosen):
             'pallas_gpu',
             SMALL,
             CPU,
-            "rollout.attention='pallas_gpu' does not run on 'cpu' .only gpu.; use 'gather' or 'loops'",
+            "rollout.attention='pallas_gpu' does not run on 'cpu' .only gpu.; use 'gather' or 'loops' or 'native'",
         ),
         ('pallas_tpu', SMALL, device('gpu', '9.0'), "'pallas_tpu' does not run on 'gpu' .only tpu.; use 'gather' or"),
         ('pallas_gpu', SMALL, device('gpu', '7.5'), 'needs CUDA compute capability .8, 0.'),
@@ -140,6 +152,20 @@ def test_auto_takes_the_best_that_can(demand, where, chosen):
 def test_a_named_one_that_cannot_is_refused(impl, demand, where, message):
     with pytest.raises(AttentionError, match=message):
         choose_implementation(impl, demand, where)
+
+
+def test_without_a_compiler_auto_takes_the_loops_and_says_why(monkeypatch):
+    def refuse():
+        raise library.NativeError('there is no C++ compiler')
+
+    monkeypatch.setattr(library, 'register', refuse)
+    attention, reasons = choose_checked('auto', SMALL, CPU)
+    assert (attention.name, reasons) == (
+        'loops',
+        ("rollout.attention='native' can not be had: there is no C++ compiler",),
+    )
+    with pytest.raises(AttentionError, match=r'there is no C\+\+ compiler'):
+        choose_checked('native', SMALL, CPU)
 
 
 def test_auto_passes_over_a_kernel_that_fails_its_check_and_says_why():
