@@ -277,8 +277,9 @@ class Schedule:
 
     def _go_on(self, request, segments, reason):
         if reason == 'cancelled':
-            self.occurred['resumed answer'] += bool(request.prefix or segments)
-            self._submit(dataclasses.replace(request, prefix=(*request.prefix, *segments)))
+            resumed = dataclasses.replace(request, prefix=(*request.prefix, *segments))
+            self.occurred['resumed answer'] += bool(resumed.prefix)
+            self._submit(resumed)
 
     async def _resume_elsewhere(self):
         """All requests go on, with what they have delivered, on an engine with an empty cache; so a run is resumed."""
