@@ -71,7 +71,7 @@ def measure_prefill(
             state = prefill_all(backend, weights, state, tokens)
         return {'tokens': float(arguments['repeats'] * tokens.size)}
 
-    return call, lambda: {'temporary_bytes': temporary_bytes(backend, weights, state)}
+    return call, lambda: {'temporary_bytes': temporary_bytes(backend, weights)}
 
 
 def blocks_of(backend: JaxDecodeBackend, row: int) -> range:
@@ -101,13 +101,9 @@ def plan(backend: JaxDecodeBackend, tokens: np.ndarray) -> Iterator[Sequence[Pre
         yield waiting
 
 
-def temporary_bytes(backend: JaxDecodeBackend, weights: Weights, state: Any) -> int:
+def temporary_bytes(backend: JaxDecodeBackend, weights: Weights) -> int:
     """Temporary memory of the largest program that prefills, as the compiler says."""
-    # the programs are nobody's interface, and their memory is of interest here and in tests alone
-    programs = (
-        backend._prefill_program.lower(weights, state, backend._pack([], bucket)).compile()
-        for bucket in backend._prefills
-    )
+    programs = (backend.lower_prefill(weights, bucket).compile() for bucket in backend.declared_prefills)
     return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
 

@@ -19,6 +19,9 @@ class Metric(str):
         metric.unit, metric.description = unit, description
         return metric
 
+    def __getnewargs__(self) -> tuple[str, str, str]:  # type: ignore[override]  # str has one; pickle and copy call it
+        return str(self), self.unit, self.description
+
 
 STEP = Metric('step', 'updates', 'number of the update, from 1; its policy version')
 TIME = Metric('time', 's', 'seconds of the clock, evaluations included; a resumed run goes on from its checkpoint')

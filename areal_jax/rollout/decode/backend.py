@@ -22,6 +22,7 @@ from areal_jax.rollout.decode.attention.contract import Cache
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.weights import PreparedWeights
+from areal_jax.types import Tree
 
 MOST_PROGRAMS = 16
 _OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
@@ -83,15 +84,17 @@ class JaxDecodeBackend:
         self._decoder, self._attention = self._placement.decoder, self._placement.attention
         self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
-        self._prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
-        most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self._prefills))
+        self.declared_prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
+        most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills))
         self._batches = buckets.derive_batches(slots, most) if batch_buckets is None else tuple(batch_buckets)
         self._check()
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
         where = self._placement
         on, state, weights = where.rows, where.cache, where.prepared
-        self._generate_steps = Generate(self._decoder, self._attention, self._sizes, decode_steps, filtered)
+        self._generate_steps = Generate(
+            self._decoder, self._attention, where.over_heads, self._sizes, decode_steps, filtered
+        )
         self._initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(weights, state, on), out_shardings=state, donate_argnums=1
@@ -112,7 +115,7 @@ class JaxDecodeBackend:
                 f'cache_blocks={self.cache_blocks} of {self.block_tokens} tokens do not hold one sequence of '
                 f'context_tokens={self.context_tokens}; give at least {self._sizes.table_blocks}'
             )
-        programs = len(self._batches) + len(self._prefills) + _OTHER_PROGRAMS
+        programs = len(self._batches) + len(self.declared_prefills) + _OTHER_PROGRAMS
         if programs > MOST_PROGRAMS:
             raise ConfigError(
                 f'prefill_buckets={self._buckets} and batch_buckets={self._batches} need {programs} programs, more '
@@ -124,26 +127,37 @@ class JaxDecodeBackend:
 
         `announce` is called before each program with the number done and the total.
         """
-        total = _OTHER_PROGRAMS + len(self._prefills) + len(self._batches)
+        total = _OTHER_PROGRAMS + len(self.declared_prefills) + len(self._batches)
         announce(0, total)
         state = self.initial_state()
         announce(1, total)
         state = self.copy(state, [self._sizes.padding_block], [self._sizes.padding_block])
-        for done, bucket in enumerate(self._prefills, start=_OTHER_PROGRAMS):
+        for done, bucket in enumerate(self.declared_prefills, start=_OTHER_PROGRAMS):
             announce(done, total)
             state = self._prefill_program(weights, state, self._pack([], bucket))
-        for done, size in enumerate(self._batches, start=_OTHER_PROGRAMS + len(self._prefills)):
+        for done, size in enumerate(self._batches, start=_OTHER_PROGRAMS + len(self.declared_prefills)):
             announce(done, total)
             state, _ = self._generate_program(weights, state, rows.empty_batch(size, self._sizes), np.int32(1))
         jax.block_until_ready(state)
         return total
+
+    # The programs as text and numbers, for measurements and tests.
+
+    def lower_prefill(self, weights: PreparedWeights, bucket: PrefillBucket) -> jax.stages.Lowered:
+        """For one of `declared_prefills`."""
+        return self._prefill_program.lower(weights, self._abstract_state(), self._pack([], bucket))
+
+    def lower_generate(self, weights: PreparedWeights, batch: int) -> jax.stages.Lowered:
+        """For `batch` rows."""
+        empty = rows.empty_batch(batch, self._sizes)
+        return self._generate_program.lower(weights, self._abstract_state(), empty, np.int32(1))
 
     # The loop's calls; rollout.backend.DecodeBackend has the docstrings.
 
     @property
     def state_bytes(self) -> int:
         """Of one state, its padding block included."""
-        leaves = jax.tree.leaves(jax.eval_shape(self._initial))
+        leaves = jax.tree.leaves(self._abstract_state())
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def prepare(self, weights: Params | PreparedWeights) -> PreparedWeights:
@@ -219,11 +233,16 @@ class JaxDecodeBackend:
 
     # The programs.
 
+    def _abstract_state(self) -> Tree:
+        """Shape and dtype of every array of a state."""
+        return jax.eval_shape(self._initial)
+
     def _initial(self) -> Cache:
         return self._placement.empty_cache(self._sizes, self._dtype)
 
     def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces) -> Cache:
-        return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed)
+        over_heads = self._placement.over_heads
+        return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed, over_heads)
 
     def _generate(
         self, weights: PreparedWeights, state: Cache, batch: rows.Batch, steps: jax.Array

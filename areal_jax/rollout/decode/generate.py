@@ -6,12 +6,13 @@ Used by backend.py. Shapes: B rows, S declared steps, M blocks of a table row, H
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 from areal_jax.rollout.decode.cache import CacheSizes
@@ -52,12 +53,14 @@ class Generate:
     """The program for one decoder; its batch is that of the arguments.
 
     Args:
+      over_heads: makes the attention of all heads of one that is given those of a device.
       steps: the most of one call, S.
       filtered: whether rows may use top_k or top_p.
     """
 
     decoder: Decoder
     attention: CacheAttention
+    over_heads: Callable[[Attend], Attend]
     sizes: CacheSizes
     steps: int
     filtered: bool
@@ -113,7 +116,7 @@ class Generate:
             layer = self.attention.write(layer, k, v, block, offset)
             return self.attention.attend(q, layer, batch.table, lengths, window), layer
 
-        hidden, cache = self.decoder.hidden(weights, rows.token, rows.position, attend, cache)
+        hidden, cache = self.decoder.hidden(weights, rows.token, rows.position, self.over_heads(attend), cache)
         return cache, self.decoder.logits(weights, hidden)
 
 

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from areal_jax.config.cluster import ENGINES
 from areal_jax.config.ranges import ConfigError
-from areal_jax.models.decoder import Attend, Constrain, Decoder
+from areal_jax.models.decoder import Attend, Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params, logical_axes
+from areal_jax.models.weights import logical_axes
 from areal_jax.native import library
 from areal_jax.rollout.decode.attention.check import choose_checked
 from areal_jax.rollout.decode.attention.choose import Demand
@@ -71,6 +71,22 @@ class Placement:
         specs = (self.layer,) * self.config.n_layers
         return jax.shard_map(empty, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
 
+    def over_heads(self, attend: Attend) -> Attend:
+        """`attend` for all heads, which each device computes for its own; inside jax.jit."""
+        if self.mesh is None:
+            return attend
+        in_specs, out_specs = (_HEADS, _HEADS, _HEADS, self.layer), (_HEADS, self.layer)
+
+        def whole(
+            q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+        ) -> tuple[jax.Array, LayerCache]:
+            own = lambda q, k, v, layer: attend(q, k, v, layer, window)
+            # check_vma=False: kernels do not say how their results vary over devices
+            run = jax.shard_map(own, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+            return run(q, k, v, layer)
+
+        return whole
+
 
 def place(
     decoder: Decoder, sizes: CacheSizes, dtype: jnp.dtype, impl: str, devices: Sequence[jax.Device]
@@ -98,61 +114,24 @@ def place(
         windows=any(config.window(layer) is not None for layer in range(config.n_layers)),
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
-    tokens = _token_form(devices)
+    # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
+    decoder = Decoder(decoder.config, lora=decoder.lora, tokens=_token_form(devices))
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
-        whole = Decoder(decoder.config, lora=decoder.lora, tokens=tokens)
-        return Placement(whole, attention, config, None, on, on, on, (), on), rejected
+        return Placement(decoder, attention, config, None, on, on, on, (), on), rejected
     shardings = weight_shardings(decoder, devices)
     mesh = jax.tree.leaves(shardings)[0].mesh
     layer = _layer_specs(attention, config, sizes.block_tokens)
     cache = (tuple(NamedSharding(mesh, spec) for spec in layer),) * config.n_layers
-    over = HeadParallelDecoder(decoder, mesh, layer, tokens)
-    return Placement(over, attention, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
+    return Placement(decoder, attention, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
 
 
 def _token_form(devices: Sequence[jax.Device]) -> str:
-    """The form of activations that is fast for few tokens on this hardware; see models.activations."""
+    """See models.activations."""
     if devices[0].platform != 'cpu':
         return 'rows'
     # XLA does not cut a call of a kernel over devices
     return 'native_columns' if len(devices) == 1 and library.is_available() else 'columns'
-
-
-class HeadParallelDecoder(Decoder):
-    """The decoder with an attention that each device computes for its own heads.
-
-    Args:
-      mesh: of the engine.
-      layer: specs of the arrays of a layer of the cache.
-      tokens: as for Decoder.
-    """
-
-    def __init__(self, decoder: Decoder, mesh: Mesh, layer: tuple[PartitionSpec, ...], tokens: str):
-        super().__init__(decoder.config, lora=decoder.lora, tokens=tokens)
-        self._mesh, self._layer_specs = mesh, layer
-
-    def hidden(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend,
-        cache: Tree = None,
-        constrain: Constrain = lambda x: x,
-    ) -> tuple[jax.Array, Tree]:
-        """See Decoder; `attend` sees the heads of one device, and `cache` is required."""
-
-        def over_heads(
-            q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
-        ) -> tuple[jax.Array, LayerCache]:
-            own = lambda q, k, v, layer: attend(q, k, v, layer, window)
-            in_specs, out_specs = (_HEADS, _HEADS, _HEADS, self._layer_specs), (_HEADS, self._layer_specs)
-            # check_vma=False: kernels do not say how their results vary over devices
-            run = jax.shard_map(own, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-            return run(q, k, v, layer)
-
-        return super().hidden(params, tokens, positions, over_heads, cache, constrain)
 
 
 def _layer_specs(attention: CacheAttention, config: ModelConfig, block_tokens: int) -> tuple[PartitionSpec, ...]:

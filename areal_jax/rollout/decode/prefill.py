@@ -14,7 +14,7 @@ Memory is proportional to the length of this row, because scores exist for one t
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ import numpy as np
 from areal_jax.config.constraints import MOST_PREFILL_BUCKETS
 from areal_jax.models.attention import MAX_TILE_TOKENS, choose_checked, local_device, packed_attention, tile_tokens
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
-from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 
@@ -235,9 +235,17 @@ def _require_written_once(packed: PackedPieces, pieces: Sequence[PrefillPiece], 
 
 
 def prefill_pieces(
-    decoder: Decoder, attention: CacheAttention, weights: Params, cache: Cache, packed: PackedPieces
+    decoder: Decoder,
+    attention: CacheAttention,
+    weights: Params,
+    cache: Cache,
+    packed: PackedPieces,
+    over_heads: Callable[[Attend], Attend] = lambda attend: attend,
 ) -> Cache:
-    """The cache with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence."""
+    """The cache with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence.
+
+    `over_heads` makes the attention of all heads of one that is given those of a device.
+    """
     tokens, positions, blocks, offsets, places, sources, prior_blocks, segments, row_positions = map(
         jnp.asarray, packed
     )
@@ -260,7 +268,7 @@ def prefill_pieces(
         )  # fmt: skip
         return out.at[places].get(mode='promise_in_bounds'), layer
 
-    return decoder.hidden(weights, tokens, positions, attend, cache)[1]
+    return decoder.hidden(weights, tokens, positions, over_heads(attend), cache)[1]
 
 
 _OWN = ('blocked', 'pallas')  # take any ids

@@ -7,7 +7,6 @@ import pytest
 
 from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
-from areal_jax.rollout.decode.rows import empty_batch
 from tests.rollout.decode.examples import (
     CONTEXT,
     DECODER,
@@ -311,8 +310,7 @@ def test_states_are_donated():
 
 
 def program_of(one, batch):
-    params, state = one.prepare(weights()), one.initial_state()
-    return one._generate_program.lower(params, state, empty_batch(batch, one._sizes), np.int32(1)).compile()
+    return one.lower_generate(one.prepare(weights()), batch).compile()
 
 
 def test_decoding_updates_the_cache_in_place():

@@ -10,7 +10,6 @@ import pytest
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.rollout.decode import parallel
-from areal_jax.rollout.decode.rows import empty_batch
 from areal_jax.sharding.placement import move_to
 from tests.rollout.decode.examples import DECODER, Decoding, build, forward_logprobs, request, weights
 
@@ -104,10 +103,10 @@ def moved(program):
 
 
 def programs(engine, params):
-    params, state, batch = engine.prepare(params), engine.initial_state(), empty_batch(5, engine._sizes)
-    yield engine._generate_program.lower(params, state, batch, np.int32(1)).compile()
-    yield engine._prefill_program.lower(params, state, engine._pack([], engine._prefills[-1])).compile()
-    yield engine._copy_program.lower(state, *np.zeros((2, 8), np.int32)).compile()
+    params = engine.prepare(params)
+    yield engine.lower_generate(params, 5).compile()
+    yield engine.lower_prefill(params, engine.declared_prefills[-1]).compile()
+    yield engine._copy_program.lower(engine.initial_state(), *np.zeros((2, 8), np.int32)).compile()
 
 
 def test_no_program_moves_the_cache_or_weights_between_devices(engines):
