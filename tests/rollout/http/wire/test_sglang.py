@@ -118,7 +118,7 @@ def test_what_is_not_served_is_refused_by_name(changes, field):
 
 
 def test_a_batch_whose_prompts_differ_in_what_is_listed_is_refused():
-    with pytest.raises(RequestError, match='^logprob_start_len='):
+    with pytest.raises(RequestError, match=r'^logprob_start_len='):
         sglang.parse({'input_ids': [[1, 2], [1, 2, 3]], 'return_logprob': True, 'logprob_start_len': [1, -1]})
     with pytest.raises(RequestError, match=r'^sampling_params\.n='):
         sglang.parse({'input_ids': [[1], [2]], 'sampling_params': [{'n': 1}, {'n': 2}]})
