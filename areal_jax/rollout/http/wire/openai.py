@@ -178,7 +178,7 @@ def _read_message(fields: Fields) -> Message:
 
 
 def _read_part(fields: Fields) -> str:
-    fields.take_choice('type', ('text',), default='text')
+    fields.take_choice('type', ('text',))
     text = fields.take_text('text')
     fields.finish()
     return text

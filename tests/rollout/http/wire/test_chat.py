@@ -113,12 +113,7 @@ def test_parts_come_when_they_are_asked_for():
 
 
 def test_a_stream_names_the_role_once_and_adds_up():
-    body = BODY | {
-        'stream': True,
-        'stream_options': {'include_usage': True},
-        'logprobs': True,
-        'return_token_ids': True,
-    }
+    asked = {'stream': True, 'stream_options': {'include_usage': True}, 'logprobs': True, 'return_token_ids': True}
     first, last, usage = stream(chat, chat.parse(BODY | asked))
     assert first['choices'][0]['delta'] == {'role': 'assistant', 'content': 'ab'}
     assert last['choices'][0]['delta'] == {'content': 'cd'}

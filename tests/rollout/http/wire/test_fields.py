@@ -21,7 +21,7 @@ from areal_jax.rollout.http.wire.fields import Fields, parse_json, read_token_id
         (lambda f: f.take_number('x', 1, 0, 1), '1', "p.x='1' must be a number from 0 to 1"),
         (lambda f: f.take_text('x'), 3, 'p.x=3 must be a string'),
         (lambda f: f.take_text('x'), '\ud800', "p.x='\\ud800' has half of a surrogate pair: write the whole character"),
-        (lambda f: f.take_choice('x', ('a', 'b'), 'a'), 'c', "p.x='c' must be 'a' or 'b'"),
+        (lambda f: f.take_choice('x', ('a', 'b')), 'c', "p.x='c' must be 'a' or 'b'"),
         (lambda f: f.take_texts('x'), ['a', ''], "p.x=['a', ''] must be a string or a list of strings, none of them"),
         (lambda f: f.take_token_ids('x'), [1, -1], 'p.x=-1 is no token id: use integers from 0 to 2147483647'),
         (lambda f: f.take_token_ids('x'), 'abc', "p.x='abc' must be a list of token ids"),

@@ -272,6 +272,7 @@ def test_a_reply_without_spans_has_a_piece_without_version():
         ({'output_token_logprobs': [[-0.5, 21, None]] * 4 + [[-9999.0, 2, None]]}, 'has the log-prob -9999.0'),
         ({'output_token_logprobs': [[-0.5, 21, None]] * 4 + [[0.5, 2, None]]}, 'has the log-prob 0.5'),
         ({'output_token_logprobs': [[-0.5, 21, None]] * 4 + [[None, 2, None]]}, 'has the log-prob None'),
+        ({'output_token_logprobs': [[-0.5, 21, None]] * 4 + [[-(10**400), 2, None]]}, 'has the log-prob -1000'),
         ({'output_token_logprobs': [[-0.5, 21, None]] * 4 + [[-0.5, 32, None]]}, 'has the token 32'),
         ({'output_token_logprobs': [[-0.5, 21, None]] * 4 + [[]]}, 'has the token -1'),
         ({'weight_versions': [{'version': '3', 'start': 0, 'end': 4}]}, 'spans that do not cover 5 tokens'),
@@ -287,6 +288,14 @@ def test_a_reply_that_can_not_be_trusted_is_refused(changes, message):
     reply['meta_info'] |= changes
     with pytest.raises(ReplyError, match=message):
         sglang.parse_reply(reply, call, vocab_size=32)
+
+
+def test_what_is_only_reported_may_be_missing_or_wrong():
+    call = sglang.parse(WANTED)
+    reply = sglang.render(call, [answer()], INFO)
+    reply['meta_info'] |= {'id': None, 'cached_tokens': None, 'e2e_latency': 'x', 'weight_version': None}
+    (back,) = sglang.parse_reply(reply, call)
+    assert (back.request_id, back.cached_tokens, back.latency_s, back.version) == ('', 0, 0, '')
 
 
 @pytest.mark.parametrize('reply', [None, {}, {'meta_info': []}, 'text', [3]])
