@@ -1,0 +1,107 @@
+"""Replies of servers, read by clients: a reply whose tokens can not be trusted is refused as a whole."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.exchange import Piece, ReplyError
+from areal_jax.types import LARGEST_LOGPROB
+
+_MISSING_LOGPROB = -9999.0  # what vLLM writes where it has none
+_LARGEST_TOKEN = 2**31 - 1
+_LARGEST_NUMBER = 1e30  # also keeps integers away that no float holds
+
+
+class Reply:
+    """A JSON object of a reply, with its name for errors."""
+
+    def __init__(self, values: object, name: str = 'reply'):
+        if not isinstance(values, dict):
+            raise ReplyError(f'{name} of the server is no JSON object but {str(values)[:60]!r}: send the request again')
+        self.values: JsonObject = values
+        self._name = name
+
+    def error(self, field: str, fault: str) -> ReplyError:
+        """For a field that is wrong: raise it."""
+        return ReplyError(f'{field} in the {self._name} of the server has {fault}: the reply is not used')
+
+    def nested(self, field: str) -> Reply:
+        return Reply(self.values.get(field), field)
+
+    def text(self, field: str) -> str:
+        """'' for anything else."""
+        found = self.values.get(field)
+        return found if isinstance(found, str) else ''
+
+    def number(self, field: str) -> float:
+        """Of something that is reported only; 0 for anything else."""
+        found = self.values.get(field)
+        return found if isinstance(found, int | float) and abs(found) < _LARGEST_NUMBER else 0
+
+    def integer(self, field: str, most: int) -> int:
+        """From 0 to `most`; 0 where it is absent."""
+        found = self.values.get(field, 0)
+        if type(found) is not int or not 0 <= found <= most:
+            raise self.error(field, f'{found!r}, which is no integer from 0 to {most}')
+        return found
+
+    def entries(self, field: str, length: int | None = None) -> Sequence[object]:
+        found = self.values.get(field)
+        if not isinstance(found, list) or (length is not None and len(found) != length):
+            raise self.error(field, f'no list of {"any length" if length is None else length}')
+        return found
+
+
+def read_logprobs(
+    reply: Reply, field: str, pairs: Sequence[Sequence[object]], vocab_size: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [n] tokens and float32 [n] log-probs from (log-prob, token) pairs."""
+    most = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
+    for logprob, token in pairs:
+        if type(token) is not int or not 0 <= token <= most:
+            raise reply.error(field, f'the token {token!r}, which is no id from 0 to {most}')
+        number = isinstance(logprob, float | int) and not isinstance(logprob, bool)
+        value = typing.cast(float, logprob)
+        if not number or not -_LARGEST_NUMBER < value <= LARGEST_LOGPROB or value == _MISSING_LOGPROB:
+            raise reply.error(field, f'the log-prob {logprob!r}, which no policy can have')
+    tokens = np.array([token for _, token in pairs], np.int32)
+    return tokens, np.array([logprob for logprob, _ in pairs], np.float32)
+
+
+def cut_by_spans(
+    reply: Reply, tokens: np.ndarray, logprobs: np.ndarray, cut: np.ndarray | None = None, first: int = 0
+) -> list[Piece]:
+    """One piece for each span of `weight_versions`; of version '' where the server sends none.
+
+    `first` is the index of tokens[0] in the answer: spans count from the answer's beginning.
+    """
+    spans = reply.values.get('weight_versions')
+    if not spans:
+        return [Piece(tokens, logprobs, '', cut)] if len(tokens) else []
+    if not isinstance(spans, list):
+        raise reply.error('weight_versions', f'no list but {spans!r}')
+    pieces, end, last = [], first, first + len(tokens)
+    for span in spans:
+        version, begin, behind = _read_span(reply, span)
+        if behind <= end:
+            continue  # of tokens that came before these
+        if max(begin, first) != end or behind > last:
+            break
+        part = slice(end - first, behind - first)
+        pieces.append(Piece(tokens[part], logprobs[part], version, None if cut is None else cut[part]))
+        end = behind
+    if end != last:
+        raise reply.error('weight_versions', f'spans that do not cover {len(tokens)} tokens: {spans!r}')
+    return pieces
+
+
+def _read_span(reply: Reply, span: object) -> tuple[str, int, int]:
+    entry = span if isinstance(span, dict) else {}
+    version, begin, behind = (entry.get(name) for name in ('version', 'start', 'end'))
+    if not isinstance(version, str) or type(begin) is not int or type(behind) is not int or begin > behind:
+        raise reply.error('weight_versions', f'the span {span!r}')
+    return version, begin, behind

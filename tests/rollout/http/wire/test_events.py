@@ -1,0 +1,27 @@
+"""Server-sent events on the wire."""
+
+import pytest
+
+from areal_jax.rollout.http.wire.events import DONE, frame, parse_event
+from areal_jax.rollout.http.wire.exchange import ReplyError
+
+
+def test_an_event_is_read_as_it_was_written():
+    event = {'text': 'é\u2028\n', 'logprob': -0.5}
+    line, end = frame(event).decode().split('\n\n')
+    assert (parse_event(line), end, '\n' in line) == (event, '', False)
+
+
+def test_the_end_and_lines_between_events_are_none():
+    assert [parse_event(line) for line in (DONE.decode().strip(), '', ': ping', 'event: x')] == [None] * 4
+
+
+@pytest.mark.parametrize('line', ['data: {"a', 'data: [1]'])
+def test_a_broken_event_is_refused(line):
+    with pytest.raises(ReplyError, match=r'the server sent an event that is no JSON'):
+        parse_event(line)
+
+
+def test_a_number_that_json_has_not_is_not_written():
+    with pytest.raises(ValueError, match='not JSON compliant'):
+        frame({'logprob': float('nan')})
