@@ -202,15 +202,15 @@ class Keeper:
     async def _watch(self) -> None:
         """One look at a serving engine: after so many seconds, or because a request failed."""
         member, settings = self._member, self._settings
-        if await self._wait(settings.health_every_s) and not member.failures:
+        if not member.is_suspect and await self._wait(settings.health_every_s) and not member.is_suspect:
             return
         if member.state != 'serving' or member.is_leaving or member.version != self._pool.target.version:
             return
         try:
             held = await member.act('health check', member.engine.ask, settings.ask_s)
         except RemoteError as error:
-            member.failures += 1
-            if member.failures >= settings.max_failures:
+            member.missed_checks += 1
+            if member.missed_checks >= settings.max_failures:
                 self._pool.withdraw(member, 'unknown', str(error))
             else:
                 await self._wait(settings.retry_s)
@@ -221,22 +221,21 @@ class Keeper:
             reason = f'it says that it holds {_describe(held)}, and {_describe(self._pool.target)} was loaded'
             self._pool.withdraw(member, 'unknown', reason)
             return
-        member.failures = 0
+        member.missed_checks, member.is_suspect = 0, False
         self._pool.note_healthy(member)
 
     async def _recover(self) -> None:
         """Asks what the engine holds until it says so, and ends what it still does."""
         member, settings = self._member, self._settings
-        if member.state == 'quarantined':
-            await self._wait(settings.retry_s)
+        await self._wait(settings.retry_s)
         try:
             held = await member.act('question what it holds', member.engine.ask, settings.ask_s)
             await member.act('fence', member.engine.fence, settings.ask_s)
         except RemoteError:
-            await self._wait(settings.retry_s)
             return
         self._log.write('fence', member.name, engine=member.name)
-        member.failures, member.is_paused, member.reading = 0, False, None
+        member.missed_checks = member.failed_requests = 0
+        member.is_suspect, member.is_paused, member.reading = False, False, None
         target = self._pool.target
         member.version = target.version if _holds(held, target) else None
         member.change_state('syncing', f'it answers and holds {_describe(held)}')

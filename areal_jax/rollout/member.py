@@ -36,7 +36,9 @@ class Member:
         self.is_probed = False
         self.is_paused = False
         self.is_leaving = False
-        self.failures = 0  # of requests and health checks, in a row
+        self.failed_requests = 0  # in a row
+        self.missed_checks = 0  # of its health, in a row
+        self.is_suspect = False  # a request failed since it was found well
         self.requests: dict[str, MovingRequest] = {}  # that it has, by id, first come first
         self.speed = SpeedMeter()
         self.keeper: asyncio.Task[None] | None = None

@@ -51,9 +51,10 @@ class Placement:
 
     def add_engine(self, member: Member) -> None:
         """Requests may go there."""
-        measured = [speed for one in self._members.values() if (speed := one.speed.tokens_per_s()) is not None]
         self.ledger.add_engine(member.name)
-        self.ledger.set_speed(member.name, max(measured, default=1.0))  # until it is measured itself
+        if member.speed.tokens_per_s() is None:  # until it is measured, it is as fast as the fastest
+            measured = [speed for one in self._members.values() if (speed := one.speed.tokens_per_s()) is not None]
+            self.ledger.set_speed(member.name, max(measured, default=1.0))
         self.place_waiting()
 
     def withdraw_engine(self, member: Member) -> None:
@@ -152,7 +153,7 @@ class Placement:
         if reason is None or reason == 'cancelled':  # by the engine: whoever cancels here ends this coroutine too
             self._move(moving, 'the engine gave it back', is_failure=not moving.taken_here)
         else:
-            member.failures = 0
+            member.failed_requests = 0
             self._end(moving, reason)
 
     def _move(self, moving: MovingRequest, reason: str, *, is_failure: bool) -> None:

@@ -230,15 +230,19 @@ class ServerPool:
         self._settled.set()
 
     def note_healthy(self, member: Member) -> None:
-        self._placement.place_waiting()
+        self._placement.add_engine(member)
 
     def _note_failure(self, member: Member, reason: str) -> None:
-        """Of a request."""
-        member.failures += 1
-        if member.failures >= self._settings.max_failures:
-            self.withdraw(member, 'unknown', f'{member.failures} failures in a row, the last: {reason}')
-        else:
-            member.news.set()  # its keeper asks how it is
+        """Of a request. Others go elsewhere until the keeper has asked the engine how it is."""
+        member.failed_requests += 1
+        if member.failed_requests >= self._settings.max_failures:
+            self.withdraw(
+                member, 'quarantined', f'{member.failed_requests} requests in a row failed, the last: {reason}'
+            )
+        elif member.state == 'serving':
+            member.is_suspect = True
+            self._placement.withdraw_engine(member)
+            member.news.set()
 
     def _give_up(self, member: Member, state: _Out, reason: str) -> None:
         self._stop_routing(member)
