@@ -108,7 +108,21 @@ def test_host_code_is_free_of_jax(package):
 
 
 @pytest.mark.parametrize(
-    'module', ['local_engine', 'running_request', 'slot_table', 'ledger', 'pool', 'workflow', 'backend']
+    'module',
+    [
+        'local_engine',
+        'running_request',
+        'slot_table',
+        'ledger',
+        'pool',
+        'workflow',
+        'backend',
+        'server_pool',
+        'placement',
+        'keeper',
+        'registry',
+        'registry_watch',
+    ],
 )
 def test_rollout_outside_decode_is_free_of_jax(module):
     program = f'import sys, areal_jax.rollout.{module}\nprint("jax" in sys.modules)'

@@ -23,6 +23,7 @@ class _Seen:
     incarnation: int
     heartbeat: int | None
     beaten_s: float  # clock seconds of the look that saw the heartbeat change
+    is_silent: bool = False  # and the pool knows
     is_gone: bool = False  # it said that it is leaving, or its entry is gone
 
 
@@ -74,12 +75,13 @@ class RegistryWatch:
             seen.is_gone = True
             self._pool.leave(entry.name, 'it says that it is leaving')
         elif entry.heartbeat != seen.heartbeat:
-            seen.heartbeat, seen.beaten_s = entry.heartbeat, now_s
-        elif entry.heartbeat is not None and now_s - seen.beaten_s > self._patience_s:
+            seen.heartbeat, seen.beaten_s, seen.is_silent = entry.heartbeat, now_s, False
+        elif entry.heartbeat is not None and not seen.is_silent and now_s - seen.beaten_s > self._patience_s:
+            seen.is_silent = True  # told once: from now on it is asked
             self._pool.suspect(entry.name, f'no heartbeat for {now_s - seen.beaten_s:.1f} s')
 
     def _note_new(self, entry: ServerEntry, now_s: float) -> None:
         """An entry may be the rest of a dead server: it joins, and gets work when it has answered."""
-        self._seen[entry.name] = _Seen(entry.incarnation, entry.heartbeat, now_s, entry.is_leaving)
+        self._seen[entry.name] = _Seen(entry.incarnation, entry.heartbeat, now_s, is_gone=entry.is_leaving)
         if not entry.is_leaving:
             self._pool.join(self._make_engine(entry), entry.incarnation, entry.url)
