@@ -8,36 +8,34 @@ VERSION; what is declared is never changed, so that a program reads the logs of 
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired
 
 from areal_jax import files, records
+from areal_jax.event_fields import (
+    Amount,
+    Draw,
+    Engine,
+    Header,
+    PolicyVersion,
+    Request,
+    RunNumber,
+    Sample,
+    Update,
+    WorkKind,
+)
+from areal_jax.server_events import (
+    EngineStateEvent,
+    FenceEvent,
+    MoveEvent,
+    ProbeEvent,
+    RegisterEvent,
+    StageEvent,
+)
 
 FILE = 'events.jsonl'  # in the workdir
 # 4: no engines in other processes; 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither
 # evaluation beside training nor `audit`; 1: no event `log`, each start counts its runs from 0
 VERSION = 5
-
-Draw = Annotated[int, 'number of the draw: the position of the prompt in the stream, unique in the run']
-Sample = Annotated[int, 'index of the answer in its group, from 0']
-Request = Annotated[str, 'SEED/DRAW/SAMPLE']
-Engine = Annotated[str, 'name of the engine']
-Update = Annotated[int, 'number of the update, from 1; the policy version that it makes']
-PolicyVersion = Annotated[int, 'policy version; 0 are the weights that the run starts from']
-RunNumber = Annotated[int, 'number of the run on a lane, in the order of requests, unique in the log since version 2']
-WorkKind = Annotated[
-    str,
-    'kind of work: decode, prefill, train, snapshot, publish, load, reward, save; beside training evaluation_decode, '
-    'evaluation_prefill, pin',
-]
-Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
-
-
-class Header(TypedDict):
-    """What every event has."""
-
-    seq: Annotated[int, 'number of the event, from 0, without gaps; a resumed run goes on from its checkpoint']
-    time: Annotated[float, 'clock seconds: when the clock released the last completion']
-    lane: Annotated[str | None, 'lane or engine that the event belongs to; null for the loop itself']
 
 
 class LogEvent(Header):
@@ -334,68 +332,6 @@ class LeaveEvent(Header):
     kind: Literal['leave']
     engine: Engine
     reason: NotRequired[Annotated[str, 'why; from version 5 of the log on']]
-
-
-class RegisterEvent(Header):
-    """The pool learned of an engine in another process."""
-
-    kind: Literal['register']
-    engine: Engine
-    incarnation: Annotated[int, 'counts the starts of the engine of this name, from 1']
-    url: Annotated[str, 'where it serves']
-
-
-class EngineStateEvent(Header):
-    """An engine in another process changed its state in the pool."""
-
-    kind: Literal['engine_state']
-    engine: Engine
-    state: Annotated[
-        str,
-        'registered, syncing (weights are on their way), probing, serving, draining (gets no further requests), '
-        'unknown (it does not answer, or may hold either of two versions), quarantined (what it said was wrong), gone; '
-        'only a serving one gets requests',
-    ]
-    reason: Annotated[str, 'why']
-
-
-class StageEvent(Header):
-    """A part of the commit of a version on an engine in another process ended; `load` tells that it is complete."""
-
-    kind: Literal['stage']
-    engine: Engine
-    version: PolicyVersion
-    phase: Annotated[Literal['stage', 'swap', 'acknowledge'], 'which part']
-    outcome: Annotated[Literal['done', 'refused', 'unknown'], 'how it ended']
-    seconds: Annotated[float, 'clock seconds that it took']
-
-
-class ProbeEvent(Header):
-    """The answer of an engine to a probe was compared with the log-probs of the learner."""
-
-    kind: Literal['probe']
-    engine: Engine
-    version: PolicyVersion
-    outcome: Annotated[Literal['passed', 'failed', 'undecided'], 'undecided: the learner has other weights by now']
-    detail: Annotated[str, 'what was found']
-
-
-class MoveEvent(Header):
-    """A request goes on elsewhere, with the output received so far as its prefix."""
-
-    kind: Literal['move']
-    request: Request
-    from_engine: Annotated[str, 'engine that it leaves']
-    tokens: Annotated[int, 'tokens of the answer received so far; none is lost']
-    attempt: Annotated[int, 'how often it was given up by an engine that failed; 0 where none did']
-    reason: Annotated[str, 'why']
-
-
-class FenceEvent(Header):
-    """Whatever an engine still does with earlier requests was ended, before it gets others."""
-
-    kind: Literal['fence']
-    engine: Engine
 
 
 class ErrorEvent(Header):

@@ -9,7 +9,19 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'events', 'files', 'lanes', 'plugins', 'records', 'types', 'protocols', 'config'},
+    {
+        'errors',
+        'event_fields',
+        'events',
+        'server_events',
+        'files',
+        'lanes',
+        'plugins',
+        'records',
+        'types',
+        'protocols',
+        'config',
+    },
     {'tasks', 'control', 'sharding', 'telemetry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -20,7 +32,9 @@ LAYERS = [
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
 JAX_FREE = [
     'errors',
+    'event_fields',
     'events',
+    'server_events',
     'lanes',
     'records',
     'files',
