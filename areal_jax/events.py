@@ -8,36 +8,34 @@ VERSION; what is declared is never changed, so that a program reads the logs of 
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired
 
 from areal_jax import files, records
+from areal_jax.event_fields import (
+    Amount,
+    Draw,
+    Engine,
+    Header,
+    PolicyVersion,
+    Request,
+    RunNumber,
+    Sample,
+    Update,
+    WorkKind,
+)
+from areal_jax.server_events import (
+    EngineStateEvent,
+    FenceEvent,
+    MoveEvent,
+    ProbeEvent,
+    RegisterEvent,
+    StageEvent,
+)
 
 FILE = 'events.jsonl'  # in the workdir
-# 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside training nor
-# `audit`; 1: no event `log`, each start counts its runs from 0
-VERSION = 4
-
-Draw = Annotated[int, 'number of the draw: the position of the prompt in the stream, unique in the run']
-Sample = Annotated[int, 'index of the answer in its group, from 0']
-Request = Annotated[str, 'SEED/DRAW/SAMPLE']
-Engine = Annotated[str, 'name of the engine']
-Update = Annotated[int, 'number of the update, from 1; the policy version that it makes']
-PolicyVersion = Annotated[int, 'policy version; 0 are the weights that the run starts from']
-RunNumber = Annotated[int, 'number of the run on a lane, in the order of requests, unique in the log since version 2']
-WorkKind = Annotated[
-    str,
-    'kind of work: decode, prefill, train, snapshot, publish, load, reward, save; beside training evaluation_decode, '
-    'evaluation_prefill, pin',
-]
-Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
-
-
-class Header(TypedDict):
-    """What every event has."""
-
-    seq: Annotated[int, 'number of the event, from 0, without gaps; a resumed run goes on from its checkpoint']
-    time: Annotated[float, 'clock seconds: when the clock released the last completion']
-    lane: Annotated[str | None, 'lane or engine that the event belongs to; null for the loop itself']
+# 4: no engines in other processes; 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither
+# evaluation beside training nor `audit`; 1: no event `log`, each start counts its runs from 0
+VERSION = 5
 
 
 class LogEvent(Header):
@@ -148,7 +146,7 @@ class FinishEvent(Header):
     draw: Draw
     sample: Sample
     tokens: Annotated[int, 'tokens of the answer']
-    reason: Annotated[str, 'why it ended: stop, length, cancelled']
+    reason: Annotated[str, 'why it ended: stop, length, cancelled; lost: no engine finished it']
     versions: Annotated[list[int], 'policy version of each segment']
 
 
@@ -193,7 +191,7 @@ class DropEvent(Header):
 
     kind: Literal['drop']
     draw: Draw
-    reason: Annotated[str, 'over_age, verifier_failed, cancelled, equal_rewards']
+    reason: Annotated[str, 'over_age, verifier_failed, cancelled, equal_rewards, engine_lost']
     detail: Annotated[str, 'further words on the reason, or empty']
 
 
@@ -333,6 +331,7 @@ class LeaveEvent(Header):
 
     kind: Literal['leave']
     engine: Engine
+    reason: NotRequired[Annotated[str, 'why; from version 5 of the log on']]
 
 
 class ErrorEvent(Header):
@@ -347,7 +346,8 @@ Event = (
     | InterruptEvent | LoadEvent | FinishEvent | RewardEvent | AuditEvent | BufferEvent | ConsumeEvent | DropEvent
     | PublishEvent | RunStartEvent | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
-    | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent | ErrorEvent
+    | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent
+    | RegisterEvent | EngineStateEvent | StageEvent | ProbeEvent | MoveEvent | FenceEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

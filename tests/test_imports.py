@@ -9,7 +9,19 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'events', 'files', 'lanes', 'plugins', 'records', 'types', 'protocols', 'config'},
+    {
+        'errors',
+        'event_fields',
+        'events',
+        'server_events',
+        'files',
+        'lanes',
+        'plugins',
+        'records',
+        'types',
+        'protocols',
+        'config',
+    },
     {'tasks', 'control', 'sharding', 'telemetry', 'native'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
@@ -20,7 +32,9 @@ LAYERS = [
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
 JAX_FREE = [
     'errors',
+    'event_fields',
     'events',
+    'server_events',
     'lanes',
     'records',
     'files',
@@ -108,7 +122,21 @@ def test_host_code_is_free_of_jax(package):
 
 
 @pytest.mark.parametrize(
-    'module', ['local_engine', 'running_request', 'slot_table', 'ledger', 'pool', 'workflow', 'backend']
+    'module',
+    [
+        'local_engine',
+        'running_request',
+        'slot_table',
+        'ledger',
+        'pool',
+        'workflow',
+        'backend',
+        'server_pool',
+        'placement',
+        'keeper',
+        'registry',
+        'registry_watch',
+    ],
 )
 def test_rollout_outside_decode_is_free_of_jax(module):
     program = f'import sys, areal_jax.rollout.{module}\nprint("jax" in sys.modules)'
