@@ -200,87 +200,13 @@ def test_a_cut_request_has_both_logprobs_and_any_other_has_one():
 
 
 def test_a_greedy_request_with_a_bias_has_both_logprobs():
+    biased = dataclasses.replace(SAMPLING, temperature=0.0, logit_bias=((1, 2.0),))
+
     async def script(rig):
-        return await collect(rig.engine.generate(request(0, sampling=with_fields(temperature=0.0, **BIAS))))
+        return await collect(rig.engine.generate(request(0, sampling=biased)))
 
     (segment,) = Rig().run(script)
     np.testing.assert_allclose(segment.sampling_logprobs, segment.behavior_logprobs + np.log(2), rtol=1e-6)
-
-
-BIAS = {'logit_bias': ((1, 2.0),)}
-
-
-def with_fields(**fields):
-    return dataclasses.replace(SAMPLING, **fields)
-
-
-def text_of(tokens):
-    return ''.join(f'{token},' for token in tokens.tolist())
-
-
-@pytest.mark.parametrize('decode_steps', [1, 2, 3, 8])
-@pytest.mark.parametrize('moved_at', [0, 1, 4])
-def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(decode_steps, moved_at):
-    async def whole(rig):
-        return await collect(rig.engine.generate(request(0)))
-
-    (answer,) = Rig().run(whole)
-    assert len(answer.tokens) == 7
-    string = text_of(answer.tokens[3:5])  # of the fourth and fifth token
-
-    async def script(rig):
-        first = np.split(answer.tokens, [moved_at])[0]
-        prefix = (Segment(first, np.zeros(moved_at, np.float32), 0),) if moved_at else ()
-        wanted = request(0, sampling=with_fields(stop_strings=('none', string)), prefix=prefix)
-        running, neighbour = rig.engine.generate(wanted), rig.engine.generate(request(1))
-        segments = await collect(running)
-        assert await collect(neighbour)
-        rig.check_blocks()
-        status = rig.engine.status()
-        return segments, running.finish_reason, running.matched, status.running, neighbour.matched
-
-    rig = Rig(decode_steps=decode_steps, decode_text=text_of)
-    segments, reason, matched, running, neighbour = rig.run(script)
-    tokens = np.concatenate([segment.tokens for segment in segments])
-    np.testing.assert_array_equal(tokens, answer.tokens[moved_at:5])
-    assert sum(len(segment.behavior_logprobs) for segment in segments) == 5 - moved_at
-    assert (reason, matched, running, neighbour) == ('stop', string, 0, STOP)
-
-
-def test_a_stop_string_within_the_least_length_ends_nothing():
-    async def script(rig):
-        wanted = request(0, sampling=with_fields(stop_strings=(',',), min_new_tokens=3))
-        running = rig.engine.generate(wanted)
-        return await collect(running), running.matched
-
-    (segment,), matched = Rig(decode_steps=8, decode_text=text_of).run(script)
-    assert (len(segment.tokens), matched) == (4, ',')
-
-
-WRONG = {
-    'temperature': (1e-9, 'temperature=1e-09 must lie between 1e-05 and 100000, or be 0'),
-    'top_k': (-1, 'top_k=-1 must not be negative; use 0'),
-    'top_p': (1.5, r'top_p=1\.5 must lie between 0 and 1$'),
-    'min_p': (np.nan, 'min_p=nan must lie between 0 and 1'),
-    'repetition_penalty': (0.0, r'repetition_penalty=0\.0 must lie between 0\.01 and 100'),
-    'frequency_penalty': (3.0, r'frequency_penalty=3\.0 must lie between -2 and 2'),
-    'presence_penalty': (np.inf, 'presence_penalty=inf must lie between -2 and 2'),
-    'min_new_tokens': (8, 'min_new_tokens=8 must lie between 0 and max_new_tokens=7'),
-    'logit_bias': (((64, 1.0),), 'logit_bias has token 64; use tokens from 0 to 63'),
-    'logit_bias ': (((1, np.nan),), 'logit_bias of token 1 is nan; use values from -100 to 100'),
-    'logit_bias  ': (((1, 1.0), (1, 2.0)), 'names a token twice'),
-    'logit_bias   ': (tuple((i, 1.0) for i in range(5)), 'logit_bias has 5 tokens, but a row holds 4; use fewer'),
-    'stop_tokens': ((1, 2, 3, 4, 5), '5 stop tokens, but a row holds 4; use fewer'),
-    'stop_strings': (('',), 'has an empty string; leave it out'),
-    'stop_strings ': (('x',), 'engine/0 has no tokenizer to find them with; use stop tokens'),
-}
-
-
-@pytest.mark.parametrize('field', WRONG)
-def test_sampling_parameters_that_no_row_can_have_are_refused_when_they_arrive(field):
-    value, message = WRONG[field]
-    with pytest.raises(SamplingError, match='^request 0/4/0: .*' + message):
-        Rig().engine.generate(request(0, sampling=with_fields(**{field.strip(): value})))
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 2.0**-6])
