@@ -79,7 +79,7 @@ class Generate:
             i, cache, rows, outputs = carry
             lengths = self._lengths(batch, rows)
             cache, logits = self._forward(weights, cache, batch, rows, lengths)
-            change = lambda: self._change(logits, batch, rows, counts, outputs.tokens, i)
+            change = lambda z: self._change(z, batch, rows, counts, outputs.tokens, i)
             sampled = self._sample(logits, keys, batch, rows, change)
             read = self.attention.positions_read(lengths, self.sizes.block_tokens)
             return i + 1, cache, _advance(batch, rows, sampled[0]), _record(outputs, i, rows.live, sampled, read)
@@ -127,23 +127,34 @@ class Generate:
         return None if adjustments is None else count_tokens(adjustments, self.decoder.config.vocab_size)
 
     def _sample(
-        self, logits: jax.Array, keys: jax.Array, batch: Batch, rows: _Rows, change: Callable[[], jax.Array]
+        self,
+        logits: jax.Array,
+        keys: jax.Array,
+        batch: Batch,
+        rows: _Rows,
+        change: Callable[[jax.Array], jax.Array],
     ) -> _Sampled:
         """One token a row; where no live row asks for another distribution, as cheap as in programs without."""
 
-        def sample(changed: jax.Array | None) -> _Sampled:
-            return sampling.sample_tokens(logits, keys, rows.position + 1, batch.temperature, changed)
-
-        def from_softmax() -> _Sampled:
-            tokens, logprobs, _ = sample(None)
-            return tokens, logprobs, logprobs
+        def sample(z: jax.Array, changed: jax.Array | None) -> _Sampled:
+            return sampling.sample_tokens(z, keys, rows.position + 1, batch.temperature, changed)
 
         if not (self.filtered or self.adjusted):
-            return sample(None)
+            return sample(logits, None)
         asked = _asks_for_cut(batch) if self.filtered else jnp.zeros(len(rows.live), bool)
         if batch.adjustments is not None:
             asked |= batch.adjustments.asked
-        return lax.cond(jnp.any(asked & rows.live), lambda: sample(change()), from_softmax)
+        # arguments of a branch are stored row by row: logits go in as the decoder stores them, or they would be copied
+        turn = (lambda z: z.T) if self.decoder.tokens == 'columns' else (lambda z: z)
+
+        def from_softmax(stored: jax.Array) -> _Sampled:
+            tokens, logprobs, _ = sample(turn(stored), None)
+            return tokens, logprobs, logprobs
+
+        def from_changed(stored: jax.Array) -> _Sampled:
+            return sample(turn(stored), change(turn(stored)))
+
+        return lax.cond(jnp.any(asked & rows.live), from_changed, from_softmax, turn(logits))
 
     def _change(
         self, logits: jax.Array, batch: Batch, rows: _Rows, counts: TokenCounts | None, generated: jax.Array,

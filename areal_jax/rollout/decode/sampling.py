@@ -68,10 +68,20 @@ def cut_support(
     """
     z = scale_logits(logits, temperature)
     z = jnp.where(z >= jnp.max(z, axis=-1, keepdims=True) + jnp.log(min_p)[:, None], z, -jnp.inf)
-    ones = jnp.ones_like(z)
-    z = jnp.where(((top_k == 0)[:, None]) | _heaviest(z, ones, top_k.astype(jnp.float32)), z, -jnp.inf)
-    mass = jax.nn.softmax(z, axis=-1)
-    kept = jnp.isfinite(z) & ((top_p >= 1.0)[:, None] | _heaviest(z, mass, top_p * jnp.sum(mass, axis=-1)))
+
+    def likeliest(z: jax.Array) -> jax.Array:
+        enough = _heaviest(z, jnp.ones_like(z), top_k.astype(jnp.float32))
+        return jnp.where((top_k == 0)[:, None] | enough, z, -jnp.inf)
+
+    def nucleus(z: jax.Array) -> jax.Array:
+        mass = jax.nn.softmax(z, axis=-1)
+        enough = _heaviest(z, mass, top_p * jnp.sum(mass, axis=-1))
+        return jnp.where((top_p >= 1.0)[:, None] | enough, z, -jnp.inf)
+
+    # each passes over the logits dozens of times
+    z = lax.cond(jnp.any(top_k > 0), likeliest, lambda z: z, z)
+    z = lax.cond(jnp.any(top_p < 1.0), nucleus, lambda z: z, z)
+    kept = jnp.isfinite(z)
     return jnp.where((temperature == 0)[:, None] | kept, logits, -jnp.inf)
 
 
