@@ -75,7 +75,7 @@ class Decoder:
             raise ConfigError(f'learner.remat={remat!r} is unknown; use one of {", ".join(REMAT)}')
         if tokens not in ACTIVATIONS:
             raise ConfigError(f'tokens={tokens!r} is unknown; use one of {", ".join(ACTIVATIONS)}')
-        self.config, self.layers, self.lora = config, layers, lora
+        self.config, self.layers, self.lora, self.tokens = config, layers, lora, tokens
         self._remat, self._form = remat, ACTIVATIONS[tokens]
         self._table = weight_table(config, lora)
         specs = nest((spec.path_in_layer, spec) for spec in self._table.values() if spec.in_layers)
