@@ -1,31 +1,43 @@
 """Starts servers and trainer of a run on this machine: python -m launch.local --config=FILE --workdir=DIR [--resume].
 
-Further flags, --config.section.field=value, go to all of them. A dead server is started again. Ctrl-C stops the run,
-whose trainer saves its state first. If this process is killed, all others end.
+Further flags, --config.section.field=value, are as those of main_train. A server that dies or hangs is started again.
+Ctrl-C stops the run, whose trainer saves its state first. If this process is killed, all others end.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import pathlib
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from absl import flags
+from ml_collections import config_dict
 
-from areal_jax.app.command_line import CommandLine, parse_train_command
+from areal_jax import files
+from areal_jax.app.command_line import parse_train_command
 from areal_jax.app.ending import end_command
-from areal_jax.config.cluster import parse_engines
+from areal_jax.config import default_config, flatten
+from areal_jax.config.cluster import ENGINES, parse_engines
 from areal_jax.config.ranges import ConfigError
-from areal_jax.files import DirectoryLock
-from areal_jax.publication.versions import find_directory, list_versions
+from launch.heartbeats import Heartbeats
 from launch.programs import Server
 from launch.supervisor import run_together
 
 TRAINER, SERVER = 'areal_jax.main_train', 'areal_jax.main_serve'
-LOGS = 'servers'  # in the workdir
-_OF_TRAINER = re.compile(r'--?(no)?(workdir|resume)(=.*)?', re.DOTALL)
+SERVERS = 'servers'  # in the workdir: config and output of the servers
+_CONFIG_FILE = '''"""The config of the servers of this run, written by launch.local at every start."""
+
+from areal_jax.config import default_config
+
+inf = float('inf')
+
+
+def get_config():
+    config = default_config()
+    config.update_from_flattened_dict({values!r})
+    return config
+'''
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,20 +45,19 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
-    command = parse_train_command(argv, values)
-    words = list(values.read_flags_from_files(argv, force_gnu=False))
+    config = parse_train_command(argv, values).config
+    require_startable(config)
     workdir = pathlib.Path(values.workdir)
-    lock = DirectoryLock(workdir / LOGS)
+    lock = files.DirectoryLock(workdir / SERVERS)
     try:
-        trainer = [sys.executable, '-m', TRAINER, *words[1:]]
-        return run_together(trainer, plan_servers(command, words[1:], workdir))
+        trainer = [sys.executable, '-m', TRAINER, *argv[1:]]
+        return run_together(trainer, plan_servers(config, workdir), Heartbeats(workdir))
     finally:
         lock.release()
 
 
-def plan_servers(command: CommandLine, words: Sequence[str], workdir: pathlib.Path) -> list[Server]:
-    """The servers of cluster.engines; each starts from the newest version, so none before the first is published."""
-    config = command.config
+def require_startable(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for a run that one trainer and servers of this machine cannot make."""
     if config.publication.channel != 'files':
         raise ConfigError(
             f'publication.channel={config.publication.channel!r} reaches engines in the process of the trainer only: '
@@ -57,36 +68,24 @@ def plan_servers(command: CommandLine, words: Sequence[str], workdir: pathlib.Pa
             f'distributed.processes={config.distributed.processes}: launch.local starts one trainer; use '
             'distributed.processes=1, or start trainers and servers one by one'
         )
-    versions = find_directory(config.publication.directory, workdir)
-    shared = list(words_of_servers(words))
-    return [
-        Server(
-            str(number),
-            functools.partial(server_command, shared, versions, workdir),
-            workdir / LOGS / f'{number}.log',
-        )
-        for number in range(parse_engines(config.cluster.engines).count)
-    ]
 
 
-def server_command(words: Sequence[str], versions: pathlib.Path, workdir: pathlib.Path) -> list[str] | None:
-    """None where no version has been published yet."""
-    found = list(list_versions(versions).values())
-    if not found:
-        return None
-    own = [f'--model={found[-1]}', '--port=0', f'--workdir={workdir}']
-    return [sys.executable, '-m', SERVER, *words, *own]
+def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[Server]:
+    """One server for each of cluster.engines, which starts from the model of the config.
 
-
-def words_of_servers(words: Sequence[str]) -> Iterator[str]:
-    """The words of the command line that servers take too: without --workdir and --resume."""
-    remaining = iter(words)
-    for word in remaining:
-        match = _OF_TRAINER.fullmatch(word)
-        if match is None:
-            yield word
-        elif match[2] == 'workdir' and match[3] is None:
-            next(remaining)  # its value
+    Servers get a config file of their own and no overrides: they would refuse those that only a trainer reads.
+    """
+    layout, directory = parse_engines(config.cluster.engines), workdir / SERVERS
+    default = dict(flatten(default_config()))
+    values = {
+        path: value
+        for path, value in flatten(config.copy_and_resolve_references())
+        if path not in default or value != default[path]
+    }
+    values[ENGINES] = str(dataclasses.replace(layout, count=1))
+    files.write_text(directory / 'config.py', _CONFIG_FILE.format(values=values))
+    command = [sys.executable, '-m', SERVER, f'--config={directory / "config.py"}', '--port=0', f'--workdir={workdir}']
+    return [Server(str(number), command, directory / f'{number}.log') for number in range(layout.count)]
 
 
 def run() -> None:

@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import IO
 
-from areal_jax.tasks.descendants import end_processes, list_marked
+from areal_jax.tasks.descendants import end_processes, list_descendants, list_marked
 from launch.keeper import SIGNALLED, describe_code
 from launch.wakeups import STOPS
 
@@ -60,6 +60,10 @@ class Program:
         """Sends the signal to the command; nothing where it has ended."""
         self._keeper.send_signal(number)
 
+    def runs_any(self, processes: Collection[int]) -> bool:
+        """Whether the command is one of the processes, or started one of them."""
+        return any(process.pid in processes for process in list_descendants(self._keeper.pid))
+
     def kill(self) -> None:
         """Ends the command and all that it started, at once; returns when they are gone."""
         assert self._keeper.stdin is not None
@@ -78,38 +82,37 @@ class Program:
 
 
 class Server:
-    """A server that is started again when it dies.
+    """A server that is started again when it dies or hangs.
 
     One that a signal ended is started again always, one that ends by itself at most _MOST_FAILURES times in a row. One
     that ends with code 0 was told to stop and stays away.
 
     Args:
-      make_command: the command of the next start; None = it cannot be started yet.
       log: its output is appended to this file.
     """
 
-    def __init__(self, name: str, make_command: Callable[[], Sequence[str] | None], log: pathlib.Path):
-        self.name, self._make_command, self._log = name, make_command, log
+    def __init__(self, name: str, command: Sequence[str], log: pathlib.Path):
+        self.name, self._command, self._log = name, command, log
         self.program: Program | None = None
         self.is_over = False  # it will not be started again
         self._started_s = self._due_s = time.monotonic()
         self._deaths = self._failures = 0  # in a row
 
-    def look(self) -> None:
-        """Notices the end of the program, and starts it when it is due."""
+    def look(self, silent: Collection[int]) -> None:
+        """Notices the end of the program, kills it if it is one of the `silent` processes, and starts it when due."""
+        if silent and self.program is not None and self.program.runs_any(silent):
+            say(f'server {self.name} has given no sign of life for a long time: it is killed')
+            self.program.kill()
         if self.program is not None and (code := self.program.poll()) is not None:
             self._note_end(code)
         if self.program is None and not self.is_over and time.monotonic() >= self._due_s:
             self._start()
 
     def _start(self) -> None:
-        command = self._make_command()
-        if command is None:
-            return
         with self._log.open('ab') as log:
-            log.write(f'--- {" ".join(command)}\n'.encode())
+            log.write(f'--- {" ".join(self._command)}\n'.encode())
             log.flush()
-            self.program = Program(command, log)
+            self.program = Program(self._command, log)
         self._started_s = time.monotonic()
 
     def _note_end(self, code: int) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from areal_jax.errors import ExitCode
+from launch.heartbeats import Heartbeats
 from launch.keeper import SIGNALLED, describe_code
 from launch.programs import Program, Server, say
 from launch.wakeups import Wakeups
@@ -15,7 +16,7 @@ _LOOK_S = 0.2  # between two looks at servers that wait for something
 _STOP_S = 10.0  # for servers to end after SIGTERM
 
 
-def run_together(command: Sequence[str], servers: Sequence[Server]) -> int:
+def run_together(command: Sequence[str], servers: Sequence[Server], heartbeats: Heartbeats) -> int:
     """Starts the trainer with this command, keeps the servers running until it ends, and returns its exit code.
 
     The first stop signal goes to the trainer, which saves its state while the servers live on. The second one goes to
@@ -25,13 +26,13 @@ def run_together(command: Sequence[str], servers: Sequence[Server]) -> int:
     with Wakeups() as wakeups:
         trainer = Program(command)
         try:
-            return _supervise(trainer, servers, wakeups)
+            return _supervise(trainer, servers, heartbeats, wakeups)
         finally:
             _end_servers(servers, wakeups)
             trainer.kill()
 
 
-def _supervise(trainer: Program, servers: Sequence[Server], wakeups: Wakeups) -> int:
+def _supervise(trainer: Program, servers: Sequence[Server], heartbeats: Heartbeats, wakeups: Wakeups) -> int:
     stops, is_deserted = 0, False
     while (code := trainer.poll()) is None:
         numbers, _ = wakeups.wait(_LOOK_S)
@@ -44,8 +45,9 @@ def _supervise(trainer: Program, servers: Sequence[Server], wakeups: Wakeups) ->
                 trainer.send(number)
         if stops:
             continue
+        silent = heartbeats.list_silent()
         for server in servers:
-            server.look()
+            server.look(silent)
         if servers and not is_deserted and all(server.is_over for server in servers):
             is_deserted = True
             say('no server is left: the trainer is told to save and stop')

@@ -1,6 +1,6 @@
 """The versions on a disk: the names of their directories, and a lock that keeps one from removal while it is read.
 
-files.py writes, reads and collects versions with it; launch/ finds the newest one. Nothing here imports jax.
+Used by files.py, which writes, reads and collects versions. Nothing here imports jax.
 """
 
 from __future__ import annotations
@@ -17,11 +17,6 @@ from areal_jax.publication.errors import PublicationError
 
 MANIFEST = 'manifest.json'
 _NAME = re.compile(r'v(\d{6,})')
-
-
-def find_directory(named: str, workdir: pathlib.Path) -> pathlib.Path:
-    """Where the versions of a run are; `named` is its publication.directory."""
-    return pathlib.Path(named or workdir / 'publication')
 
 
 def version_path(directory: pathlib.Path, version: int) -> pathlib.Path:

@@ -37,8 +37,9 @@ class StandIn:
             self.note('ends')
             os._exit(self.behaviour.get('stop_code', 0))
 
-    def wait(self):
+    def wait(self, beat=lambda: None):
         while not (self.workdir / f'end_{self.name}').exists():
+            beat()
             time.sleep(0.02)
         self.note('ends')
         return int((self.workdir / f'end_{self.name}').read_text())

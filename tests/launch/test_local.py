@@ -1,6 +1,7 @@
 """A run of several processes on one machine: a dead server comes back, and nothing outlives the launcher."""
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -11,7 +12,8 @@ import time
 
 import pytest
 
-from launch.local import words_of_servers
+from areal_jax.app.command_line import load_config
+from areal_jax.config import flatten
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ['--config=configs/tiny_cpu.py', '--config.publication.channel=files']
@@ -59,6 +61,7 @@ class Run:
     def finish(self):
         """(exit code, output) of the launcher, once it and all others are gone."""
         output, _ = self.launcher.communicate(timeout=20)
+        assert 'processes left: 0' in output
         assert not any(is_alive(pid) for pid in self.pids())
         return self.launcher.returncode, output
 
@@ -87,35 +90,39 @@ def test_servers_run_beside_the_trainer_and_end_with_it(tmp_path):
         (tmp_path / 'end_trainer').write_text('3')
         code, output = run.finish()
     assert code == 3  # the trainer's own
-    assert output == 'False\n'  # no jax, and nothing to say
+    assert output == 'jax: False, processes left: 0\n'  # and nothing to say
     [[_, *trainer]], servers = run.events('trainer start'), run.events('server start')
     assert trainer == [*CONFIG, *TWO.split(), '--resume', f'--workdir={tmp_path}']
-    model = f'--model={tmp_path}/publication/v000001'
-    assert [words for _, *words in servers] == [[*CONFIG, *TWO.split(), model, '--port=0', f'--workdir={tmp_path}']] * 2
+    own = [f'--config={tmp_path}/servers/config.py', '--port=0', f'--workdir={tmp_path}']
+    assert [words for _, *words in servers] == [own] * 2
     assert len(run.events('server SIGTERM')) == len(run.events('server ends')) == 2
     for number in '01':
         assert 'output of a server' in (tmp_path / 'servers' / f'{number}.log').read_text()
 
 
-def test_no_server_starts_before_a_version_is_published(tmp_path):
-    with Run(tmp_path, trainer={'publishes_nothing': True}) as run:
-        run.await_events('trainer descendant', 2)
-        time.sleep(0.6)
-        assert run.events('server start') == []
+def test_servers_have_the_config_of_the_run_and_one_engine_each(tmp_path):
+    overrides = ['--config.run.steps=3', '--config.staleness.eta=inf', '--config.rollout.prefill_buckets=(32,128)']
+    with Run(tmp_path, TWO, *overrides) as run:
+        run.await_events('server start', 2)
+    config = dict(flatten(load_config(f'{tmp_path}/servers/config.py')))
+    expected = dict(flatten(load_config('configs/tiny_cpu.py'))) | {
+        'publication.channel': 'files',
+        'cluster.engines': '1 x shared',
+        'run.steps': 3,
+        'staleness.eta': math.inf,
+        'rollout.prefill_buckets': (32, 128),
+    }
+    assert config == expected
 
 
-def test_a_server_that_is_killed_comes_back_with_the_newest_version(tmp_path):
+def test_a_server_that_is_killed_comes_back(tmp_path):
     with Run(tmp_path, server={'stop_code': 7}) as run:
         run.await_events('server descendant', 2)
-        newest = tmp_path / 'publication' / 'v000002'
-        newest.mkdir()
-        (newest / 'manifest.json').write_text('{}')
         for starts in range(1, 8):  # more often than it may fail by itself
             [*_, (pid, *_)] = run.await_events('server start', starts)
             run.await_events('server descendant', 2 * starts)
             os.kill(int(pid), signal.SIGKILL)
-        [*_, (last, *words)] = run.await_events('server start', 8)
-        assert f'--model={newest}' in words
+        [*_, (last, *_)] = run.await_events('server start', 8)
         wait_until(lambda: len([pid for pid in run.pids() if is_alive(pid)]) == 6, 'descendants of the dead to be gone')
         assert is_alive(int(last))
         (tmp_path / 'end_trainer').write_text('0')
@@ -170,6 +177,17 @@ def test_ctrl_c_lets_the_trainer_save_while_the_servers_live(tmp_path):
     )
 
 
+def test_no_server_is_started_again_while_the_trainer_saves(tmp_path):
+    with Run(tmp_path, trainer={'stop_s': 1.5, 'stop_code': 75}) as run:
+        [[pid, *_]] = run.await_events('server start')
+        run.await_events('server descendant', 2)
+        run.launcher.send_signal(signal.SIGTERM)
+        run.await_events('trainer SIGTERM')
+        os.kill(int(pid), signal.SIGKILL)
+        assert run.finish()[0] == 75
+    assert len(run.events('server start')) == 1
+
+
 def test_the_third_signal_kills_everything(tmp_path):
     with Run(tmp_path, trainer={'ignores_signals': True}, server={'ignores_signals': True}) as run:
         run.await_events('server descendant', 2)
@@ -218,6 +236,36 @@ def test_nothing_outlives_a_keeper_that_is_killed(tmp_path):
         assert run.finish()[0] == 0
 
 
+def test_a_program_dies_with_its_keeper_also_without_the_launcher(tmp_path):
+    with Run(tmp_path) as run:
+        [[pid, *_]] = run.await_events('server start')
+        run.await_events('server descendant', 2)
+        keeper = keeper_of(pid)
+        run.launcher.send_signal(signal.SIGSTOP)
+        os.kill(keeper, signal.SIGKILL)
+        wait_until(lambda: not is_alive(int(pid)), 'the program to be gone')
+        run.launcher.send_signal(signal.SIGCONT)
+        run.await_events('server start', 2)  # and the launcher clears up
+
+
+def test_a_server_that_hangs_is_started_again(tmp_path):
+    with Run(tmp_path, TWO) as run:
+        [[hung, *_], [other, *_]] = run.await_events('server start', 2)
+        run.await_events('server descendant', 4)
+        time.sleep(1.5)  # longer than the launcher's patience with a silent one
+        assert len(run.events('server start')) == 2
+        os.kill(int(hung), signal.SIGSTOP)
+        run.await_events('server start', 3)
+        assert not is_alive(int(hung))
+        assert is_alive(int(other))
+        run.await_events('server descendant', 6)
+        (tmp_path / 'end_trainer').write_text('0')
+        code, output = run.finish()
+    assert code == 0
+    assert re.search(r'server \d has given no sign of life for a long time: it is killed', output)
+    assert len(run.events('server start')) == 3
+
+
 def test_a_trainer_that_is_killed_can_be_resumed(tmp_path):
     with Run(tmp_path) as run:
         run.await_events('server descendant', 2)
@@ -257,9 +305,3 @@ def test_a_run_that_cannot_start_is_refused_by_name(tmp_path, flag, sentence):
 
 def test_the_package_is_installed():
     assert 'launch' in re.findall(r"find_packages\(include=\[.*'([\w.]+)'\]\)", (ROOT / 'setup.py').read_text())
-
-
-def test_servers_get_neither_workdir_nor_resume():
-    words = ['--config', 'a.py', '--workdir', 'runs/a', '--resume=true', '--config.run.steps', '3', '--noresume']
-    assert list(words_of_servers(words)) == ['--config', 'a.py', '--config.run.steps', '3']
-    assert list(words_of_servers(['-workdir=runs/a', '--config.run.seed=1'])) == ['--config.run.seed=1']
