@@ -1,0 +1,41 @@
+"""Which servers have stopped saying that they live: a program that hangs has no exit code. Used by supervisor.py."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Collection
+
+from areal_jax.errors import UserError
+from areal_jax.rollout.registry import read_registry
+
+PATIENCE_S = 60.0  # a server compiles without its heartbeat stopping for so long
+_LOOK_S = 5.0  # between two looks at the registry
+
+
+class Heartbeats:
+    """The heartbeats in the registry of a run, timed by the clock of this process alone."""
+
+    def __init__(self, workdir: pathlib.Path):
+        self._workdir = workdir
+        self._changed: dict[str, tuple[object, float]] = {}  # by name: (incarnation and heartbeat, since when)
+        self._due_s = 0.0
+
+    def list_silent(self) -> Collection[int]:
+        """Processes whose heartbeat has not changed for PATIENCE_S, those of earlier servers too."""
+        now = time.monotonic()
+        if now < self._due_s:
+            return ()
+        self._due_s = now + _LOOK_S
+        try:
+            entries = read_registry(self._workdir)
+        except (UserError, OSError):  # a damaged entry: the trainer names it
+            return ()
+        silent = set()
+        for entry in entries:
+            beat, since_s = (entry.incarnation, entry.heartbeat), self._changed.get(entry.name)
+            if since_s is None or since_s[0] != beat:
+                self._changed[entry.name] = beat, now
+            elif now - since_s[1] >= PATIENCE_S and not entry.is_leaving:
+                silent.add(entry.process)
+        return silent

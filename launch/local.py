@@ -1,0 +1,97 @@
+"""Starts servers and trainer of a run on this machine: python -m launch.local --config=FILE --workdir=DIR [--resume].
+
+Further flags, --config.section.field=value, are as those of main_train. A server that dies or hangs is started again.
+Ctrl-C stops the run, whose trainer saves its state first. If this process is killed, all others end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_dict
+
+from areal_jax import files
+from areal_jax.app.command_line import parse_train_command
+from areal_jax.app.ending import end_command
+from areal_jax.config import default_config, flatten
+from areal_jax.config.cluster import ENGINES, parse_engines
+from areal_jax.config.ranges import ConfigError
+from launch.heartbeats import Heartbeats
+from launch.programs import Server
+from launch.supervisor import run_together
+
+TRAINER, SERVER = 'areal_jax.main_train', 'areal_jax.main_serve'
+SERVERS = 'servers'  # in the workdir: config and output of the servers
+_CONFIG_FILE = '''"""The config of the servers of this run, written by launch.local at every start."""
+
+from areal_jax.config import default_config
+
+inf = float('inf')
+
+
+def get_config():
+    config = default_config()
+    config.update_from_flattened_dict({values!r})
+    return config
+'''
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, start, wait; returns the exit code, that of the trainer."""
+    values = flags.FlagValues()
+    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
+    flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
+    config = parse_train_command(argv, values).config
+    require_startable(config)
+    workdir = pathlib.Path(values.workdir)
+    lock = files.DirectoryLock(workdir / SERVERS)
+    try:
+        trainer = [sys.executable, '-m', TRAINER, *argv[1:]]
+        return run_together(trainer, plan_servers(config, workdir), Heartbeats(workdir))
+    finally:
+        lock.release()
+
+
+def require_startable(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for a run that one trainer and servers of this machine cannot make."""
+    if config.publication.channel != 'files':
+        raise ConfigError(
+            f'publication.channel={config.publication.channel!r} reaches engines in the process of the trainer only: '
+            "servers load weights from disk, use publication.channel='files'"
+        )
+    if config.distributed.processes > 1:
+        raise ConfigError(
+            f'distributed.processes={config.distributed.processes}: launch.local starts one trainer; use '
+            'distributed.processes=1, or start trainers and servers one by one'
+        )
+
+
+def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[Server]:
+    """One server for each of cluster.engines, which starts from the model of the config.
+
+    Servers get a config file of their own and no overrides: they would refuse those that only a trainer reads.
+    """
+    layout, directory = parse_engines(config.cluster.engines), workdir / SERVERS
+    default = dict(flatten(default_config()))
+    values = {
+        path: value
+        for path, value in flatten(config.copy_and_resolve_references())
+        if path not in default or value != default[path]
+    }
+    values[ENGINES] = str(dataclasses.replace(layout, count=1))
+    files.write_text(directory / 'config.py', _CONFIG_FILE.format(values=values))
+    command = [sys.executable, '-m', SERVER, f'--config={directory / "config.py"}', '--port=0', f'--workdir={workdir}']
+    return [Server(str(number), command, directory / f'{number}.log') for number in range(layout.count)]
+
+
+def run() -> None:
+    """Entry point of `python -m launch.local`."""
+    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir'))
+
+
+if __name__ == '__main__':
+    run()

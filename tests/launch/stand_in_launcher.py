@@ -1,0 +1,15 @@
+"""launch.local with stand-ins for its programs, and with short pauses."""
+
+import os
+import sys
+
+from areal_jax.tasks.descendants import list_descendants
+from launch import heartbeats, local, programs, supervisor
+
+local.TRAINER, local.SERVER = 'tests.launch.stand_in_trainer', 'tests.launch.stand_in_server'
+programs._LONGEST_PAUSE_S, supervisor._STOP_S = 0.1, 1.0
+heartbeats.PATIENCE_S, heartbeats._LOOK_S = 1.0, 0.1
+try:
+    local.run()
+finally:
+    print(f'jax: {"jax" in sys.modules}, processes left: {len(list_descendants(os.getpid()))}')

@@ -1,0 +1,15 @@
+"""Registers and waits to be ended, or fails at once."""
+
+import os
+import sys
+
+from areal_jax.rollout.registry import Registration
+from tests.launch.stand_in import StandIn
+
+server = StandIn('server')
+print('output of a server', flush=True)
+if server.behaviour.get('fails'):
+    sys.exit(1)
+registration = Registration(server.workdir, str(os.getpid()), 'http://127.0.0.1:1', 'own')
+server.start_descendants()
+sys.exit(server.wait(registration.beat))
