@@ -1,0 +1,194 @@
+"""What a request and its answers are, whatever the dialect that they are written in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from areal_jax.errors import UserError
+from areal_jax.types import LogprobKind, concatenate
+
+FinishWord = Literal['stop', 'length', 'abort']
+
+
+class RequestError(UserError):
+    """A body that is refused: one sentence that names the field, its value and the fix."""
+
+    def __init__(self, field: str, message: str, status: int = 400):
+        super().__init__(message)
+        self.field, self.status = field, status
+
+
+class ReplyError(UserError):
+    """A reply of a server that can not be used: the tokens in it are lost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str  # 'system', 'user', 'assistant', ...: the chat template knows them
+    content: str
+
+
+Prompt = np.ndarray | str | tuple[Message, ...]  # token ids int32 [P], P >= 1; or what a tokenizer makes ids of
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSampling:
+    """How the answers to one prompt are sampled, as it was asked for: the model's EOS ids are not in it."""
+
+    max_new_tokens: int | None  # None = what the context leaves room for
+    min_new_tokens: int = 0  # EOS and stop ids can not be drawn before
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1.0 = off
+    min_p: float = 0.0  # 0 = off
+    repetition_penalty: float = 1.0  # 1.0 = off; of prompt and answer
+    presence_penalty: float = 0.0  # 0 = off; of the answer, as the next
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
+    stop_tokens: tuple[int, ...] = ()  # that end an answer beside the model's EOS ids
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False  # the model's EOS ids do not end an answer
+    seed: int | None = None
+    skip_special_tokens: bool = True  # of the text of an answer, as the next
+    keep_stop: bool = False  # the matched stop string stays in the text; tokens are kept always
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One request: `n` answers to each prompt, numbered with the samples of a prompt side by side."""
+
+    prompts: tuple[Prompt, ...]
+    prompt_field: str  # what the dialect calls the prompt, for errors
+    sampling: tuple[CallSampling, ...]  # one a prompt
+    request_ids: tuple[str, ...]  # one an answer; '' = the server finds one
+    model: str = ''  # echoed
+    n: int = 1
+    is_batch: bool = False  # the prompts came in a list, also where it has one entry
+    stream: bool = False
+    stream_usage: bool = False  # OpenAI: a last event with the usage
+    logprobs: tuple[LogprobKind, ...] = ()  # wanted in the reply
+    prompt_tail: int = 0  # last prompt tokens that the list of prompt log-probs names, 0 or 1: the first has no value
+    text_in_logprobs: bool = False
+    tokens_as_ids: bool = False  # OpenAI: tokens in log-probs are called 'token_id:N'
+    return_token_ids: bool = False
+    return_prompt_token_ids: bool = False
+    return_meta_info: bool = False
+    session: str = ''  # key of the conversation, for routing
+    cache_salt: str = ''  # prompts with different salts share no KV
+    priority: int = 0
+
+    @property
+    def n_answers(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of an answer under one version of the weights, n >= 0 of them. Producer: the server."""
+
+    tokens: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n], of the full softmax at the temperature
+    version: str  # '' = the server did not say
+    sampling_logprobs: np.ndarray | None = None  # float32 [n], of the cut softmax; None = as above
+    text: str = ''  # that it adds to the answer's text; a character is in the piece that completes it
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """How an answer ended."""
+
+    reason: FinishWord
+    matched: int | str | None = None  # the stop id or string
+    message: str = ''  # of an abort
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Output tokens [start, end) were drawn under this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclasses.dataclass
+class Answer:
+    """One answer, as far as it has come."""
+
+    request_id: str
+    prompt_tokens: np.ndarray  # int32 [P]
+    index: int = 0  # among the answers of the call
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    finish: Finish | None = None  # None while it is generated
+    version: str = ''  # of the server's weights when it ended
+    cached_tokens: int = 0  # of the prompt, whose KV was there
+    retractions: int = 0  # times that its KV was given up and computed again
+    latency_s: float = 0.0  # from the arrival of the request
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [n]."""
+        return concatenate([piece.tokens for piece in self.pieces], np.int32)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(piece.tokens) for piece in self.pieces)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [n], of the full softmax."""
+        return concatenate([piece.logprobs for piece in self.pieces], np.float32)
+
+    @property
+    def sampling_logprobs(self) -> np.ndarray:
+        """float32 [n], of the cut softmax, which is the full one where nothing was cut."""
+        found = [p.logprobs if p.sampling_logprobs is None else p.sampling_logprobs for p in self.pieces]
+        return concatenate(found, np.float32)
+
+    @property
+    def text(self) -> str:
+        return ''.join(piece.text for piece in self.pieces)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Without gaps, neighbours of different versions."""
+        found: list[Span] = []
+        end = 0
+        for piece in self.pieces:
+            start, end = end, end + len(piece.tokens)
+            if found and found[-1].version == piece.version:
+                found[-1] = Span(piece.version, found[-1].start, end)
+            elif end > start:
+                found.append(Span(piece.version, start, end))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplyInfo:
+    """What a reply says of the server."""
+
+    model: str  # name of the served model, for calls that name none
+    created_s: int  # seconds since 1970
+    token_text: Callable[[int], str] | None = None  # text of one token, for log-probs with text
+
+
+def tokenize_call(
+    call: Call,
+    encode: Callable[[str], Sequence[int] | np.ndarray],
+    apply_template: Callable[[Sequence[Message]], Sequence[int] | np.ndarray],
+) -> Call:
+    """The call with token ids in the place of texts and messages; RequestError where nothing is left of one."""
+    prompts = []
+    for prompt in call.prompts:
+        if not isinstance(prompt, np.ndarray):
+            prompt = np.asarray(encode(prompt) if isinstance(prompt, str) else apply_template(prompt), np.int32)
+        if not len(prompt):
+            raise RequestError(call.prompt_field, f'{call.prompt_field} has no token: send at least one')
+        prompts.append(prompt)
+    return dataclasses.replace(call, prompts=tuple(prompts))
