@@ -35,7 +35,6 @@ def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *
         sampling=(parameters,),
         request_ids=(wire_id,),
         logprobs=('behavior',),
-        session=f'{request.seed}/{request.draw}',
     )
 
 
@@ -60,6 +59,17 @@ def require_servable(request: GenerationRequest, engine: str, vocab_size: int, c
             f'{engine} has no log-probs of a softmax that is cut, penalised or biased, and watches no stop strings '
             f'(rollout.top_k, rollout.top_p and the like): switch them off or use rollout.server=own'
         )
+
+
+def make_probe() -> Call:
+    """One greedy token after a prompt that every vocabulary has: what it is does not matter."""
+    return Call(
+        prompts=(np.zeros(1, np.int32),),
+        prompt_field='prompt',
+        sampling=(CallSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True, skip_special_tokens=False),),
+        request_ids=('',),
+        logprobs=('behavior',),
+    )
 
 
 def _seed(name: str) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 
 import aiohttp
 
 from areal_jax.files import JsonObject
+
+
+_SHOWN = 300  # characters of an error body that an error repeats
 
 
 class NoReplyError(Exception):
@@ -37,7 +39,8 @@ class Reply:
         for name in ('error', 'message', 'detail'):
             if isinstance(found, dict) and name in found:
                 found = found[name]
-        return found if isinstance(found, str) else self.text[:200] or 'nothing'
+        text = found if isinstance(found, str) else self.text
+        return ' '.join(text.split())[:_SHOWN] or 'nothing'
 
     def fields(self) -> JsonObject:
         """Its JSON object, empty where it has none."""
@@ -68,7 +71,7 @@ class Connection:
         try:
             async with self._session.request(method, self.url + path, json=body) as reply:
                 text = await reply.text()
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, UnicodeDecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
             raise NoReplyError(f'{method} {path} had no reply ({type(error).__name__}: {error})') from error
         try:
             content = json.loads(text) if text else None

@@ -1,7 +1,7 @@
 """A server of others as an engine: answers are calls, and new weights are files that it loads in a pause.
 
-app/ builds it around a dialect and a connection, the pool drives it. The server is paused in the mode that returns what
-was generated: such answers are delivered, wait here, and are continued under the weights of that time. So every token is
+app/ builds it around a dialect and a connection, the pool drives it. The server is paused in the mode that returns
+what was generated: such answers are delivered, wait here, and are continued under the weights of that time. So a token is
 of the version that was in use when its call was sent, and the server's own word for it is checked against that.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable
+import pathlib
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.protocols import Clock
-from areal_jax.rollout.http.clients.calls import make_call, require_servable
+from areal_jax.rollout.http.clients.calls import make_call, make_probe, require_servable
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect, UpdateError
-from areal_jax.rollout.http.clients.probe import probe_request
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.wire.exchange import Answer, ReplyError
 from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
@@ -168,6 +168,8 @@ class ServerEngine:
         version = read_version(await self._control('version', self._dialect.ask_version))
         if not self._is_held:
             version = await self._probe()
+        self._version = version
+        self._send_waiting()
         return HeldWeights(version)
 
     async def fence(self) -> None:
@@ -185,7 +187,8 @@ class ServerEngine:
 
     def _send_waiting(self) -> None:
         """Sends as many requests as there are places, first come first."""
-        while not self._is_held and self._waiting and self._under_way < self._limits.slots:
+        is_held = self._is_held or self._version == NOT_GENERATED
+        while not is_held and self._waiting and self._under_way < self._limits.slots:
             request = self._waiting.pop(next(iter(self._waiting)))
             if not self._under_way:
                 self._busy_from_s = self._clock.now()
@@ -213,7 +216,7 @@ class ServerEngine:
 
     async def _generate(self, request: ServerRequest) -> Answer:
         call = make_call(request.request, request.generated, request.wire_id, seeds=self._dialect.seeds)
-        work = Work('generate', request.remaining, {'request': request.request_id})
+        work = Work('generate', request.remaining)
         connection, vocab_size = self._connection, self._limits.vocab_size
         return await self._clock.call(
             self.name,
@@ -306,12 +309,13 @@ class ServerEngine:
         try:
             answer = await self._clock.call(
                 self.name,
-                lambda: self._dialect.generate(self._connection, probe_call(), self._limits.vocab_size),
-                Work('generate', 1, {'request': 'probe'}),
+                lambda: self._dialect.generate(self._connection, make_probe(), self._limits.vocab_size),
+                Work('generate', 1),
                 self._limits.control_s,
             )
         except (*_TROUBLE, ReplyError) as error:
             raise OutcomeUnknownError(f'{self.name}: one token, to see that it serves: {error}') from error
+        return read_version(answer.pieces[-1].version) if answer.pieces else NOT_GENERATED
 
     async def _control(self, action: str, act: Callable[[Connection], Awaitable[Result]]) -> Result:
         try:
@@ -321,6 +325,18 @@ class ServerEngine:
         except _TROUBLE as error:
             raise OutcomeUnknownError(f'{self.name}: {action}: {error}') from error
 
-    def _start(self, name: str, coroutine) -> None:
+    def _start(self, name: str, coroutine: Coroutine[object, object, None]) -> None:
         assert self._supervisor is not None, 'the engine was not started'
         self._supervisor.start(f'{self.name}: {name}', coroutine)
+
+
+def require_files(engine: str, directory: str) -> None:
+    """Raises RefusedError for a directory without weights: some servers do not survive the attempt to load it."""
+    path = pathlib.Path(directory)
+    if not (path / 'config.json').is_file() or not any(path.glob('*.safetensors')):
+        raise RefusedError(f'{engine}: {directory} holds no config.json with safetensors: publish the version again')
+
+
+def read_version(name: str) -> int:
+    """The version that a server's name of its weights stands for; NOT_GENERATED where the name is none of ours."""
+    return int(name) if name.isascii() and name.isdigit() else NOT_GENERATED

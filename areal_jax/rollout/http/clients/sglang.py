@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.clients.connection import Connection, StatusError
 from areal_jax.rollout.http.clients.dialect import UpdateError
@@ -22,6 +24,9 @@ class SglangDialect:
         self.seeds = seeds
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
+        # with ignore_eos SGLang looks for no stop ids either
+        sampling = tuple(dataclasses.replace(one, ignore_eos=not one.stop_tokens) for one in call.sampling)
+        call = dataclasses.replace(call, sampling=sampling)
         reply = await connection.require('POST', '/generate', sglang.render_request(call))
         (answer,) = sglang.parse_reply(reply.content, call, vocab_size)
         return answer

@@ -1,6 +1,6 @@
 """Records what a real vLLM server answers, for the tests that replay it.
 
-    python -m tests.rollout.http.clients.record_vllm --url=http://127.0.0.1:8000 --checkpoints=DIR --out=third_party/vllm
+    python -m tests.rollout.http.clients.record_vllm --url=http://127.0.0.1:8000 --checkpoints=DIR --out=FOLDER
 
 The server runs the model DIR/v0 of checkpoints.py (launch/test_external.sh has its flags). It is dead afterwards: the
 last recording is of an update that it does not survive. Paths are replaced by /models; nothing else is edited.
@@ -22,7 +22,14 @@ LONG = 300
 
 
 def body(request_id: str, max_tokens: int, token_ids: list[int] | None = None, **sampling: Any) -> dict[str, Any]:
-    params = {'max_tokens': max_tokens, 'temperature': 1.0, 'logprobs': 0, 'ignore_eos': True, 'detokenize': False, **sampling}
+    params = {
+        'max_tokens': max_tokens,
+        'temperature': 1.0,
+        'logprobs': 0,
+        'ignore_eos': True,
+        'detokenize': False,
+        **sampling,
+    }
     return {
         'model': 'm',
         'request_id': request_id,
