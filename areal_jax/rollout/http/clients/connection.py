@@ -9,7 +9,6 @@ import aiohttp
 
 from areal_jax.files import JsonObject
 
-
 _SHOWN = 300  # characters of an error body that an error repeats
 
 

@@ -1,8 +1,8 @@
 """A server of others as an engine: answers are calls, and new weights are files that it loads in a pause.
 
 app/ builds it around a dialect and a connection, the pool drives it. The server is paused in the mode that returns
-what was generated: such answers are delivered, wait here, and are continued under the weights of that time. So a token is
-of the version that was in use when its call was sent, and the server's own word for it is checked against that.
+what was generated: such answers are delivered, wait here, and are continued under the weights of that time. So a token
+is of the version that was in use when its call was sent, and the server's own word for it is checked against that.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class ServerEngine:
         await self._go_on()
 
     async def close(self) -> None:
-        await self._clock.call(self._publish_lane, self._connection.close, Work('close'), self._limits.control_s)
+        await self._clock.call(self._publish_lane, self._connection.close, Work('control'), self._limits.control_s)
 
     # Calls.
 
@@ -320,7 +320,7 @@ class ServerEngine:
     async def _control(self, action: str, act: Callable[[Connection], Awaitable[Result]]) -> Result:
         try:
             return await self._clock.call(
-                self._publish_lane, lambda: act(self._connection), Work(action.split()[0]), self._limits.control_s
+                self._publish_lane, lambda: act(self._connection), Work('control'), self._limits.control_s
             )
         except _TROUBLE as error:
             raise OutcomeUnknownError(f'{self.name}: {action}: {error}') from error
