@@ -15,6 +15,15 @@ from areal_jax.rollout.http.clients.engine import ServerEngine, ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.remote_engine import OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.rollout.requirements import (
+    EngineError,
+    needs_logprobs,
+    needs_pause,
+    needs_pinned,
+    needs_spans,
+    needs_update,
+    require_capabilities,
+)
 from areal_jax.types import PublishedWeights, SamplingParams
 from tests.rollout.engine_contract import CHECKS, LONGEST, Bench, Setting, Subject, request
 from tests.rollout.http.clients.fake_server import VOCAB_SIZE, FakeSglang, FakeVllm, write_checkpoint
@@ -77,6 +86,21 @@ def factory(kind, server, tmp_path):
 @pytest.mark.parametrize('check', CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_holds(factory, check):
     check(factory)
+
+
+@pytest.mark.parametrize(
+    ('requirement', 'message'),
+    [
+        (needs_pinned('evaluation.every=8'), 'engine/0 cannot keep the weights of an earlier version'),
+        (needs_update('rollout.kv_policy=keep', 'keep'), "engine/0 cannot do 'keep' with the KV"),
+        (needs_logprobs('rollout.top_k=4', 'sampling'), "engine/0 cannot give log-probs of kind 'sampling'"),
+    ],
+)
+def test_a_run_that_needs_what_the_server_lacks_is_refused_by_name(factory, requirement, message):
+    bench = Bench(factory)
+    with pytest.raises(EngineError, match=message):
+        require_capabilities([bench.engine], [requirement])
+    require_capabilities([bench.engine], [needs_spans('eta=4'), needs_pause('checkpoint.every=1')])
 
 
 def test_a_fresh_server_holds_no_version_of_ours_and_is_asked_to_generate(factory, server, kind):

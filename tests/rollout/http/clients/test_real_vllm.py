@@ -8,17 +8,20 @@ from __future__ import annotations
 import os
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.logprobs import logprob_of
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from areal_jax.rollout.http.clients.engine import ServerEngine, ServerLimits
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.remote_engine import OutcomeUnknownError
 from areal_jax.types import PublishedWeights
-from tests.rollout.decode.examples import forward_logprobs
+from tests.rollout.decode.examples import whole_attention
 from tests.rollout.engine_contract import CHECKS, Bench, Setting, Subject
 from tests.rollout.http.clients.checkpoints import CONFIG, make_params
 
@@ -28,7 +31,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not URL, reason='AREAL_JAX_VLLM_URL names no server: bash launch/test_external.sh vllm'),
 ]
-SLOTS = 2
+SLOTS, LONGEST = 2, 300
 LIMITS = ServerLimits(
     slots=SLOTS, vocab_size=CONFIG.vocab_size, context_tokens=CONFIG.context_tokens,
     request_s=60, control_s=60, load_s=60, loads=2,
@@ -46,9 +49,17 @@ def published(version, equal=False):
 
 def score(prompt, answer, versions):
     """By a plain forward of our model under each version's weights."""
-    tokens = np.concatenate([prompt, answer])
-    found = [forward_logprobs(tokens, len(prompt), make_params(seed), decoder=DECODER) for seed in (0, 1)]
+    tokens = np.zeros(LONGEST + len(prompt), np.int32)  # one shape for all
+    tokens[: len(prompt) + len(answer)] = [*prompt, *answer]
+    found = [logprobs_of(make_params(seed), tokens)[len(prompt) - 1 :][: len(answer)] for seed in (0, 1)]
     return np.where(versions == 0, *map(np.asarray, found))
+
+
+@jax.jit
+def logprobs_of(params, tokens):
+    """float32 [T - 1]: of each token but the first, after all before it."""
+    hidden, _ = DECODER.hidden(params, tokens, jnp.arange(len(tokens)), whole_attention)
+    return logprob_of(DECODER.logits(params, hidden)[:-1], tokens[1:], 1.0)
 
 
 class CutsRepliesToUpdates(Connection):
@@ -66,7 +77,7 @@ class CutsRepliesToUpdates(Connection):
 
 class Factory:
     # a token takes 2 to 3 ms; greedy, since an interruption changes the noise of what is left
-    setting = Setting(make_clock, pace=8.0, longest=300, temperature=0.0)
+    setting = Setting(make_clock, pace=8.0, longest=LONGEST, temperature=0.0)
 
     def __call__(self, clock, log):
         self.connection = CutsRepliesToUpdates(URL)
