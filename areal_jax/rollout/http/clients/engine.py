@@ -7,48 +7,24 @@ is of the version that was in use when its call was sent, and the server's own w
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import pathlib
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.protocols import Clock
-from areal_jax.rollout.http.clients.calls import make_call, make_probe, require_servable
-from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
-from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect, UpdateError
+from areal_jax.rollout.http.clients.calls import make_call, require_servable
+from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
 from areal_jax.rollout.http.clients.request import ServerRequest
+from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
 from areal_jax.rollout.http.wire.exchange import Answer, ReplyError
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
-from areal_jax.types import (
-    NOT_GENERATED,
-    EngineStatus,
-    GenerationRequest,
-    PublishedWeights,
-    Segment,
-    Work,
-)
+from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
+from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, PublishedWeights, Segment
 
-Result = TypeVar('Result')
-_TROUBLE = (NoReplyError, StatusError, TimeoutError)  # of a call; none of them says what the server has done
 _STRAGGLER_S = 1.0  # a call that reaches the server after its pause is aborted so much later
 _VAIN_CALLS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerLimits:
-    """What the server takes, and how long it may take."""
-
-    slots: int  # calls at the same time; further requests wait here
-    vocab_size: int
-    context_tokens: int  # of prompt and answer
-    request_s: float = 3600.0  # of one call: longer than the longest answer takes
-    control_s: float = 120.0  # of a pause, an abort or a question
-    load_s: float = 600.0  # of loading weights
-    loads: int = 3  # how often one update is sent while its outcome is unknown
 
 
 class ServerEngine:
@@ -74,9 +50,9 @@ class ServerEngine:
         locate: Callable[[PublishedWeights], str],
         limits: ServerLimits,
     ):
-        self.name, self._publish_lane = engine_lane(index), publish_lane(index)
-        self._dialect, self._connection, self._clock, self._log = dialect, connection, clock, log
+        self.name, self._clock, self._log = engine_lane(index), clock, log
         self._locate, self._limits = locate, limits
+        self._server = Server(dialect, connection, clock, limits, lane=self.name, control_lane=publish_lane(index))
         self._supervisor: Supervisor | None = None
         self._version = NOT_GENERATED  # of the weights in use; NOT_GENERATED: none of this run, or not known
         self._staged: tuple[PublishedWeights, str] | None = None
@@ -102,6 +78,9 @@ class ServerEngine:
         if request.request_id in self._open:
             raise RuntimeError(f'{self.name}: request {request.request_id} is open already')
         found = ServerRequest(request, self._clock, self.name)
+        if not found.remaining:
+            found.finish('length')  # the prefix is the whole answer
+            return found
         self._open[found.request_id] = self._waiting[found.request_id] = found
         self._log.write('arrive', self.name, request=found.request_id)
         self._send_waiting()
@@ -123,13 +102,12 @@ class ServerEngine:
     def status(self) -> EngineStatus:
         rate = self._tokens / self._busy_s if self._busy_s else 0.0
         running = len(self._open) - len(self._waiting)
-        return EngineStatus(self.name, self._version, running, len(self._waiting), rate, (self._connection.url,))
+        return EngineStatus(self.name, self._version, running, len(self._waiting), rate, (self._server.url,))
 
     async def stage(self, published: PublishedWeights) -> None:
         """Only looks for the files: the server loads them in `swap`."""
         directory = self._locate(published)
-        work = Work('load', 1, {'version': published.version})
-        await self._clock.run(self._publish_lane, lambda: require_files(self.name, directory), work)
+        await self._server.require_files(published, directory)
         self._staged = published, directory
 
     async def swap(self, version: int) -> float:
@@ -164,13 +142,14 @@ class ServerEngine:
         if self._unsettled is not None:
             await self._hold('question after an update')
             await self._load(self._unsettled)
-            await self._go_on()
-        version = read_version(await self._control('version', self._dialect.ask_version))
+        if self._is_held:
+            await self._go_on()  # also from an action that was given up half-way
+        name = await self._server.ask_version()
         if not self._is_held:
-            version = await self._probe()
-        self._version = version
+            name = await self._server.probe() or name
+        self._version = read_version(name)
         self._send_waiting()
-        return HeldWeights(version)
+        return HeldWeights(self._version)
 
     async def fence(self) -> None:
         for request in list(self._open.values()):
@@ -181,7 +160,7 @@ class ServerEngine:
         await self._go_on()
 
     async def close(self) -> None:
-        await self._clock.call(self._publish_lane, self._connection.close, Work('control'), self._limits.control_s)
+        await self._server.close()
 
     # Calls.
 
@@ -200,33 +179,26 @@ class ServerEngine:
         """One call and what it leads to; the request may have been cancelled meanwhile."""
         version = self._version
         try:
-            answer = await self._generate(request)
+            call = make_call(request.request, request.generated, request.wire_id, seeds=self._server.seeds)
+            answer = await self._server.generate(call)
             if self._open.get(request.request_id) is request:
                 self._take(request, answer, version)
-        except (*_TROUBLE, ReplyError) as error:
+        except ReplyError as error:
             if self._open.get(request.request_id) is request:
                 del self._open[request.request_id]
                 request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {error}'))
         finally:
+            now_s = self._clock.now()
+            self._busy_s, self._busy_from_s = self._busy_s + now_s - self._busy_from_s, now_s
             self._under_way -= 1
             if not self._under_way:
-                self._busy_s += self._clock.now() - self._busy_from_s
                 self._idle.set()
         self._send_waiting()
 
-    async def _generate(self, request: ServerRequest) -> Answer:
-        call = make_call(request.request, request.generated, request.wire_id, seeds=self._dialect.seeds)
-        work = Work('generate', request.remaining)
-        connection, vocab_size = self._connection, self._limits.vocab_size
-        return await self._clock.call(
-            self.name,
-            lambda: self._dialect.generate(connection, call, vocab_size),
-            work,
-            self._limits.request_s,
-        )
-
     def _take(self, request: ServerRequest, answer: Answer, version: int) -> None:
         """Delivers what a call brought; the rest of an aborted answer waits for the next call."""
+        if answer.n_tokens > request.remaining:
+            raise ReplyError(f'the server sent {answer.n_tokens} tokens, and {request.remaining} were asked for')
         for piece in answer.pieces:
             if piece.version and read_version(piece.version) != version:
                 raise ReplyError(f'the server answered under version {piece.version!r}, and {version} was loaded last')
@@ -249,7 +221,7 @@ class ServerEngine:
 
     async def _abort_call(self, wire_id: str) -> None:
         try:
-            await self._control('abort', lambda connection: self._dialect.abort(connection, wire_id))
+            await self._server.abort(wire_id)
         except OutcomeUnknownError:
             return  # its answer is not delivered anyway
 
@@ -258,17 +230,17 @@ class ServerEngine:
     async def _hold(self, action: str) -> None:
         """Returns when the server is paused and everything that it generated is delivered."""
         self._is_held = True
-        await self._control(action, self._dialect.pause)
+        await self._server.pause(action)
         while self._under_way:
             self._idle.clear()
             if not await self._clock.wait(self._idle, _STRAGGLER_S):
-                await self._control(action, lambda connection: self._dialect.abort(connection, ''))
+                await self._server.abort('', action)
 
     async def _go_on(self) -> None:
         """Ends the server's pause unless there is still a reason for it."""
         if self._is_paused or self._is_swapping or self._unsettled is not None:
             return
-        await self._control('resume', self._dialect.resume)
+        await self._server.resume()
         if not (self._is_paused or self._is_swapping):
             self._is_held = False
             self._send_waiting()
@@ -282,61 +254,11 @@ class ServerEngine:
             self._open, self._waiting = {}, {}
 
     async def _load(self, update: tuple[PublishedWeights, str]) -> None:
-        """Loads weights into the paused server, again while the outcome is unknown; no call is sent until it is known.
-
-        The version of the engine changes when the server names it.
-        """
-        published, directory = update
+        """Loads weights into the paused server; no call is sent until it is known which weights it holds."""
         self._version, self._unsettled = NOT_GENERATED, update
-        failure = ''
-        for _ in range(self._limits.loads):
-            try:
-                await self._clock.call(
-                    self._publish_lane,
-                    lambda: self._dialect.update(self._connection, directory, str(published.version)),
-                    Work('load', 1, {'version': published.version}),
-                    self._limits.load_s,
-                )
-            except (*_TROUBLE, UpdateError) as error:
-                failure = str(error)
-            else:
-                self._version, self._unsettled = published.version, None
-                return
-        raise OutcomeUnknownError(f'{self.name}: load of version {published.version} from {directory}: {failure}')
-
-    async def _probe(self) -> int:
-        """The version of one token that the server generates now: what it says of itself may outlive its engine."""
-        try:
-            answer = await self._clock.call(
-                self.name,
-                lambda: self._dialect.generate(self._connection, make_probe(), self._limits.vocab_size),
-                Work('generate', 1),
-                self._limits.control_s,
-            )
-        except (*_TROUBLE, ReplyError) as error:
-            raise OutcomeUnknownError(f'{self.name}: one token, to see that it serves: {error}') from error
-        return read_version(answer.pieces[-1].version) if answer.pieces else NOT_GENERATED
-
-    async def _control(self, action: str, act: Callable[[Connection], Awaitable[Result]]) -> Result:
-        try:
-            return await self._clock.call(
-                self._publish_lane, lambda: act(self._connection), Work('control'), self._limits.control_s
-            )
-        except _TROUBLE as error:
-            raise OutcomeUnknownError(f'{self.name}: {action}: {error}') from error
+        await self._server.load(*update)
+        self._version, self._unsettled = update[0].version, None
 
     def _start(self, name: str, coroutine: Coroutine[object, object, None]) -> None:
         assert self._supervisor is not None, 'the engine was not started'
         self._supervisor.start(f'{self.name}: {name}', coroutine)
-
-
-def require_files(engine: str, directory: str) -> None:
-    """Raises RefusedError for a directory without weights: some servers do not survive the attempt to load it."""
-    path = pathlib.Path(directory)
-    if not (path / 'config.json').is_file() or not any(path.glob('*.safetensors')):
-        raise RefusedError(f'{engine}: {directory} holds no config.json with safetensors: publish the version again')
-
-
-def read_version(name: str) -> int:
-    """The version that a server's name of its weights stands for; NOT_GENERATED where the name is none of ours."""
-    return int(name) if name.isascii() and name.isdigit() else NOT_GENERATED

@@ -11,7 +11,8 @@ import pytest
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.clients.connection import Connection
-from areal_jax.rollout.http.clients.engine import ServerEngine, ServerLimits
+from areal_jax.rollout.http.clients.engine import ServerEngine
+from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.remote_engine import OutcomeUnknownError, RefusedError, RequestFailedError
@@ -244,6 +245,32 @@ def test_a_fence_ends_requests_of_earlier_clients_and_a_pause(factory, server, k
         return server.is_paused, len(one.tokens())
 
     assert Bench(factory).run(script) == (False, LONGEST)
+
+
+def test_an_action_that_was_given_up_does_not_hold_the_engine_for_ever(factory, server, kind):
+    async def script(bench):
+        server.faults.append((PAUSE[kind], 'drop'))
+        await bench.engine.stage(bench.subject.published(1, False))
+        with pytest.raises(OutcomeUnknownError, match='swap of version 1'):
+            await bench.engine.swap(1)
+        held = await bench.engine.ask()
+        (one,) = bench.collect(0)
+        await bench.end_of(one)
+        return held.version, set(one.versions())
+
+    assert Bench(factory).run(script) == (0, {0})
+
+
+def test_the_speed_is_measured_while_other_calls_are_under_way(factory):
+    async def script(bench):
+        bench.collect(0, max_new_tokens=60)
+        (short,) = bench.collect(1)
+        await bench.end_of(short)
+        return bench.engine.status()
+
+    status = Bench(factory).run(script)
+    assert status.running == 1
+    assert 0 < status.tokens_per_s < 2 / (0.01 * PACE)
 
 
 def test_a_resume_that_the_server_does_not_answer_fails_the_open_requests(factory, server, kind):

@@ -17,7 +17,8 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import logprob_of
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
-from areal_jax.rollout.http.clients.engine import ServerEngine, ServerLimits
+from areal_jax.rollout.http.clients.engine import ServerEngine
+from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.remote_engine import OutcomeUnknownError
 from areal_jax.types import PublishedWeights
