@@ -93,11 +93,11 @@ class Fields:
             raise self.refuse(field, value, 'must be a string')
         return self._require_characters(field, value)
 
-    def take_choice(self, field: str, choices: Sequence[str]) -> str:
-        """One of the choices; the first one where it is absent."""
+    def take_choice(self, field: str, choices: Sequence[str], default: str | None = None) -> str:
+        """One of the choices; where it is absent `default`, or else the first of them."""
         value = self.take(field)
         if value is None:
-            return choices[0]
+            return choices[0] if default is None else default
         if not isinstance(value, str) or value not in choices:
             raise self.refuse(field, value, f'must be {" or ".join(map(repr, choices))}')
         return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import typing
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +13,7 @@ from areal_jax.types import LARGEST_LOGPROB
 
 _MISSING_LOGPROB = -9999.0  # what vLLM writes where it has none
 _LARGEST_TOKEN = 2**31 - 1
+_LARGEST_NUMBER = 1e30  # also keeps integers away that no float holds
 
 
 class Reply:
@@ -28,8 +29,18 @@ class Reply:
         """For a field that is wrong: raise it."""
         return ReplyError(f'{field} in the {self._name} of the server has {fault}: the reply is not used')
 
-    def object(self, field: str) -> Reply:
+    def nested(self, field: str) -> Reply:
         return Reply(self.values.get(field), field)
+
+    def text(self, field: str) -> str:
+        """'' for anything else."""
+        found = self.values.get(field)
+        return found if isinstance(found, str) else ''
+
+    def number(self, field: str) -> float:
+        """Of something that is reported only; 0 for anything else."""
+        found = self.values.get(field)
+        return found if isinstance(found, int | float) and abs(found) < _LARGEST_NUMBER else 0
 
     def integer(self, field: str, most: int) -> int:
         """From 0 to `most`; 0 where it is absent."""
@@ -38,7 +49,7 @@ class Reply:
             raise self.error(field, f'{found!r}, which is no integer from 0 to {most}')
         return found
 
-    def list(self, field: str, length: int | None = None) -> Sequence[object]:
+    def entries(self, field: str, length: int | None = None) -> Sequence[object]:
         found = self.values.get(field)
         if not isinstance(found, list) or (length is not None and len(found) != length):
             raise self.error(field, f'no list of {"any length" if length is None else length}')
@@ -54,7 +65,8 @@ def read_logprobs(
         if type(token) is not int or not 0 <= token <= most:
             raise reply.error(field, f'the token {token!r}, which is no id from 0 to {most}')
         number = isinstance(logprob, float | int) and not isinstance(logprob, bool)
-        if not number or not math.isfinite(logprob) or logprob == _MISSING_LOGPROB or logprob > LARGEST_LOGPROB:  # type: ignore[arg-type, operator]
+        value = typing.cast(float, logprob)
+        if not number or not -_LARGEST_NUMBER < value <= LARGEST_LOGPROB or value == _MISSING_LOGPROB:
             raise reply.error(field, f'the log-prob {logprob!r}, which no policy can have')
     tokens = np.array([token for _, token in pairs], np.int32)
     return tokens, np.array([logprob for logprob, _ in pairs], np.float32)
@@ -74,17 +86,22 @@ def cut_by_spans(
         raise reply.error('weight_versions', f'no list but {spans!r}')
     pieces, end, last = [], first, first + len(tokens)
     for span in spans:
-        fits = isinstance(span, dict) and isinstance(span.get('version'), str)
-        bounds = (span.get('start'), span.get('end')) if fits else (None, None)
-        if not all(type(bound) is int for bound in bounds) or bounds[0] > bounds[1]:  # type: ignore[operator]
-            raise reply.error('weight_versions', f'the span {span!r}')
-        if bounds[1] <= end:
+        version, begin, behind = _read_span(reply, span)
+        if behind <= end:
             continue  # of tokens that came before these
-        if max(bounds[0], first) != end or bounds[1] > last:
+        if max(begin, first) != end or behind > last:
             break
-        part = slice(end - first, bounds[1] - first)
-        pieces.append(Piece(tokens[part], logprobs[part], span['version'], None if cut is None else cut[part]))
-        end = bounds[1]
+        part = slice(end - first, behind - first)
+        pieces.append(Piece(tokens[part], logprobs[part], version, None if cut is None else cut[part]))
+        end = behind
     if end != last:
         raise reply.error('weight_versions', f'spans that do not cover {len(tokens)} tokens: {spans!r}')
     return pieces
+
+
+def _read_span(reply: Reply, span: object) -> tuple[str, int, int]:
+    entry = span if isinstance(span, dict) else {}
+    version, begin, behind = (entry.get(name) for name in ('version', 'start', 'end'))
+    if not isinstance(version, str) or type(begin) is not int or type(behind) is not int or begin > behind:
+        raise reply.error('weight_versions', f'the span {span!r}')
+    return version, begin, behind

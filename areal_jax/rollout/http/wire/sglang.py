@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,7 +46,7 @@ def parse(body: object) -> Call:
     prompts, prompt_field, is_batch = _read_prompts(fields)
     sampling, n = _read_sampling(fields, len(prompts))
     wanted = _read_flag(fields, 'return_logprob', len(prompts))
-    mode = fields.take_choice('sampling_logprobs_mode', ('', 'selected'))
+    mode = fields.take_choice('sampling_logprobs_mode', ('selected',), default='')
     tail = _read_prompt_tail(fields, prompts, wanted)
     call = Call(
         prompts=prompts,
@@ -156,7 +157,7 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
 def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
     """Prompts, the name of their field, and whether they came as a list."""
     if fields.has('text') == fields.has('input_ids'):
-        raise RequestError('input_ids', 'one of input_ids and text must be sent, and not both: send input_ids')
+        raise RequestError('input_ids', 'input_ids or text must be sent, and only one of them')
     if fields.has('text'):
         is_batch, texts = isinstance(fields.peek('text'), list), fields.take_texts('text')
         if not texts:
@@ -193,7 +194,7 @@ def _read_parameters(fields: Fields) -> tuple[CallSampling, int]:
 def _read_flag(fields: Fields, field: str, n_prompts: int) -> bool:
     """One flag, or a list with one for each prompt, all equal."""
     given = fields.take(field)
-    flags = given if isinstance(given, list) else [bool(given) if given is None else given]
+    flags: list[bool] = given if isinstance(given, list) else [False if given is None else typing.cast(bool, given)]
     if not all(isinstance(flag, bool) for flag in flags) or (isinstance(given, list) and len(flags) != n_prompts):
         raise fields.refuse(field, given, 'must be true or false')
     return bool(require_same(fields, field, flags))
@@ -259,7 +260,7 @@ def _text(token: int, call: Call, info: ReplyInfo) -> str | None:
 
 
 def _parse_answer(reply: Reply, index: int, prompt: np.ndarray, call: Call, vocab_size: int | None) -> Answer:
-    meta = reply.object('meta_info')
+    meta = reply.nested('meta_info')
     finish = _parse_finish(meta)
     entries = meta.values.get('output_token_logprobs') or []
     n_tokens = meta.values.get('completion_tokens', 0 if finish and finish.reason == 'abort' else None)
@@ -270,17 +271,17 @@ def _parse_answer(reply: Reply, index: int, prompt: np.ndarray, call: Call, voca
     cut = None
     if 'sampling' in call.logprobs and n_tokens:
         field = 'output_token_sampling_logprobs'
-        _, cut = read_logprobs(meta, field, list(zip(meta.list(field, n_tokens), tokens.tolist(), strict=True)))
+        _, cut = read_logprobs(meta, field, list(zip(meta.entries(field, n_tokens), tokens.tolist(), strict=True)))
     return Answer(
-        request_id=str(meta.values.get('id', '')),
+        request_id=meta.text('id'),
         prompt_tokens=prompt,
-        index=int(reply.values.get('index', index)),
+        index=reply.integer('index', call.n - 1) if 'index' in reply.values else index,
         pieces=cut_by_spans(meta, tokens, logprobs, cut),
         finish=finish,
-        version=str(meta.values.get('weight_version', '')),
-        cached_tokens=int(meta.values.get('cached_tokens', 0)),
-        retractions=int(meta.values.get('num_retractions', 0)),
-        latency_s=float(meta.values.get('e2e_latency', 0.0)),
+        version=meta.text('weight_version'),
+        cached_tokens=int(meta.number('cached_tokens')),
+        retractions=int(meta.number('num_retractions')),
+        latency_s=meta.number('e2e_latency'),
     )
 
 

@@ -159,9 +159,9 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
     prompt = call.prompts[0]
     assert isinstance(prompt, np.ndarray)
     reply, answers = Reply(body), []
-    for index, entry in enumerate(reply.list('choices', call.n)):
+    for index, entry in enumerate(reply.entries('choices', call.n)):
         delta = _parse_choice(Reply(entry, f'choices[{index}]'), call, 0, vocab_size)
-        request_id = str(reply.values.get('request_id', ''))
+        request_id = reply.text('request_id')
         version = delta.pieces[-1].version if delta.pieces else ''
         answers.append(Answer(request_id, prompt, delta.index, list(delta.pieces), delta.finish, version))
     return answers
@@ -173,7 +173,7 @@ def parse_event(event: object, call: Call, so_far: Sequence[int], vocab_size: in
     if 'error' in reply.values:
         raise reply.error('error', repr(reply.values['error']))
     found = []
-    for entry in reply.list('choices'):
+    for entry in reply.entries('choices'):
         choice = Reply(entry, 'choice')
         index = choice.integer('index', call.n - 1)
         found.append(_parse_choice(choice, call, so_far[index], vocab_size))
@@ -234,7 +234,7 @@ def _parse_choice(choice: Reply, call: Call, first: int, vocab_size: int | None)
     ids = choice.values.get('token_ids') or []
     if not isinstance(ids, list):
         raise choice.error('token_ids', f'no list but {ids!r}')
-    content = choice.object('logprobs').list('content', len(ids)) if ids else []
+    content = choice.nested('logprobs').entries('content', len(ids)) if ids else []
     pairs = []
     for token, given in zip(ids, content, strict=True):
         entry = Reply(given, 'logprobs.content')
@@ -247,7 +247,7 @@ def _parse_choice(choice: Reply, call: Call, first: int, vocab_size: int | None)
     cut = None
     if 'sampling' in call.logprobs and ids:
         field = 'sampling_logprobs'
-        _, cut = read_logprobs(choice, field, list(zip(choice.list(field, len(ids)), ids, strict=True)))
+        _, cut = read_logprobs(choice, field, list(zip(choice.entries(field, len(ids)), ids, strict=True)))
     pieces = cut_by_spans(choice, tokens, logprobs, cut, first)
     return Delta(choice.integer('index', call.n - 1), tuple(pieces), finish)
 
