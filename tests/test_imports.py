@@ -110,10 +110,23 @@ def test_host_code_is_free_of_jax(package):
 @pytest.mark.parametrize(
     'module',
     [
-        'local_engine', 'running_request', 'slot_table', 'ledger', 'pool', 'workflow', 'backend',
-        'http.clients.engine', 'http.clients.sglang', 'http.clients.vllm',
+        'local_engine',
+        'running_request',
+        'slot_table',
+        'ledger',
+        'pool',
+        'workflow',
+        'backend',
+        'server_pool',
+        'placement',
+        'keeper',
+        'registry',
+        'registry_watch',
+        'http.clients.engine',
+        'http.clients.sglang',
+        'http.clients.vllm',
     ],
-)  # fmt: skip
+)
 def test_rollout_outside_decode_is_free_of_jax(module):
     program = f'import sys, areal_jax.rollout.{module}\nprint("jax" in sys.modules)'
     done = subprocess.run(

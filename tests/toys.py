@@ -332,7 +332,7 @@ class ToyRun:
             )
             for i, backend in enumerate(self.backends)
         ]  # fmt: skip
-        self.pool = pool = Pool(self.engines, self.clock, self.log, self.supervisor)
+        self.pool = pool = self.build_pool(newest)
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
         self.controller = Controller(
             LoopSettings(
@@ -351,6 +351,9 @@ class ToyRun:
         self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None
         if state:
             self.controller.restore(state)
+
+    def build_pool(self, published: PublishedWeights) -> Any:
+        return Pool(self.engines, self.clock, self.log, self.supervisor)
 
     def _build_beside(self, every: int, steps: int, sampling: SamplingParams) -> EvaluationBeside:
         self.clock.lanes['reward/evaluation'] = Lane(1)

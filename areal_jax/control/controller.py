@@ -160,7 +160,10 @@ class Controller:
 
     def _finish_group(self, group: RunningGroup) -> None:
         draw = group.prompt.draw
-        if group.trajectories:
+        if detail := group.describe_loss():  # the rest of a group would be biased: long answers are lost more often
+            self._gate.drop_running()
+            self._note_drop(Dropped(draw, 'engine_lost', detail))
+        elif group.trajectories:
             self._failures.note_verified()
             self._judge(group)
         else:

@@ -12,6 +12,7 @@ import numpy as np
 from areal_jax.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
 
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
+LOST = 'lost'  # label of an episode whose request no engine finished: its group is dropped
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +40,9 @@ class RunningGroup:
     admitted_s: float
     episodes: list[Episode]
     trajectories: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # by sample
-    failed: dict[int, str] = dataclasses.field(default_factory=dict)  # sample -> label of the verdict, or CANCELLED
+    failed: dict[int, str] = dataclasses.field(
+        default_factory=dict
+    )  # sample -> label of the verdict, CANCELLED or LOST
 
     def copy(self) -> RunningGroup:
         """The group at this instant; later changes to the group do not reach the copy."""
@@ -72,6 +75,15 @@ class RunningGroup:
     def all_cancelled(self) -> bool:
         """Whether every episode was cancelled."""
         return len(self.failed) == len(self.episodes) and set(self.failed.values()) == {CANCELLED}
+
+    def describe_loss(self) -> str:
+        """Tokens of the lost answers and of those that were finished; '' where no answer is lost."""
+        lost = [sample for sample, label in self.failed.items() if label == LOST]
+        if not lost:
+            return ''
+        tokens = {e.sample: sum(len(segment.tokens) for segment in e.segments) for e in self.episodes}
+        kept = [tokens[sample] for sample in tokens if sample not in lost]
+        return f'lost answers of {sorted(tokens[sample] for sample in lost)} tokens, finished ones of {sorted(kept)}'
 
     def group(self) -> TrajectoryGroup:
         ordered = tuple(self.trajectories[sample] for sample in sorted(self.trajectories))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from areal_jax.control.episode import CANCELLED, Episode, RunningGroup
+from areal_jax.control.episode import CANCELLED, LOST, Episode, RunningGroup
 from areal_jax.control.events import EventLog
+from areal_jax.control.failures import RequestLostError
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Verifier, Workflow
@@ -99,13 +100,21 @@ class RunningGroups:
         self._supervisor.start(f'episode {group.prompt.draw}.{episode.sample}', self._run_episode(group, episode))
 
     async def _run_episode(self, group: RunningGroup, episode: Episode) -> None:
-        await self._workflow.run(group.prompt, episode)
+        lost: Verdict | None = None
+        try:
+            await self._workflow.run(group.prompt, episode)
+        except RequestLostError:
+            lost = Verdict(0.0, attempts=0, label=LOST)
         versions = [segment.policy_version for segment in episode.segments]
         tokens = sum(len(segment.tokens) for segment in episode.segments)
-        draw, sample, reason = group.prompt.draw, episode.sample, episode.finish_reason or CANCELLED
+        draw, sample, reason = (
+            group.prompt.draw,
+            episode.sample,
+            lost.label if lost else episode.finish_reason or CANCELLED,
+        )
         self._log.write('finish', draw=draw, sample=sample, tokens=tokens, reason=reason, versions=versions)
         self._unrecorded += 1
-        await self._finished.put((group, episode, await self._verify(group, episode)))
+        await self._finished.put((group, episode, lost or await self._verify(group, episode)))
 
     async def _verify(self, group: RunningGroup, episode: Episode) -> Verdict | None:
         """The verdict on the answer; None for a cancelled one, which no verifier sees."""

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from areal_jax.control.episode import Episode
+from areal_jax.control.episode import LOST, Episode
 from areal_jax.control.events import EventLog
-from areal_jax.control.failures import FailureCount
+from areal_jax.control.failures import FailureCount, RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.answers import Answer
 from areal_jax.protocols import Clock, Event, Generator, Verifier, Workflow
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
-from areal_jax.types import Prompt, SamplingParams, concatenate
+from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
 
 SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training draw
 Deliver = Callable[[int, int, Answer], None]  # (index of the problem, column, answer); column 0 is the greedy answer
@@ -145,10 +145,14 @@ class Evaluator:
     async def _answer(self, prompt: Prompt, column: int) -> Answer | None:
         """The greedy (0) or a sampled answer with its verdict; None for a cancelled one."""
         episode = Episode(column)
-        await (self._sampled if column else self._greedy).run(prompt, episode)
+        lost: Verdict | None = None
+        try:
+            await (self._sampled if column else self._greedy).run(prompt, episode)
+        except RequestLostError:
+            lost, episode.finish_reason = Verdict(0.0, attempts=0, label=LOST), 'length'
         if episode.finish_reason is None:
             return None
         tokens = concatenate([segment.tokens for segment in episode.segments], np.int32)
-        verdict = await self._verifier.verify(prompt, tokens, episode.finish_reason)
+        verdict = lost or await self._verifier.verify(prompt, tokens, episode.finish_reason)
         text = self._decode(tokens)
         return Answer(tokens, text, self._final_answer(text), episode.finish_reason, verdict)

@@ -6,7 +6,7 @@ Made by report.py and limit.py, read by caveats.py, page.py and plots.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 
 class Interval(TypedDict):
@@ -69,12 +69,22 @@ class Mismatch(MeanMax):
     n: int  # tokens
 
 
+class LostAnswers(TypedDict):
+    """Answers that no engine finished, beside those that were: a difference in length is a bias of what is learnt."""
+
+    lost: int
+    lost_tokens_mean: float  # received of each
+    finished: int
+    finished_tokens_mean: float
+
+
 class Groups(TypedDict):
     drawn: int
     trained: int
     filtered: int  # left out of their batch for equal rewards
     dropped: Mapping[str, int]  # by reason
     filtered_rate: float | None  # share of the finished groups that task.filter dropped; None where it dropped none
+    lost: NotRequired[LostAnswers]  # absent where engines finished every answer
 
 
 class Tokens(TypedDict):

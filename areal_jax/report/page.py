@@ -209,6 +209,12 @@ def _group_rows(groups: Groups) -> list[tuple[str, ...]]:
     filtered = [('left out of their batch for equal rewards', str(groups['filtered']))] if groups['filtered'] else []
     if (rate := groups['filtered_rate']) is not None:
         dropped.append(('share of the finished groups that task.filter dropped', format_percent(rate)))
+    if lost := groups.get('lost'):
+        for name, count, mean in (
+            ('answers that no engine finished', lost['lost'], lost['lost_tokens_mean']),
+            ('finished answers', lost['finished'], lost['finished_tokens_mean']),
+        ):
+            dropped.append((name, f'{count}, {format_number(mean)} tokens on average'))
     return [('drawn', str(groups['drawn'])), ('trained', str(groups['trained'])), *filtered, *dropped]
 
 

@@ -13,6 +13,7 @@ from statistics import median
 from typing import cast
 
 from areal_jax import files
+from areal_jax.control.episode import LOST
 from areal_jax.control.group_filter import EQUAL_REWARDS
 from areal_jax.events import FILE as EVENTS
 from areal_jax.events import Event, InterruptEvent
@@ -166,12 +167,29 @@ def _groups(events: Sequence[Event], metrics: Metrics) -> contents.Groups:
     """Drawn and dropped from the events; trained and filtered from the updates that were published."""
     draws = ledger(events)
     reasons = collections.Counter(draws.reasons[draw] for draw, state in draws.states.items() if state == 'dropped')
-    return {
+    groups: contents.Groups = {
         'drawn': len(draws.states),
         'trained': int(aggregates.total(metrics, names.GROUPS_TRAINED)),
         'filtered': int(aggregates.total(metrics, names.UPDATE_FILTERED)),
         'dropped': dict(sorted(reasons.items())),
         'filtered_rate': _filtered_rate(events, reasons[EQUAL_REWARDS]),
+    }
+    if lost := _lost_answers(events):
+        groups['lost'] = lost
+    return groups
+
+
+def _lost_answers(events: Sequence[Event]) -> contents.LostAnswers | None:
+    lost = [event['tokens'] for event in events if event['kind'] == 'finish' and event['reason'] == LOST]
+    ended = ('stop', 'length')
+    finished = [event['tokens'] for event in events if event['kind'] == 'finish' and event['reason'] in ended]
+    if not lost:
+        return None
+    return {
+        'lost': len(lost),
+        'lost_tokens_mean': sum(lost) / len(lost),
+        'finished': len(finished),
+        'finished_tokens_mean': sum(finished) / max(1, len(finished)),
     }
 
 

@@ -44,7 +44,8 @@ class RemoteEngine(RolloutEngine, Protocol):
     `generate`, `cancel`, `resume`, `open_requests` and `status` do not wait for the network; `status` gives what was
     heard last. `stage`, `swap` and `pause` raise RefusedError or OutcomeUnknownError where they are not done. To stage
     the version that is staged or held already is allowed and may do nothing. The pool gives up whatever takes longer
-    than its own deadline by cancelling it, and then takes the outcome for unknown.
+    than its own deadline by cancelling it, and then takes the outcome for unknown. A request may come again after its
+    `cancel`, with more of its prefix: on the wire it needs an id of its own then.
     """
 
     async def ask(self) -> HeldWeights:

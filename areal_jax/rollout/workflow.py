@@ -43,6 +43,7 @@ class SingleTurn:
         episode.engine = generation.engine
         async for segment in generation:
             episode.append(segment)
+        episode.engine = generation.engine  # it may have moved
         if generation.finish_reason != 'cancelled':
             episode.finish_reason = generation.finish_reason
 
@@ -74,6 +75,7 @@ async def generate_turn(
     episode.engine = generation.engine
     async for segment in generation:
         episode.append(segment)
+    episode.engine = generation.engine  # it may have moved
     return generation.finish_reason
 
 

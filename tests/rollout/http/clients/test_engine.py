@@ -266,7 +266,9 @@ def test_the_speed_is_measured_while_other_calls_are_under_way(factory):
         bench.collect(0, max_new_tokens=60)
         (short,) = bench.collect(1)
         await bench.end_of(short)
-        return bench.engine.status()
+        status = bench.engine.status()
+        bench.engine.cancel(request(0).request_id)
+        return status
 
     status = Bench(factory).run(script)
     assert status.running == 1
@@ -296,6 +298,18 @@ def test_a_cancelled_request_leaves_its_place_on_the_server(factory, server, kin
         return len(server._jobs)
 
     assert Bench(factory).run(script) == 0
+
+
+def test_a_prefix_that_is_the_whole_answer_needs_no_call(factory, server, kind):
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.end_of(one)
+        calls = len(server.sent(GENERATE[kind]))
+        (again,) = bench.collect(0, prefix=one.segments)
+        await bench.end_of(again)
+        return again.tokens(), again.generation.finish_reason, len(server.sent(GENERATE[kind])) - calls
+
+    assert Bench(factory).run(script) == ([], 'length', 0)
 
 
 def test_stop_tokens_end_an_answer_and_are_kept(factory):

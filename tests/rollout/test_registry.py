@@ -1,0 +1,135 @@
+"""The registry: who may register, what a reader sees, and what the pool is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from areal_jax.errors import UserError
+from areal_jax.files import FileError
+from areal_jax.rollout.registry import Registration, ServerEntry, read_registry
+from areal_jax.rollout.registry_watch import RegistryWatch
+from tests.rollout.server_rig import ServerRig, request
+
+SERVER = """
+import sys, pathlib
+from areal_jax.rollout.registry import Registration
+server = Registration(pathlib.Path(sys.argv[1]), 'server/0'.replace('/', '-'), 'http://127.0.0.1:1', 'own')
+print(server.entry.incarnation, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_server_registers_beats_and_leaves(tmp_path):
+    assert read_registry(tmp_path) == []
+    server = Registration(tmp_path, 'a', 'http://host:1', 'own')
+    (first,) = read_registry(tmp_path)
+    assert dataclasses.replace(first, heartbeat=None) == ServerEntry('a', 1, 'http://host:1', 'own', os.getpid())
+    os.utime(tmp_path / 'registry' / 'a' / 'server.json', ns=(5, 5))
+    server.beat()
+    assert read_registry(tmp_path)[0].heartbeat not in (5, None)
+    server.close()
+    assert read_registry(tmp_path)[0].is_leaving
+    again = Registration(tmp_path, 'a', 'http://host:2', 'own')
+    (entry,) = read_registry(tmp_path)
+    assert (entry.incarnation, entry.url, entry.is_leaving) == (2, 'http://host:2', False)
+    again.close()
+
+
+def test_two_servers_of_one_name_are_refused_and_a_killed_one_gives_the_name_back(tmp_path):
+    command = [sys.executable, '-c', SERVER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == '1\n'
+        with pytest.raises(
+            UserError, match=r"^a server called 'server-0' is registered already .*choose another name$"
+        ):
+            Registration(tmp_path, 'server-0', 'http://host:1', 'own')
+        process.send_signal(signal.SIGKILL)
+    (entry,) = read_registry(tmp_path)
+    assert not entry.is_leaving  # nobody said so
+    server = Registration(tmp_path, 'server-0', 'http://host:1', 'own')
+    assert server.entry.incarnation == 2
+    server.close()
+
+
+def test_a_damaged_entry_is_named(tmp_path):
+    Registration(tmp_path, 'a', 'http://host:1', 'own').close()
+    path = tmp_path / 'registry' / 'a' / 'server.json'
+    path.write_text(path.read_text().replace('"incarnation": 1', '"incarnation": "1"'))
+    with pytest.raises(FileError, match=r"server.json has incarnation='1', where int is expected; remove the direct"):
+        read_registry(tmp_path)
+
+
+def entry(index, incarnation=1, heartbeat=0, is_leaving=False):
+    return ServerEntry(f'engine/{index}', incarnation, f'toy:{index}', 'own', 1, is_leaving, heartbeat)
+
+
+def watch(rig, looks, script, **settings):
+    """Runs the script while the watch reads the entries in the list `looks`."""
+
+    async def program(rig):
+        made = lambda one: rig.servers[int(one.name.split('/')[1])]
+        watcher = RegistryWatch(rig.clock, rig.pool, lambda: list(looks), made, every_s=0.1, **settings)
+        rig.supervisor.start('registry', watcher.run())
+        return await script(rig)
+
+    return rig.run(program, join=False)
+
+
+def test_servers_join_as_they_register_and_leave_as_they_say_so():
+    looks = [entry(0)]
+
+    async def script(rig):
+        await rig.until(lambda: rig.pool.states() == {'engine/0': 'serving'})
+        looks.append(entry(1))
+        await rig.until(lambda: rig.pool.states().get('engine/1') == 'serving')
+        looks[0] = entry(0, is_leaving=True)
+        await rig.until(lambda: list(rig.pool.states()) == ['engine/1'])
+        looks[0] = entry(0, incarnation=2)
+        await rig.until(lambda: rig.pool.states().get('engine/0') == 'serving')
+        looks[0] = entry(0, incarnation=1)  # the file of a dead incarnation
+        await rig.pass_time(0.5)
+        looks[:] = [entry(0, incarnation=2)]
+        await rig.until(lambda: list(rig.pool.states()) == ['engine/0'])
+
+    rig = ServerRig(2)
+    watch(rig, looks, script)
+    assert [(e['engine'], e['incarnation']) for e in rig.kinds('register')] == [
+        ('engine/0', 1), ('engine/1', 1), ('engine/0', 2),
+    ]  # fmt: skip
+    assert [state for state, _ in rig.reasons('engine/1')][-1] == 'gone'
+
+
+def test_a_server_whose_heart_stops_gets_no_requests_until_it_answers():
+    looks = [entry(0), entry(1)]
+
+    async def script(rig):
+        await rig.until(lambda: set(rig.pool.states().values()) == {'serving'})
+        answers = rig.ask(*(request(draw, tokens=200) for draw in range(2)))
+        for beat in range(20):
+            looks[1] = entry(1, heartbeat=beat)
+            if beat == 5:
+                rig.servers[0].trouble = {'hangs'}
+            await rig.pass_time(0.1)
+        assert rig.pool.states() == {'engine/0': 'unknown', 'engine/1': 'serving'}
+        assert answers[0].generation.engine == 'engine/1'
+        rig.servers[0].heal()
+        looks[0] = entry(0, heartbeat=1)
+        await rig.until(lambda: rig.pool.states()['engine/0'] == 'serving')
+
+    rig = ServerRig(2, health_every_s=100.0)
+    watch(rig, looks, script, patience_s=1.0)
+    assert 'no heartbeat for 1.' in dict(rig.reasons('engine/0'))['unknown']
+
+
+def test_an_entry_without_a_heartbeat_is_never_silent():
+    async def script(rig):
+        await rig.pass_time(5.0)
+        assert rig.pool.states() == {'engine/0': 'serving'}
+
+    watch(ServerRig(1), [entry(0, heartbeat=None)], script, patience_s=1.0)
