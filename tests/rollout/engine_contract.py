@@ -117,8 +117,11 @@ class Bench:
         return found
 
     async def end_of(self, *found):
-        while any(one.generation.finish_reason is None for one in found):
+        for _ in range(60):
+            if all(one.generation.finish_reason is not None for one in found):
+                return
             await self.pass_time(0.5)
+        raise AssertionError(f'{[one.sample for one in found if one.generation.finish_reason is None]} never end')
 
 
 class Collected:
