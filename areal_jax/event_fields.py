@@ -12,7 +12,7 @@ RunNumber = Annotated[int, 'number of the run on a lane, in the order of request
 WorkKind = Annotated[
     str,
     'kind of work: decode, prefill, train, snapshot, publish, load, reward, save; beside training evaluation_decode, '
-    'evaluation_prefill, pin',
+    'evaluation_prefill, pin; with a server of others generate and control',
 ]
 Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
 

@@ -136,6 +136,9 @@ def test_host_code_is_free_of_jax(package):
         'keeper',
         'registry',
         'registry_watch',
+        'http.clients.engine',
+        'http.clients.sglang',
+        'http.clients.vllm',
     ],
 )
 def test_rollout_outside_decode_is_free_of_jax(module):

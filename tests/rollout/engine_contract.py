@@ -1,25 +1,56 @@
 """What every RolloutEngine must keep: a list of checks, each put to an engine that a factory makes.
 
 A test module parametrizes over CHECKS and gives each check a factory `make(clock, log) -> Subject`. A check that needs
-what the engine does not declare in its `capabilities` returns at once. Time is virtual: one token takes 10 ms or less.
+what the engine does not declare in its `capabilities` returns at once; ASSERTED names the checks of each capability.
+Time is virtual, and one token takes 10 ms or less, unless the factory has a `setting` of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import RolloutEngine
-from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
+from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, PublishedWeights, SamplingParams, Work
 from tests.toys import PRICES
 
 LONGEST = 12
+PROMPT = np.array([1, 2, 3], np.int32)
 SAMPLING = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=())
+# capability, and the value of it where there are several: the checks that hold an engine to it
+ASSERTED = {
+    ('logprobs', 'behavior'): ['an_answer_is_whole_and_aligned', 'logprobs_are_those_of_the_weights'],
+    ('logprobs', 'sampling'): ['a_cut_softmax_has_its_logprobs_where_they_are_declared'],
+    'spans': ['a_swap_changes_the_version_of_later_tokens_and_tells_the_pause', 'logprobs_are_those_of_the_weights'],
+    'abort': ['a_cancelled_request_ends_as_cancelled_and_the_others_go_on'],
+    ('pause_modes', 'retract'): ['a_pause_delivers_everything_and_a_resume_continues'],
+    ('pause_modes', 'in_place'): ['a_pause_delivers_everything_and_a_resume_continues'],
+    ('pause_modes', 'abort'): ['a_pause_that_aborts_ends_requests_and_keeps_what_was_delivered'],
+    'staging': ['staging_does_not_disturb_decoding'],
+    ('update', 'recompute'): ['a_recomputed_answer_continues_as_its_prefix_does'],
+    ('update', 'keep'): ['interruptions_by_equal_weights_change_no_token'],
+    'pinned': ['requests_of_a_pinned_version_are_decoded_with_its_weights'],
+}
+
+
+def make_virtual(log: EventLog) -> VirtualClock:
+    return VirtualClock({'engine/0': 1, 'publish/0': 1, 'time': 1}, log, PRICES | {'time': 1.0})
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How the checks run. `pace` is how much slower than in virtual time a check goes on."""
+
+    clock: Callable[[EventLog], LoopClock] = make_virtual
+    pace: float = 1.0
+    longest: int = LONGEST
+    temperature: float = SAMPLING.temperature  # 0 where an interruption changes the noise
 
 
 @dataclasses.dataclass
@@ -27,20 +58,28 @@ class Subject:
     """An engine that holds version 0.
 
     `published(version, equal)` gives weights for it, those of version 0 again if `equal`; answers to SAMPLING have
-    LONGEST tokens, and a version whose weights differ gives other tokens.
+    LONGEST tokens, and a version whose weights differ gives other tokens. `prepare` runs before a check, `close` after
+    it. `score(prompt, answer, versions)`, all int [n], gives the log-probs float [n] that the answer has under the
+    weights of its versions, each token after everything before it; None: only the engine knows them.
     """
 
     engine: RolloutEngine
     start: Callable[[Supervisor], None]
     published: Callable[[int, bool], PublishedWeights]
+    prepare: Callable[[], Awaitable[None]] | None = None
+    close: Callable[[], Awaitable[None]] | None = None
+    score: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None
+    tolerance: float = 1e-5  # of a log-prob
 
 
 class Bench:
-    """One engine under a virtual clock, and what a check does to it."""
+    """One engine under a clock, and what a check does to it."""
 
     def __init__(self, make):
         self.log = EventLog()
-        self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'time': 1}, self.log, PRICES | {'time': 1.0})
+        self.setting = getattr(make, 'setting', Setting())
+        self.longest = self.setting.longest
+        self.clock = self.setting.clock(self.log)
         self.subject = make(self.clock, self.log)
         self.engine = self.subject.engine
 
@@ -49,13 +88,21 @@ class Bench:
 
         async def program():
             self.subject.start(supervisor)
-            return await script(self)
+            if self.subject.prepare is not None:
+                await self.subject.prepare()
+            found = await script(self)
+            if self.subject.close is not None:
+                await self.subject.close()
+            return found
 
         self.supervisor = supervisor
         return self.clock.execute(supervisor.run(program()))
 
     async def pass_time(self, seconds):
-        await self.clock.run('time', lambda: None, Work('time', seconds))
+        if isinstance(self.clock, VirtualClock):
+            await self.clock.run('time', lambda: None, Work('time', seconds))
+        else:
+            await self.clock.wait(self.clock.event('time'), seconds * self.setting.pace)
 
     async def load(self, version, equal=False):
         await self.engine.stage(self.subject.published(version, equal))
@@ -63,14 +110,18 @@ class Bench:
 
     def collect(self, *samples, **fields):
         """Requests whose segments are collected by coroutines of their own."""
+        fields = {'max_new_tokens': self.longest, 'temperature': self.setting.temperature} | fields
         found = [Collected(sample, self.engine.generate(request(sample, **fields))) for sample in samples]
         for one in found:
             self.supervisor.start('collect', one.run())
         return found
 
     async def end_of(self, *found):
-        while any(one.generation.finish_reason is None for one in found):
+        for _ in range(60):
+            if all(one.generation.finish_reason is not None for one in found):
+                return
             await self.pass_time(0.5)
+        raise AssertionError(f'{[one.sample for one in found if one.generation.finish_reason is None]} never end')
 
 
 class Collected:
@@ -91,9 +142,8 @@ class Collected:
 
 
 def request(sample, draw=0, prefix=(), version=None, **sampling):
-    prompt = np.array([1, 2, 3], np.int32)
     params = dataclasses.replace(SAMPLING, **sampling)
-    return GenerationRequest(draw, sample, 0, prompt, params, tuple(prefix), version)
+    return GenerationRequest(draw, sample, 0, PROMPT, params, tuple(prefix), version)
 
 
 def an_answer_is_whole_and_aligned(make):
@@ -103,13 +153,13 @@ def an_answer_is_whole_and_aligned(make):
         for one in found:
             assert one.generation.finish_reason == 'length'
             assert one.generation.engine == bench.engine.name
-            assert len(one.tokens()) == LONGEST
+            assert len(one.tokens()) == bench.longest
             assert set(one.versions()) == {0}
             for segment in one.segments:
                 assert len(segment.tokens) == len(segment.behavior_logprobs) >= 1
                 assert (segment.tokens.dtype, segment.behavior_logprobs.dtype) == (np.int32, np.float32)
                 assert segment.sampling_logprobs is None
-                assert (segment.behavior_logprobs <= 0).all()
+                assert (segment.behavior_logprobs <= LARGEST_LOGPROB).all()
         assert list(bench.engine.open_requests()) == []
 
     Bench(make).run(script)
@@ -137,11 +187,11 @@ def a_cancelled_request_ends_as_cancelled_and_the_others_go_on(make):
         bench.engine.cancel('0/0/99')  # not here
         await bench.end_of(first, second, third)
         assert [one.generation.finish_reason for one in (first, second, third)] == ['cancelled', 'length', 'cancelled']
-        assert len(first.tokens()) < LONGEST
-        assert len(second.tokens()) == LONGEST
+        assert len(first.tokens()) < bench.longest
+        assert len(second.tokens()) == bench.longest
         (again,) = bench.collect(0)
         await bench.end_of(again)
-        assert len(again.tokens()) == LONGEST
+        assert len(again.tokens()) == bench.longest
 
     if Bench(make).engine.capabilities.abort:
         Bench(make).run(script)
@@ -157,6 +207,9 @@ def a_pause_delivers_everything_and_a_resume_continues(make):
         assert any(before)
         await bench.pass_time(1.0)
         assert [one.tokens() for one in found] == before
+        assert [one.sample for one in bench.engine.open_requests()] == [
+            one.sample for one in found if one.generation.finish_reason is None
+        ]
         bench.engine.resume()
         await bench.end_of(*found)
         return [one.tokens() for one in found]
@@ -168,6 +221,24 @@ def a_pause_delivers_everything_and_a_resume_continues(make):
 
     if set(Bench(make).engine.capabilities.pause_modes) & {'retract', 'in_place'}:
         assert Bench(make).run(script) == Bench(make).run(undisturbed)
+
+
+def a_pause_that_aborts_ends_requests_and_keeps_what_was_delivered(make):
+    async def script(bench):
+        found = bench.collect(0, 1, 2)
+        await bench.pass_time(0.045)
+        await bench.engine.pause()
+        await bench.pass_time(0.001)
+        assert {one.generation.finish_reason for one in found} == {'cancelled'}
+        assert any(one.tokens() for one in found)
+        assert list(bench.engine.open_requests()) == []
+        bench.engine.resume()
+        (again,) = bench.collect(0)
+        await bench.end_of(again)
+        assert again.tokens()[: len(found[0].tokens())] == found[0].tokens()
+
+    if Bench(make).engine.capabilities.pause_modes == ('abort',):
+        Bench(make).run(script)
 
 
 def staging_does_not_disturb_decoding(make):
@@ -197,7 +268,7 @@ def a_swap_changes_the_version_of_later_tokens_and_tells_the_pause(make):
         assert {version for one in found for version in one.versions()} == {0, 1}
         for one in found:
             assert one.versions() == sorted(one.versions())
-            assert len(one.tokens()) == LONGEST
+            assert len(one.tokens()) == bench.longest
         (plain,) = bench.collect(3)
         await bench.end_of(plain)
         assert set(plain.versions()) == {1}
@@ -222,6 +293,47 @@ def interruptions_by_equal_weights_change_no_token(make):
         return [one.tokens() for one in found]
 
     assert Bench(make).run(lambda b: script(b, 3)) == Bench(make).run(lambda b: script(b, 0))
+
+
+def a_recomputed_answer_continues_as_its_prefix_does(make):
+    """After a swap, the rest of an answer is what the new weights give to its beginning."""
+
+    async def script(bench):
+        (found,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.load(1)
+        await bench.end_of(found)
+        old = [segment for segment in found.segments if segment.policy_version == 0]
+        assert 0 < sum(len(segment.tokens) for segment in old) < bench.longest
+        (again,) = bench.collect(0, prefix=old)
+        await bench.end_of(again)
+        assert again.tokens() == [int(t) for s in found.segments if s.policy_version == 1 for t in s.tokens]
+        assert set(again.versions()) == {1}
+
+    if 'recompute' in Bench(make).engine.capabilities.update:
+        Bench(make).run(script)
+
+
+def logprobs_are_those_of_the_weights(make):
+    """Every token, also around a swap, has the log-prob that the weights of its version give it."""
+
+    async def script(bench):
+        found = bench.collect(0, 1, temperature=1.0)
+        await bench.pass_time(0.045)
+        await bench.load(1)
+        await bench.end_of(*found)
+        for one in found:
+            answer, versions = np.array(one.tokens()), np.array(one.versions())
+            expected = bench.subject.score(PROMPT, answer, versions)
+            recorded = np.concatenate([segment.behavior_logprobs for segment in one.segments])
+            assert set(versions) == {0, 1}
+            assert np.abs(recorded - expected).max() < bench.subject.tolerance
+            shifted = np.roll(versions, 1)  # the switch one token later: the check would see it
+            shifted[0] = versions[0]
+            assert np.abs(recorded - bench.subject.score(PROMPT, answer, shifted)).max() > 1e-2
+
+    if Bench(make).subject.score is not None:
+        Bench(make).run(script)
 
 
 def a_prefix_is_continued_and_not_repeated(make):
@@ -260,7 +372,8 @@ def open_requests_are_in_the_order_of_service(make):
         assert ended == list(range(9))  # answers of one length end in the order of service
         assert ended[-len(order) :] == order
 
-    Bench(make).run(script)
+    if set(Bench(make).engine.capabilities.pause_modes) & {'retract', 'in_place'}:
+        Bench(make).run(script)
 
 
 def requests_of_a_pinned_version_are_decoded_with_its_weights(make):
@@ -273,7 +386,7 @@ def requests_of_a_pinned_version_are_decoded_with_its_weights(make):
         await bench.end_of(*training, *pinned)
         assert {version for one in pinned for version in one.versions()} == {1}
         assert {version for one in training for version in one.versions()} <= {0, 2}
-        assert [len(one.tokens()) for one in pinned] == [LONGEST] * 2
+        assert [len(one.tokens()) for one in pinned] == [bench.longest] * 2
         bench.engine.unpin(1)
         return [one.tokens() for one in pinned]
 
@@ -304,7 +417,7 @@ def a_pause_holds_pinned_requests_too_and_loses_nothing(make):
         bench.engine.cancel(request(1, version=1).request_id)
         await bench.end_of(*found)
         assert [one.generation.finish_reason for one in found] == ['length', 'cancelled']
-        assert len(found[0].tokens()) == LONGEST
+        assert len(found[0].tokens()) == bench.longest
         assert list(bench.engine.open_requests()) == []
 
     can = Bench(make).engine.capabilities
@@ -317,9 +430,12 @@ CHECKS = [
     a_cut_softmax_has_its_logprobs_where_they_are_declared,
     a_cancelled_request_ends_as_cancelled_and_the_others_go_on,
     a_pause_delivers_everything_and_a_resume_continues,
+    a_pause_that_aborts_ends_requests_and_keeps_what_was_delivered,
     staging_does_not_disturb_decoding,
     a_swap_changes_the_version_of_later_tokens_and_tells_the_pause,
     interruptions_by_equal_weights_change_no_token,
+    a_recomputed_answer_continues_as_its_prefix_does,
+    logprobs_are_those_of_the_weights,
     a_prefix_is_continued_and_not_repeated,
     open_requests_are_in_the_order_of_service,
     requests_of_a_pinned_version_are_decoded_with_its_weights,

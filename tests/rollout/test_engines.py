@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.types import PublishedWeights
-from tests.rollout.engine_contract import CHECKS, Subject
+from areal_jax.types import EngineCapabilities, PublishedWeights
+from tests.rollout.engine_contract import ASSERTED, CHECKS, Subject
 from tests.rollout.toy_engine import ToyEngine
 from tests.toys import ToyBackend
 
@@ -39,6 +40,16 @@ def toy(engine=ToyEngine):
     return make
 
 
+class AbortsInAPause(ToyEngine):
+    capabilities = dataclasses.replace(ToyEngine.capabilities, pause_modes=('abort',))
+
+    async def pause(self):
+        await super().pause()
+        for generation in self._open.values():
+            generation.deliver(reason='cancelled')
+        self._open.clear()
+
+
 ENGINES = {
     'local, recompute': local(),
     'local, keep': local(kv_policy='keep'),
@@ -47,6 +58,7 @@ ENGINES = {
     'local, pinned': local(pinned=2),
     'local, one pinned slot': local(pinned=1, decode_steps=1),
     'toy': toy(),
+    'toy, aborts in a pause': toy(AbortsInAPause),
 }
 
 
@@ -127,6 +139,20 @@ class TagsPinnedTokensWithItsOwnVersion(ToyEngine):
         super()._emit(generation, self.version, w)
 
 
+class KeepsItsCacheAndSaysItDoesNot(ToyEngine):
+    """The first weights that a request meets decode it to its end."""
+
+    capabilities = dataclasses.replace(ToyEngine.capabilities, update=('recompute',))
+
+    def _emit(self, generation, version, w):
+        generation.w = getattr(generation, 'w', w)
+        super()._emit(generation, version, generation.w)
+
+
+class SaysThatItAbortsInAPause(ToyEngine):
+    capabilities = AbortsInAPause.capabilities
+
+
 class DeclaresASecondKindOfLogprobs(ToyEngine):
     capabilities = dataclasses.replace(ToyEngine.capabilities, logprobs=('behavior', 'sampling'))
 
@@ -147,6 +173,8 @@ class DeclaresASecondKindOfLogprobs(ToyEngine):
         (PinsTheWeightsInUse, 'requests_of_a_pinned_version_are_decoded_with_its_weights'),
         (TagsPinnedTokensWithItsOwnVersion, 'requests_of_a_pinned_version_are_decoded_with_its_weights'),
         (GoesOnInAPause, 'a_pause_holds_pinned_requests_too_and_loses_nothing'),
+        (KeepsItsCacheAndSaysItDoesNot, 'a_recomputed_answer_continues_as_its_prefix_does'),
+        (SaysThatItAbortsInAPause, 'a_pause_that_aborts_ends_requests_and_keeps_what_was_delivered'),
         (DeclaresASecondKindOfLogprobs, 'a_cut_softmax_has_its_logprobs_where_they_are_declared'),
     ],
 )
@@ -154,6 +182,15 @@ def test_an_engine_that_breaks_the_contract_is_found(engine, broken):
     (check,) = (check for check in CHECKS if check.__name__ == broken)
     with pytest.raises((AssertionError, TypeError)):
         check(toy(engine))
+
+
+def test_every_capability_is_asserted():
+    fields = {name: get_args(kind) for name, kind in get_type_hints(EngineCapabilities).items()}
+    names = {check.__name__ for check in CHECKS}
+    wanted = {(name, value) for name, kinds in fields.items() if kinds for value in get_args(kinds[0])}
+    wanted |= {name for name, kinds in fields.items() if not kinds}
+    assert set(ASSERTED) == wanted
+    assert all(checks and set(checks) <= names for checks in ASSERTED.values())
 
 
 def test_what_an_engine_does_not_declare_is_not_asked_of_it():

@@ -1,0 +1,76 @@
+"""What a request asks of a server: the rest of its answer, as one call."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from areal_jax.errors import UserError
+from areal_jax.rollout.http.wire.exchange import Call, CallSampling
+from areal_jax.types import GenerationRequest, concatenate
+
+_SEED_MASK = 2**31 - 1  # what every server takes
+
+
+def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *, seeds: bool) -> Call:
+    """The call for what is left of the answer; `generated` int32 [n] is the answer so far, its prefix included.
+
+    A seed is of the request and of the position: with the request's alone, the rest of an answer would be drawn with
+    the noise of its beginning.
+    """
+    sampling = request.sampling
+    parameters = CallSampling(
+        max_new_tokens=sampling.max_new_tokens - len(generated),
+        temperature=sampling.temperature,
+        stop_tokens=sampling.stop_tokens,
+        ignore_eos=True,
+        seed=_seed(f'{request.request_id}/{len(generated)}') if seeds else None,
+        skip_special_tokens=False,
+    )
+    prompt = concatenate([request.prompt_tokens, generated], np.int32)
+    return Call(
+        prompts=(prompt,),
+        prompt_field='prompt',
+        sampling=(parameters,),
+        request_ids=(wire_id,),
+        logprobs=('behavior',),
+    )
+
+
+def require_servable(request: GenerationRequest, engine: str, vocab_size: int, context_tokens: int) -> None:
+    """Raises UserError for a request that would harm the server, be cut in silence, or lack its log-probs."""
+    prompt, sampling = request.prompt_tokens, request.sampling
+    asked = len(prompt) + sampling.max_new_tokens
+    if not len(prompt) or asked > context_tokens:
+        raise UserError(
+            f'draw {request.draw}: a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones '
+            f'(rollout.max_new_tokens) do not fit the context of {engine}, {context_tokens} tokens: start the server '
+            'with a longer one or shorten the prompt'
+        )
+    outside = prompt[(prompt < 0) | (prompt >= vocab_size)]
+    if len(outside):
+        raise UserError(
+            f'draw {request.draw}: the prompt has the token {outside[0]}, and {engine} serves a vocabulary of '
+            f'{vocab_size}: use the tokenizer of its model'
+        )
+    if sampling.changes_softmax or sampling.stop_strings:
+        raise UserError(
+            f'{engine} has no log-probs of a softmax that is cut, penalised or biased, and watches no stop strings '
+            f'(rollout.top_k, rollout.top_p and the like): switch them off or use rollout.server=own'
+        )
+
+
+def make_probe() -> Call:
+    """One greedy token after a prompt that every vocabulary has: what it is does not matter."""
+    return Call(
+        prompts=(np.zeros(1, np.int32),),
+        prompt_field='prompt',
+        sampling=(CallSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True, skip_special_tokens=False),),
+        request_ids=('',),
+        logprobs=('behavior',),
+    )
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) & _SEED_MASK

@@ -1,0 +1,91 @@
+"""One server over HTTP: JSON out, JSON in. Its coroutines run on the I/O loop of the clock, and decode there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import aiohttp
+
+from areal_jax.files import JsonObject
+
+_SHOWN = 300  # characters of an error body that an error repeats
+
+
+class NoReplyError(Exception):
+    """No whole reply came: what was asked for may have been done, may be going on, or was not done."""
+
+
+class StatusError(Exception):
+    """A reply with an error status."""
+
+    def __init__(self, method: str, path: str, reply: Reply):
+        super().__init__(f'{method} {path} answered {reply.status}: {reply.message()}')
+        self.status = reply.status
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What a server answered."""
+
+    status: int
+    text: str
+    content: object  # decoded JSON; None where the text is none
+
+    def message(self) -> str:
+        """The sentence of an error body, in whichever place this server has it; else the text."""
+        found: object = self.content
+        for name in ('error', 'message', 'detail'):
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+        text = found if isinstance(found, str) else self.text
+        return ' '.join(text.split())[:_SHOWN] or 'nothing'
+
+    def fields(self) -> JsonObject:
+        """Its JSON object, empty where it has none."""
+        return self.content if isinstance(self.content, dict) else {}
+
+
+class Connection:
+    """Requests to one server, any number at the same time. Deadlines are those of the clock's calls.
+
+    Args:
+      url: 'http://host:port'.
+      api_key: sent as a bearer token; '' = none.
+    """
+
+    def __init__(self, url: str, api_key: str = ''):
+        self.url = url.rstrip('/')
+        self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def request(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
+        """The reply, whatever its status; raises NoReplyError."""
+        if self._session is None:  # made by the first request, since it belongs to the loop that runs it
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),  # the engine bounds them
+            )
+        try:
+            async with self._session.request(method, self.url + path, json=body) as reply:
+                text = await reply.text()
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
+            raise NoReplyError(f'{method} {path} had no reply ({type(error).__name__}: {error})') from error
+        try:
+            content = json.loads(text) if text else None
+        except ValueError:
+            content = None
+        return Reply(reply.status, text, content)
+
+    async def require(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
+        """The reply where its status is 200; raises StatusError for another, NoReplyError without a reply."""
+        reply = await self.request(method, path, body)
+        if reply.status != 200:
+            raise StatusError(method, path, reply)
+        return reply
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None

@@ -1,0 +1,264 @@
+"""A server of others as an engine: answers are calls, and new weights are files that it loads in a pause.
+
+app/ builds it around a dialect and a connection, the pool drives it. The server is paused in the mode that returns
+what was generated: such answers are delivered, wait here, and are continued under the weights of that time. So a token
+is of the version that was in use when its call was sent, and the server's own word for it is checked against that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Coroutine
+
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.lanes import engine_lane, publish_lane
+from areal_jax.protocols import Clock
+from areal_jax.rollout.http.clients.calls import make_call, require_servable
+from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
+from areal_jax.rollout.http.clients.request import ServerRequest
+from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
+from areal_jax.rollout.http.wire.exchange import Answer, ReplyError
+from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
+from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, PublishedWeights, Segment
+
+_STRAGGLER_S = 1.0  # a call that reaches the server after its pause is aborted so much later
+_VAIN_CALLS = 3
+
+
+class ServerEngine:
+    """Implements remote_engine.RemoteEngine.
+
+    Its two lanes are `engine/K`, as wide as `limits.slots` and one more, for calls, and `publish/K` for control.
+
+    Args:
+      index: number of the engine; names it and its lanes.
+      locate: the directory of published weights, as the server finds it.
+    """
+
+    capabilities = CAPABILITIES
+
+    def __init__(
+        self,
+        index: int,
+        dialect: Dialect,
+        connection: Connection,
+        clock: Clock,
+        log: EventLog,
+        *,
+        locate: Callable[[PublishedWeights], str],
+        limits: ServerLimits,
+    ):
+        self.name, self._clock, self._log = engine_lane(index), clock, log
+        self._locate, self._limits = locate, limits
+        self._server = Server(dialect, connection, clock, limits, lane=self.name, control_lane=publish_lane(index))
+        self._supervisor: Supervisor | None = None
+        self._version = NOT_GENERATED  # of the weights in use; NOT_GENERATED: none of this run, or not known
+        self._staged: tuple[PublishedWeights, str] | None = None
+        self._unsettled: tuple[PublishedWeights, str] | None = None  # whose load has an unknown outcome
+        self._open: dict[str, ServerRequest] = {}  # in the order of arrival
+        self._waiting: dict[str, ServerRequest] = {}  # open ones that no call is under way for, in that order
+        self._calls = itertools.count()
+        self._under_way = 0  # calls
+        self._is_held = False  # no call is sent: the server is paused, or about to be, or its weights are unknown
+        self._is_paused = self._is_swapping = False  # why
+        self._idle = clock.event(f'{self.name}: no call under way')
+        self._tokens, self._busy_s, self._busy_from_s = 0, 0.0, 0.0
+
+    def start(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    # What the pool calls; protocols.RolloutEngine and remote_engine.RemoteEngine have the docstrings.
+
+    def generate(self, request: GenerationRequest) -> ServerRequest:
+        if request.version is not None:
+            raise RuntimeError(f'{self.name} keeps the weights of one version only')
+        require_servable(request, self.name, self._limits.vocab_size, self._limits.context_tokens)
+        if request.request_id in self._open:
+            raise RuntimeError(f'{self.name}: request {request.request_id} is open already')
+        found = ServerRequest(request, self._clock, self.name)
+        if not found.remaining:
+            found.finish('length')  # the prefix is the whole answer
+            return found
+        self._open[found.request_id] = self._waiting[found.request_id] = found
+        self._log.write('arrive', self.name, request=found.request_id)
+        self._send_waiting()
+        return found
+
+    def cancel(self, request_id: str) -> None:
+        request = self._open.pop(request_id, None)
+        if request is None:
+            return
+        request.finish('cancelled')
+        if self._waiting.pop(request_id, None) is None:
+            self._start('abort', self._abort_call(request.wire_id))
+
+    def open_requests(self) -> list[GenerationRequest]:
+        """Those on the server in the order of arrival, then those that wait here."""
+        sent = [request for name, request in self._open.items() if name not in self._waiting]
+        return [request.request for request in (*sent, *self._waiting.values())]
+
+    def status(self) -> EngineStatus:
+        rate = self._tokens / self._busy_s if self._busy_s else 0.0
+        running = len(self._open) - len(self._waiting)
+        return EngineStatus(self.name, self._version, running, len(self._waiting), rate, (self._server.url,))
+
+    async def stage(self, published: PublishedWeights) -> None:
+        """Only looks for the files: the server loads them in `swap`."""
+        directory = self._locate(published)
+        await self._server.require_files(published, directory)
+        self._staged = published, directory
+
+    async def swap(self, version: int) -> float:
+        if self._staged is None or self._staged[0].version != version:
+            raise RuntimeError(f'{self.name}: version {version} is to be swapped in, and another or none is staged')
+        begun_s, self._is_swapping = self._clock.now(), True
+        try:
+            await self._hold(f'swap of version {version}')
+            await self._load(self._staged)
+        finally:
+            self._is_swapping = False
+        await self._go_on()
+        pause_s = self._clock.now() - begun_s
+        self._log.write('load', self.name, engine=self.name, version=version, pause_seconds=pause_s)
+        return pause_s
+
+    async def pin(self, published: PublishedWeights) -> None:
+        raise RuntimeError(f'{self.name} keeps the weights of one version only')
+
+    def unpin(self, version: int) -> None:
+        raise RuntimeError(f'{self.name} keeps the weights of one version only')
+
+    async def pause(self) -> None:
+        self._is_paused = True
+        await self._hold('pause')
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._start('resume', self._resume())
+
+    async def ask(self) -> HeldWeights:
+        if self._unsettled is not None:
+            await self._hold('question after an update')
+            await self._load(self._unsettled)
+        if self._is_held:
+            await self._go_on()  # also from an action that was given up half-way
+        name = await self._server.ask_version()
+        if not self._is_held:
+            name = await self._server.probe() or name
+        self._version = read_version(name)
+        self._send_waiting()
+        return HeldWeights(self._version)
+
+    async def fence(self) -> None:
+        for request in list(self._open.values()):
+            request.fail(RequestFailedError(f'{self.name}: request {request.request_id} was ended by a fence'))
+        self._open, self._waiting = {}, {}
+        self._is_paused = False
+        await self._hold('fence')
+        await self._go_on()
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    # Calls.
+
+    def _send_waiting(self) -> None:
+        """Sends as many requests as there are places, first come first."""
+        is_held = self._is_held or self._version == NOT_GENERATED
+        while not is_held and self._waiting and self._under_way < self._limits.slots:
+            request = self._waiting.pop(next(iter(self._waiting)))
+            if not self._under_way:
+                self._busy_from_s = self._clock.now()
+            self._under_way += 1
+            request.wire_id = f'{request.request_id}/{next(self._calls)}'  # new each time: the server may know the last
+            self._start(f'request {request.request_id}', self._call(request))
+
+    async def _call(self, request: ServerRequest) -> None:
+        """One call and what it leads to; the request may have been cancelled meanwhile."""
+        version = self._version
+        try:
+            call = make_call(request.request, request.generated, request.wire_id, seeds=self._server.seeds)
+            answer = await self._server.generate(call)
+            if self._open.get(request.request_id) is request:
+                self._take(request, answer, version)
+        except ReplyError as error:
+            if self._open.get(request.request_id) is request:
+                del self._open[request.request_id]
+                request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {error}'))
+        finally:
+            now_s = self._clock.now()
+            self._busy_s, self._busy_from_s = self._busy_s + now_s - self._busy_from_s, now_s
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+        self._send_waiting()
+
+    def _take(self, request: ServerRequest, answer: Answer, version: int) -> None:
+        """Delivers what a call brought; the rest of an aborted answer waits for the next call."""
+        if answer.n_tokens > request.remaining:
+            raise ReplyError(f'the server sent {answer.n_tokens} tokens, and {request.remaining} were asked for')
+        for piece in answer.pieces:
+            if piece.version and read_version(piece.version) != version:
+                raise ReplyError(f'the server answered under version {piece.version!r}, and {version} was loaded last')
+        for piece in answer.pieces:
+            if len(piece.tokens):
+                request.deliver(Segment(piece.tokens, piece.logprobs, version))
+        self._tokens += answer.n_tokens
+        reason = answer.finish.reason if answer.finish is not None else 'abort'
+        if reason == 'abort' and not request.remaining:
+            reason = 'length'
+        if reason != 'abort':
+            del self._open[request.request_id]
+            request.finish(reason)
+            return
+        request.vain_calls = 0 if answer.n_tokens or self._is_held else request.vain_calls + 1
+        if request.vain_calls == _VAIN_CALLS:
+            raise ReplyError(f'the server aborted it {_VAIN_CALLS} times before its first token')
+        self._waiting[request.request_id] = request
+        self._waiting = {name: one for name, one in self._open.items() if name in self._waiting}
+
+    async def _abort_call(self, wire_id: str) -> None:
+        try:
+            await self._server.abort(wire_id)
+        except OutcomeUnknownError:
+            return  # its answer is not delivered anyway
+
+    # Control.
+
+    async def _hold(self, action: str) -> None:
+        """Returns when the server is paused and everything that it generated is delivered."""
+        self._is_held = True
+        await self._server.pause(action)
+        while self._under_way:
+            self._idle.clear()
+            if not await self._clock.wait(self._idle, _STRAGGLER_S):
+                await self._server.abort('', action)
+
+    async def _go_on(self) -> None:
+        """Ends the server's pause unless there is still a reason for it."""
+        if self._is_paused or self._is_swapping or self._unsettled is not None:
+            return
+        await self._server.resume()
+        if not (self._is_paused or self._is_swapping):
+            self._is_held = False
+            self._send_waiting()
+
+    async def _resume(self) -> None:
+        try:
+            await self._go_on()
+        except OutcomeUnknownError as error:
+            for request in list(self._open.values()):
+                request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {error}'))
+            self._open, self._waiting = {}, {}
+
+    async def _load(self, update: tuple[PublishedWeights, str]) -> None:
+        """Loads weights into the paused server; no call is sent until it is known which weights it holds."""
+        self._version, self._unsettled = NOT_GENERATED, update
+        await self._server.load(*update)
+        self._version, self._unsettled = update[0].version, None
+
+    def _start(self, name: str, coroutine: Coroutine[object, object, None]) -> None:
+        assert self._supervisor is not None, 'the engine was not started'
+        self._supervisor.start(f'{self.name}: {name}', coroutine)

@@ -1,0 +1,134 @@
+"""One server through its dialect, on the clock: what an engine asks of it, with deadlines and named outcomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from areal_jax.protocols import Clock
+from areal_jax.rollout.http.clients.calls import make_probe
+from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
+from areal_jax.rollout.http.clients.dialect import Dialect, UpdateError
+from areal_jax.rollout.http.wire.exchange import Answer, Call, ReplyError
+from areal_jax.rollout.remote_engine import OutcomeUnknownError, RefusedError
+from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
+
+Result = TypeVar('Result')
+_TROUBLE = (NoReplyError, StatusError, TimeoutError)  # of a call; none of them says what the server has done
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerLimits:
+    """What the server takes, and how long it may take."""
+
+    slots: int  # calls at the same time; further requests wait in the engine
+    vocab_size: int
+    context_tokens: int  # of prompt and answer
+    request_s: float = 3600.0  # of one call: longer than the longest answer takes
+    control_s: float = 120.0  # of a pause, an abort or a question
+    load_s: float = 600.0  # of loading weights
+    loads: int = 3  # how often one update is sent while its outcome is unknown
+
+
+class Server:
+    """Raises OutcomeUnknownError, naming engine and action, where an action has no good reply.
+
+    Calls for tokens run on the lane `lane`, everything else on `control_lane`.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        connection: Connection,
+        clock: Clock,
+        limits: ServerLimits,
+        *,
+        lane: str,
+        control_lane: str,
+    ):
+        self.url, self.seeds, self.limits = connection.url, dialect.seeds, limits
+        self._dialect, self._connection, self._clock = dialect, connection, clock
+        self._lane, self._control_lane = lane, control_lane
+
+    async def generate(self, call: Call) -> Answer:
+        """Raises ReplyError, also without a reply: no token of the call can be used."""
+        try:
+            return await self._generate(call, self.limits.request_s)
+        except _TROUBLE as error:
+            raise ReplyError(str(error)) from error
+
+    async def probe(self) -> str:
+        """What it calls the weights of one token that it generates now: other replies may outlive its engine."""
+        try:
+            answer = await self._generate(make_probe(), self.limits.control_s)
+        except (*_TROUBLE, ReplyError) as error:
+            raise OutcomeUnknownError(f'{self._lane}: one token, to see that it serves: {error}') from error
+        return answer.pieces[-1].version if answer.pieces else ''
+
+    async def abort(self, wire_id: str, action: str = 'abort') -> None:
+        """'' = every call."""
+        await self._act(action, lambda: self._dialect.abort(self._connection, wire_id))
+
+    async def pause(self, action: str) -> None:
+        """`action` is what the pause is for."""
+        await self._act(action, lambda: self._dialect.pause(self._connection))
+
+    async def resume(self) -> None:
+        await self._act('resume', lambda: self._dialect.resume(self._connection))
+
+    async def ask_version(self) -> str:
+        return await self._act('version', lambda: self._dialect.ask_version(self._connection))
+
+    async def load(self, published: PublishedWeights, directory: str) -> None:
+        """Loads the weights while paused; the update is sent again while its outcome is unknown."""
+        failure = ''
+        for _ in range(self.limits.loads):
+            try:
+                await self._clock.call(
+                    self._control_lane,
+                    lambda: self._dialect.update(self._connection, directory, str(published.version)),
+                    Work('load', 1, {'version': published.version}),
+                    self.limits.load_s,
+                )
+            except (*_TROUBLE, UpdateError) as error:
+                failure = str(error)
+            else:
+                return
+        raise OutcomeUnknownError(f'{self._lane}: load of version {published.version} from {directory}: {failure}')
+
+    async def require_files(self, published: PublishedWeights, directory: str) -> None:
+        """Raises RefusedError for a directory without weights: some servers do not survive the attempt to load it."""
+        work = Work('load', 1, {'version': published.version})
+        if not await self._clock.run(self._control_lane, lambda: _holds_weights(pathlib.Path(directory)), work):
+            raise RefusedError(
+                f'{self._lane}: {directory} holds no config.json with safetensors: publish the version again'
+            )
+
+    async def close(self) -> None:
+        await self._clock.call(self._control_lane, self._connection.close, Work('control'), self.limits.control_s)
+
+    async def _generate(self, call: Call, deadline_s: float) -> Answer:
+        tokens = call.sampling[0].max_new_tokens or 1
+        return await self._clock.call(
+            self._lane,
+            lambda: self._dialect.generate(self._connection, call, self.limits.vocab_size),
+            Work('generate', tokens),
+            deadline_s,
+        )
+
+    async def _act(self, action: str, act: Callable[[], Awaitable[Result]]) -> Result:
+        try:
+            return await self._clock.call(self._control_lane, act, Work('control'), self.limits.control_s)
+        except _TROUBLE as error:
+            raise OutcomeUnknownError(f'{self._lane}: {action}: {error}') from error
+
+
+def read_version(name: str) -> int:
+    """The version that a server's name of its weights stands for; NOT_GENERATED where the name is none of ours."""
+    return int(name) if name.isascii() and name.isdigit() else NOT_GENERATED
+
+
+def _holds_weights(directory: pathlib.Path) -> bool:
+    return (directory / 'config.json').is_file() and any(directory.glob('*.safetensors'))

@@ -1,0 +1,60 @@
+"""SGLang's protocol, for a client. Also spoken by SGLang-JAX, which loads no weights, and by our own server."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.clients.connection import Connection, StatusError
+from areal_jax.rollout.http.clients.dialect import UpdateError
+from areal_jax.rollout.http.wire import sglang
+from areal_jax.rollout.http.wire.exchange import Answer, Call
+
+_VERSION_PATHS = ('/model_info', '/get_weight_version', '/get_model_info')  # the newest first
+
+
+class SglangDialect:
+    """Implements dialect.Dialect.
+
+    Args:
+      seeds: the server takes `sampling_seed`: SGLang does with --enable-deterministic-inference.
+    """
+
+    def __init__(self, seeds: bool = False):
+        self.seeds = seeds
+
+    async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
+        # with ignore_eos SGLang looks for no stop ids either
+        sampling = tuple(dataclasses.replace(one, ignore_eos=not one.stop_tokens) for one in call.sampling)
+        call = dataclasses.replace(call, sampling=sampling)
+        reply = await connection.require('POST', '/generate', sglang.render_request(call))
+        (answer,) = sglang.parse_reply(reply.content, call, vocab_size)
+        return answer
+
+    async def abort(self, connection: Connection, request_id: str) -> None:
+        body: JsonObject = {'rid': request_id} if request_id else {'abort_all': True}
+        await connection.require('POST', '/abort_request', body)
+
+    async def pause(self, connection: Connection) -> None:
+        await connection.require('POST', '/pause_generation', {'mode': 'abort'})
+
+    async def resume(self, connection: Connection) -> None:
+        await connection.require('POST', '/continue_generation', {})
+
+    async def update(self, connection: Connection, directory: str, version: str) -> None:
+        body: JsonObject = {'model_path': directory, 'weight_version': version, 'flush_cache': True}
+        reply = await connection.request('POST', '/update_weights_from_disk', body)
+        if reply.status != 200 or reply.fields().get('success') is not True:
+            raise UpdateError(f'/update_weights_from_disk answered {reply.status}: {reply.message()}')
+        found = await self.ask_version(connection)
+        if found != version:
+            raise UpdateError(f'the server calls its weights {found!r} after the update to version {version}')
+
+    async def ask_version(self, connection: Connection) -> str:
+        for path in _VERSION_PATHS:
+            reply = await connection.request('GET', path)
+            if reply.status == 200:
+                return str(reply.fields().get('weight_version', ''))
+            if reply.status != 404:
+                break
+        raise StatusError('GET', path, reply)

@@ -1,0 +1,353 @@
+"""The engine of a server of others: the contract, and everything that a server can do wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.errors import UserError
+from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.engine import ServerEngine
+from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.http.clients.sglang import SglangDialect
+from areal_jax.rollout.http.clients.vllm import VllmDialect
+from areal_jax.rollout.remote_engine import OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.rollout.requirements import (
+    EngineError,
+    needs_logprobs,
+    needs_pause,
+    needs_pinned,
+    needs_spans,
+    needs_update,
+    require_capabilities,
+)
+from areal_jax.types import PublishedWeights, SamplingParams
+from tests.rollout.engine_contract import CHECKS, LONGEST, Bench, Setting, Subject, request
+from tests.rollout.http.clients.fake_server import VOCAB_SIZE, FakeSglang, FakeVllm, write_checkpoint
+
+PACE = 2.0  # a token takes so much longer than in virtual time
+LIMITS = ServerLimits(slots=2, vocab_size=VOCAB_SIZE, context_tokens=64, request_s=20, control_s=10, load_s=10, loads=2)
+KINDS = {'vllm': (FakeVllm, VllmDialect), 'sglang': (FakeSglang, SglangDialect)}
+GENERATE = {'vllm': '/inference/v1/generate', 'sglang': '/generate'}
+UPDATE = {'vllm': '/collective_rpc', 'sglang': '/update_weights_from_disk'}
+PAUSE = {'vllm': '/pause', 'sglang': '/pause_generation'}
+RESUME = {'vllm': '/resume', 'sglang': '/continue_generation'}
+
+
+def make_clock(log):
+    return RealClock({'engine/0': LIMITS.slots + 1, 'publish/0': 1}, log, 30.0, end_of_work_s=1.0)
+
+
+class Factory:
+    """Makes engines of one server, which begins with version 0."""
+
+    setting = Setting(make_clock, PACE)
+
+    def __init__(self, server, dialect, folder, limits=LIMITS):
+        self.server, self._dialect, self._folder, self._limits = server, dialect, folder, limits
+
+    def published(self, version, equal=False):
+        w = 0 if equal else version
+        return PublishedWeights(version, '', write_checkpoint(self._folder / f'v{version}-{w}', w))
+
+    def __call__(self, clock, log):
+        engine = ServerEngine(
+            0, self._dialect, Connection(self.server.url), clock, log,
+            locate=lambda published: published.handle, limits=self._limits,
+        )  # fmt: skip
+
+        async def prepare():
+            await engine.fence()
+            await engine.stage(self.published(0))
+            await engine.swap(0)
+
+        return Subject(engine, engine.start, self.published, prepare, engine.close)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def server(kind):
+    with KINDS[kind][0](token_s=0.01 * PACE) as server:
+        yield server
+
+
+@pytest.fixture
+def factory(kind, server, tmp_path):
+    return Factory(server, KINDS[kind][1](), tmp_path)
+
+
+@pytest.mark.parametrize('check', CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_holds(factory, check):
+    check(factory)
+
+
+@pytest.mark.parametrize(
+    ('requirement', 'message'),
+    [
+        (needs_pinned('evaluation.every=8'), 'engine/0 cannot keep the weights of an earlier version'),
+        (needs_update('rollout.kv_policy=keep', 'keep'), "engine/0 cannot do 'keep' with the KV"),
+        (needs_logprobs('rollout.top_k=4', 'sampling'), "engine/0 cannot give log-probs of kind 'sampling'"),
+    ],
+)
+def test_a_run_that_needs_what_the_server_lacks_is_refused_by_name(factory, requirement, message):
+    bench = Bench(factory)
+    with pytest.raises(EngineError, match=message):
+        require_capabilities([bench.engine], [requirement])
+    require_capabilities([bench.engine], [needs_spans('eta=4'), needs_pause('checkpoint.every=1')])
+
+
+def test_a_fresh_server_holds_no_version_of_ours_and_is_asked_to_generate(factory, server, kind):
+    bench = Bench(factory)
+    prepare, bench.subject.prepare = bench.subject.prepare, None
+
+    async def script(bench):
+        fresh = await bench.engine.ask()
+        await prepare()
+        return fresh, await bench.engine.ask()
+
+    assert [held.version for held in bench.run(script)] == [-1, 0]
+    assert len(server.sent(GENERATE[kind])) == 2
+
+
+@pytest.mark.parametrize('fault', ['drop', 'cut', 'garbage', 500, 503])
+def test_a_lost_answer_fails_its_request_and_no_other(factory, server, kind, fault):
+    async def script(bench):
+        server.faults.append((GENERATE[kind], fault))
+        lost = bench.engine.generate(request(0))
+        with pytest.raises(RequestFailedError, match=r'engine/0: request 0/0/0: '):
+            await anext(lost)
+        (again, other) = bench.collect(0, 1)
+        await bench.end_of(again, other)
+        return [len(one.tokens()) for one in (again, other)]
+
+    assert Bench(factory).run(script) == [LONGEST, LONGEST]
+
+
+def test_a_dead_server_fails_requests_and_leaves_actions_unknown(factory, server):
+    async def script(bench):
+        server.__exit__()
+        with pytest.raises(RequestFailedError):
+            await anext(bench.engine.generate(request(0)))
+        for action in (bench.engine.pause, bench.engine.ask):
+            with pytest.raises(OutcomeUnknownError, match='engine/0: '):
+                await action()
+
+    Bench(factory).run(script)
+
+
+@pytest.mark.parametrize('fault', ['drop', 'cut', 500])
+def test_an_update_without_an_answer_is_sent_again(factory, server, kind, fault):
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        server.faults.append((UPDATE[kind], fault))
+        await bench.load(1)
+        await bench.end_of(one)
+        assert set(one.versions()) == {0, 1}
+        return bench.engine.status().policy_version
+
+    assert Bench(factory).run(script) == 1
+    assert len(server.sent(UPDATE[kind])) == 3  # of version 0, and twice of version 1
+
+
+def test_an_update_whose_outcome_stays_unknown_stops_the_engine_until_it_is_asked(factory, server, kind):
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        server.faults += [(UPDATE[kind], 'cut')] * LIMITS.loads
+        await bench.engine.stage(bench.subject.published(1, False))
+        with pytest.raises(OutcomeUnknownError, match='load of version 1'):
+            await bench.engine.swap(1)
+        kept, calls = one.tokens(), len(server.sent(GENERATE[kind]))
+        await bench.pass_time(0.3)
+        assert one.tokens() == kept  # nothing is generated under weights that nobody knows
+        assert len(server.sent(GENERATE[kind])) == calls
+        assert bench.engine.status().policy_version == -1
+        held = await bench.engine.ask()
+        await bench.end_of(one)
+        return held.version, one.tokens()[: len(kept)] == kept, set(one.versions()), len(one.tokens())
+
+    assert Bench(factory).run(script) == (1, True, {0, 1}, LONGEST)
+
+
+def test_a_server_that_does_not_confirm_the_version_leaves_the_outcome_unknown(factory, server, kind):
+    async def script(bench):
+        await bench.engine.stage(bench.subject.published(1, False))
+        serve = server.serve
+
+        async def forget(*request):
+            found = await serve(*request)
+            server.version = '0'
+            return found
+
+        server.serve = forget
+        with pytest.raises(OutcomeUnknownError, match="calls its weights '0' after the update to version 1"):
+            await bench.engine.swap(1)
+
+    Bench(factory).run(script)
+
+
+def test_weights_that_are_not_there_are_refused_before_the_server_is_asked(factory, server, kind, tmp_path):
+    async def script(bench):
+        missing = PublishedWeights(1, '', str(tmp_path / 'missing'))
+        with pytest.raises(RefusedError, match='missing holds no config'):
+            await bench.engine.stage(missing)
+        (one,) = bench.collect(0)
+        await bench.end_of(one)
+        return set(one.versions())
+
+    assert Bench(factory).run(script) == {0}
+    assert len(server.sent(UPDATE[kind])) == 1
+
+
+def test_an_answer_under_another_version_is_not_used(factory, server):
+    async def script(bench):
+        server.version = '7'
+        with pytest.raises(RequestFailedError, match="answered under version '7', and 0 was loaded last"):
+            await anext(bench.engine.generate(request(0)))
+        return (await bench.engine.ask()).version
+
+    assert Bench(factory).run(script) == 7
+
+
+def test_without_spans_tokens_are_of_the_version_at_the_time_of_the_call(factory, server):
+    async def script(bench):
+        server.spans = False
+        (one,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.load(1)
+        await bench.end_of(one)
+        ws = [0 if version == 0 else 1 for version in one.versions()]
+        assert one.tokens() == [1 + (7 * w + 3 + i) % 9 for i, w in enumerate(ws)]
+        return set(ws)
+
+    assert Bench(factory).run(script) == {0, 1}
+
+
+def test_a_fence_ends_requests_of_earlier_clients_and_a_pause(factory, server, kind):
+    async def script(bench):
+        server.is_paused = True
+        lost = bench.engine.generate(request(0))
+        await bench.pass_time(0.05)
+        await bench.engine.fence()
+        with pytest.raises(RequestFailedError, match='ended by a fence'):
+            await anext(lost)
+        (one,) = bench.collect(1)
+        await bench.end_of(one)
+        return server.is_paused, len(one.tokens())
+
+    assert Bench(factory).run(script) == (False, LONGEST)
+
+
+def test_an_action_that_was_given_up_does_not_hold_the_engine_for_ever(factory, server, kind):
+    async def script(bench):
+        server.faults.append((PAUSE[kind], 'drop'))
+        await bench.engine.stage(bench.subject.published(1, False))
+        with pytest.raises(OutcomeUnknownError, match='swap of version 1'):
+            await bench.engine.swap(1)
+        held = await bench.engine.ask()
+        (one,) = bench.collect(0)
+        await bench.end_of(one)
+        return held.version, set(one.versions())
+
+    assert Bench(factory).run(script) == (0, {0})
+
+
+def test_the_speed_is_measured_while_other_calls_are_under_way(factory):
+    async def script(bench):
+        bench.collect(0, max_new_tokens=60)
+        (short,) = bench.collect(1)
+        await bench.end_of(short)
+        status = bench.engine.status()
+        bench.engine.cancel(request(0).request_id)
+        return status
+
+    status = Bench(factory).run(script)
+    assert status.running == 1
+    assert 0 < status.tokens_per_s < 2 / (0.01 * PACE)
+
+
+def test_a_resume_that_the_server_does_not_answer_fails_the_open_requests(factory, server, kind):
+    async def script(bench):
+        lost = bench.engine.generate(request(0))
+        await bench.pass_time(0.045)
+        await bench.engine.pause()
+        server.faults.append((RESUME[kind], 'drop'))
+        bench.engine.resume()
+        assert len((await anext(lost)).tokens)
+        with pytest.raises(RequestFailedError, match='resume'):
+            await anext(lost)
+
+    Bench(factory).run(script)
+
+
+def test_a_cancelled_request_leaves_its_place_on_the_server(factory, server, kind):
+    async def script(bench):
+        long, short = bench.collect(0, max_new_tokens=60), bench.collect(1, 2)
+        await bench.pass_time(0.03)
+        bench.engine.cancel(request(0).request_id)
+        await bench.end_of(*long, *short)
+        return len(server._jobs)
+
+    assert Bench(factory).run(script) == 0
+
+
+def test_a_prefix_that_is_the_whole_answer_needs_no_call(factory, server, kind):
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.end_of(one)
+        calls = len(server.sent(GENERATE[kind]))
+        (again,) = bench.collect(0, prefix=one.segments)
+        await bench.end_of(again)
+        return again.tokens(), again.generation.finish_reason, len(server.sent(GENERATE[kind])) - calls
+
+    assert Bench(factory).run(script) == ([], 'length', 0)
+
+
+def test_stop_tokens_end_an_answer_and_are_kept(factory):
+    async def script(bench):
+        (one,) = bench.collect(0, stop_tokens=(7,))
+        await bench.end_of(one)
+        return one.tokens(), one.generation.finish_reason
+
+    assert Bench(factory).run(script) == ([4, 5, 6, 7], 'stop')
+
+
+def test_seeds_differ_along_an_answer_and_between_samples(server, kind, factory):
+    async def script(bench):
+        found = bench.collect(0, 1)
+        await bench.pass_time(0.045)
+        await bench.engine.pause()
+        bench.engine.resume()
+        await bench.end_of(*found)
+
+    Bench(factory).run(script)
+    seeds = [body['sampling_params'].get('seed') for body in server.sent(GENERATE[kind])]
+    assert len(set(seeds)) == (len(seeds) if kind == 'vllm' else 1)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'prompt_tokens': np.array([1, VOCAB_SIZE], np.int32)}, f'the token {VOCAB_SIZE}, and engine/0 serves'),
+        ({'prompt_tokens': np.zeros(60, np.int32)}, 'do not fit the context of engine/0, 64 tokens'),
+        ({'prompt_tokens': np.zeros(0, np.int32)}, 'a prompt of 0 tokens'),
+        ({'sampling': SamplingParams(4, 1.0, 2, 1.0, ())}, 'no log-probs of a softmax that is cut'),
+        ({'sampling': SamplingParams(4, 1.0, 0, 1.0, (), stop_strings=('a',))}, 'watches no stop strings'),
+    ],
+)
+def test_what_would_harm_the_server_or_be_wrong_in_silence_is_refused(factory, server, kind, change, message):
+    async def script(bench):
+        with pytest.raises(UserError, match=re.escape(message)):
+            bench.engine.generate(dataclasses.replace(request(0), **change))
+
+    Bench(factory).run(script)
+    assert server.sent(GENERATE[kind]) == []

@@ -1,0 +1,126 @@
+"""The contract put to a real server: AREAL_JAX_SERVER, 'vllm+http://host:port', and AREAL_JAX_SERVER_CHECKPOINTS.
+
+The latter is a folder of checkpoints.py that the server sees too. launch/test_external.sh sets both; without them these
+tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.logprobs import logprob_of
+from areal_jax.rollout.http.clients.address import open_address
+from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
+from areal_jax.rollout.http.clients.engine import ServerEngine
+from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.remote_engine import OutcomeUnknownError
+from areal_jax.types import PublishedWeights
+from tests.rollout.decode.examples import whole_attention
+from tests.rollout.engine_contract import CHECKS, Bench, Setting, Subject
+from tests.rollout.http.clients.checkpoints import CONFIG, make_params
+
+ADDRESS = os.environ.get('AREAL_JAX_SERVER')
+CHECKPOINTS = pathlib.Path(os.environ.get('AREAL_JAX_SERVER_CHECKPOINTS', ''))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not ADDRESS, reason='AREAL_JAX_SERVER names no server: bash launch/test_external.sh vllm'),
+]
+SLOTS, LONGEST = 2, 300
+LIMITS = ServerLimits(
+    slots=SLOTS, vocab_size=CONFIG.vocab_size, context_tokens=CONFIG.context_tokens,
+    request_s=60, control_s=60, load_s=60, loads=2,
+)  # fmt: skip
+DECODER = Decoder(CONFIG)
+
+
+def make_clock(log):
+    return RealClock({'engine/0': SLOTS + 1, 'publish/0': 1}, log, 120.0)
+
+
+def published(version, equal=False):
+    return PublishedWeights(version, '', str(CHECKPOINTS / f'v{0 if equal else min(version, 1)}'))
+
+
+def score(prompt, answer, versions):
+    """By a plain forward of our model under each version's weights."""
+    tokens = np.zeros(LONGEST + len(prompt), np.int32)  # one shape for all
+    tokens[: len(prompt) + len(answer)] = [*prompt, *answer]
+    found = [logprobs_of(make_params(seed), tokens)[len(prompt) - 1 :][: len(answer)] for seed in (0, 1)]
+    return np.where(versions == 0, *map(np.asarray, found))
+
+
+@jax.jit
+def logprobs_of(params, tokens):
+    """float32 [T - 1]: of each token but the first, after all before it."""
+    hidden, _ = DECODER.hidden(params, tokens, jnp.arange(len(tokens)), whole_attention)
+    return logprob_of(DECODER.logits(params, hidden)[:-1], tokens[1:], 1.0)
+
+
+class CutsRepliesToUpdates(Connection):
+    """Loses so many replies to loads of weights, after the server has done them."""
+
+    cuts = 0
+
+    async def request(self, method, path, body=None):
+        reply = await super().request(method, path, body)
+        if path in ('/collective_rpc', '/update_weights_from_disk') and self.cuts:
+            self.cuts -= 1
+            raise NoReplyError('cut by the test')
+        return reply
+
+
+class Factory:
+    # a token takes 2 to 3 ms; greedy, since an interruption changes the noise of what is left
+    setting = Setting(make_clock, pace=8.0, longest=LONGEST, temperature=0.0)
+
+    def __call__(self, clock, log):
+        dialect, connection = open_address(ADDRESS)
+        self.connection = CutsRepliesToUpdates(connection.url)
+        engine = ServerEngine(
+            0, dialect, self.connection, clock, log,
+            locate=lambda published: published.handle, limits=LIMITS,
+        )  # fmt: skip
+
+        async def prepare():
+            await engine.fence()
+            await engine.stage(published(0))
+            await engine.swap(0)
+
+        return Subject(engine, engine.start, published, prepare, engine.close, score)
+
+
+@pytest.mark.parametrize('check', CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_holds(check):
+    check(Factory())
+
+
+@pytest.mark.parametrize('cuts', [1, LIMITS.loads])
+def test_an_update_under_load_whose_reply_is_lost_is_settled(cuts):
+    factory = Factory()
+
+    async def script(bench):
+        found = bench.collect(0, 1, 2, temperature=1.0)
+        await bench.pass_time(0.03)
+        factory.connection.cuts = cuts
+        try:
+            await bench.load(1)
+        except OutcomeUnknownError:
+            assert cuts == LIMITS.loads
+            assert bench.engine.status().policy_version == -1
+        assert (await bench.engine.ask()).version == 1
+        await bench.end_of(*found)
+        for one in found:
+            recorded = np.concatenate([segment.behavior_logprobs for segment in one.segments])
+            expected = score(np.array([1, 2, 3]), np.array(one.tokens()), np.array(one.versions()))
+            assert np.abs(recorded - expected).max() < bench.subject.tolerance
+        assert {version for one in found for version in one.versions()} == {0, 1}
+
+    Bench(factory).run(script)
