@@ -37,18 +37,44 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How answers are sampled. Temperature is part of the policy: log-probs are taken after it."""
+    """How answers are sampled. Temperature is part of the policy: log-probs are taken after it.
+
+    A token is drawn from the logits, in this order: `logit_bias`, `min_new_tokens`, `repetition_penalty`,
+    `frequency_penalty` and `presence_penalty`, `temperature`, `min_p`, `top_k`, `top_p`.
+    """
 
     max_new_tokens: int  # >= 1
     temperature: float  # > 0; 0 = greedy, whose log-probs are those of temperature 1
     top_k: int  # 0 = off
     top_p: float  # 1.0 = off
-    stop_tokens: tuple[int, ...]  # each is generated, recorded and trained like any other token
+    stop_tokens: tuple[int, ...]  # each is generated, recorded and trained like any other token; () ignores every EOS
+    min_p: float = 0.0  # least probability of a token, as a share of that of the likeliest; 0 = off
+    min_new_tokens: int = 0  # tokens of the answer before a stop token can be drawn, or a stop string can end it
+    repetition_penalty: float = 1.0  # divides the positive logits of tokens of prompt and answer, multiplies others
+    frequency_penalty: float = 0.0  # taken from the logit of a token for each time that it is in the answer
+    presence_penalty: float = 0.0  # taken from the logits of tokens in the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit), each token once
+    stop_strings: tuple[str, ...] = ()  # the token that completes one in the text of the answer ends it, and is kept
 
     @property
     def cuts(self) -> bool:
         """Whether tokens are drawn from a part of the softmax only."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the logits of a token depend on how often it was there before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before they are tempered, which changes greedy answers too."""
+        return self.penalizes or bool(self.logit_bias) or (self.min_new_tokens > 0 and bool(self.stop_tokens))
+
+    @property
+    def changes_softmax(self) -> bool:
+        """Whether tokens are drawn from another distribution than the full softmax at the temperature."""
+        return self.cuts or self.adjusts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +84,7 @@ class Segment:
     tokens: np.ndarray  # int32 [n], n >= 1
     behavior_logprobs: np.ndarray  # float32 [n], recorded while sampling, of the full softmax; 0 for environment tokens
     policy_version: int  # version whose logits the tokens were sampled from; NOT_GENERATED for environment tokens
-    # float32 [n], of the distribution that top-k or top-p cut and renormalised; None = not cut, equal to the above
+    # float32 [n], of the distribution that was sampled (SamplingParams.changes_softmax); None = equal to the above
     sampling_logprobs: np.ndarray | None = None
 
 
@@ -233,7 +259,7 @@ class EngineStatus:
 class EngineCapabilities:
     """What an engine can do; tests/rollout/engine_contract.py holds it to each field. Producer: the engine."""
 
-    logprobs: tuple[LogprobKind, ...]  # 'sampling': also the log-probs of the softmax that top-k or top-p cut
+    logprobs: tuple[LogprobKind, ...]  # 'sampling': also the log-probs of the distribution that was sampled
     spans: bool  # an answer that saw a swap comes in one segment per version
     abort: bool  # `cancel` ends a request that is being decoded
     # what a pause does to a request that is being decoded: 'retract' returns it to the queue and rebuilds its KV after
