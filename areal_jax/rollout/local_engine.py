@@ -150,6 +150,11 @@ class LocalEngine:
             await self._clock.wait(self._loaded)
         return self._pause_s
 
+    async def renumber(self, version: int) -> None:
+        """The weights in use are of this version from now on; the KV of requests that are being decoded is kept."""
+        self._staged = EngineWeights(version, self._weights.params)
+        await self.swap(version, 'keep')
+
     async def pin(self, published: PublishedWeights) -> None:
         work = Work('pin', 1, {'version': published.version}, in_background=True)
         pinned = self._require_pinned()
