@@ -128,6 +128,7 @@ class Answer:
     finish: Finish | None = None  # None while it is generated
     version: str = ''  # of the server's weights when it ended
     cached_tokens: int = 0  # of the prompt, whose KV was there
+    retractions: int = 0  # times that its KV was given up and computed again
     latency_s: float = 0.0  # from the arrival of the request
 
     @property

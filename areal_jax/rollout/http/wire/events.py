@@ -1,0 +1,29 @@
+"""Server-sent events: how pieces of an answer travel in one response."""
+
+from __future__ import annotations
+
+import json
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.exchange import ReplyError
+
+_PREFIX = 'data: '
+_LAST = f'{_PREFIX}[DONE]'
+DONE = f'{_LAST}\n\n'.encode()  # ends every stream
+
+
+def frame(event: JsonObject) -> bytes:
+    """One event on the wire."""
+    return f'{_PREFIX}{json.dumps(event, separators=(",", ":"), allow_nan=False)}\n\n'.encode()
+
+
+def parse_event(line: str) -> JsonObject | None:
+    """The event in one line of a response; None for [DONE] and for lines that carry none."""
+    if not line.startswith(_PREFIX) or line.strip() == _LAST:
+        return None
+    try:
+        event = json.loads(line.removeprefix(_PREFIX))
+    except ValueError as error:
+        raise ReplyError(f'the server sent an event that is no JSON: {line[:80]!r}') from error
+    if not isinstance(event, dict):
+        raise ReplyError(f'the server sent an event that is no JSON object: {line[:80]!r}')
+    return event

@@ -1,0 +1,171 @@
+"""A JSON object of a request, read field by field: what is wrong in it is refused by the name of the field."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from areal_jax.rollout.http.wire.exchange import RequestError
+
+_LARGEST_TOKEN = 2**31 - 1  # of int32
+_SHOWN = 60  # characters of a refused value that the sentence repeats
+
+
+def refuse(field: str, value: object, fix: str) -> RequestError:
+    """The error for a value that is not served: raise it."""
+    shown = repr(value)
+    shown = shown if len(shown) <= _SHOWN else f'{shown[:_SHOWN]}...'
+    return RequestError(field, f'{field}={shown} {fix}')
+
+
+class Fields:
+    """The fields of one JSON object; each is taken once, and `finish` refuses the rest.
+
+    null stands for a field that is absent. `path` is the name of the object for errors: 'sampling_params'.
+    """
+
+    def __init__(self, values: object, path: str = ''):
+        if not isinstance(values, Mapping):
+            raise refuse(path or 'body', values, 'must be a JSON object')
+        self._values: dict[str, object] = {str(name): value for name, value in values.items()}
+        self._path = path
+
+    def name(self, field: str) -> str:
+        """The field with its path: 'sampling_params.top_p'."""
+        return f'{self._path}.{field}' if self._path else field
+
+    def refuse(self, field: str, value: object, fix: str) -> RequestError:
+        """The error for the value of a field that was taken: raise it."""
+        return refuse(self.name(field), value, fix)
+
+    def has(self, field: str) -> bool:
+        """Whether a value was sent and is not taken yet."""
+        return self._values.get(field) is not None
+
+    def take(self, field: str) -> object:
+        """Whatever was sent; None = absent."""
+        return self._values.pop(field, None)
+
+    def take_flag(self, field: str, default: bool = False) -> bool:
+        value = self.take(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refuse(field, value, 'must be true or false')
+        return value
+
+    def take_integer(self, field: str, default: int, least: int, most: int = _LARGEST_TOKEN) -> int:
+        value = self.take(field)
+        return default if value is None else self._require_integer(field, value, least, most)
+
+    def take_optional_integer(self, field: str, least: int, most: int = _LARGEST_TOKEN) -> int | None:
+        """None where it is absent."""
+        value = self.take(field)
+        return None if value is None else self._require_integer(field, value, least, most)
+
+    def take_number(self, field: str, default: float, least: float, most: float, above: bool = False) -> float:
+        """A number in [least, most], with `above` in (least, most]; both bounds are finite."""
+        value = self.take(field)
+        return default if value is None else self._require_number(field, value, least, most, above)
+
+    def take_text(self, field: str, default: str = '') -> str:
+        value = self.take(field)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.refuse(field, value, 'must be a string')
+        return value
+
+    def take_choice(self, field: str, choices: Sequence[str]) -> str:
+        """One of the choices; the first one where it is absent."""
+        value = self.take(field)
+        if value is None:
+            return choices[0]
+        if not isinstance(value, str) or value not in choices:
+            raise self.refuse(field, value, f'must be {" or ".join(map(repr, choices))}')
+        return value
+
+    def take_texts(self, field: str) -> tuple[str, ...]:
+        """A string or a list of strings, none of them empty."""
+        value = self.take(field)
+        texts = value if isinstance(value, list) else [] if value is None else [value]
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise self.refuse(field, value, 'must be a string or a list of strings, none of them empty')
+        return tuple(texts)
+
+    def take_token_ids(self, field: str) -> tuple[int, ...]:
+        """A list of ids, () where it is absent."""
+        value = self.take(field)
+        return () if value is None else tuple(read_token_ids(self.name(field), value, least=0).tolist())
+
+    def take_bias(self, field: str) -> tuple[tuple[int, float], ...]:
+        """An object of token ids and what is added to their logits, which is in [-100, 100]."""
+        value = self.take(field)
+        if value is None:
+            return ()
+        if not isinstance(value, Mapping):
+            raise self.refuse(field, value, 'must be an object of token ids and numbers')
+        found = []
+        for token, bias in value.items():
+            name = f'{field}.{token}'
+            if not str(token).isascii() or not str(token).isdigit() or int(token) > _LARGEST_TOKEN:
+                raise self.refuse(name, bias, 'is not named by a token id: use the id as a string')
+            found.append((int(token), self._require_number(name, bias, -100, 100)))
+        return tuple(sorted(found))
+
+    def take_fields(self, field: str) -> Fields:
+        """The fields of an object inside this one, none where it is absent."""
+        value = self.take(field)
+        return Fields({} if value is None else value, self.name(field))
+
+    def take_unserved(self, *fields: str, fix: str = 'is not served: leave it out') -> None:
+        """Fields that may only hold what changes nothing: null, false, 0, and what is empty."""
+        for field in fields:
+            if value := self.take(field):
+                raise self.refuse(field, value, fix)
+
+    def take_ignored(self, *fields: str) -> None:
+        """Fields that have no influence on the answer."""
+        for field in fields:
+            self._values.pop(field, None)
+
+    def finish(self) -> None:
+        """Refuses what nobody took; null is not a value."""
+        for field, value in self._values.items():
+            if value is not None:
+                raise self.refuse(field, value, 'is an unknown field: leave it out')
+
+    def _require_integer(self, field: str, value: object, least: int, most: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.refuse(field, value, f'must be an integer from {least} to {most}')
+        return value
+
+    def _require_number(self, field: str, value: object, least: float, most: float, above: bool = False) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            fits = False  # also nan, and integers that no float holds
+        else:
+            fits = not above or value > least
+        if not fits:
+            raise self.refuse(field, value, f'must be a number {"above" if above else "from"} {least:g} to {most:g}')
+        return float(typing.cast(float, value))
+
+
+def read_token_ids(field: str, value: object, least: int = 1) -> np.ndarray:
+    """int32 [n], n >= least, from a list of ids that are not negative."""
+    if not isinstance(value, list) or len(value) < least:
+        raise refuse(field, value, f'must be a list of {"one or more " if least else ""}token ids')
+    for token in value:
+        if type(token) is not int or not 0 <= token <= _LARGEST_TOKEN:
+            raise refuse(field, token, f'is no token id: use integers from 0 to {_LARGEST_TOKEN}')
+    return np.array(value, np.int32)
+
+
+def require_same(fields: Fields, field: str, values: Collection[int]) -> int:
+    """The one value that all prompts of a batch have."""
+    found = set(values)
+    if len(found) != 1:
+        raise fields.refuse(field, sorted(found), 'differs between the prompts of a batch: send them one by one')
+    return found.pop()

@@ -1,0 +1,290 @@
+"""SGLang's POST /generate: request and reply, read and written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.events import frame
+from areal_jax.rollout.http.wire.exchange import Answer, Call, CallSampling, Finish, Piece, Prompt, ReplyInfo
+from areal_jax.rollout.http.wire.fields import Fields, read_token_ids, require_same
+from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
+from areal_jax.rollout.http.wire.sampling import SGLANG, read_sampling, render_sampling
+from areal_jax.types import LogprobKind
+
+_DEFAULT_NEW_TOKENS = 128
+_MOST_SAMPLES = 1024  # n: bounds what one body can ask for
+_SAMPLING_UNSERVED = (
+    'stop_regex', 'json_schema', 'regex', 'ebnf', 'structural_tag', 'custom_params', 'stream_interval',
+)  # fmt: skip
+_UNSERVED = (
+    'image_data', 'video_data', 'audio_data', 'input_embeds', 'modalities', 'return_hidden_states', 'lora_path',
+    'lora_id', 'session_params', 'custom_logit_processor', 'top_logprobs_num', 'token_ids_logprob',
+    'return_routed_experts', 'return_indexer_topk', 'return_sampling_mask', 'return_prompt_token_ids',
+    'return_flat_raw_output_top_logprobs', 'return_flat_raw_output_top_logprobs_b64', 'bootstrap_host',
+    'bootstrap_port', 'bootstrap_room',
+)  # fmt: skip
+_IGNORED = ('log_metrics', 'background', 'extra_key', 'routed_experts_start_len', 'conversation_id', 'routing_key')
+
+
+def parse(body: object) -> Call:
+    """The call in a request body; raises RequestError."""
+    fields = Fields(body)
+    prompts, prompt_field, is_batch = _read_prompts(fields)
+    sampling, n = _read_sampling(fields, len(prompts))
+    wanted = _read_flag(fields, 'return_logprob', len(prompts))
+    mode = fields.take_choice('sampling_logprobs_mode', ('', 'selected'))
+    tail = _read_prompt_tail(fields, prompts, wanted)
+    call = Call(
+        prompts=prompts,
+        prompt_field=prompt_field,
+        sampling=sampling,
+        request_ids=_read_request_ids(fields, len(prompts), n),
+        model=fields.take_text('model'),
+        n=n,
+        is_batch=is_batch,
+        stream=fields.take_flag('stream'),
+        logprobs=_kinds(wanted, mode == 'selected'),
+        prompt_tail=tail,
+        text_in_logprobs=fields.take_flag('return_text_in_logprobs'),
+        session=fields.take_text('session_id'),
+        cache_salt=fields.take_text('cache_salt'),
+        priority=fields.take_integer('priority', 0, least=-(2**31)),
+    )
+    fields.take_unserved(*_UNSERVED)
+    fields.take_ignored(*_IGNORED)
+    fields.finish()
+    return call
+
+
+def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject | list[JsonObject]:
+    """The reply: a list for a batch and for n > 1."""
+    found = [_render_answer(call, answer, info) for answer in answers]
+    return found if call.is_batch or call.n > 1 else found[0]
+
+
+def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
+    """One event of a stream: everything that the answer has so far, `piece` included.
+
+    The spans are in every event, so that a client keeps what it has when the server dies.
+    """
+    event = _render_answer(call, answer, info)
+    return frame(event if call.n_answers == 1 else event | {'index': answer.index})
+
+
+def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
+    """What follows the last event of the last answer, before [DONE]."""
+    return b''
+
+
+def render_error(message: str, status: int, field: str = '') -> JsonObject:
+    """The body of a refusal."""
+    return {'error': {'message': message}} if status < 500 else {'detail': message}
+
+
+def meta_info(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
+    """What SGLang says of an answer beside its text and ids."""
+    spans = answer.spans
+    found: JsonObject = {
+        'id': answer.request_id,
+        'finish_reason': _render_finish(answer),
+        'prompt_tokens': len(answer.prompt_tokens),
+        'completion_tokens': answer.n_tokens,
+        'cached_tokens': answer.cached_tokens,
+        'num_retractions': answer.retractions,
+        'weight_version': answer.version or (spans[-1].version if spans else ''),
+        'weight_versions': [{'version': s.version, 'start': s.start, 'end': s.end} for s in spans],
+        'e2e_latency': answer.latency_s,
+    }
+    if 'behavior' in call.logprobs:
+        tail = answer.prompt_tokens[len(answer.prompt_tokens) - call.prompt_tail :].tolist()
+        found['input_token_logprobs'] = [[None, token, _text(token, call, info)] for token in tail]
+        pairs = zip(answer.logprobs.tolist(), answer.tokens.tolist(), strict=True)
+        found['output_token_logprobs'] = [[logprob, token, _text(token, call, info)] for logprob, token in pairs]
+        found['output_token_logprobs_length'] = answer.n_tokens
+    if 'sampling' in call.logprobs:
+        found['output_token_sampling_logprobs'] = answer.sampling_logprobs.tolist()
+    return found
+
+
+def render_request(call: Call) -> JsonObject:
+    """The body that asks a server for the call: one prompt of token ids.
+
+    Log-probs are asked for from the last prompt token on: without that, servers repeat entries of long answers.
+    """
+    prompt, sampling = call.prompts[0], call.sampling[0]
+    assert len(call.prompts) == 1 and isinstance(prompt, np.ndarray), 'one prompt of token ids'
+    parameters = render_sampling(sampling, SGLANG) | {'n': call.n}
+    if sampling.max_new_tokens is not None:
+        parameters['max_new_tokens'] = sampling.max_new_tokens
+    body: JsonObject = {'input_ids': prompt.tolist(), 'sampling_params': parameters, 'stream': call.stream}
+    if call.request_ids[0]:
+        body['rid'] = call.request_ids[0] if call.n == 1 else list(call.request_ids)
+    if 'behavior' in call.logprobs:
+        body |= {'return_logprob': True, 'logprob_start_len': len(prompt) - 1}
+    if 'sampling' in call.logprobs:
+        body['sampling_logprobs_mode'] = 'selected'
+    optional = {'session_id': call.session, 'cache_salt': call.cache_salt, 'priority': call.priority}
+    return body | {name: value for name, value in optional.items() if value}
+
+
+def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list[Answer]:
+    """The answers in a reply to a call that asked for log-probs; raises ReplyError where tokens can not be trusted.
+
+    Ids and log-probs are read from output_token_logprobs, never from output_ids, which servers cut and repeat. An
+    event of a stream is such a reply too. Answers without spans have pieces of version ''.
+    """
+    prompt = call.prompts[0]
+    assert isinstance(prompt, np.ndarray)
+    replies = body if isinstance(body, list) else [body]
+    return [_parse_answer(Reply(reply), index, prompt, call, vocab_size) for index, reply in enumerate(replies)]
+
+
+def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
+    """Prompts, the name of their field, and whether they came as a list."""
+    if fields.has('text') == fields.has('input_ids'):
+        given = fields.take('text')
+        raise fields.refuse('input_ids', given, 'needs one of input_ids and text, and not both: send one of them')
+    if fields.has('text'):
+        if isinstance(text := fields.take('text'), str):
+            if not text:
+                raise fields.refuse('text', text, 'is empty: send a prompt')
+            return (text,), 'text', False
+        given = Fields({'text': text}).take_texts('text') if isinstance(text, list) else ()
+        if not given:
+            raise fields.refuse('text', text, 'must be a string or a list of strings')
+        return given, 'text', True
+    ids = fields.take('input_ids')
+    if isinstance(ids, list) and ids and isinstance(ids[0], list):
+        return tuple(read_token_ids(f'input_ids[{i}]', row) for i, row in enumerate(ids)), 'input_ids', True
+    return (read_token_ids('input_ids', ids),), 'input_ids', False
+
+
+def _read_sampling(fields: Fields, n_prompts: int) -> tuple[tuple[CallSampling, ...], int]:
+    """Sampling of each prompt, and n."""
+    given = fields.take('sampling_params')
+    if not isinstance(given, list):
+        one, n = _read_parameters(Fields({} if given is None else given, 'sampling_params'))
+        return (one,) * n_prompts, n
+    if len(given) != n_prompts:
+        raise fields.refuse('sampling_params', given, f'must have one entry for each of {n_prompts} prompts')
+    read = [_read_parameters(Fields(entry, f'sampling_params[{i}]')) for i, entry in enumerate(given)]
+    return tuple(sampling for sampling, _ in read), require_same(fields, 'sampling_params.n', [n for _, n in read])
+
+
+def _read_parameters(fields: Fields) -> tuple[CallSampling, int]:
+    limit = fields.take_integer('max_new_tokens', _DEFAULT_NEW_TOKENS, least=1)
+    sampling = read_sampling(fields, SGLANG, limit)
+    n = fields.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
+    fields.take_unserved(*_SAMPLING_UNSERVED)
+    fields.take_ignored('spaces_between_special_tokens')
+    fields.finish()
+    return sampling, n
+
+
+def _read_flag(fields: Fields, field: str, n_prompts: int) -> bool:
+    """One flag, or a list with one for each prompt, all equal."""
+    given = fields.take(field)
+    flags = given if isinstance(given, list) else [bool(given) if given is None else given]
+    if not all(isinstance(flag, bool) for flag in flags) or (isinstance(given, list) and len(flags) != n_prompts):
+        raise fields.refuse(field, given, 'must be true or false')
+    return bool(require_same(fields, field, flags))
+
+
+def _read_prompt_tail(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> int:
+    """How many of the last prompt tokens are listed; log-probs of prompts are not computed, and one has none."""
+    field = 'logprob_start_len'
+    given = fields.take(field)
+    starts = given if isinstance(given, list) else [given] * len(prompts)
+    if len(starts) != len(prompts):
+        raise fields.refuse(field, given, f'must have one entry for each of {len(prompts)} prompts')
+    if not wanted:
+        return 0
+    tails = []
+    for start, prompt in zip(starts, prompts, strict=True):
+        length = len(prompt) if isinstance(prompt, np.ndarray) else None
+        known = [-1, None] if length is None else [-1, None, length - 1, length]
+        if isinstance(start, bool) or start not in known:
+            fix = 'asks for log-probs of the prompt, which are not computed: use -1'
+            raise fields.refuse(field, start, fix if length is None else f'{fix} or {length - 1}')
+        tails.append(int(length is not None and start == length - 1))
+    return require_same(fields, field, tails)
+
+
+def _read_request_ids(fields: Fields, n_prompts: int, n: int) -> tuple[str, ...]:
+    given, total = fields.take('rid'), n_prompts * n
+    if given is None:
+        return ('',) * total
+    if isinstance(given, str):
+        return (given,) if total == 1 else tuple(f'{given}_{index}' for index in range(total))
+    listed = given if isinstance(given, list) and all(isinstance(entry, str) for entry in given) else []
+    if len(listed) == n_prompts and n > 1:
+        listed = [f'{entry}_{sample}' for entry in listed for sample in range(n)]
+    if len(listed) != total or len(set(listed)) != total:
+        raise fields.refuse('rid', given, f'must be a string, or a list of one for each of {total} answers')
+    return tuple(listed)
+
+
+def _kinds(behavior: bool, sampling: bool) -> tuple[LogprobKind, ...]:
+    kinds: list[LogprobKind] = ['behavior'] if behavior else []
+    return (*kinds, 'sampling') if sampling else tuple(kinds)
+
+
+def _render_answer(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
+    meta = meta_info(call, answer, info)
+    return {'text': answer.text, 'output_ids': answer.tokens.tolist(), 'meta_info': meta}
+
+
+def _render_finish(answer: Answer) -> JsonObject | None:
+    finish = answer.finish
+    if finish is None:
+        return None
+    if finish.reason == 'stop':
+        return {'type': 'stop', 'matched': finish.matched}
+    if finish.reason == 'length':
+        return {'type': 'length', 'length': answer.n_tokens}
+    return {'type': 'abort', 'message': finish.message or 'Aborted', 'status_code': None, 'err_type': None}
+
+
+def _text(token: int, call: Call, info: ReplyInfo) -> str | None:
+    return info.token_text(token) if call.text_in_logprobs and info.token_text else None
+
+
+def _parse_answer(reply: Reply, index: int, prompt: np.ndarray, call: Call, vocab_size: int | None) -> Answer:
+    meta = reply.object('meta_info')
+    finish = _parse_finish(meta)
+    entries = meta.values.get('output_token_logprobs') or []
+    n_tokens = meta.values.get('completion_tokens', 0 if finish and finish.reason == 'abort' else None)
+    if not isinstance(entries, list) or n_tokens != len(entries):
+        raise meta.error('output_token_logprobs', f'{len(entries)} entries for completion_tokens={n_tokens}')
+    pairs = [entry[:2] if isinstance(entry, list) and len(entry) >= 2 else (math.nan, -1) for entry in entries]
+    tokens, logprobs = read_logprobs(meta, 'output_token_logprobs', pairs, vocab_size)
+    cut = None
+    if 'sampling' in call.logprobs and n_tokens:
+        field = 'output_token_sampling_logprobs'
+        _, cut = read_logprobs(meta, field, list(zip(meta.list(field, n_tokens), tokens.tolist(), strict=True)))
+    return Answer(
+        request_id=str(meta.values.get('id', '')),
+        prompt_tokens=prompt,
+        index=int(reply.values.get('index', index)),
+        pieces=cut_by_spans(meta, tokens, logprobs, cut),
+        finish=finish,
+        version=str(meta.values.get('weight_version', '')),
+        cached_tokens=int(meta.values.get('cached_tokens', 0)),
+        retractions=int(meta.values.get('num_retractions', 0)),
+        latency_s=float(meta.values.get('e2e_latency', 0.0)),
+    )
+
+
+def _parse_finish(meta: Reply) -> Finish | None:
+    given = meta.values.get('finish_reason')
+    if given is None:
+        return None
+    reason = given.get('type') if isinstance(given, dict) else given
+    if reason == 'stop' or reason == 'length' or reason == 'abort':
+        entry = given if isinstance(given, dict) else {}
+        return Finish(reason, entry.get('matched'), str(entry.get('message', '')))
+    raise meta.error('finish_reason', f'{given!r} is none of stop, length and abort')
