@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import ReplyError
 

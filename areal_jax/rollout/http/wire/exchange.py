@@ -178,6 +178,13 @@ class ReplyInfo:
     token_text: Callable[[int], str] | None = None  # text of one token, for log-probs with text
 
 
+def count_usage(call: Call, answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens of a reply, as vLLM and OpenAI count them: the prompt of n answers once."""
+    prompt = sum(len(answer.prompt_tokens) for answer in answers[:: call.n])
+    completion = sum(answer.n_tokens for answer in answers)
+    return {'prompt_tokens': prompt, 'completion_tokens': completion, 'total_tokens': prompt + completion}
+
+
 def tokenize_call(
     call: Call,
     encode: Callable[[str], Sequence[int] | np.ndarray],

@@ -31,6 +31,13 @@ class Reply:
     def object(self, field: str) -> Reply:
         return Reply(self.values.get(field), field)
 
+    def integer(self, field: str, most: int) -> int:
+        """From 0 to `most`; 0 where it is absent."""
+        found = self.values.get(field, 0)
+        if type(found) is not int or not 0 <= found <= most:
+            raise self.error(field, f'{found!r}, which is no integer from 0 to {most}')
+        return found
+
     def list(self, field: str, length: int | None = None) -> Sequence[object]:
         found = self.values.get(field)
         if not isinstance(found, list) or (length is not None and len(found) != length):

@@ -9,7 +9,16 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.events import frame
-from areal_jax.rollout.http.wire.exchange import Answer, Call, CallSampling, Finish, Piece, Prompt, ReplyInfo
+from areal_jax.rollout.http.wire.exchange import (
+    Answer,
+    Call,
+    CallSampling,
+    Finish,
+    Piece,
+    Prompt,
+    ReplyInfo,
+    RequestError,
+)
 from areal_jax.rollout.http.wire.fields import Fields, read_token_ids, require_same
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.sampling import SGLANG, read_sampling, render_sampling
@@ -116,7 +125,8 @@ def render_request(call: Call) -> JsonObject:
     Log-probs are asked for from the last prompt token on: without that, servers repeat entries of long answers.
     """
     prompt, sampling = call.prompts[0], call.sampling[0]
-    assert len(call.prompts) == 1 and isinstance(prompt, np.ndarray), 'one prompt of token ids'
+    assert isinstance(prompt, np.ndarray), 'token ids'
+    assert len(call.prompts) == 1, 'one prompt'
     parameters = render_sampling(sampling, SGLANG) | {'n': call.n}
     if sampling.max_new_tokens is not None:
         parameters['max_new_tokens'] = sampling.max_new_tokens
@@ -146,8 +156,7 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
 def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
     """Prompts, the name of their field, and whether they came as a list."""
     if fields.has('text') == fields.has('input_ids'):
-        given = fields.take('text')
-        raise fields.refuse('input_ids', given, 'needs one of input_ids and text, and not both: send one of them')
+        raise RequestError('input_ids', 'one of input_ids and text must be sent, and not both: send input_ids')
     if fields.has('text'):
         if isinstance(text := fields.take('text'), str):
             if not text:

@@ -1,0 +1,212 @@
+"""What OpenAI's two routes have in common: sampling, fields without a meaning here, errors, the list of models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire import sglang, vllm
+from areal_jax.rollout.http.wire.events import frame
+from areal_jax.rollout.http.wire.exchange import (
+    Answer,
+    Call,
+    CallSampling,
+    Finish,
+    Message,
+    Piece,
+    Prompt,
+    ReplyInfo,
+    count_usage,
+)
+from areal_jax.rollout.http.wire.fields import Fields
+from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling
+from areal_jax.types import LogprobKind
+
+_MOST_SAMPLES = 1024  # n: bounds what one body can ask for
+_IGNORED = (
+    'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
+    'detokenize', 'spaces_between_special_tokens',
+)  # fmt: skip
+
+render_error = vllm.render_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Where the two routes differ in what they call things."""
+
+    id_prefix: str
+    reply: str  # value of `object` in a reply
+    event: str  # and in an event
+
+
+def read_call(
+    fields: Fields, prompts: tuple[Prompt, ...], prompt_field: str, max_new_tokens: int | None, wants_logprobs: bool
+) -> Call:
+    """Takes what the two routes have in common, and refuses what is left."""
+    n = fields.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
+    sampling: CallSampling = read_sampling(fields, OPENAI, max_new_tokens)
+    stream = fields.take_flag('stream')
+    options = fields.take_fields('stream_options')
+    usage = options.take_flag('include_usage')
+    options.take_ignored('include_obfuscation', 'continuous_usage_stats')
+    options.finish()
+    kinds: list[LogprobKind] = ['behavior'] if wants_logprobs else []
+    total, request_id = len(prompts) * n, fields.take_text('request_id') or fields.take_text('rid')
+    ids = (request_id,) if total == 1 else tuple(f'{request_id}_{i}' if request_id else '' for i in range(total))
+    return_ids = fields.take_flag('return_token_ids')
+    call = Call(
+        prompts=prompts,
+        prompt_field=prompt_field,
+        sampling=(sampling,) * len(prompts),
+        request_ids=ids,
+        model=fields.take_text('model'),
+        n=n,
+        is_batch=len(prompts) > 1,
+        stream=stream,
+        stream_usage=usage,
+        logprobs=(*kinds, 'sampling') if fields.take_flag('return_sampling_logprobs') else tuple(kinds),
+        tokens_as_ids=fields.take_flag('return_tokens_as_token_ids'),
+        return_token_ids=return_ids,
+        return_prompt_token_ids=fields.take_flag('return_prompt_token_ids') or return_ids,
+        return_meta_info=_read_meta(fields, stream),
+        session=fields.take_text('session_id'),
+        cache_salt=fields.take_text('cache_salt'),
+        priority=fields.take_integer('priority', 0, least=-(2**31)),
+    )
+    fields.take_ignored(*_IGNORED)
+    fields.finish()
+    return call
+
+
+def read_messages(fields: Fields) -> tuple[Message, ...]:
+    """The turns of a conversation without tools, at least one."""
+    given = fields.take('messages')
+    if not isinstance(given, list) or not given:
+        raise fields.refuse('messages', given, 'must be a list of one or more messages')
+    return tuple(_read_message(Fields(entry, f'messages[{index}]')) for index, entry in enumerate(given))
+
+
+def render_reply(
+    call: Call, answers: Sequence[Answer], info: ReplyInfo, route: Route, choices: Sequence[JsonObject]
+) -> JsonObject:
+    """The reply around its choices."""
+    return _envelope(call, answers[0], info, route, route.reply) | {
+        'choices': list(choices),
+        'usage': count_usage(call, answers),
+        'metadata': _metadata(answers[0]),
+    }
+
+
+def render_chunk(call: Call, answer: Answer, info: ReplyInfo, route: Route, choice: JsonObject) -> bytes:
+    """One event around its choice; the answer's last one has the versions."""
+    event = _envelope(call, answer, info, route, route.event) | {'choices': [choice]}
+    if answer.finish is not None:
+        event['metadata'] = _metadata(answer)
+    return frame(event | {'usage': None} if call.stream_usage else event)
+
+
+def render_usage(call: Call, answers: Sequence[Answer], info: ReplyInfo, route: Route) -> bytes:
+    """The event with the usage, where the call asked for it."""
+    if not call.stream_usage:
+        return b''
+    envelope = _envelope(call, answers[0], info, route, route.event)
+    return frame(envelope | {'choices': [], 'usage': count_usage(call, answers)})
+
+
+def render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, whole: bool) -> JsonObject:
+    """What both routes put into a choice; `part` is the answer, or what an event adds to it."""
+    finish = answer.finish
+    choice: JsonObject = {'index': answer.index, 'finish_reason': _finish_word(finish), 'logprobs': None}
+    if finish is not None:
+        choice['stop_reason'] = vllm.stop_reason(call, answer)
+    if call.return_token_ids:
+        choice['token_ids'] = part.tokens.tolist()
+    if call.return_prompt_token_ids and whole:
+        choice['prompt_token_ids'] = answer.prompt_tokens.tolist()
+    if call.return_meta_info:
+        choice['meta_info'] = sglang.meta_info(call, answer, info)
+    if 'sampling' in call.logprobs:
+        choice['sampling_logprobs'] = part.sampling_logprobs.tolist()
+    return choice
+
+
+def part_of(answer: Answer, piece: Piece) -> Answer:
+    """The piece as an answer of its own."""
+    return dataclasses.replace(answer, pieces=[piece])
+
+
+def token_name(token: int, call: Call, info: ReplyInfo) -> str:
+    """How a token is called in log-probs."""
+    if call.tokens_as_ids or info.token_text is None:
+        return f'token_id:{token}'
+    return info.token_text(token)
+
+
+def render_models(info: ReplyInfo, context_tokens: int) -> JsonObject:
+    """GET /v1/models: the served model, with the length that clients hold prompts against."""
+    model = {'id': info.model, 'object': 'model', 'created': info.created_s, 'owned_by': 'areal_jax'}
+    return {'object': 'list', 'data': [model | {'root': info.model, 'parent': None, 'max_model_len': context_tokens}]}
+
+
+def _read_meta(fields: Fields, stream: bool) -> bool:
+    wanted = fields.take_flag('return_meta_info')
+    if wanted and stream:
+        raise fields.refuse('return_meta_info', wanted, 'is not served with stream=true: leave one of them out')
+    return wanted
+
+
+def _read_message(fields: Fields) -> Message:
+    role = fields.take_choice('role', ('', 'system', 'developer', 'user', 'assistant'))
+    if not role:
+        raise fields.refuse('role', None, "is missing: use 'system', 'user' or 'assistant'")
+    content = fields.take('content')
+    if isinstance(content, list):
+        content = ''.join(_read_part(Fields(part, fields.name(f'content[{i}]'))) for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise fields.refuse('content', content, 'must be a string or a list of text parts')
+    fields.take_unserved(
+        'tool_calls', 'function_call', 'tool_call_id', fix='is not served: conversations have no tools'
+    )
+    fields.take_unserved('refusal', 'audio')
+    fields.take_ignored('name', 'reasoning_content', 'reasoning')
+    fields.finish()
+    return Message('system' if role == 'developer' else role, content)  # templates know the older name of the role
+
+
+def _read_part(fields: Fields) -> str:
+    fields.take_choice('type', ('text',))
+    text = fields.take_text('text')
+    fields.finish()
+    return text
+
+
+def _envelope(call: Call, answer: Answer, info: ReplyInfo, route: Route, kind: str) -> JsonObject:
+    request_id = answer.request_id if call.n_answers == 1 else answer.request_id.removesuffix(f'_{answer.index}')
+    return {
+        'id': f'{route.id_prefix}{request_id}',
+        'object': kind,
+        'created': info.created_s,
+        'model': call.model or info.model,
+    }
+
+
+def _metadata(answer: Answer) -> JsonObject:
+    spans = answer.spans
+    return {
+        'weight_version': answer.version or (spans[-1].version if spans else ''),
+        'weight_versions': [{'version': span.version, 'start': span.start, 'end': span.end} for span in spans],
+    }
+
+
+def _finish_word(finish: Finish | None) -> str | None:
+    return finish.reason if finish else None
+
+
+def token_ids_prompt(fields: Fields, field: str) -> np.ndarray | None:
+    """A prompt of ids that stands in place of a template; None where there is none."""
+    ids = fields.take_token_ids(field)
+    return np.array(ids, np.int32) if ids else None

@@ -1,0 +1,261 @@
+"""vLLM's POST /inference/v1/generate, tokens in and tokens out: request and reply, read and written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.events import frame
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
+from areal_jax.rollout.http.wire.fields import Fields, read_token_ids
+from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
+from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling, render_sampling
+from areal_jax.types import LogprobKind
+
+PATH = '/inference/v1/generate'  # at the root, not under /v1
+_ERROR_TYPES = {
+    400: 'BadRequestError',
+    401: 'AuthenticationError',
+    403: 'PermissionDeniedError',
+    404: 'NotFoundError',
+    413: 'BadRequestError',
+    429: 'RateLimitError',
+}
+_MOST_SAMPLES = 1024  # n: bounds what one body can ask for
+_LONGEST_SALT = 1024  # characters
+_TOKEN = 'token_id:'  # before the id, in the `token` of a log-prob entry
+_UNSERVED = (
+    'features', 'content_parts', 'kv_transfer_params', 'ec_transfer_params', 'token_offsets', 'reasoning_ended',
+    'reasoning_parser_kwargs',
+)  # fmt: skip
+_SAMPLING_UNSERVED = (
+    'bad_words', 'allowed_token_ids', 'structured_outputs', 'prompt_logprobs', 'prompt_logprob_token_ids',
+    'logprob_token_ids', 'flat_logprobs', 'extra_args', 'thinking_token_budget', 'repetition_detection',
+)  # fmt: skip
+_SAMPLING_IGNORED = ('detokenize', 'routed_experts_prompt_start', 'spaces_between_special_tokens')
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What one event adds to the answer `index` of a stream."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    finish: Finish | None  # of the answer's last event
+
+
+def parse(body: object) -> Call:
+    """The call in a request body; raises RequestError."""
+    fields = Fields(body)
+    prompt = read_token_ids('token_ids', fields.take('token_ids'))
+    parameters = fields.take_fields('sampling_params')
+    limit = parameters.take_optional_integer('max_tokens', least=1)
+    sampling = read_sampling(parameters, OPENAI, limit)
+    n = parameters.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
+    wanted = parameters.take_optional_integer('logprobs', least=0, most=1) is not None
+    parameters.take_unserved(*_SAMPLING_UNSERVED)
+    parameters.take_ignored(*_SAMPLING_IGNORED)
+    parameters.finish()
+    request_id = fields.take_text('request_id')
+    kinds: list[LogprobKind] = ['behavior'] if wanted else []
+    fields.take_choice('output_mode', ('tokens',))
+    options = fields.take_fields('stream_options')
+    call = Call(
+        prompts=(prompt,),
+        prompt_field='token_ids',
+        sampling=(sampling,),
+        request_ids=(request_id,) if n == 1 else tuple(f'{request_id}_{i}' if request_id else '' for i in range(n)),
+        model=fields.take_text('model'),
+        n=n,
+        stream=fields.take_flag('stream'),
+        stream_usage=options.take_flag('include_usage'),
+        logprobs=(*kinds, 'sampling') if fields.take_flag('return_sampling_logprobs') else tuple(kinds),
+        return_prompt_token_ids=fields.take_flag('return_token_ids'),
+        cache_salt=_read_salt(fields),
+        priority=fields.take_integer('priority', 0, least=-(2**31)),
+    )
+    options.take_ignored('continuous_usage_stats')
+    options.finish()
+    fields.take_unserved(*_UNSERVED)
+    fields.finish()
+    return call
+
+
+def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
+    """The reply, with a choice for each of the n answers."""
+    return {
+        'request_id': _request_id(answers[0], call),
+        'model': call.model or info.model,
+        'created': info.created_s,
+        'output_mode': 'tokens',
+        'usage': count_usage(call, answers),
+        'prompt_token_ids': answers[0].prompt_tokens.tolist() if call.return_prompt_token_ids else None,
+        'choices': [_render_choice(call, answer, list(answer.pieces), 0) for answer in answers],
+    }
+
+
+def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
+    """One event of a stream: what `piece`, the answer's last one, adds.
+
+    Each event has the span of its tokens, so that a client keeps what it has when the server dies; the last one has
+    all spans of the answer.
+    """
+    first = answer.n_tokens - len(piece.tokens)
+    event: JsonObject = {
+        'request_id': _request_id(answer, call),
+        'output_mode': 'tokens',
+        'choices': [_render_choice(call, answer, [piece], first)],
+        'usage': None,
+    }
+    if call.return_prompt_token_ids and not first:
+        event['prompt_token_ids'] = answer.prompt_tokens.tolist()
+    return frame(event)
+
+
+def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
+    """What follows the last event of the last answer, before [DONE]."""
+    if not call.stream_usage:
+        return b''
+    usage = count_usage(call, answers)
+    return frame({
+        'request_id': _request_id(answers[0], call), 'output_mode': 'tokens', 'choices': [], 'usage': usage,
+    })  # fmt: skip
+
+
+def render_error(message: str, status: int, field: str = '') -> JsonObject:
+    """The body of a refusal, as OpenAI's clients read it too."""
+    kind = _ERROR_TYPES.get(status, 'InternalServerError' if status >= 500 else 'BadRequestError')
+    return {'error': {'message': message, 'type': kind, 'param': field or None, 'code': status}}
+
+
+def render_request(call: Call) -> JsonObject:
+    """The body that asks a server for the call: one prompt of token ids."""
+    prompt, sampling = call.prompts[0], call.sampling[0]
+    assert isinstance(prompt, np.ndarray), 'token ids'
+    assert len(call.prompts) == 1, 'one prompt'
+    parameters = render_sampling(sampling, OPENAI) | {'detokenize': bool(sampling.stop_strings)}
+    optional = {
+        'max_tokens': sampling.max_new_tokens,
+        'logprobs': 0 if 'behavior' in call.logprobs else None,
+        'n': call.n if call.n > 1 else None,
+    }
+    parameters |= {name: value for name, value in optional.items() if value is not None}
+    body: JsonObject = {'token_ids': prompt.tolist(), 'sampling_params': parameters, 'stream': call.stream}
+    given = {
+        'model': call.model,
+        'request_id': call.request_ids[0] if call.n == 1 else call.request_ids[0].removesuffix('_0'),
+        'cache_salt': call.cache_salt,
+        'priority': call.priority,
+        'return_sampling_logprobs': 'sampling' in call.logprobs,
+    }
+    return body | {name: value for name, value in given.items() if value}
+
+
+def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list[Answer]:
+    """The answers in a reply to a call that asked for log-probs; raises ReplyError where tokens can not be trusted."""
+    prompt = call.prompts[0]
+    assert isinstance(prompt, np.ndarray)
+    reply, answers = Reply(body), []
+    for index, entry in enumerate(reply.list('choices', call.n)):
+        delta = _parse_choice(Reply(entry, f'choices[{index}]'), call, 0, vocab_size)
+        request_id = str(reply.values.get('request_id', ''))
+        version = delta.pieces[-1].version if delta.pieces else ''
+        answers.append(Answer(request_id, prompt, delta.index, list(delta.pieces), delta.finish, version))
+    return answers
+
+
+def parse_event(event: object, call: Call, so_far: Sequence[int], vocab_size: int | None = None) -> list[Delta]:
+    """What an event of a stream adds; `so_far` has the number of tokens received of each answer."""
+    reply = Reply(event, 'event')
+    if 'error' in reply.values:
+        raise reply.error('error', repr(reply.values['error']))
+    found = []
+    for entry in reply.list('choices'):
+        choice = Reply(entry, 'choice')
+        index = choice.integer('index', call.n - 1)
+        found.append(_parse_choice(choice, call, so_far[index], vocab_size))
+    return found
+
+
+def _read_salt(fields: Fields) -> str:
+    if not fields.has('cache_salt'):
+        return ''
+    salt = fields.take_text('cache_salt')
+    if not 1 <= len(salt) <= _LONGEST_SALT:
+        raise fields.refuse('cache_salt', salt, f'must have 1 to {_LONGEST_SALT} characters')
+    return salt
+
+
+def _request_id(answer: Answer, call: Call) -> str:
+    """That of the request: of n answers each has its own, which ends in its number."""
+    return answer.request_id if call.n == 1 else answer.request_id.removesuffix(f'_{answer.index}')
+
+
+def _render_choice(call: Call, answer: Answer, pieces: list[Piece], first: int) -> JsonObject:
+    """The choice of an answer, or of an event that adds `pieces` after `first` tokens."""
+    part = Answer(answer.request_id, answer.prompt_tokens, pieces=pieces)
+    finish, tokens = answer.finish, part.tokens.tolist()
+    spans = answer.spans if finish else [Span(s.version, first + s.start, first + s.end) for s in part.spans]
+    choice: JsonObject = {
+        'index': answer.index,
+        'finish_reason': finish.reason if finish else None,
+        'stop_reason': stop_reason(call, answer),
+        'token_ids': tokens,
+        'logprobs': None,
+        'weight_versions': [{'version': span.version, 'start': span.start, 'end': span.end} for span in spans],
+        'routed_experts': None,
+        'sampling_mask': None,
+    }
+    if 'behavior' in call.logprobs:
+        pairs = zip(tokens, part.logprobs.tolist(), strict=True)
+        choice['logprobs'] = {
+            'content': [
+                {'token_id': t, 'token': f'{_TOKEN}{t}', 'logprob': logprob, 'rank': None, 'top_logprobs': []}
+                for t, logprob in pairs
+            ]
+        }
+    if 'sampling' in call.logprobs:
+        choice['sampling_logprobs'] = part.sampling_logprobs.tolist()
+    return choice
+
+
+def stop_reason(call: Call, answer: Answer) -> int | str | None:
+    """The stop id or string of the call that ended the answer; None for the model's EOS."""
+    matched = answer.finish.matched if answer.finish else None
+    asked = call.sampling[answer.index // call.n]
+    return matched if isinstance(matched, str) or matched in asked.stop_tokens else None
+
+
+def _parse_choice(choice: Reply, call: Call, first: int, vocab_size: int | None) -> Delta:
+    finish = _parse_finish(choice)
+    ids = choice.values.get('token_ids') or []
+    if not isinstance(ids, list):
+        raise choice.error('token_ids', f'no list but {ids!r}')
+    content = choice.object('logprobs').list('content', len(ids)) if ids else []
+    pairs = []
+    for token, given in zip(ids, content, strict=True):
+        entry = Reply(given, 'logprobs.content')
+        if entry.values.get('token_id', token) != token or entry.values.get('token', f'{_TOKEN}{token}') != (
+            f'{_TOKEN}{token}'
+        ):
+            raise entry.error('token', f'{given!r}, which is not the sampled token {token}')
+        pairs.append((entry.values.get('logprob'), token))
+    tokens, logprobs = read_logprobs(choice, 'logprobs', pairs, vocab_size)
+    cut = None
+    if 'sampling' in call.logprobs and ids:
+        field = 'sampling_logprobs'
+        _, cut = read_logprobs(choice, field, list(zip(choice.list(field, len(ids)), ids, strict=True)))
+    pieces = cut_by_spans(choice, tokens, logprobs, cut, first)
+    return Delta(choice.integer('index', call.n - 1), tuple(pieces), finish)
+
+
+def _parse_finish(choice: Reply) -> Finish | None:
+    reason = choice.values.get('finish_reason')
+    if reason is None:
+        return None
+    if reason == 'stop' or reason == 'length' or reason == 'abort':
+        return Finish(reason, choice.values.get('stop_reason'))
+    raise choice.error('finish_reason', f'{reason!r}, which is none of stop, length and abort')
