@@ -33,6 +33,7 @@ class Delivery:
     pieces: Sequence[Piece] = ()
     finish: EngineFinish | None = None  # None: it goes on
     matched: int | str | None = None  # the stop token or string that ended it
+    version: str = ''  # weight version in use, where it ended
     error: UserError | None = None  # the engine refused it
 
 
@@ -167,7 +168,7 @@ class GenerationService:
         del self._open[submission.request.request_id]
         if not self._open:
             self._emptied.set()
-        submission.deliver(Delivery(pieces, running.finish_reason, _matched(running)))
+        submission.deliver(Delivery(pieces, running.finish_reason, _matched(running), self._labels[self._version]))
 
     def _piece(self, segment: Segment) -> Piece:
         label = self._labels[segment.policy_version]
@@ -176,7 +177,7 @@ class GenerationService:
     # What control routes ask for.
 
     async def cancel(self, names: Sequence[str]) -> None:
-        """Ends the requests of these names and those whose names begin with one and a '/'; unknown ones are ignored."""
+        """Ends the requests of these names and those numbered `NAME_0`, `NAME_1`, ...; unknown ones are ignored."""
         for name in [name for name in (*self._open, *self._door) if _is_meant(name, names)]:
             self._cancel(name)
 
@@ -292,7 +293,7 @@ class GenerationService:
             self._engine.cancel(name)
         else:
             self._finished['cancelled'] += 1
-            submission.deliver(Delivery(finish='cancelled'))
+            submission.deliver(Delivery(finish='cancelled', version=self._labels[self._version]))
 
     def _require_no_update(self) -> None:
         if self._updating:
@@ -300,7 +301,8 @@ class GenerationService:
 
 
 def _is_meant(name: str, names: Sequence[str]) -> bool:
-    return name in names or name.rpartition('/')[0] in names
+    group, _, number = name.rpartition('_')
+    return name in names or (number.isdigit() and group in names)
 
 
 def _matched(running: RunningRequest) -> int | str | None:
