@@ -38,7 +38,7 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
     """One event of a stream: what `piece`, the answer's last one, adds."""
     first = answer.n_tokens == len(piece.tokens)
-    offset = len(answer.text) - len(piece.text)
+    offset = len(answer.text) - len(piece.text) if call.logprobs else 0
     choice = _render_choice(call, answer, openai.part_of(answer, piece), info, offset, whole=first)
     return openai.render_chunk(call, answer, info, _ROUTE, choice)
 
@@ -50,13 +50,14 @@ def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes
 
 def _read_prompts(fields: Fields) -> tuple[Prompt, ...]:
     """One prompt or a list of them, each a text or ids."""
-    given = fields.take('prompt')
+    given = fields.peek('prompt')
     if isinstance(given, str) and given:
-        return (given,)
+        return fields.take_texts('prompt')
     if not isinstance(given, list) or not given:
         raise fields.refuse('prompt', given, 'must be a text, a list of token ids, or a list of one kind of them')
-    if all(isinstance(entry, str) and entry for entry in given):
-        return tuple(given)
+    if isinstance(given[0], str):
+        return fields.take_texts('prompt')
+    fields.take('prompt')
     if isinstance(given[0], list):
         return tuple(read_token_ids(f'prompt[{index}]', row) for index, row in enumerate(given))
     return (read_token_ids('prompt', given),)

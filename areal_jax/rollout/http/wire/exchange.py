@@ -178,6 +178,15 @@ class ReplyInfo:
     token_text: Callable[[int], str] | None = None  # text of one token, for log-probs with text
 
 
+def name_answers(call: Call, request_id: str) -> Call:
+    """The call with ids made of `request_id` where it has none; the answers of a call that has several are numbered."""
+    if all(call.request_ids):
+        return call
+    total = call.n_answers
+    names = (request_id,) if total == 1 else tuple(f'{request_id}_{index}' for index in range(total))
+    return dataclasses.replace(call, request_ids=names)
+
+
 def count_usage(call: Call, answers: Sequence[Answer]) -> dict[str, int]:
     """Tokens of a reply, as vLLM and OpenAI count them: the prompt of n answers once."""
     prompt = sum(len(answer.prompt_tokens) for answer in answers[:: call.n])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
 import typing
 from collections.abc import Collection, Mapping, Sequence
 
@@ -10,14 +12,23 @@ import numpy as np
 from areal_jax.rollout.http.wire.exchange import RequestError
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
-_SHOWN = 60  # characters of a refused value that the sentence repeats
+_SHOWN = reprlib.Repr()  # of a refused value the sentence repeats a part
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
+_SHOWN.maxlevel = 2
+
+
+def parse_json(content: bytes) -> object:
+    """The value in the body of a request; raises RequestError for what is no JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8, and nesting without end
+        reason = str(error).splitlines()[0] if isinstance(error, ValueError) else 'it is nested too deep'
+        raise RequestError('body', f'body must be JSON: {reason}') from error
 
 
 def refuse(field: str, value: object, fix: str) -> RequestError:
     """The error for a value that is not served: raise it."""
-    shown = repr(value)
-    shown = shown if len(shown) <= _SHOWN else f'{shown[:_SHOWN]}...'
-    return RequestError(field, f'{field}={shown} {fix}')
+    return RequestError(field, f'{field}={_SHOWN.repr(value)} {fix}')
 
 
 class Fields:
@@ -42,7 +53,11 @@ class Fields:
 
     def has(self, field: str) -> bool:
         """Whether a value was sent and is not taken yet."""
-        return self._values.get(field) is not None
+        return self.peek(field) is not None
+
+    def peek(self, field: str) -> object:
+        """Whatever was sent, without taking it; None = absent."""
+        return self._values.get(field)
 
     def take(self, field: str) -> object:
         """Whatever was sent; None = absent."""
@@ -76,7 +91,7 @@ class Fields:
             return default
         if not isinstance(value, str):
             raise self.refuse(field, value, 'must be a string')
-        return value
+        return self._require_characters(field, value)
 
     def take_choice(self, field: str, choices: Sequence[str]) -> str:
         """One of the choices; the first one where it is absent."""
@@ -94,6 +109,7 @@ class Fields:
         for text in texts:
             if not isinstance(text, str) or not text:
                 raise self.refuse(field, value, 'must be a string or a list of strings, none of them empty')
+            self._require_characters(field, text)
         return tuple(texts)
 
     def take_token_ids(self, field: str) -> tuple[int, ...]:
@@ -137,6 +153,13 @@ class Fields:
         for field, value in self._values.items():
             if value is not None:
                 raise self.refuse(field, value, 'is an unknown field: leave it out')
+
+    def _require_characters(self, field: str, text: str) -> str:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise self.refuse(field, text, 'has half of a surrogate pair: write the whole character') from error
+        return text
 
     def _require_integer(self, field: str, value: object, least: int, most: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

@@ -163,18 +163,18 @@ def _read_message(fields: Fields) -> Message:
     role = fields.take_choice('role', ('', 'system', 'developer', 'user', 'assistant'))
     if not role:
         raise fields.refuse('role', None, "is missing: use 'system', 'user' or 'assistant'")
-    content = fields.take('content')
-    if isinstance(content, list):
-        content = ''.join(_read_part(Fields(part, fields.name(f'content[{i}]'))) for i, part in enumerate(content))
-    if not isinstance(content, str):
-        raise fields.refuse('content', content, 'must be a string or a list of text parts')
-    fields.take_unserved(
-        'tool_calls', 'function_call', 'tool_call_id', fix='is not served: conversations have no tools'
-    )
+    if isinstance(content := fields.peek('content'), list):
+        fields.take('content')
+        text = ''.join(_read_part(Fields(part, fields.name(f'content[{i}]'))) for i, part in enumerate(content))
+    elif content is None:
+        raise fields.refuse('content', None, 'is missing: send a string or a list of text parts')
+    else:
+        text = fields.take_text('content')
+    fields.take_unserved('tool_calls', 'function_call', 'tool_call_id', fix='is not served: leave tools out')
     fields.take_unserved('refusal', 'audio')
     fields.take_ignored('name', 'reasoning_content', 'reasoning')
     fields.finish()
-    return Message('system' if role == 'developer' else role, content)  # templates know the older name of the role
+    return Message('system' if role == 'developer' else role, text)  # templates know the older name of the role
 
 
 def _read_part(fields: Fields) -> str:

@@ -158,14 +158,10 @@ def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
     if fields.has('text') == fields.has('input_ids'):
         raise RequestError('input_ids', 'one of input_ids and text must be sent, and not both: send input_ids')
     if fields.has('text'):
-        if isinstance(text := fields.take('text'), str):
-            if not text:
-                raise fields.refuse('text', text, 'is empty: send a prompt')
-            return (text,), 'text', False
-        given = Fields({'text': text}).take_texts('text') if isinstance(text, list) else ()
-        if not given:
-            raise fields.refuse('text', text, 'must be a string or a list of strings')
-        return given, 'text', True
+        is_batch, texts = isinstance(fields.peek('text'), list), fields.take_texts('text')
+        if not texts:
+            raise fields.refuse('text', [], 'is empty: send a prompt')
+        return texts, 'text', is_batch
     ids = fields.take('input_ids')
     if isinstance(ids, list) and ids and isinstance(ids[0], list):
         return tuple(read_token_ids(f'input_ids[{i}]', row) for i, row in enumerate(ids)), 'input_ids', True
