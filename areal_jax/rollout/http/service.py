@@ -160,7 +160,7 @@ class GenerationService:
         async for segment in running:
             pieces.append(self._piece(segment))
             self._generated_tokens += len(segment.tokens)
-            if submission.streams:
+            if submission.streams and running.finish_reason is None:
                 submission.deliver(Delivery(pieces))
                 pieces = []
         assert running.finish_reason is not None
@@ -186,7 +186,7 @@ class GenerationService:
             self._cancel(name)
 
     async def pause(self, mode: ServerPause) -> None:
-        """Returns when nothing is generated and what is aborted has been told; requests that arrive from now on wait for `resume`."""
+        """Returns when nothing is generated and what is aborted was told; arrivals then wait for `resume`."""
         self._pause = mode
         if mode == 'abort':
             for name in [*self._open]:

@@ -25,6 +25,7 @@ from areal_jax.rollout.http.wire.exchange import (
     FinishWord,
     Piece,
     RequestError,
+    name_answers,
     tokenize_call,
 )
 from areal_jax.tasks.chat_template import TokenizerError
@@ -43,9 +44,7 @@ class Bridge:
       seed: of the noise of requests that bring none.
     """
 
-    def __init__(
-        self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int
-    ):
+    def __init__(self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int):
         self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
         self._inbox, self._vocab_size, self._seed = inbox, vocab_size, seed
         self._loop = asyncio.get_running_loop()
@@ -121,10 +120,10 @@ class Bridge:
                 call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self._vocab_size} tokens: '
                 'use ids of its own tokenizer',
             )  # fmt: skip
-        needed = len(prompt) + (sampling.max_new_tokens or 1)
-        if needed > self.context_tokens:
+        new = sampling.max_new_tokens or 1
+        if len(prompt) + new > self.context_tokens:
             raise RequestError(
-                call.prompt_field, f'{call.prompt_field} of {len(prompt)} tokens and {sampling.max_new_tokens or 1} new '
+                call.prompt_field, f'{call.prompt_field} of {len(prompt)} tokens and {new} new '
                 f'ones do not fit the context of {self.context_tokens} tokens: shorten it or ask for fewer',
             )  # fmt: skip
         stops = self._stop_tokens(sampling)
@@ -165,7 +164,7 @@ class Exchange:
         self._began = time.monotonic()
         self._news: asyncio.Queue[tuple[int, Delivery]] = asyncio.Queue()
         self._unfinished = call.n_answers
-        names = [name or bridge.new_request_id() for name in call.request_ids]
+        names = name_answers(call, bridge.new_request_id()).request_ids
         self.answers = [
             Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index) for index, name in enumerate(names)
         ]
@@ -194,6 +193,11 @@ class Exchange:
         async for _ in self.pieces():
             pass
         return self.answers
+
+    async def finish_within(self, seconds: float) -> list[Answer]:
+        """The same; raises TimeoutError."""
+        async with asyncio.timeout(seconds):
+            return await self.finish()
 
     def close(self) -> None:
         """Ends what is not finished, and makes room for other calls."""

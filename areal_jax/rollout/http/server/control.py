@@ -227,7 +227,7 @@ async def _load(request: web.Request, path: str) -> None:
 
 
 async def _swap(request: web.Request, label: str | None, *, flush: bool, cancel: bool) -> None:
-    """Requests that are paused in place keep their KV unless the cache is to be flushed; else the engine's way holds."""
+    """What is paused in place keeps its KV unless the cache is to be flushed; else the engine's own way holds."""
     bridge = request.app[BRIDGE]
     status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
     policy: KvPolicy | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from types import ModuleType
@@ -17,7 +16,7 @@ from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY
 from areal_jax.rollout.http.wire import sglang, vllm
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.fields import Fields
+from areal_jax.rollout.http.wire.fields import Fields, parse_json
 
 BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -35,15 +34,14 @@ async def read_body(request: web.Request) -> object:
         async with asyncio.timeout(limits.body_s):
             content = await request.read()
     except TimeoutError:
-        raise RequestError('', f'the body did not arrive within {limits.body_s:g} s: send it faster', SLOW_BODY) from None
+        raise RequestError(
+            '', f'the body did not arrive within {limits.body_s:g} s: send it faster', SLOW_BODY
+        ) from None
     except web.HTTPRequestEntityTooLarge:
         raise RequestError(
             '', f'the body is larger than {limits.body_bytes} bytes: send less at once', TOO_LONG_BODY
         ) from None
-    try:
-        return json.loads(content) if content.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise RequestError('', f'the body is no JSON: {" ".join(str(error).split())}') from error
+    return parse_json(content) if content.strip() else {}
 
 
 async def read_fields(request: web.Request) -> Fields:
@@ -58,7 +56,9 @@ def guard(api_key: str) -> Callable[[web.Request, Handler], Awaitable[web.Stream
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if api_key and request.path not in _OPEN_PATHS and not _has_key(request, api_key):
-                raise RequestError('Authorization', 'Authorization must be "Bearer KEY" with the key of this server', 401)
+                raise RequestError(
+                    'Authorization', 'Authorization must be "Bearer KEY" with the key of this server', 401
+                )
             return await handler(request)
         except web.HTTPException as error:
             return web.json_response({'detail': error.reason}, status=error.status, headers=_allowed(error))

@@ -42,7 +42,9 @@ class AnswerText:
     def __init__(self, texts: Texts, sampling: CallSampling):
         self._texts, self._sampling = texts, sampling
         self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens [start, read) are in the text; decoded again, since their neighbours count
+        self._start = self._read = (
+            0  # tokens [start, read) are in the text; decoded again, since their neighbours count
+        )
         self._held = ''  # decoded; may be the begin of a stop string
 
     def add(self, tokens: np.ndarray) -> str:
