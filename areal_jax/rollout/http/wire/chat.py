@@ -67,7 +67,7 @@ def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes
 
 def _read_tool_choice(fields: Fields) -> None:
     """Settings that change nothing without tools, and the format that is none."""
-    fields.take_choice('tool_choice', ('none', 'auto'))
+    fields.take_choice('tool_choice', ('none', 'auto'), default='none')
     for field in ('response_format', 'modalities'):
         given = fields.take(field)
         if given not in (None, {'type': 'text'}, ['text']):

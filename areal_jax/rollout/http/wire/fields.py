@@ -93,11 +93,10 @@ class Fields:
             raise self.refuse(field, value, 'must be a string')
         return self._require_characters(field, value)
 
-    def take_choice(self, field: str, choices: Sequence[str]) -> str:
-        """One of the choices; the first one where it is absent."""
+    def take_choice(self, field: str, choices: Sequence[str], default: str) -> str:
         value = self.take(field)
         if value is None:
-            return choices[0]
+            return default
         if not isinstance(value, str) or value not in choices:
             raise self.refuse(field, value, f'must be {" or ".join(map(repr, choices))}')
         return value

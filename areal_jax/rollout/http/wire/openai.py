@@ -160,7 +160,7 @@ def _read_meta(fields: Fields, stream: bool) -> bool:
 
 
 def _read_message(fields: Fields) -> Message:
-    role = fields.take_choice('role', ('', 'system', 'developer', 'user', 'assistant'))
+    role = fields.take_choice('role', ('system', 'developer', 'user', 'assistant'), default='')
     if not role:
         raise fields.refuse('role', None, "is missing: use 'system', 'user' or 'assistant'")
     if isinstance(content := fields.peek('content'), list):
@@ -178,7 +178,7 @@ def _read_message(fields: Fields) -> Message:
 
 
 def _read_part(fields: Fields) -> str:
-    fields.take_choice('type', ('text',))
+    fields.take_choice('type', ('text',), default='text')
     text = fields.take_text('text')
     fields.finish()
     return text

@@ -45,7 +45,7 @@ def parse(body: object) -> Call:
     prompts, prompt_field, is_batch = _read_prompts(fields)
     sampling, n = _read_sampling(fields, len(prompts))
     wanted = _read_flag(fields, 'return_logprob', len(prompts))
-    mode = fields.take_choice('sampling_logprobs_mode', ('', 'selected'))
+    mode = fields.take_choice('sampling_logprobs_mode', ('selected',), default='')
     tail = _read_prompt_tail(fields, prompts, wanted)
     call = Call(
         prompts=prompts,
@@ -156,7 +156,7 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
 def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
     """Prompts, the name of their field, and whether they came as a list."""
     if fields.has('text') == fields.has('input_ids'):
-        raise RequestError('input_ids', 'one of input_ids and text must be sent, and not both: send input_ids')
+        raise RequestError('input_ids', 'input_ids or text must be sent, and only one of them')
     if fields.has('text'):
         is_batch, texts = isinstance(fields.peek('text'), list), fields.take_texts('text')
         if not texts:

@@ -61,7 +61,7 @@ def parse(body: object) -> Call:
     parameters.finish()
     request_id = fields.take_text('request_id')
     kinds: list[LogprobKind] = ['behavior'] if wanted else []
-    fields.take_choice('output_mode', ('tokens',))
+    fields.take_choice('output_mode', ('tokens',), default='tokens')
     options = fields.take_fields('stream_options')
     call = Call(
         prompts=(prompt,),

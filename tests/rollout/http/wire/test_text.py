@@ -1,0 +1,83 @@
+"""The text of an answer that comes in pieces is that of the whole, without its stop."""
+
+import numpy as np
+import pytest
+
+from areal_jax.rollout.http.wire.exchange import Finish
+from areal_jax.rollout.http.wire.text import AnswerText
+from tests.rollout.http.wire.calls import decode_bytes
+
+LENGTH = Finish('length')
+
+
+def tokens(text):
+    return np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8).astype(np.int32)
+
+
+def in_pieces(found, ends, finish, **options):
+    """Texts of the pieces of `found` that end at `ends`."""
+    text = AnswerText(decode_bytes, **options)
+    parts = np.split(found, ends)
+    return [text.extend(part) for part in parts[:-1]] + [text.extend(parts[-1], finish)]
+
+
+def test_a_character_comes_whole_with_the_piece_that_completes_it():
+    found = tokens('aé€🙂')
+    assert in_pieces(found, range(1, len(found)), LENGTH) == ['a', '', 'é', '', '', '€', '', '', '', '🙂']
+
+
+def test_what_is_never_completed_comes_at_the_end():
+    assert in_pieces(tokens(b'a\xf0\x9f'), [2], LENGTH) == ['a', '\ufffd']
+    assert in_pieces(tokens(b'a\xf0\x9f'), [2, 3], LENGTH) == ['a', '', '\ufffd']
+
+
+@pytest.mark.parametrize('seed', range(8))
+def test_pieces_add_up_to_the_whole(seed):
+    random = np.random.default_rng(seed)
+    alphabet = ['a', 'é', '€', '🙂', b'\xff', b'\xe2\x82', b'\x80', '\n']
+    chosen = [alphabet[i] for i in random.integers(0, len(alphabet), 300)]
+    found = tokens(b''.join(part if isinstance(part, bytes) else part.encode() for part in chosen))
+    ends = np.sort(random.integers(0, len(found), 120))
+    assert ''.join(in_pieces(found, ends, LENGTH)) == decode_bytes(found)
+
+
+def test_the_work_does_not_grow_with_the_answer():
+    lengths = []
+
+    def decode(part):
+        lengths.append(len(part))
+        return decode_bytes(part)
+
+    text = AnswerText(decode)
+    for _ in range(200):
+        text.extend(tokens('eight by'))
+    assert max(lengths) < 100
+
+
+def test_a_stop_string_is_cut_and_its_beginning_is_never_given():
+    found, end = tokens('one END'), Finish('stop', 'END')
+    given = in_pieces(found, range(1, len(found)), end, stop_strings=['END'])
+    assert given == ['o', 'n', 'e', ' ', '', '', '']
+    assert ''.join(in_pieces(found, [3], end, stop_strings=['END'], keep_stop=True)) == 'one END'
+
+
+def test_a_false_beginning_is_given_once_it_is_clear():
+    assert in_pieces(tokens('xENx'), [1, 2, 3], LENGTH, stop_strings=['END']) == ['x', '', '', 'ENx']
+    assert in_pieces(tokens('EEN'), [1, 2], LENGTH, stop_strings=['END']) == ['', 'E', 'EN']
+
+
+def test_only_the_stop_that_ended_the_answer_is_cut():
+    """One that came before a least length does not count."""
+    assert ''.join(in_pieces(tokens('aENDbEND'), [], Finish('stop', 'END'), stop_strings=['END'])) == 'aENDb'
+
+
+def test_a_stop_string_inside_its_token_ends_the_text_there():
+    text = AnswerText(lambda part: ''.join({1: 'x', 2: 'a;b;'}[token] for token in part.tolist()), [';'])
+    assert text.extend(np.array([1, 2], np.int32), Finish('stop', ';')) == 'xa'
+
+
+def test_the_text_of_a_stop_token_is_cut():
+    found = tokens('ab.')
+    assert ''.join(in_pieces(found, [1], Finish('stop', ord('.')))) == 'ab'
+    assert ''.join(in_pieces(found, [1], Finish('stop', ord('.')), keep_stop=True)) == 'ab.'
+    assert AnswerText(decode_bytes).extend(tokens(''), LENGTH) == ''
