@@ -38,6 +38,7 @@ from areal_jax.lanes import DISK, LEARNER, REWARD, engine_lane, publish_lane
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks.host_toys import ToyChannel, ToyEngine, ToyLearner, ToyStream, ToyVerifier
@@ -171,6 +172,7 @@ class FastBackend:
     context_tokens, block_tokens, largest_piece = 2048, 64, 2048
     devices = ('none',)
     state_bytes = 0
+    sampling = SamplingSupport(vocab_size=2, cuts=False, adjusts=False, stop_tokens=4, biased_tokens=0)
 
     def __init__(self, slots: int):
         self.slots, self.cache_blocks = slots, slots * self.context_tokens // self.block_tokens

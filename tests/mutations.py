@@ -44,8 +44,8 @@ MUTATIONS = [
     Mutation(
         'tag tokens with the version before',
         'areal_jax/rollout/stream.py',
-        'output.logprobs[row, :count], version, cut)',
-        'output.logprobs[row, :count], max(0, version - 1), cut)',
+        'output.logprobs[row, :count], version, sampled)',
+        'output.logprobs[row, :count], max(0, version - 1), sampled)',
         'tests/control/test_controller.py',
     ),
     Mutation(
@@ -314,8 +314,8 @@ MUTATIONS = [
     Mutation(
         'record the cut softmax as behavior',
         'areal_jax/rollout/decode/sampling.py',
-        'return tokens, logprob_of(logits, tokens, temperature), cut_logprobs',
-        'return tokens, logprob_of(source, tokens, temperature), cut_logprobs',
+        'return tokens, logprob_of(logits, tokens, temperature), changed_logprobs',
+        'return tokens, logprob_of(source, tokens, temperature), changed_logprobs',
         'tests/rollout/decode/test_sampling.py',
     ),
     Mutation(

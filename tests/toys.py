@@ -32,6 +32,7 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import VersionScores
 from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
@@ -85,6 +86,7 @@ class ToyBackend:
 
     devices = ('toy',)
     state_bytes = 0
+    sampling = SamplingSupport(vocab_size=64, cuts=True, adjusts=True, stop_tokens=4, biased_tokens=4)
 
     def __init__(
         self, slots: int, cache_blocks: int | None = None, *, context_tokens: int = 32, block_tokens: int = 4,
@@ -159,7 +161,7 @@ class ToyBackend:
                 tokens.append(STOP if last else token(weights.w, request.draw, request.sample, position))
                 output.tokens[step, index] = tokens[-1]
                 output.logprobs[step, index] = logprob(weights.w, position, stale)
-                cut[step, index] = output.logprobs[step, index] + np.log(2) * request.sampling.cuts
+                cut[step, index] = output.logprobs[step, index] + np.log(2) * request.sampling.changes_softmax
                 output.valid[step, index] = True
                 if last or len(tokens) == row.limit:
                     break

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, Weights
 
 State = Any  # a backend's own: its KV cache, a tree of arrays
@@ -54,6 +55,7 @@ class DecodeRow:
     position: int  # of that token; the cache holds the positions before it
     limit: int  # the sequence ends (reason 'length') when it has this many tokens
     blocks: Sequence[int]  # as in PrefillPiece; they hold min(position + steps, limit - 1) positions or more
+    tokens: Sequence[int] | np.ndarray = ()  # int32 [position + 1], all so far; read where the request has penalties
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class DecodeOutput:
     tokens: np.ndarray  # int32 [steps, rows]
     logprobs: np.ndarray  # float32 [steps, rows], of the full softmax at the temperature
     valid: np.ndarray  # bool [steps, rows]; False from a row's stop token (itself valid) or its limit on
-    # float32 [steps, rows], of the cut softmax; None = a backend without cuts
+    # float32 [steps, rows], of the distribution that was sampled; None = a backend that samples the full softmax only
     sampling_logprobs: np.ndarray | None = None
     positions_read: int = 0  # of the cache by attention, over rows and steps of one layer without a window
 
@@ -73,9 +75,9 @@ class DecodeOutput:
 
     def by_row(self) -> DecodeOutput:
         """The same with arrays [rows, steps], so that the tokens of one row are contiguous."""
-        cut = None if self.sampling_logprobs is None else np.ascontiguousarray(self.sampling_logprobs.T)
+        sampled = None if self.sampling_logprobs is None else np.ascontiguousarray(self.sampling_logprobs.T)
         tokens, logprobs, valid = map(np.ascontiguousarray, (self.tokens.T, self.logprobs.T, self.valid.T))
-        return DecodeOutput(tokens, logprobs, valid, cut, self.positions_read)
+        return DecodeOutput(tokens, logprobs, valid, sampled, self.positions_read)
 
     def unsound(self) -> list[tuple[int, float]]:
         """(row, log-prob) of every valid token whose log-prob is NaN, infinite, or above 0 by more than rounding."""
@@ -99,6 +101,7 @@ class DecodeBackend(Protocol):
     block_tokens: int
     cache_blocks: int  # blocks 0 to cache_blocks - 1
     devices: tuple[str, ...]  # names of those that hold the KV cache
+    sampling: SamplingSupport
 
     @property
     def state_bytes(self) -> int:

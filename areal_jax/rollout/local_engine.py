@@ -17,6 +17,7 @@ from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.pinned import PinnedRequests
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.scheduler import DecodeStep
+from areal_jax.rollout.stop_strings import DecodeText
 from areal_jax.rollout.stream import TRAINING, DecodeStream, EngineWeights
 from areal_jax.types import (
     EngineCapabilities,
@@ -43,6 +44,7 @@ class LocalEngine:
       decode_steps: tokens per slot in one dispatch.
       evaluation: the backend whose slots serve requests that are pinned to a version; None = there are none.
       every_dispatches: see PinnedRequests.
+      decode_text: the text of tokens, for requests with stop strings; None = there are none.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LocalEngine:
         decode_steps: int,
         evaluation: DecodeBackend | None = None,
         every_dispatches: int = 1,
+        decode_text: DecodeText | None = None,
     ):
         self.name, self._publish_lane = engine_lane(index), publish_lane(index)
         self.capabilities = EngineCapabilities(
@@ -77,13 +80,15 @@ class LocalEngine:
         self._next_weights: EngineWeights | None = None  # to be swapped in before the next dispatch
         self._next_kv_policy = kv_policy  # of that swap
         self._stream = DecodeStream(
-            self.name, backend, clock, log, kinds=TRAINING, version=version, decode_steps=decode_steps
-        )
+            self.name, backend, clock, log,
+            kinds=TRAINING, version=version, decode_steps=decode_steps, decode_text=decode_text,
+        )  # fmt: skip
         self._pinned: PinnedRequests | None = None
         if evaluation is not None:
             self._pinned = PinnedRequests(
                 self.name, evaluation, clock, log,
                 training=self._stream, decode_steps=decode_steps, every_dispatches=every_dispatches,
+                decode_text=decode_text,
             )  # fmt: skip
         self._swapped_s: float | None = None  # when the swap began whose rebuild is not finished
         self._pause_s = 0.0
@@ -106,7 +111,7 @@ class LocalEngine:
     # What the pool calls; protocols.RolloutEngine has the docstrings.
 
     def generate(self, request: GenerationRequest) -> RunningRequest:
-        """Raises PromptTooLongError when prompt and answer do not fit the cache, RuntimeError for a repeated id."""
+        """See DecodeStream.add for what it raises."""
         if request.version is not None:
             return self._require_pinned().generate(request)
         running = self._stream.add(request)

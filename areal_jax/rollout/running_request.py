@@ -55,6 +55,7 @@ class RunningRequest:
         self.request_id = request.request_id
         self.finish_reason: EngineFinish | None = None
         self.streams = False  # every dispatch delivers, however short the segments are
+        self.matched: int | str | None = None  # the stop token or string that ended it; None = none has
         self.cached: CachedSequence | None = None  # its part of the KV cache; cache_table.py keeps it
         self._given = np.asarray(request.prompt_tokens, np.int32)  # the samples of a group share it
         if request.prefix:
@@ -63,7 +64,7 @@ class RunningRequest:
         self._delivered = len(self._given)  # tokens that are not part of the segment under way
         self._version = 0  # of the segment under way
         self._logprobs = GrowingArray(_NO_LOGPROBS)  # of the segment under way, as the next
-        self._cut_logprobs = GrowingArray(_NO_LOGPROBS)  # empty where the request cuts nothing
+        self._sampling_logprobs = GrowingArray(_NO_LOGPROBS)  # empty where the full softmax is sampled
         self._segments: collections.deque[Segment] = collections.deque()
         self._news = clock.event(f'segments of request {self.request_id}')
 
@@ -86,10 +87,10 @@ class RunningRequest:
         content = np.ascontiguousarray(self.request.prompt_tokens[:-1], np.int32)
         return hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).digest()
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, cut: np.ndarray | None = None) -> None:
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sampled: np.ndarray | None = None) -> None:
         """Adds n >= 1 tokens of one version to the segment under way.
 
-        `tokens` int32 [n]; `logprobs` and `cut`, the log-probs of the cut softmax, float32 [n].
+        `tokens` int32 [n]; `logprobs` and `sampled`, those of the distribution that was sampled, float32 [n].
         Raises RuntimeError where the segment under way has another version.
         """
         if len(self) > self._delivered and self._version != version:
@@ -100,18 +101,18 @@ class RunningRequest:
         self._version = version
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
-        if self.request.sampling.cuts:
-            assert cut is not None, 'the backend was built without cuts'
-            self._cut_logprobs.extend(cut)
+        if self.request.sampling.changes_softmax:
+            assert sampled is not None, 'the backend samples the full softmax only'
+            self._sampling_logprobs.extend(sampled)
 
     def flush(self) -> None:
         """Delivers the segment under way."""
         if len(self) == self._delivered:
             return
         tokens = self.tokens[self._delivered :].copy()
-        cut = self._cut_logprobs.view().copy() if self.request.sampling.cuts else None
-        self._segments.append(Segment(tokens, self._logprobs.view().copy(), self._version, cut))
-        self._logprobs, self._cut_logprobs = GrowingArray(_NO_LOGPROBS), GrowingArray(_NO_LOGPROBS)
+        sampled = self._sampling_logprobs.view().copy() if self.request.sampling.changes_softmax else None
+        self._segments.append(Segment(tokens, self._logprobs.view().copy(), self._version, sampled))
+        self._logprobs, self._sampling_logprobs = GrowingArray(_NO_LOGPROBS), GrowingArray(_NO_LOGPROBS)
         self._delivered = len(self)
         self._news.set()
 

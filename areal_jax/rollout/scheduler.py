@@ -233,4 +233,4 @@ def _prefill_target(running: RunningRequest) -> Prefix | CachedSequence | None:
 
 def _decode_row(running: RunningRequest) -> DecodeRow:
     tokens, blocks = running.tokens, _cached(running).blocks
-    return DecodeRow(running.request, int(tokens[-1]), len(tokens) - 1, running.limit, blocks)
+    return DecodeRow(running.request, int(tokens[-1]), len(tokens) - 1, running.limit, blocks, tokens)

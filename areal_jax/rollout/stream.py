@@ -16,7 +16,9 @@ from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, State
 from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.sampling_support import SamplingError
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep, Scheduler
+from areal_jax.rollout.stop_strings import DecodeText, find_stop
 from areal_jax.types import GenerationRequest, Weights, Work
 
 
@@ -70,6 +72,7 @@ class DecodeStream:
       engine: name of the engine, and of its lane.
       version: policy version of the requests that are not pinned to one.
       decode_steps: tokens per slot in one dispatch.
+      decode_text: for stop strings; None = a request may have none.
 
     Raises CacheBudgetError where the backend's cache can not hold one sequence.
     """
@@ -84,9 +87,10 @@ class DecodeStream:
         kinds: Kinds,
         version: int,
         decode_steps: int,
+        decode_text: DecodeText | None = None,
     ):
         self._engine, self._backend, self._clock, self._log = engine, backend, clock, log
-        self._kinds, self._decode_steps = kinds, decode_steps
+        self._kinds, self._decode_steps, self._decode_text = kinds, decode_steps, decode_text
         self._scheduler = Scheduler(
             backend, version=version, decode_steps=decode_steps, on_preempt=self._note_preempted
         )
@@ -98,8 +102,16 @@ class DecodeStream:
     def add(self, request: GenerationRequest) -> RunningRequest:
         """Puts the request at the end of the queue.
 
-        Raises PromptTooLongError when prompt and answer do not fit the cache, RuntimeError for a repeated id.
+        Raises PromptTooLongError when prompt and answer do not fit the cache, SamplingError for sampling parameters
+        that it cannot decode with, RuntimeError for a repeated id.
         """
+        self._backend.sampling.check(request)
+        if request.sampling.stop_strings and self._decode_text is None:
+            strings = request.sampling.stop_strings
+            raise SamplingError(
+                f'request {request.request_id}: stop_strings={strings}, but {self._engine} has no tokenizer to find '
+                'them with; use stop tokens, or build the engine with decode_text'
+            )
         length = len(request.prompt_tokens)
         limit = length + request.sampling.max_new_tokens
         if length < 1 or limit > self._backend.context_tokens:
@@ -233,9 +245,11 @@ class DecodeStream:
             count = counts[row]
             if not count:
                 raise RuntimeError(f'{self._engine}: the backend has decoded nothing for {running.request_id}')
-            cut = None if output.sampling_logprobs is None else output.sampling_logprobs[row, :count]
-            running.extend(output.tokens[row, :count], output.logprobs[row, :count], version, cut)
-            if output.tokens[row, count - 1] in running.request.sampling.stop_tokens:
+            matched, count = self._find_stop(running, output.tokens[row, :count])
+            sampled = None if output.sampling_logprobs is None else output.sampling_logprobs[row, :count]
+            running.extend(output.tokens[row, :count], output.logprobs[row, :count], version, sampled)
+            if matched is not None:
+                running.matched = matched
                 self._scheduler.end(running)
                 running.finish('stop')
             elif len(running) >= running.limit:
@@ -245,6 +259,21 @@ class DecodeStream:
                 self._scheduler.note_decoded(running)
                 if running.streams:
                     running.flush()
+
+    def _find_stop(self, running: RunningRequest, tokens: np.ndarray) -> tuple[int | str | None, int]:
+        """(stop token or string that ends the answer, how many of the new tokens belong to it).
+
+        Decoding ends at a stop token by itself, but goes on behind a string, so that one wins.
+        """
+        params = running.request.sampling
+        if params.stop_strings and self._decode_text is not None:
+            before = running.tokens[len(running.request.prompt_tokens) :]
+            examined = max(len(before), params.min_new_tokens)
+            answer = np.concatenate([before, tokens])
+            if (found := find_stop(answer, examined, params.stop_strings, self._decode_text)) is not None:
+                return found[1], found[0] - len(before)
+        last = int(tokens[-1])
+        return (last if last in params.stop_tokens else None), len(tokens)
 
 
 def _tail_copies(requests: Sequence[RunningRequest]) -> tuple[list[int], list[int]]:

@@ -199,6 +199,16 @@ def test_a_cut_request_has_both_logprobs_and_any_other_has_one():
     assert [segment.sampling_logprobs for segment in whole + greedy] == [None] * len(whole + greedy)
 
 
+def test_a_greedy_request_with_a_bias_has_both_logprobs():
+    biased = dataclasses.replace(SAMPLING, temperature=0.0, logit_bias=((1, 2.0),))
+
+    async def script(rig):
+        return await collect(rig.engine.generate(request(0, sampling=biased)))
+
+    (segment,) = Rig().run(script)
+    np.testing.assert_allclose(segment.sampling_logprobs, segment.behavior_logprobs + np.log(2), rtol=1e-6)
+
+
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 2.0**-6])
 @pytest.mark.parametrize('kind', ['logprobs', 'sampling_logprobs'])
 def test_a_logprob_that_no_policy_has_ends_the_run_before_it_is_delivered(value, kind):

@@ -35,7 +35,7 @@ def test_segments_carry_what_was_generated_since_the_last_one():
     for tokens, version in (((4, 5), 0), ((6,), 0), ((7,), 1)):
         if version:
             one.flush()
-        one.extend(*chunk(*tokens), version, cut=np.array(tokens, np.float32))
+        one.extend(*chunk(*tokens), version, sampled=np.array(tokens, np.float32))
     one.finish('stop')
     one.flush()  # nothing is left
     assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]

@@ -18,10 +18,12 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import buckets, cache, parallel, prefill, rows
+from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS
 from areal_jax.rollout.decode.attention.contract import Cache
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.weights import PreparedWeights
+from areal_jax.rollout.sampling_support import SamplingSupport
 
 MOST_PROGRAMS = 16
 _OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
@@ -39,7 +41,8 @@ class JaxDecodeBackend:
       cache_blocks: blocks that sequences may have; None = enough for `slots` of the longest.
       prefill_buckets: ascending tokens of a packed prefill; a longer sequence goes in pieces of the last.
       decode_steps: most tokens of a row in one `generate`.
-      filtered: whether requests may use top_k or top_p.
+      filtered: whether requests may use top_k, top_p or min_p.
+      adjusted: whether requests may use penalties, biases and least lengths.
       dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
         log-probs are float32.
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
@@ -65,6 +68,7 @@ class JaxDecodeBackend:
         batch_buckets: tuple[int, ...] | None = None,
         devices: Sequence[jax.Device] | None = None,
         attention: str = 'auto',
+        adjusted: bool = False,
     ):
         if dtype not in DTYPES:
             raise ConfigError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
@@ -78,7 +82,11 @@ class JaxDecodeBackend:
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices = tuple(map(str, devices))
         self._sizes = cache.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
-        self._steps, self._filtered, self._dtype = decode_steps, filtered, jnp.dtype(dtype)
+        self._steps, self._adjusted, self._dtype = decode_steps, adjusted, jnp.dtype(dtype)
+        self.sampling = SamplingSupport(
+            vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
+            stop_tokens=rows.most_stop_tokens(adjusted), biased_tokens=MOST_BIASED_TOKENS,
+        )  # fmt: skip
         self._placement, self.passed_over = parallel.place(decoder, self._sizes, self._dtype, attention, devices)
         self._decoder, self._attention = self._placement.decoder, self._placement.attention
         self.attention = self._attention.name
@@ -91,7 +99,7 @@ class JaxDecodeBackend:
         # weights committed to another device are an error instead of a silent copy.
         where = self._placement
         on, state, weights = where.rows, where.cache, where.prepared
-        self._generate_steps = Generate(self._decoder, self._attention, self._sizes, decode_steps, filtered)
+        self._generate_steps = Generate(self._decoder, self._attention, self._sizes, decode_steps, filtered, adjusted)
         self._initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(weights, state, on), out_shardings=state, donate_argnums=1
@@ -134,7 +142,8 @@ class JaxDecodeBackend:
             state = self._prefill_program(weights, state, self._pack([], bucket))
         for done, size in enumerate(self._batches, start=_OTHER_PROGRAMS + len(self._prefills)):
             announce(done, total)
-            state, _ = self._generate_program(weights, state, rows.empty_batch(size, self._sizes), np.int32(1))
+            empty = rows.empty_batch(size, self._sizes, self._adjusted)
+            state, _ = self._generate_program(weights, state, empty, np.int32(1))
         jax.block_until_ready(state)
         return total
 
@@ -196,14 +205,14 @@ class JaxDecodeBackend:
         if not 0 < steps <= self._steps:
             raise ValueError(f'steps={steps} must lie between 1 and decode_steps={self._steps}')
         for row in decoded:
-            rows.check_row(row, steps, self._sizes, self._filtered)
-        batch, places = rows.fill_batch(decoded, self.batch_bucket(len(decoded)), self._sizes)
+            rows.check_row(row, steps, self._sizes, self.sampling)
+        batch, places = rows.fill_batch(decoded, self.batch_bucket(len(decoded)), self._sizes, self._adjusted)
         state, outputs = self._generate_program(weights, state, batch, np.int32(steps))
         out = jax.device_get(outputs)
         given = lambda values: values[:steps, places]
-        cut = None if out.sampling_logprobs is None else given(out.sampling_logprobs)
+        sampled = None if out.sampling_logprobs is None else given(out.sampling_logprobs)
         read = int(out.positions_read)
-        return state, DecodeOutput(given(out.tokens), given(out.logprobs), given(out.valid), cut, read)
+        return state, DecodeOutput(given(out.tokens), given(out.logprobs), given(out.valid), sampled, read)
 
     def copy(self, state: Cache, sources: Sequence[int], targets: Sequence[int]) -> Cache:
         for start in range(0, len(sources), cache.COPIES):

@@ -6,6 +6,7 @@ Used by backend.py. Shapes: B rows, S declared steps, M blocks of a table row, H
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import lax
 
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.rollout.decode import sampling
+from areal_jax.rollout.decode.adjustments import TokenCounts, adjust_logits, count_tokens
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 from areal_jax.rollout.decode.cache import CacheSizes
 from areal_jax.rollout.decode.rows import Batch
@@ -26,7 +28,7 @@ class Outputs:
     tokens: jax.Array  # int32 [S, B]
     logprobs: jax.Array  # float32 [S, B]
     valid: jax.Array  # bool [S, B]
-    sampling_logprobs: jax.Array | None  # float32 [S, B]; None = programs without cuts
+    sampling_logprobs: jax.Array | None  # float32 [S, B]; None = programs that draw from the full softmax only
     positions_read: jax.Array  # int32
 
 
@@ -44,6 +46,7 @@ class _Rows:
     live: jax.Array  # bool [B]
 
 
+_Sampled = tuple[jax.Array, jax.Array, jax.Array | None]  # of sampling.sample_tokens
 _Carry = tuple[jax.Array, Cache, _Rows, Outputs]  # the first is the number of the step
 
 
@@ -53,7 +56,8 @@ class Generate:
 
     Args:
       steps: the most of one call, S.
-      filtered: whether rows may use top_k or top_p.
+      filtered: whether rows may use top_k, top_p or min_p.
+      adjusted: whether logits of rows may be adjusted, see adjustments.py.
     """
 
     decoder: Decoder
@@ -61,10 +65,12 @@ class Generate:
     sizes: CacheSizes
     steps: int
     filtered: bool
+    adjusted: bool
 
     def __call__(self, weights: Params, cache: Cache, batch: Batch, steps: jax.Array) -> tuple[Cache, Outputs]:
         """Up to `steps` tokens for every row; fewer when no row is live any more."""
         keys = sampling.request_keys(batch.seed[:, :2], batch.seed[:, 2], batch.seed[:, 3])
+        counts = self._count(batch)
 
         def more(carry: _Carry) -> jax.Array:
             return (carry[0] < steps) & jnp.any(carry[2].live)
@@ -73,8 +79,8 @@ class Generate:
             i, cache, rows, outputs = carry
             lengths = self._lengths(batch, rows)
             cache, logits = self._forward(weights, cache, batch, rows, lengths)
-            cut = _cut_where_asked(logits, batch, rows.live) if self.filtered else None
-            sampled = sampling.sample_tokens(logits, keys, rows.position + 1, batch.temperature, cut)
+            change = lambda: self._change(logits, batch, rows, counts, outputs.tokens, i)
+            sampled = self._sample(logits, keys, batch, rows, change)
             read = self.attention.positions_read(lengths, self.sizes.block_tokens)
             return i + 1, cache, _advance(batch, rows, sampled[0]), _record(outputs, i, rows.live, sampled, read)
 
@@ -89,7 +95,7 @@ class Generate:
             tokens=jnp.zeros(shape, jnp.int32),
             logprobs=zeros,
             valid=jnp.zeros(shape, bool),
-            sampling_logprobs=zeros if self.filtered else None,
+            sampling_logprobs=zeros if self.filtered or self.adjusted else None,
             positions_read=jnp.int32(0),
         )
 
@@ -116,11 +122,49 @@ class Generate:
         hidden, cache = self.decoder.hidden(weights, rows.token, rows.position, attend, cache)
         return cache, self.decoder.logits(weights, hidden)
 
+    def _count(self, batch: Batch) -> TokenCounts | None:
+        adjustments = batch.adjustments
+        return None if adjustments is None else count_tokens(adjustments, self.decoder.config.vocab_size)
 
-def _cut_where_asked(logits: jax.Array, batch: Batch, live: jax.Array) -> jax.Array:
-    asked = live & ((batch.top_k > 0) | (batch.top_p < 1.0))
-    cut = lambda x: sampling.cut_support(x, batch.temperature, batch.top_k, batch.top_p)
-    return lax.cond(jnp.any(asked), cut, lambda x: x, logits)
+    def _sample(
+        self, logits: jax.Array, keys: jax.Array, batch: Batch, rows: _Rows, change: Callable[[], jax.Array]
+    ) -> _Sampled:
+        """One token a row; where no live row asks for another distribution, as cheap as in programs without."""
+
+        def sample(changed: jax.Array | None) -> _Sampled:
+            return sampling.sample_tokens(logits, keys, rows.position + 1, batch.temperature, changed)
+
+        def from_softmax() -> _Sampled:
+            tokens, logprobs, _ = sample(None)
+            return tokens, logprobs, logprobs
+
+        if not (self.filtered or self.adjusted):
+            return sample(None)
+        asked = _asks_for_cut(batch) if self.filtered else jnp.zeros(len(rows.live), bool)
+        if batch.adjustments is not None:
+            asked |= batch.adjustments.asked
+        return lax.cond(jnp.any(asked & rows.live), lambda: sample(change()), from_softmax)
+
+    def _change(
+        self, logits: jax.Array, batch: Batch, rows: _Rows, counts: TokenCounts | None, generated: jax.Array,
+        step: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        """The logits that tokens are drawn from, float32 [B, V]; `generated` int32 [S, B] holds `step` tokens a row."""
+        adjustments = batch.adjustments
+        if adjustments is not None and counts is not None:
+            adjust = lambda z: adjust_logits(
+                z, adjustments, batch.stop_tokens, rows.position + 1, counts, generated, step
+            )
+            logits = lax.cond(jnp.any(adjustments.asked & rows.live), adjust, lambda z: z, logits)
+        if self.filtered:
+            cut = lambda z: sampling.cut_support(z, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+            logits = lax.cond(jnp.any(_asks_for_cut(batch) & rows.live), cut, lambda z: z, logits)
+        return logits
+
+
+def _asks_for_cut(batch: Batch) -> jax.Array:
+    """bool [B]; SamplingParams.cuts."""
+    return (batch.temperature > 0) & ((batch.top_k > 0) | (batch.top_p < 1.0) | (batch.min_p > 0.0))
 
 
 def _advance(batch: Batch, rows: _Rows, tokens: jax.Array) -> _Rows:
@@ -134,15 +178,15 @@ def _record(
     outputs: Outputs,
     step: jax.Array,
     live: jax.Array,
-    sampled: tuple[jax.Array, jax.Array, jax.Array | None],
+    sampled: _Sampled,
     positions_read: jax.Array,
 ) -> Outputs:
-    tokens, logprobs, cut = sampled
+    tokens, logprobs, changed = sampled
     kept = outputs.sampling_logprobs
     return Outputs(
         tokens=outputs.tokens.at[step].set(tokens),
         logprobs=outputs.logprobs.at[step].set(logprobs),
         valid=outputs.valid.at[step].set(live),
-        sampling_logprobs=None if kept is None or cut is None else kept.at[step].set(cut),
+        sampling_logprobs=None if kept is None or changed is None else kept.at[step].set(changed),
         positions_read=outputs.positions_read + positions_read,
     )

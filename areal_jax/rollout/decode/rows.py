@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from areal_jax.rollout.backend import DecodeRow
+from areal_jax.rollout.decode.adjustments import Adjustments, empty_adjustments
 from areal_jax.rollout.decode.cache import CacheSizes
+from areal_jax.rollout.sampling_support import SamplingSupport
 
-MAX_STOP_TOKENS = 4  # of a request: chat models end an answer with one to three
 Array = Any  # numpy on the host, jax.Array on the device
 
 
@@ -31,12 +32,20 @@ class Batch:
     temperature: Array  # float32 [B]
     top_k: Array  # int32 [B]
     top_p: Array  # float32 [B]
-    stop_tokens: Array  # int32 [B, MAX_STOP_TOKENS], -1 where unused
+    min_p: Array  # float32 [B]
+    stop_tokens: Array  # int32 [B, most_stop_tokens], -1 where unused
     table: Array  # int32 [B, M], blocks of the sequence, then the padding block
+    adjustments: Adjustments | None  # None = programs without
 
 
-def empty_batch(rows: int, sizes: CacheSizes) -> Batch:
-    """All padding."""
+def most_stop_tokens(adjusted: bool) -> int:
+    """Of a request. Chat models end an answer with one to three; clients of a server add their own."""
+    return 16 if adjusted else 4
+
+
+def empty_batch(rows: int, sizes: CacheSizes, adjusted: bool = False, penalized: bool = False) -> Batch:
+    """All padding; `penalized`: its rows may be given penalties."""
+    adjustments = empty_adjustments(rows, sizes.context_tokens, penalized=penalized) if adjusted else None
     return Batch(
         token=np.zeros(rows, np.int32),
         position=np.zeros(rows, np.int32),
@@ -45,33 +54,35 @@ def empty_batch(rows: int, sizes: CacheSizes) -> Batch:
         temperature=np.ones(rows, np.float32),
         top_k=np.zeros(rows, np.int32),
         top_p=np.ones(rows, np.float32),
-        stop_tokens=np.full((rows, MAX_STOP_TOKENS), -1, np.int32),
+        min_p=np.zeros(rows, np.float32),
+        stop_tokens=np.full((rows, most_stop_tokens(adjusted)), -1, np.int32),
         table=np.full((rows, sizes.table_blocks), sizes.padding_block, np.int32),
+        adjustments=adjustments,
     )
 
 
-def fill_batch(rows: Sequence[DecodeRow], size: int, sizes: CacheSizes) -> tuple[Batch, np.ndarray]:
+def fill_batch(rows: Sequence[DecodeRow], size: int, sizes: CacheSizes, adjusted: bool) -> tuple[Batch, np.ndarray]:
     """(batch of `size` rows, its row of every given one, int [rows])."""
     order = sorted(range(len(rows)), key=lambda i: -rows[i].position)
-    batch, places = empty_batch(size, sizes), np.empty(len(rows), np.intp)
+    penalized = adjusted and any(row.request.sampling.penalizes for row in rows)
+    batch, places = empty_batch(size, sizes, adjusted, penalized), np.empty(len(rows), np.intp)
     for place, i in enumerate(order):
         places[i] = place
         row, request, params = rows[i], rows[i].request, rows[i].request.sampling
         batch.token[place], batch.position[place], batch.limit[place] = row.token, row.position, row.limit
-        batch.temperature[place], batch.top_k[place], batch.top_p[place] = (
-            params.temperature,
-            params.top_k,
-            params.top_p,
-        )
+        batch.temperature[place], batch.top_k[place] = params.temperature, params.top_k
+        batch.top_p[place], batch.min_p[place] = params.top_p, params.min_p
         batch.stop_tokens[place, : len(params.stop_tokens)] = params.stop_tokens
         words = request.seed >> 32, request.seed, request.draw, request.sample
         batch.seed[place] = [word & 0xFFFFFFFF for word in words]
         blocks = row.blocks[: sizes.table_blocks]
         batch.table[place, : len(blocks)] = blocks
+        if batch.adjustments is not None:
+            batch.adjustments.fill(place, row)
     return batch, places
 
 
-def check_row(row: DecodeRow, steps: int, sizes: CacheSizes, filtered: bool) -> None:
+def check_row(row: DecodeRow, steps: int, sizes: CacheSizes, support: SamplingSupport) -> None:
     """Raises ValueError for a row that the programs can not decode for `steps` tokens."""
     params, length = row.request.sampling, row.position + 1
     where = f'request {row.request.request_id}: '
@@ -87,10 +98,6 @@ def check_row(row: DecodeRow, steps: int, sizes: CacheSizes, filtered: bool) -> 
         )
     if not all(0 <= block < sizes.blocks for block in row.blocks):
         raise ValueError(f'{where}blocks={[*row.blocks]} must lie between 0 and cache_blocks - 1 = {sizes.blocks - 1}')
-    if len(params.stop_tokens) > MAX_STOP_TOKENS:
-        raise ValueError(f'{where}{len(params.stop_tokens)} stop tokens, but a row holds {MAX_STOP_TOKENS}; use fewer')
-    if (params.top_k > 0 or params.top_p < 1.0) and not filtered:
-        raise ValueError(
-            f'{where}top_k={params.top_k}, top_p={params.top_p}, but the programs were built without; '
-            'build the backend with filtered=True'
-        )
+    if params.penalizes and len(row.tokens) != length:
+        raise ValueError(f'{where}{len(row.tokens)} tokens, but its penalties need all {length}; give them')
+    support.check_programs(row.request)

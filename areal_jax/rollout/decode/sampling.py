@@ -53,16 +53,21 @@ def _noise(key: jax.Array, index: jax.Array, n: int) -> jax.Array:
     return jax.random.gumbel(jax.random.fold_in(wrapped, index), (n,), jnp.float32)
 
 
-def cut_support(logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Logits with -inf outside the support that top-k, then top-p of what is left, allow.
+def cut_support(
+    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """Logits with -inf outside the support that min-p, then top-k, then top-p of what is left, allow.
 
-    Top-p keeps the smallest set of most probable tokens whose mass under softmax(logits / temperature) reaches `top_p`.
-    All tokens that tie at the threshold are kept. Greedy rows are not cut.
+    Min-p keeps the tokens that have at least `min_p` of the probability of the likeliest. Top-p keeps the smallest set
+    of most probable tokens whose mass under softmax(logits / temperature) reaches `top_p`. All tokens that tie at the
+    threshold are kept. Greedy rows are not cut.
 
     Args:
-      logits: float32 [N, V]. temperature, top_p: float32 [N]; top_k: int32 [N]. 0 and 1.0 turn top_k and top_p off.
+      logits: float32 [N, V]. temperature, top_p, min_p: float32 [N]; top_k: int32 [N]. 0 turns top_k and min_p off,
+        1.0 top_p.
     """
     z = scale_logits(logits, temperature)
+    z = jnp.where(z >= jnp.max(z, axis=-1, keepdims=True) + jnp.log(min_p)[:, None], z, -jnp.inf)
     ones = jnp.ones_like(z)
     z = jnp.where(((top_k == 0)[:, None]) | _heaviest(z, ones, top_k.astype(jnp.float32)), z, -jnp.inf)
     mass = jax.nn.softmax(z, axis=-1)
@@ -93,15 +98,16 @@ def sample_tokens(
     keys: jax.Array,
     indices: jax.Array,
     temperature: jax.Array,
-    cut_logits: jax.Array | None = None,
+    changed_logits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Tokens int32 [N] and their log-probs float32 [N]: (tokens, of the full softmax, of the cut one).
+    """Tokens int32 [N] and their log-probs float32 [N]: (tokens, of the full softmax, of the one drawn from).
 
-    Tokens are drawn from softmax(logits / temperature), or, with `cut_logits` (see `cut_support`), from its truncated
-    and renormalised part. The learner can compute the log-probs of the full softmax only. Without `cut_logits` the
-    log-probs of the cut softmax are None. Temperature 0 takes the argmax and records the log-probs of temperature 1.
+    Tokens are drawn from softmax(logits / temperature), or, with `changed_logits`, from theirs: of `cut_support` it is
+    the truncated and renormalised part, of `adjust_logits` any other. The learner can compute the log-probs of the full
+    softmax only. Without `changed_logits` the others are None. Temperature 0 takes the argmax and records the log-probs
+    of temperature 1.
     """
-    source = logits if cut_logits is None else cut_logits
+    source = logits if changed_logits is None else changed_logits
     tokens = draw_tokens(scale_logits(source, temperature), keys, indices, temperature == 0)
-    cut_logprobs = None if cut_logits is None else logprob_of(cut_logits, tokens, temperature)
-    return tokens, logprob_of(logits, tokens, temperature), cut_logprobs
+    changed_logprobs = None if changed_logits is None else logprob_of(changed_logits, tokens, temperature)
+    return tokens, logprob_of(logits, tokens, temperature), changed_logprobs

@@ -39,8 +39,10 @@ def build(decoder=DECODER, **changed):
 backend = functools.cache(build)
 
 
-def request(draw=0, sample=0, *, seed=11, prompt=PROMPT, new=12, temperature=1.0, top_k=0, top_p=1.0, stop=()):
-    sampling = SamplingParams(new, temperature, top_k, top_p, tuple(stop))
+def request(
+    draw=0, sample=0, *, seed=11, prompt=PROMPT, new=12, temperature=1.0, top_k=0, top_p=1.0, stop=(), **others
+):  # fmt: skip
+    sampling = SamplingParams(new, temperature, top_k, top_p, tuple(stop), **others)
     return GenerationRequest(draw, sample, seed, np.asarray(prompt, np.int32), sampling)
 
 
@@ -64,7 +66,7 @@ class Sequence:
         return self.tokens[len(self.request.prompt_tokens) :]
 
     def row(self):
-        return DecodeRow(self.request, self.tokens[-1], len(self.tokens) - 1, self.limit, self.blocks)
+        return DecodeRow(self.request, self.tokens[-1], len(self.tokens) - 1, self.limit, self.blocks, self.tokens)
 
 
 class Decoding:

@@ -23,12 +23,11 @@ def draw(z, greedy=False, index=0, seed=0):
     return np.asarray(draw_tokens(z, keys(n, seed), np.full(n, index, np.int32), np.full(n, greedy)))
 
 
-def kept(temperature=1.0, top_k=0, top_p=1.0, logits=None):
+def kept(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, logits=None):
     """Indices that are left, most probable first."""
     logits = np.log(PROBABILITIES) if logits is None else logits
-    cut = cut_support(
-        logits[None], np.array([temperature], np.float32), np.array([top_k]), np.array([top_p], np.float32)
-    )[0]
+    one = lambda value: np.array([value], np.float32)
+    cut = cut_support(logits[None], one(temperature), np.array([top_k]), one(top_p), one(min_p))[0]
     survivors = np.flatnonzero(np.isfinite(cut))
     np.testing.assert_array_equal(cut[survivors], logits[survivors])
     return sorted(survivors.tolist(), key=lambda i: -logits[i])
@@ -124,7 +123,14 @@ def test_tokens_and_logprobs_are_those_of_the_tempered_logits():
         ({'top_p': 0.42}, [1, 3]),  # .4 < .42
         ({'top_p': 0.42, 'top_k': 3}, [1]),  # of what top-k leaves: .4 / .9 = .444 >= .42
         ({'top_p': 0.35, 'temperature': 2.0}, [1, 3]),  # .6325 / 1.9436 = .325 < .35
-        ({'top_p': 0.35, 'top_k': 1, 'temperature': 0.0}, [1, 3, 2, 0]),  # greedy needs no cut
+        ({'top_p': 0.35, 'top_k': 1, 'min_p': 1.0, 'temperature': 0.0}, [1, 3, 2, 0]),  # greedy needs no cut
+        ({'min_p': 0.2}, [1, 3, 2, 0]),  # of .4: .08 < .1
+        ({'min_p': 0.3}, [1, 3, 2]),  # .1 < .12 <= .2
+        ({'min_p': 0.6}, [1, 3]),  # .2 < .24 <= .3
+        ({'min_p': 1.0}, [1]),
+        ({'min_p': 0.6, 'temperature': 2.0}, [1, 3, 2]),  # weights .3162 .6325 .4472 .5477: .3162 < .3795 <= .4472
+        ({'min_p': 0.6, 'top_k': 1}, [1]),
+        ({'min_p': 0.6, 'top_p': 0.55}, [1]),  # of what min-p leaves: .4 / .7 = .571 >= .55
     ],
 )
 def test_support_by_hand(filters, expected):
@@ -134,7 +140,7 @@ def test_support_by_hand(filters, expected):
 def test_a_cut_support_has_renormalised_logprobs_beside_those_of_the_full_softmax():
     # top-2 of .4 .3 .2 .1: log(.4 / .7) and log(.3 / .7) beside log .4 and log .3
     logits = jnp.tile(jnp.log(PROBABILITIES), (64, 1))
-    cut = cut_support(logits, jnp.ones(64), jnp.full(64, 2), jnp.ones(64))
+    cut = cut_support(logits, jnp.ones(64), jnp.full(64, 2), jnp.ones(64), jnp.zeros(64))
     tokens, full, renormalised = sample_tokens(logits, keys(64), jnp.zeros(64, jnp.int32), jnp.ones(64), cut)
     tokens = np.asarray(tokens)
     assert set(tokens.tolist()) == {1, 3}
