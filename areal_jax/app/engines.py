@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from areal_jax.app.build import count_cache_blocks, cuts_softmax
+from areal_jax.app.export import build_companions
+from areal_jax.app.model import Model
 from areal_jax.app.start_warnings import print_passed_over
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
@@ -33,14 +35,14 @@ from areal_jax.types import PublishedWeights
 
 
 def build_channel(
-    config: TrackedConfig, workdir: pathlib.Path, decoder: Decoder, allocation: Allocation
+    config: TrackedConfig, workdir: pathlib.Path, model: Model, allocation: Allocation
 ) -> DeviceChannel | FilesChannel:
     verify = config.publication.verify
     if config.publication.channel == 'device':
         # engines that share a device decode with the copy that the channel holds there
         return DeviceChannel(allocation.engines[0][0] if allocation.engine_shares(0) else None, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
-    return FilesChannel(directory, decoder.config, verify=verify)
+    return FilesChannel(directory, model.decoder.config, verify=verify, companions=build_companions(workdir, model))
 
 
 def place_of(decoder: Decoder, devices: EngineDevices) -> Place:

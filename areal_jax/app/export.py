@@ -5,6 +5,7 @@ Used by main_export.py for a checkpoint of any run, and by run.py when a run has
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from areal_jax.config import CONFIG, default_config, flatten
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import read_json
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
-from areal_jax.formats.hf_export import TOKEN_IDS
+from areal_jax.formats.hf_export import TOKEN_IDS, HfCompanions
 from areal_jax.models.weights import Params
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
@@ -93,27 +94,28 @@ def write_export(
         has_tokenizer=isinstance(tokenizer, (GgufTokenizer, HfTokenizer)),
         chats=isinstance(tokenizer, (GgufTokenizer, HfTokenizer)) and tokenizer.chats,
     )
-    texts = {
-        **(tokenizer.hf_files() if isinstance(tokenizer, GgufTokenizer) else {}),
-        _GENERATION: _json(_generation_config(values, model)),
-        RECORD: _json({'step': step, 'weights_sha256': digest, 'dtype': dtype}),
-        CARD: render_card(workdir, card),
-    }
-    export_hf(
-        out,
-        params,
-        model.decoder.config,
-        dtype=dtype,
-        source=model.companions,
-        token_ids=_token_ids(model),
-        texts=texts,
-    )
+    companions = _companions(values, model)
+    record = _json({'step': step, 'weights_sha256': digest, 'dtype': dtype})
+    texts = {**companions.texts, RECORD: record, CARD: render_card(workdir, card)}
+    export_hf(out, params, model.decoder.config, dtype=dtype, companions=dataclasses.replace(companions, texts=texts))
+
+
+def build_companions(workdir: pathlib.Path, model: Model) -> HfCompanions:
+    """The tokenizer and parameters of sampling that belong to the weights of a run, for a server that loads them."""
+    return _companions(_read_values(workdir), model)
 
 
 def holds_export(directory: pathlib.Path, step: int) -> bool:
     """Whether an export of the weights after `step` updates is there, whole."""
     path = directory / RECORD
     return path.exists() and files.read_json(path, 'remove the directory, it is written again').get('step') == step
+
+
+def _companions(values: Values, model: Model) -> HfCompanions:
+    tokenizer = model.tokenizer
+    texts = tokenizer.hf_files() if isinstance(tokenizer, GgufTokenizer) else {}
+    generation = _json(_generation_config(values, model))
+    return HfCompanions(model.companions, _token_ids(model), {**texts, _GENERATION: generation})
 
 
 def _write_checkpoint(out: pathlib.Path, workdir: pathlib.Path, step: int | None, dtype: str) -> None:

@@ -143,7 +143,7 @@ class Session(Run):
         self, checkpoint: Checkpoint | None, snapshot: State | None
     ) -> tuple[VersionRing | None, list[LocalEngine]]:
         config, version = self.config, self.version_at_start
-        self._channel = build_channel(config, self.workdir, self.decoder, self.allocation)
+        self._channel = build_channel(config, self.workdir, self._model, self.allocation)
         ring = build.build_ring(config)
         if ring and checkpoint:
             restore_ring(ring, self._channel, checkpoint.arrays[_RING])

@@ -44,6 +44,15 @@ _Planned = dict[str, jax.ShapeDtypeStruct]  # the tensors of a file by name
 
 
 @dataclasses.dataclass(frozen=True)
+class HfCompanions:
+    """What a directory holds beside config and weights. Producer: app/export.py."""
+
+    source: pathlib.Path | None = None  # where the weights came from: its COMPANIONS and special token ids are kept
+    token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'bos_token_id'..., if no source has them
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by file name; replace files of the source
+
+
+@dataclasses.dataclass(frozen=True)
 class HfFiles:
     """A checkpoint directory to be written. Producer: `plan_hf_files`."""
 
@@ -87,9 +96,7 @@ def plan_hf_files(
     *,
     dtype: str | None = None,
     file_bytes: int | None = None,
-    source: pathlib.Path | None = None,
-    token_ids: Mapping[str, int] | None = None,
-    texts: Mapping[str, str] | None = None,
+    companions: HfCompanions | None = None,
 ) -> HfFiles:
     """Plans `config.json`, the safetensors files and what goes along with them; fetches no values.
 
@@ -97,24 +104,23 @@ def plan_hf_files(
       params: nested dict of float arrays in list form, without adapters.
       dtype: of the files; None = that of the arrays.
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
-      source: the directory that the weights came from: its COMPANIONS are copied and its special token ids kept.
-      token_ids: 'bos_token_id' and so on for config.json, where no `source` has them.
-      texts: further files by name; they replace companions of the same name.
+      companions: None = nothing beside config and weights.
 
     Raises HfError for a config that the family cannot have, and WeightsError for adapters.
     """
     require_merged(params)
     planned = _split(params, config, dtype, file_bytes)
     stored_dtype = str(next(iter(planned[0].values())).dtype)
-    config_json, texts = hf_config(config, stored_dtype) | dict(token_ids or {}), texts or {}
-    companions: list[pathlib.Path] = []
-    if source is not None:
-        companions = [source / name for name in COMPANIONS if (source / name).is_file() and name not in texts]
+    companions = companions or HfCompanions()
+    config_json = hf_config(config, stored_dtype) | dict(companions.token_ids)
+    copied: list[pathlib.Path] = []
+    if (source := companions.source) is not None:
+        copied = [source / name for name in COMPANIONS if (source / name).is_file() and name not in companions.texts]
         original = read_json(source / CONFIG)
         config_json |= {name: original[name] for name in TOKEN_IDS if original.get(name) is not None}
     count = len(planned)
     names = [f'model-{n:05d}-of-{count:05d}.safetensors' for n in range(1, count + 1)] if count > 1 else [WEIGHTS]
-    return HfFiles(params, config, dict(zip(names, planned, strict=True)), config_json, companions, texts)
+    return HfFiles(params, config, dict(zip(names, planned, strict=True)), config_json, copied, companions.texts)
 
 
 def write_record(path: pathlib.Path, record: Mapping[str, object]) -> None:

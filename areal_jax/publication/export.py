@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping
 
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
-from areal_jax.formats.hf_export import plan_hf_files
+from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.publication.directory import write_hf_directory
@@ -23,12 +22,9 @@ def export_hf(
     *,
     dtype: str,
     file_bytes: int | None = None,
-    source: str | os.PathLike[str] | None = None,
-    token_ids: Mapping[str, int] | None = None,
-    texts: Mapping[str, str] | None = None,
+    companions: HfCompanions | None = None,
 ) -> None:
     """Writes `config.json` and safetensors, atomically; replaces an earlier export.
-
 
     vllm 0.32 does not run two configs that transformers does. It refuses Qwen models with windows in some layers only.
     It assumes head_dim = d_model / n_heads for qwen2 and computes wrong results, silently, for any other head_dim.
@@ -38,16 +34,13 @@ def export_hf(
       dtype: of the files: float32, bfloat16 or float16.
       file_bytes: more bytes of weights than this become several files with `model.safetensors.index.json`; None =
         FILE_BYTES.
-      source: the directory that the weights came from: its tokenizer and chat template (hf_export.COMPANIONS) are
-        copied and its special token ids kept.
-      token_ids: 'bos_token_id' and so on for config.json, where no `source` has them.
-      texts: further files by name; they replace those of `source`.
+      companions: tokenizer, chat template and so on; None = nothing beside config and weights.
 
-    Raises PublicationError for an unknown `dtype` or one that cannot hold the values, a `source` that is the directory
+    Raises PublicationError for an unknown `dtype` or one that cannot hold the values, a source that is the directory
     itself, lack of space, or a foreign directory in the way; HfError for a config that the family cannot have;
     WeightsError for adapters that are not merged.
     """
-    target, original = pathlib.Path(directory), None if source is None else pathlib.Path(source)
+    target, original = pathlib.Path(directory), None if companions is None else companions.source
     if dtype not in WEIGHT_DTYPES:
         raise PublicationError(f'dtype={dtype!r} is unknown; use one of {", ".join(WEIGHT_DTYPES)}')
     if original is not None and original.resolve() == target.resolve():
@@ -57,8 +50,6 @@ def export_hf(
         config,
         dtype=dtype,
         file_bytes=file_bytes or FILE_BYTES,
-        source=original,
-        token_ids=token_ids,
-        texts=texts,
+        companions=companions,
     )
     write_hf_directory(target, contents, elsewhere='write to another disk')

@@ -1,6 +1,7 @@
 """Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load.
 
-Used by app/engines.py for publication.channel=files; directory.py writes, manifest.py checks the values.
+app/engines.py builds the channel for publication.channel=files, and a server loads versions with `find_version` and
+`load_version`. directory.py writes, versions.py names and locks directories, manifest.py checks the values.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import re
 import shutil
 from collections.abc import Collection
 
@@ -16,12 +16,13 @@ import jax
 
 from areal_jax import files
 from areal_jax.formats.hf_directory import load_hf_weights
-from areal_jax.formats.hf_export import plan_hf_files
+from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.publication.directory import write_hf_directory
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.manifest import (
+    Manifest,
     decode_manifest,
     encode_manifest,
     finite_manifest,
@@ -29,11 +30,19 @@ from areal_jax.publication.manifest import (
     manifest_hash,
     require_equal,
 )
+from areal_jax.publication.versions import (
+    MANIFEST,
+    keep_while_read,
+    list_versions,
+    parse_version,
+    remove_unread,
+    version_path,
+)
 from areal_jax.sharding.placement import Place
 from areal_jax.types import PublishedWeights
 
-MANIFEST = 'manifest.json'
 _KEPT = 2  # newest versions that stay on the disk after their release: servers load them by path
+_FOREIGN = ''  # manifest hash of a directory that another program wrote
 
 
 class FilesChannel:
@@ -43,6 +52,7 @@ class FilesChannel:
 
     Args:
       verify: `receive` recomputes the digest of every leaf.
+      companions: tokenizer and so on, written with each version so that a server can start from any of them.
     """
 
     def __init__(
@@ -51,12 +61,13 @@ class FilesChannel:
         config: ModelConfig,
         *,
         verify: bool,
+        companions: HfCompanions | None = None,
     ):
         self._directory, self._config = pathlib.Path(directory), config
-        self._verify = verify
+        self._verify, self._companions = verify, companions or HfCompanions()
 
     def transfer(self, version: int, copy: Params) -> PublishedWeights:
-        """Writes `copy` as a directory; handle = its path.
+        """Writes `copy` as a directory; handle = its absolute path.
 
         Removes directories of this and later versions: the run wrote them before it was resumed from an older
         checkpoint.
@@ -67,49 +78,98 @@ class FilesChannel:
         digest = manifest_hash(manifest)
         for abandoned in self._directory.glob('.v*.partial'):
             shutil.rmtree(abandoned)
-        for path in [path for v, path in self._versions().items() if v >= version]:
+        for path in [path for v, path in list_versions(self._directory).items() if v >= version]:
             files.remove_directory(path)
-        target = self._directory / f'v{version:06d}'
+        target = version_path(self._directory.absolute(), version)
         record = {'format': 1, 'version': version, 'manifest_hash': digest, 'leaves': encode_manifest(manifest)}
-        write_hf_directory(target, plan_hf_files(copy, self._config), {MANIFEST: record})
+        write_hf_directory(target, plan_hf_files(copy, self._config, companions=self._companions), {MANIFEST: record})
         return PublishedWeights(version, digest, handle=str(target))
 
     def receive(self, published: PublishedWeights, place: Place | None = None) -> Params:
-        """The weights as a nested dict of jax arrays, at `place`; None = the default device.
-
-        Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
-        """
-        directory = pathlib.Path(published.handle)
-        try:
-            record = json.loads((directory / MANIFEST).read_text())
-            manifest = decode_manifest(record['leaves'])
-            shardings = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
-            params = load_hf_weights(directory, self._config, shardings=shardings)
-        except Exception as error:  # the readers raise many types for damaged files
-            raise PublicationError(
-                f'{directory} does not hold version {published.version} as it was published '
-                f'({type(error).__name__}: {error}): receive a version before it is released, and let nothing else '
-                'write there'
-            ) from error
-        if manifest_hash(manifest) != published.manifest_hash:
-            raise PublicationError(
-                f'{directory} holds weights with manifest {manifest_hash(manifest)[:12]}, version {published.version} '
-                f'was published with {published.manifest_hash[:12]}: give every run a publication.directory of its own'
-            )
-        if self._verify:
-            require_equal(manifest, host_manifest(params), published.version)
-        return params
+        """See `load_version`."""
+        return load_version(published, self._config, place, verify=self._verify)
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """Removes versions below `version` from the disk, except the newest two of all and the `pinned` ones."""
-        for v, path in list(self._versions().items())[:-_KEPT]:
-            if v < version and v not in pinned:
-                files.remove_directory(path)
+        """Removes versions below `version` from the disk, except the newest two of all and the `pinned` ones.
 
-    def _versions(self) -> dict[int, pathlib.Path]:
-        """Complete versions by number, lowest first."""
-        found = {}
-        for path in self._directory.glob('v*'):
-            if re.fullmatch(r'v\d{6,}', path.name) and (path / MANIFEST).exists():
-                found[int(path.name[1:])] = path
-        return dict(sorted(found.items()))
+        A version that a process is reading stays until a later call.
+        """
+        for v, path in list(list_versions(self._directory).items())[:-_KEPT]:
+            if v < version and v not in pinned:
+                remove_unread(path)
+
+
+def find_version(directory: str | os.PathLike[str], version: int) -> PublishedWeights:
+    """Describes the weights that a server is told to load by the path of their directory.
+
+    A directory without a manifest that another program wrote has no digests; `load_version` checks that its files are
+    complete.
+
+    Raises PublicationError for a directory that holds another version, or one of ours whose manifest is gone.
+    """
+    path = pathlib.Path(directory)
+    if not (path / MANIFEST).exists() and path.is_dir() and parse_version(path) is None:
+        return PublishedWeights(version, _FOREIGN, handle=str(path))
+    try:
+        held, manifest = _parse_record((path / MANIFEST).read_bytes())
+    except Exception as error:  # JSON of any other form
+        raise _not_as_published(path, version, error) from error
+    if held != version:
+        raise PublicationError(
+            f'{path} holds version {held}, and version {version} was asked for: name the directory of version {version}'
+        )
+    return PublishedWeights(version, manifest_hash(manifest), handle=str(path))
+
+
+def load_version(
+    published: PublishedWeights, config: ModelConfig, place: Place | None = None, *, verify: bool
+) -> Params:
+    """The weights as a nested dict of jax arrays, at `place`; None = the default device.
+
+    The directory is not collected while it is read. `verify` recomputes the digest of every leaf: servers always do.
+
+    Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
+    """
+    directory = pathlib.Path(published.handle)
+    shardings = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
+    try:
+        if published.manifest_hash == _FOREIGN:
+            return load_hf_weights(directory, config, shardings=shardings)
+        with keep_while_read(directory) as content:
+            held, manifest = _parse_record(content)
+            _require_published(published, held, manifest)
+            params = load_hf_weights(directory, config, shardings=shardings)
+    except PublicationError:
+        raise
+    except Exception as error:  # the readers raise many types for damaged files
+        raise _not_as_published(directory, published.version, error) from error
+    if verify:
+        require_equal(manifest, host_manifest(params), published.version)
+    return params
+
+
+def _require_published(published: PublishedWeights, held: int, manifest: Manifest) -> None:
+    """Raises PublicationError where the manifest of the directory is that of other weights."""
+    found = manifest_hash(manifest)
+    if found != published.manifest_hash or held != published.version:
+        raise PublicationError(
+            f'{published.handle} holds weights of version {held} with manifest {found[:12]}, version '
+            f'{published.version} was published with {published.manifest_hash[:12]}: give every run a '
+            'publication.directory of its own'
+        )
+
+
+def _parse_record(content: bytes) -> tuple[int, Manifest]:
+    """(version, manifest) of a manifest file; raises exceptions of many types for any other content."""
+    record = json.loads(content)
+    manifest, version = decode_manifest(record['leaves']), record['version']
+    if record['manifest_hash'] != manifest_hash(manifest) or type(version) is not int:
+        raise ValueError(f'{MANIFEST} contradicts itself')
+    return version, manifest
+
+
+def _not_as_published(directory: pathlib.Path, version: int, error: Exception) -> PublicationError:
+    return PublicationError(
+        f'{directory} does not hold version {version} as it was published ({type(error).__name__}: {error}): receive a '
+        'version before it is released, and let nothing else write there'
+    )

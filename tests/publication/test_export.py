@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from areal_jax.formats.hf import WeightsError, from_hf_names
 from areal_jax.formats.hf_config import HfError
 from areal_jax.formats.hf_directory import load_hf
+from areal_jax.formats.hf_export import HfCompanions
 from areal_jax.models.shape import Llama3Scaling
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.export import export_hf
@@ -81,14 +82,14 @@ def test_what_belongs_to_the_model_goes_along(tmp_path):
     (source / 'config.json').write_text(json.dumps(config | {'bos_token_id': 1, 'eos_token_id': [2, 3]}))
     for name in ('tokenizer.json', 'chat_template.jinja', 'thesis.tex'):
         (source / name).write_text(name)
-    export_hf(tmp_path / 'export', host_params(1), CONFIG, source=source, dtype='float32')
+    export_hf(tmp_path / 'export', host_params(1), CONFIG, dtype='float32', companions=HfCompanions(source))
     files = {path.name for path in (tmp_path / 'export').iterdir()}
     assert files == {'model.safetensors', 'config.json', 'tokenizer.json', 'chat_template.jinja'}
     assert (tmp_path / 'export' / 'tokenizer.json').read_text() == 'tokenizer.json'
     said = json.loads((tmp_path / 'export' / 'config.json').read_text())
     assert (said['bos_token_id'], said['eos_token_id'], said['num_hidden_layers']) == (1, [2, 3], 2)
     with pytest.raises(PublicationError, match='source is where the weights came from'):
-        export_hf(source, host_params(), CONFIG, source=source, dtype='float32')
+        export_hf(source, host_params(), CONFIG, dtype='float32', companions=HfCompanions(source))
 
 
 def test_what_cannot_be_exported_is_named(tmp_path):

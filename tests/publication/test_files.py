@@ -1,12 +1,16 @@
 """Weights through the file system: bit for bit, whole or absent, and an error that names what is wrong."""
 
+import dataclasses
+import errno
 import json
+import os
 import pathlib
 import random
 import resource
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +18,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from areal_jax.formats import safetensors_file
 from areal_jax.formats.hf_directory import load_hf_weights
+from areal_jax.formats.hf_export import HfCompanions
+from areal_jax.formats.safetensors_file import StoredTensor
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.errors import PublicationError
-from areal_jax.publication.files import FilesChannel
+from areal_jax.publication.export import export_hf
+from areal_jax.publication.files import FilesChannel, find_version, load_version
 from areal_jax.publication.manifest import host_manifest, manifest_hash
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
@@ -208,6 +216,167 @@ def test_bfloat16_weights_keep_their_dtype(tmp_path):
     received = channel.receive(channel.transfer(1, params))
     assert_bit_equal(received, params)
     assert json.loads((tmp_path / 'v000001' / 'config.json').read_text())['dtype'] == 'bfloat16'
+
+
+def test_a_server_can_start_from_a_version(tmp_path):
+    source = tmp_path / 'source'
+    export_hf(source, host_params(), CONFIG, dtype='float32')
+    (source / 'tokenizer.json').write_text('of its makers')
+    companions = HfCompanions(source, texts={'generation_config.json': '{"temperature": 1}'})
+    FilesChannel(tmp_path / 'new', CONFIG, verify=False, companions=companions).transfer(1, host_params())
+    assert (tmp_path / 'new' / 'v000001' / 'tokenizer.json').read_text() == 'of its makers'
+    assert (tmp_path / 'new' / 'v000001' / 'generation_config.json').read_text() == '{"temperature": 1}'
+
+
+# A server is told a path and a version, and loads with `find_version` and `load_version`.
+
+
+def test_a_server_loads_what_was_published(tmp_path):
+    published = FilesChannel(tmp_path, CONFIG, verify=False).transfer(7, jax.device_put(host_params()))
+    found = find_version(published.handle, 7)
+    assert found == published
+    assert_bit_equal(load_version(found, CONFIG, verify=True), host_params())
+
+
+def test_a_relative_directory_is_published_by_its_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    published = FilesChannel('new', CONFIG, verify=False).transfer(1, jax.device_put(host_params()))
+    assert published.handle == str(tmp_path / 'new' / 'v000001')  # servers run in other directories
+
+
+def test_a_stale_version_is_refused(tmp_path):
+    channel = FilesChannel(tmp_path, CONFIG, verify=False)
+    same = jax.device_put(host_params())  # an update without a step: equal weights, equal digests
+    old, new = channel.transfer(1, same), channel.transfer(2, same)
+    with pytest.raises(PublicationError, match=f'{tmp_path}/v000001 holds version 1, and version 2 was asked for'):
+        find_version(old.handle, 2)
+    with pytest.raises(PublicationError, match='holds weights of version 1 with manifest'):
+        channel.receive(dataclasses.replace(new, handle=old.handle))
+
+
+@pytest.mark.parametrize('content', [None, b'', b'[]', b'{"version": 3}', 'cut', 'hash'])
+def test_a_server_refuses_a_version_with_a_damaged_manifest(tmp_path, content):
+    published = FilesChannel(tmp_path, CONFIG, verify=False).transfer(3, jax.device_put(host_params()))
+    path = tmp_path / 'v000003' / 'manifest.json'
+    whole = path.read_bytes()
+    path.unlink()
+    if content == 'hash':
+        path.write_bytes(whole.replace(published.manifest_hash.encode(), b'0' * 64))
+    elif content is not None:
+        path.write_bytes(whole[:-20] if content == 'cut' else content)
+    with pytest.raises(PublicationError, match=f'{tmp_path}/v000003 does not hold version 3 as it was published'):
+        find_version(published.handle, 3)
+
+
+@pytest.mark.parametrize('damage', ['zeros', 'cut', 'longer', 'swapped'])
+def test_a_server_refuses_torn_weights(tmp_path, damage):
+    channel = FilesChannel(tmp_path, CONFIG, verify=False)
+    channel.transfer(1, jax.device_put(host_params(1)))
+    published = channel.transfer(2, jax.device_put(host_params(2)))
+    path = tmp_path / 'v000002' / 'model.safetensors'
+    content = path.read_bytes()
+    half = len(content) // 2
+    torn = {
+        'zeros': content[:half] + bytes(len(content) - half),  # blocks that were never written before power was lost
+        'cut': content[:half],
+        'longer': content + b'x',
+        'swapped': (tmp_path / 'v000001' / 'model.safetensors').read_bytes(),
+    }
+    path.write_bytes(torn[damage])
+    with pytest.raises(PublicationError, match='version 2'):
+        load_version(find_version(published.handle, 2), CONFIG, verify=True)
+
+
+def test_a_server_loads_a_directory_of_another_program(tmp_path):
+    export_hf(tmp_path / 'checkpoint-4', host_params(), CONFIG, dtype='float32')
+    found = find_version(tmp_path / 'checkpoint-4', 4)
+    assert (found.version, found.manifest_hash) == (4, '')
+    assert_bit_equal(load_version(found, CONFIG, verify=True), host_params())
+    (tmp_path / 'checkpoint-4' / 'model.safetensors').write_bytes(b'torn')
+    with pytest.raises(PublicationError, match='checkpoint-4 does not hold version 4'):
+        load_version(found, CONFIG, verify=True)
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(PublicationError, match=f'{tmp_path}/nowhere does not hold version 4'):
+        find_version(tmp_path / 'nowhere', 4)
+
+
+def test_a_version_that_is_read_is_collected_after_it(tmp_path, monkeypatch):
+    channel = FilesChannel(tmp_path, CONFIG, verify=False)
+    published = [channel.transfer(version, jax.device_put(host_params(version))) for version in range(4)]
+    reading, collected = hold_readers(monkeypatch)
+    loaded = []
+    thread = threading.Thread(target=lambda: loaded.append(load_version(published[0], CONFIG, verify=True)))
+    thread.start()
+    assert reading.wait(10)
+    channel.release(3)
+    assert _names(tmp_path) == ['v000000', 'v000002', 'v000003']  # 0 is being read
+    collected.set()
+    thread.join()
+    assert_bit_equal(loaded[0], host_params(0))
+    channel.release(3)
+    assert _names(tmp_path) == ['v000002', 'v000003']
+
+
+@pytest.mark.parametrize('verify', [True, False])
+def test_a_version_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch, verify):
+    channel = FilesChannel(tmp_path, CONFIG, verify=False)
+    published = channel.transfer(5, jax.device_put(host_params(5)))
+    reading, replaced = hold_readers(monkeypatch)
+    errors = []
+
+    def load():
+        try:
+            load_version(published, CONFIG, verify=verify)
+        except PublicationError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert reading.wait(10)
+    FilesChannel(tmp_path, CONFIG, verify=False).transfer(5, jax.device_put(host_params(50)))  # of a resumed run
+    replaced.set()
+    thread.join()
+    assert 'v000005 was replaced while it was read' in errors[0]
+
+
+def hold_readers(monkeypatch):
+    """(set when a reader has read its first rows, set to let it go on)."""
+    reading, go_on = threading.Event(), threading.Event()
+    read_rows = StoredTensor.read_rows
+
+    def held(self, first, end):
+        rows = read_rows(self, first, end)
+        reading.set()
+        assert go_on.wait(10)
+        return rows
+
+    monkeypatch.setattr(StoredTensor, 'read_rows', held)
+    return reading, go_on
+
+
+@pytest.mark.parametrize('step', ['write', 'fsync', 'rename'])
+def test_a_full_disk_at_any_step_leaves_the_version_before(tmp_path, monkeypatch, step):
+    channel = FilesChannel(tmp_path, CONFIG, verify=True)
+    published = channel.transfer(1, jax.device_put(host_params()))
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    with monkeypatch.context() as patch:
+        place = {
+            'write': (safetensors_file.np, 'ascontiguousarray'),
+            'fsync': (os, 'fsync'),
+            'rename': (pathlib.Path, 'rename'),
+        }
+        patch.setattr(*place[step], fail)
+        with pytest.raises(PublicationError, match=r'writing .*/v000002 failed .*No space left .* Make room or name'):
+            channel.transfer(2, jax.device_put(host_params(2)))
+    assert _names(tmp_path) == ['v000001']
+    assert_bit_equal(channel.receive(published), host_params())
+    channel.transfer(2, jax.device_put(host_params(2)))  # once there is room
+    assert _names(tmp_path) == ['v000001', 'v000002']
 
 
 def _names(directory):

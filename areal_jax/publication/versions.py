@@ -1,0 +1,69 @@
+"""The versions on a disk: the names of their directories, and a lock that keeps one from removal while it is read.
+
+files.py writes, reads and collects versions with it; launch/ finds the newest one. Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+
+from areal_jax import files
+from areal_jax.publication.errors import PublicationError
+
+MANIFEST = 'manifest.json'
+_NAME = re.compile(r'v(\d{6,})')
+
+
+def version_path(directory: pathlib.Path, version: int) -> pathlib.Path:
+    return directory / f'v{version:06d}'
+
+
+def parse_version(path: pathlib.Path) -> int | None:
+    """The version that the name of a directory stands for; None for any other name."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
+def list_versions(directory: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Complete versions by number, lowest first; none where the directory is missing."""
+    found = {parse_version(path): path for path in directory.glob('v*') if (path / MANIFEST).exists()}
+    return {version: found[version] for version in sorted(v for v in found if v is not None)}
+
+
+@contextlib.contextmanager
+def keep_while_read(directory: pathlib.Path) -> Iterator[bytes]:
+    """Yields the content of the manifest, and keeps `remove_unread` of any process from the directory meanwhile.
+
+    The kernel ends the lock when the reader dies. Where the file system has no locks, only the newest versions are
+    safe from removal.
+
+    Raises PublicationError where the directory is being removed, and at the end where another one took its name.
+    """
+    with (directory / MANIFEST).open('rb') as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PublicationError(f'{directory} is being removed: load a newer version') from None
+        except OSError:  # no locks there
+            pass
+        yield file.read()
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(directory / MANIFEST)):
+            raise PublicationError(f'{directory} was replaced while it was read: load it again')
+
+
+def remove_unread(directory: pathlib.Path) -> bool:
+    """Removes the directory of a version; False, and nothing done, while a process on this machine reads it."""
+    with (directory / MANIFEST).open('r+b') as file:  # NFS locks exclusively only what is open for writing
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # no locks there
+            pass
+        files.remove_directory(directory)
+    return True
