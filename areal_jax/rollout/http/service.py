@@ -60,6 +60,7 @@ class WeightsDirectory:
     """Weights to load: PublishedWeights.handle of an update. `digest` is set by whoever loads them."""
 
     path: str
+    label: str = ''  # weight version that was asked for; '' = that is said later
     digest: str = ''  # hash of their manifest; '' = the directory has none
 
 
@@ -102,7 +103,7 @@ class GenerationService:
         self._engine, self._clock, self._supervisor = engine, clock, supervisor
         self._version = engine.status().policy_version
         self._labels = {self._version: label}
-        self._directory = WeightsDirectory(model_path, digest)
+        self._directory = WeightsDirectory(model_path, label, digest)
         self._staged: tuple[int, WeightsDirectory] | None = None
         self._updating = False
         self._pause: ServerPause | None = None
@@ -168,7 +169,7 @@ class GenerationService:
         del self._open[submission.request.request_id]
         if not self._open:
             self._emptied.set()
-        submission.deliver(Delivery(pieces, running.finish_reason, _matched(running), self._labels[self._version]))
+        submission.deliver(Delivery(pieces, running.finish_reason, running.matched, self._labels[self._version]))
 
     def _piece(self, segment: Segment) -> Piece:
         label = self._labels[segment.policy_version]
@@ -208,11 +209,11 @@ class GenerationService:
         for submission in held:
             self._start(submission)
 
-    async def stage(self, path: str) -> None:
+    async def stage(self, path: str, label: str = '') -> None:
         """Loads the weights of a directory while decoding goes on; raises UpdateError for one that cannot be loaded."""
         self._require_no_update()
         self._updating, self._staged = True, None
-        version, directory = self._version + 1, WeightsDirectory(path)
+        version, directory = self._version + 1, WeightsDirectory(path, label)
         try:
             await self._engine.stage(PublishedWeights(version, '', directory))
         except Exception as error:  # the readers raise many types for damaged files; nothing was changed
@@ -303,12 +304,6 @@ class GenerationService:
 def _is_meant(name: str, names: Sequence[str]) -> bool:
     group, _, number = name.rpartition('_')
     return name in names or (number.isdigit() and group in names)
-
-
-def _matched(running: RunningRequest) -> int | str | None:
-    if running.finish_reason != 'stop':
-        return None
-    return int(running.tokens[-1])
 
 
 def _one_line(error: Exception) -> str:

@@ -31,7 +31,6 @@ from areal_jax.rollout.http.wire.exchange import (
 from areal_jax.tasks.chat_template import TokenizerError
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
 
-MOST_STOP_TOKENS = 4  # of a request, EOS ids included: rows.MAX_STOP_TOKENS, which needs jax
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}
 Result = TypeVar('Result')
 
@@ -125,12 +124,6 @@ class Bridge:
             raise RequestError(
                 call.prompt_field, f'{call.prompt_field} of {len(prompt)} tokens and {new} new '
                 f'ones do not fit the context of {self.context_tokens} tokens: shorten it or ask for fewer',
-            )  # fmt: skip
-        stops = self._stop_tokens(sampling)
-        if len(stops) > MOST_STOP_TOKENS:
-            raise RequestError(
-                'stop_token_ids', f'stop_token_ids={[*sampling.stop_tokens]}: with the EOS of the model more than '
-                f'{MOST_STOP_TOKENS}: use fewer',
             )  # fmt: skip
 
     def _stop_tokens(self, sampling: CallSampling) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     if not path:
         raise RequestError('model_path', "model_path='' names no directory: send one")
     try:
-        await _load(request, path)
+        await _load(request, path, label or '')
         await _swap(request, label, flush=flush, cancel=cancel)
     except UpdateError as error:
         return web.json_response({'success': False, 'message': str(error), 'num_paused_requests': 0}, status=400)
@@ -222,8 +222,8 @@ async def _resume(request: web.Request) -> None:
     await bridge.act('resume', lambda service: service.resume(), bridge.limits.reply_s)
 
 
-async def _load(request: web.Request, path: str) -> None:
-    await request.app[BRIDGE].act('stage', lambda service: service.stage(path))
+async def _load(request: web.Request, path: str, label: str = '') -> None:
+    await request.app[BRIDGE].act('stage', lambda service: service.stage(path, label))
 
 
 async def _swap(request: web.Request, label: str | None, *, flush: bool, cancel: bool) -> None:
