@@ -13,9 +13,9 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 from areal_jax import files, records
 
 FILE = 'events.jsonl'  # in the workdir
-# 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside training nor
-# `audit`; 1: no event `log`, each start counts its runs from 0
-VERSION = 4
+# 4: no engines in other processes; 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither
+# evaluation beside training nor `audit`; 1: no event `log`, each start counts its runs from 0
+VERSION = 5
 
 Draw = Annotated[int, 'number of the draw: the position of the prompt in the stream, unique in the run']
 Sample = Annotated[int, 'index of the answer in its group, from 0']
@@ -148,7 +148,7 @@ class FinishEvent(Header):
     draw: Draw
     sample: Sample
     tokens: Annotated[int, 'tokens of the answer']
-    reason: Annotated[str, 'why it ended: stop, length, cancelled']
+    reason: Annotated[str, 'why it ended: stop, length, cancelled; lost: no engine finished it']
     versions: Annotated[list[int], 'policy version of each segment']
 
 
@@ -193,7 +193,7 @@ class DropEvent(Header):
 
     kind: Literal['drop']
     draw: Draw
-    reason: Annotated[str, 'over_age, verifier_failed, cancelled, equal_rewards']
+    reason: Annotated[str, 'over_age, verifier_failed, cancelled, equal_rewards, engine_lost']
     detail: Annotated[str, 'further words on the reason, or empty']
 
 
@@ -333,6 +333,69 @@ class LeaveEvent(Header):
 
     kind: Literal['leave']
     engine: Engine
+    reason: NotRequired[Annotated[str, 'why; from version 5 of the log on']]
+
+
+class RegisterEvent(Header):
+    """The pool learned of an engine in another process."""
+
+    kind: Literal['register']
+    engine: Engine
+    incarnation: Annotated[int, 'counts the starts of the engine of this name, from 1']
+    url: Annotated[str, 'where it serves']
+
+
+class EngineStateEvent(Header):
+    """An engine in another process changed its state in the pool."""
+
+    kind: Literal['engine_state']
+    engine: Engine
+    state: Annotated[
+        str,
+        'registered, syncing (weights are on their way), probing, serving, draining (gets no further requests), '
+        'unknown (it does not answer, or may hold either of two versions), quarantined (what it said was wrong), gone; '
+        'only a serving one gets requests',
+    ]
+    reason: Annotated[str, 'why']
+
+
+class StageEvent(Header):
+    """A part of the commit of a version on an engine in another process ended; `load` tells that it is complete."""
+
+    kind: Literal['stage']
+    engine: Engine
+    version: PolicyVersion
+    phase: Annotated[Literal['stage', 'swap', 'acknowledge'], 'which part']
+    outcome: Annotated[Literal['done', 'refused', 'unknown'], 'how it ended']
+    seconds: Annotated[float, 'clock seconds that it took']
+
+
+class ProbeEvent(Header):
+    """The answer of an engine to a probe was compared with the log-probs of the learner."""
+
+    kind: Literal['probe']
+    engine: Engine
+    version: PolicyVersion
+    outcome: Annotated[Literal['passed', 'failed', 'undecided'], 'undecided: the learner has other weights by now']
+    detail: Annotated[str, 'what was found']
+
+
+class MoveEvent(Header):
+    """A request goes on elsewhere, with the output received so far as its prefix."""
+
+    kind: Literal['move']
+    request: Request
+    from_engine: Annotated[str, 'engine that it leaves']
+    tokens: Annotated[int, 'tokens of the answer received so far; none is lost']
+    attempt: Annotated[int, 'how often it was given up by an engine that failed; 0 where none did']
+    reason: Annotated[str, 'why']
+
+
+class FenceEvent(Header):
+    """Whatever an engine still does with earlier requests was ended, before it gets others."""
+
+    kind: Literal['fence']
+    engine: Engine
 
 
 class ErrorEvent(Header):
@@ -347,7 +410,8 @@ Event = (
     | InterruptEvent | LoadEvent | FinishEvent | RewardEvent | AuditEvent | BufferEvent | ConsumeEvent | DropEvent
     | PublishEvent | RunStartEvent | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
-    | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent | ErrorEvent
+    | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent
+    | RegisterEvent | EngineStateEvent | StageEvent | ProbeEvent | MoveEvent | FenceEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

@@ -31,3 +31,7 @@ class FailureCount:
                 f'{name}, ended in: {", ".join(sorted(set(labels)))}. The warnings above say what the scorer did: mend '
                 'it, or raise task.verifier_deadline_s or task.verifier_memory_mb if it needs more'
             )
+
+
+class RequestLostError(RuntimeError):
+    """No engine finished a request; the iteration over a generation raises it, and the group is dropped."""

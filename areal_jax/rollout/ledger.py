@@ -1,4 +1,4 @@
-"""The open requests of a pool with their indices: by id, by group and by engine; used by pool.py.
+"""The open requests of a pool with their indices: by id, by group and by engine; used by pool.py and server_pool.py.
 
 Every operation takes constant time in the number of open requests, and O(log engines) to keep the engines ranked.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 from areal_jax.types import GenerationRequest
@@ -29,19 +30,61 @@ class _Group:
     requests: int = 0  # open ones
 
 
+@dataclasses.dataclass(eq=False)
+class _Load:
+    """Of one engine."""
+
+    number: int  # in the order of joining: of equally loaded engines the first is chosen
+    outstanding: int = 0  # tokens
+    speed: float = 1.0  # relative to the other engines
+    is_routed: bool = True  # whether new requests may go there
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.outstanding / self.speed, self.number
+
+
 class Ledger:
     """Which request is open on which engine, and how many tokens each engine may still have to generate."""
 
-    def __init__(self, engines: Iterable[str]):
-        self._names = list(engines)
-        self._index = {name: index for index, name in enumerate(self._names)}
-        self._outstanding = [0] * len(self._names)
-        self._ranking = [(0, index) for index in range(len(self._names))]  # (outstanding tokens, engine), ascending
+    def __init__(self, engines: Iterable[str] = ()):
+        self._numbers = itertools.count()
+        self._loads: dict[str, _Load] = {}
+        self._ranking: list[tuple[float, int, str]] = []  # (outstanding tokens / speed, number, engine), ascending
         self._entries: dict[str, Entry] = {}  # by request id, in the order of arrival
         self._groups: dict[tuple[int, int], _Group] = {}
+        for name in engines:
+            self.add_engine(name)
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def add_engine(self, name: str) -> None:
+        """From now on new requests may go there; an engine that was withdrawn keeps its entries."""
+        load = self._loads.setdefault(name, _Load(next(self._numbers)))
+        self._unrank(name, load)
+        load.is_routed = True
+        self._rank(name, load)
+
+    def withdraw_engine(self, name: str) -> None:
+        """No new request goes there; what is open there stays."""
+        load = self._loads[name]
+        self._unrank(name, load)
+        load.is_routed = False
+
+    def remove_engine(self, name: str) -> None:
+        """Forgets the engine; raises RuntimeError where it has outstanding tokens."""
+        self.withdraw_engine(name)
+        if self._loads[name].outstanding:
+            raise RuntimeError(f'{name} is removed with {self._loads[name].outstanding} outstanding tokens')
+        del self._loads[name]
+
+    def set_speed(self, name: str, speed: float) -> None:
+        """`speed` > 0 in any unit that all engines share; each has 1.0 at first."""
+        load = self._loads[name]
+        self._unrank(name, load)
+        load.speed = speed
+        self._rank(name, load)
 
     def entries(self) -> list[Entry]:
         """The open requests, first come first."""
@@ -49,16 +92,19 @@ class Ledger:
 
     def outstanding(self) -> dict[str, int]:
         """Outstanding tokens by engine."""
-        return dict(zip(self._names, self._outstanding, strict=True))
+        return {name: load.outstanding for name, load in self._loads.items()}
+
+    def is_routed(self, name: str) -> bool:
+        return name in self._loads and self._loads[name].is_routed
 
     def engine_of_group(self, request: GenerationRequest) -> str | None:
         """Where an open request of the same group is."""
         group = self._groups.get((request.seed, request.draw))
         return None if group is None else group.engine
 
-    def least_outstanding(self) -> str:
-        """The engine with the fewest outstanding tokens; of equal ones the first."""
-        return self._names[self._ranking[0][1]]
+    def least_outstanding(self, avoid: str = '') -> str | None:
+        """The engine with the fewest outstanding tokens for its speed, not `avoid`; None where there is no other."""
+        return next((name for _, _, name in self._ranking if name != avoid), None)
 
     def open(self, request: GenerationRequest, engine: str) -> Entry:
         """Notes that the engine has the request. Raises RuntimeError for a request that is open already."""
@@ -95,7 +141,16 @@ class Ledger:
 
     def _add(self, engine: str, tokens: int) -> None:
         """Changes the outstanding tokens of an engine and its place in the ranking."""
-        index = self._index[engine]
-        del self._ranking[bisect.bisect_left(self._ranking, (self._outstanding[index], index))]
-        self._outstanding[index] += tokens
-        bisect.insort(self._ranking, (self._outstanding[index], index))
+        load = self._loads[engine]
+        self._unrank(engine, load)
+        load.outstanding += tokens
+        self._rank(engine, load)
+
+    def _unrank(self, name: str, load: _Load) -> None:
+        place = bisect.bisect_left(self._ranking, (*load.rank, name))
+        if place < len(self._ranking) and self._ranking[place][2] == name:
+            del self._ranking[place]
+
+    def _rank(self, name: str, load: _Load) -> None:
+        if load.is_routed:
+            bisect.insort(self._ranking, (*load.rank, name))

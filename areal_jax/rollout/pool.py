@@ -79,6 +79,7 @@ class Pool:
         ledger = self._ledger if request.version is None else self._pinned_ledger
         name = prefer if prefer in self._engines else ledger.engine_of_group(request)
         name = name or ledger.least_outstanding()
+        assert name is not None  # the engines of a process stay
         if request.version is None:
             self._log.write('route', request=request.request_id, draw=request.draw, sample=request.sample, engine=name)
         generation = self._engines[name].generate(request)

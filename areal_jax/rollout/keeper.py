@@ -1,0 +1,257 @@
+"""Keeps one engine in another process at the newest version: brings it into service and back after it failed.
+
+server_pool.py starts one keeper for each engine. The commit of a version has three parts: the engine stages the weights
+while it decodes, swaps them in between two dispatches, and acknowledges by telling what it holds. After an outcome that
+is not known nothing is sent to the engine but the question what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+
+from areal_jax.control.events import EventLog
+from areal_jax.protocols import Clock
+from areal_jax.rollout.member import Member
+from areal_jax.rollout.probe import ProbeError, Score, answer_probe, compare, make_probe
+from areal_jax.rollout.remote_engine import HeldWeights, RefusedError, RemoteError
+from areal_jax.rollout.server_settings import ServerSettings
+from areal_jax.types import PublishedWeights, concatenate
+
+Result = TypeVar('Result')
+_Phase = Literal['stage', 'swap', 'acknowledge']
+
+
+class PoolSide(Protocol):
+    """What a keeper tells the pool, and asks it for."""
+
+    @property
+    def target(self) -> PublishedWeights:
+        """The weights that every engine shall decode with."""
+        ...
+
+    async def wait_running(self) -> None:
+        """Returns while the pool is not paused."""
+        ...
+
+    def admit(self, member: Member) -> None:
+        """The engine holds the newest version and has answered its probe."""
+        ...
+
+    def withdraw(self, member: Member, state: Literal['syncing', 'unknown', 'quarantined'], reason: str) -> None:
+        """The engine gets no requests, and those that it has go elsewhere."""
+        ...
+
+    def note_settled(self, member: Member) -> None:
+        """The engine has acknowledged or refused the version `member.settled_version`."""
+        ...
+
+    def note_healthy(self, member: Member) -> None:
+        """The engine has just answered."""
+        ...
+
+    def remove(self, name: str, reason: str) -> None:
+        """The engine is gone; requests that it has go elsewhere. Ends its keeper."""
+        ...
+
+
+class Keeper:
+    """One coroutine for one engine."""
+
+    def __init__(
+        self, member: Member, pool: PoolSide, clock: Clock, log: EventLog, settings: ServerSettings, score: Score
+    ):
+        self._member, self._pool, self._clock, self._log = member, pool, clock, log
+        self._settings, self._score = settings, score
+        self._probes = 0
+
+    async def run(self) -> None:
+        member = self._member
+        while member.state != 'gone':
+            if member.is_leaving:
+                await self._drain()
+            elif member.state in ('unknown', 'quarantined'):
+                await self._recover()
+            elif member.version != self._pool.target.version:
+                await self._commit(self._pool.target)
+            elif not member.is_probed:
+                await self._probe()
+            elif member.state != 'serving':
+                self._pool.admit(member)
+            else:
+                await self._watch()
+
+    async def _wait(self, seconds: float) -> bool:
+        """Whether there is news within so many seconds."""
+        self._member.news.clear()
+        return await self._clock.wait(self._member.news, seconds)
+
+    # The commit of a version.
+
+    async def _commit(self, target: PublishedWeights) -> None:
+        member, settings = self._member, self._settings
+        if member.state == 'registered':
+            member.change_state('syncing', f'version {target.version} is on its way')
+        member.reading = target.version
+        try:
+            await self._do('stage', target, lambda: member.engine.stage(target), settings.stage_s)
+            await self._pool.wait_running()
+            if member.state in ('unknown', 'quarantined') or self._pool.target.version != target.version:
+                return
+            member.swapping_to = target.version
+            try:
+                swap = member.engine.swap
+                member.pause_s = await self._do('swap', target, lambda: swap(target.version), settings.swap_s)
+            finally:
+                member.swapping_to = None
+                member.swapped.set()
+            held = await self._do('acknowledge', target, member.engine.ask, settings.ask_s)
+        except RefusedError as error:
+            member.reading = None
+            await self._note_refusal(target, str(error))
+        except RemoteError as error:
+            self._pool.withdraw(member, 'unknown', str(error))
+        else:
+            self._acknowledge(held, target)
+
+    async def _do(
+        self, phase: _Phase, target: PublishedWeights, start: Callable[[], Coroutine[object, object, Result]],
+        deadline_s: float,
+    ) -> Result:  # fmt: skip
+        began_s, outcome = self._clock.now(), 'unknown'
+        try:
+            result = await self._member.act(f'{phase} of version {target.version}', start, deadline_s)
+            outcome = 'done'
+        except RefusedError:
+            outcome = 'refused'
+            raise
+        finally:
+            seconds, name = self._clock.now() - began_s, self._member.name
+            fields = {'phase': phase, 'outcome': outcome, 'seconds': seconds}
+            self._log.write('stage', name, engine=name, version=target.version, **fields)
+        return result
+
+    def _acknowledge(self, held: HeldWeights, target: PublishedWeights) -> None:
+        member = self._member
+        if not _holds(held, target):
+            reason = f'it was given {_describe(target)} and says that it holds {_describe(held)}'
+            self._pool.withdraw(member, 'quarantined', reason)
+            return
+        member.version = member.settled_version = target.version
+        member.reading = None
+        fields = {'version': target.version, 'pause_seconds': member.pause_s}
+        self._log.write('load', member.name, engine=member.name, **fields)
+        self._pool.note_settled(member)
+
+    async def _note_refusal(self, target: PublishedWeights, reason: str) -> None:
+        """The engine goes on with what it holds while that is young enough, and is asked again."""
+        member = self._member
+        behind = target.version - (-1 if member.version is None else member.version)
+        if member.state == 'serving' and behind > self._settings.max_versions_behind:
+            self._pool.withdraw(member, 'syncing', f'it is {behind} versions behind: {reason}')
+        member.settled_version = target.version
+        self._pool.note_settled(member)
+        await self._wait(self._settings.retry_s)
+
+    # The probe.
+
+    async def _probe(self) -> None:
+        member, probe, version = self._member, self._settings.probe, self._member.version
+        if probe is None:
+            member.is_probed = True
+            return
+        assert version is not None
+        member.change_state('probing', f'version {version} is in use')
+        self._probes += 1
+        request = make_probe(probe, self._probes)
+        try:
+            segments = await member.act('probe', lambda: answer_probe(member, request, version), self._settings.probe_s)
+        except ProbeError as error:
+            await self._note_failed_probe(version, f'it answered with {error}')
+            return
+        except RemoteError as error:
+            member.engine.cancel(request.request_id)
+            self._pool.withdraw(member, 'unknown', str(error))
+            return
+        tokens = concatenate([segment.tokens for segment in segments], np.int32)
+        reference = await self._score(version, request.prompt_tokens, tokens)
+        if reference is None:
+            self._log_probe(version, 'undecided', 'the learner has other weights by now')
+            await self._wait(self._settings.retry_s)
+        elif (difference := compare(segments, reference)) <= probe.max_difference:  # False for NaN
+            self._log_probe(version, 'passed', f'log-probs differ by {difference:.3g} at most')
+            member.is_probed = True
+        else:
+            text = f"its log-probs differ from the learner's by {difference:.3g}, allowed are {probe.max_difference:g}"
+            await self._note_failed_probe(version, text)
+
+    async def _note_failed_probe(self, version: int, detail: str) -> None:
+        self._log_probe(version, 'failed', detail)
+        assert self._settings.probe is not None
+        self._pool.withdraw(self._member, 'quarantined', f'the probe failed: {detail}')
+        await self._wait(self._settings.probe.again_s)
+
+    def _log_probe(self, version: int, outcome: str, detail: str) -> None:
+        name = self._member.name
+        self._log.write('probe', name, engine=name, version=version, outcome=outcome, detail=detail)
+
+    # While it serves, after it failed, and when it leaves.
+
+    async def _watch(self) -> None:
+        """One look at a serving engine: after so many seconds, or because a request failed."""
+        member, settings = self._member, self._settings
+        if not member.is_suspect and await self._wait(settings.health_every_s) and not member.is_suspect:
+            return
+        if member.state != 'serving' or member.is_leaving or member.version != self._pool.target.version:
+            return
+        try:
+            held = await member.act('health check', member.engine.ask, settings.ask_s)
+        except RemoteError as error:
+            member.missed_checks += 1
+            if member.missed_checks >= settings.max_failures:
+                self._pool.withdraw(member, 'unknown', str(error))
+            else:
+                await self._wait(settings.retry_s)
+            return
+        if member.state != 'serving':
+            return
+        if not _holds(held, self._pool.target):
+            reason = f'it says that it holds {_describe(held)}, and {_describe(self._pool.target)} was loaded'
+            self._pool.withdraw(member, 'unknown', reason)
+            return
+        member.missed_checks, member.is_suspect = 0, False
+        self._pool.note_healthy(member)
+
+    async def _recover(self) -> None:
+        """Asks what the engine holds until it says so, and ends what it still does."""
+        member, settings = self._member, self._settings
+        await self._wait(settings.retry_s)
+        try:
+            held = await member.act('question what it holds', member.engine.ask, settings.ask_s)
+            await member.act('fence', member.engine.fence, settings.ask_s)
+        except RemoteError:
+            return
+        self._log.write('fence', member.name, engine=member.name)
+        member.missed_checks = member.failed_requests = 0
+        member.is_suspect, member.is_paused, member.reading = False, False, None
+        target = self._pool.target
+        member.version = target.version if _holds(held, target) else None
+        member.change_state('syncing', f'it answers and holds {_describe(held)}')
+
+    async def _drain(self) -> None:
+        member = self._member
+        end_s = self._clock.now() + self._settings.drain_s
+        while member.requests and self._clock.now() < end_s and member.state == 'draining':
+            await self._wait(end_s - self._clock.now())
+        self._pool.remove(member.name, 'it left')
+
+
+def _holds(held: HeldWeights, target: PublishedWeights) -> bool:
+    return held.version == target.version and held.manifest_hash in (None, target.manifest_hash)
+
+
+def _describe(weights: HeldWeights | PublishedWeights) -> str:
+    digest = f' ({weights.manifest_hash})' if weights.manifest_hash else ''
+    return f'version {weights.version}{digest}'

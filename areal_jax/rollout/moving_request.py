@@ -1,0 +1,96 @@
+"""A request that goes on elsewhere when its engine fails: what was received of it, and the iterator that delivers it.
+
+server_pool.py places and ends it; workflows iterate over it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+
+import numpy as np
+
+from areal_jax.protocols import Clock
+from areal_jax.rollout.ledger import Entry
+from areal_jax.types import LARGEST_LOGPROB, EngineFinish, GenerationRequest, Segment
+
+
+class MovingRequest:
+    """Implements protocols.Generation; `engine` is the last one that it was sent to, '' before the first."""
+
+    def __init__(self, request: GenerationRequest, clock: Clock):
+        self.request = request
+        self.engine = ''
+        self.finish_reason: EngineFinish | None = None
+        self.attempts = 0  # engines that failed it
+        self.entry: Entry | None = None  # in the ledger, while an engine has it
+        self.pump: asyncio.Task[None] | None = None  # takes what the engine delivers
+        self.lowest_version = 0  # that the engine can generate with since it has the request
+        self.taken_here = 0  # tokens from the engine that has it
+        self.received_tokens = sum(len(segment.tokens) for segment in request.prefix)
+        self._received = list(request.prefix)
+        self._undelivered: collections.deque[Segment] = collections.deque()
+        self._error: Exception | None = None
+        self._clock, self._news = clock, clock.event(f'segments of request {request.request_id}')
+
+    def take(self, segment: Segment) -> None:
+        self.received_tokens += len(segment.tokens)
+        self.taken_here += len(segment.tokens)
+        self._received.append(segment)
+        self._undelivered.append(segment)
+        self._news.set()
+
+    def end(self, reason: EngineFinish) -> None:
+        self.finish_reason = reason
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """The iteration raises the error, after what was received."""
+        self._error = error
+        self._news.set()
+
+    def rest(self) -> GenerationRequest:
+        """The request with everything received as its prefix."""
+        return dataclasses.replace(self.request, prefix=tuple(self._received))
+
+    def end_in_received(self) -> EngineFinish | None:
+        """How the answer ended where its last token was received and the end was not."""
+        sampling = self.request.sampling
+        if self._received and int(self._received[-1].tokens[-1]) in sampling.stop_tokens:
+            return 'stop'
+        return 'length' if self.room_tokens <= 0 else None
+
+    @property
+    def room_tokens(self) -> int:
+        """How many more tokens the answer may have."""
+        return self.request.sampling.max_new_tokens - self.received_tokens
+
+    def __aiter__(self) -> MovingRequest:
+        return self
+
+    async def __anext__(self) -> Segment:
+        while not self._undelivered:
+            if self._error is not None:
+                raise self._error
+            if self.finish_reason is not None:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._clock.wait(self._news)
+        return self._undelivered.popleft()
+
+
+def find_fault(segment: Segment, lowest_version: int, highest_version: int, room_tokens: int) -> str:
+    """What is wrong with a segment that came from elsewhere, '' for nothing.
+
+    The engine was given the versions from the lowest to the highest since it has the request.
+    """
+    tokens, logprobs = np.asarray(segment.tokens), np.asarray(segment.behavior_logprobs)
+    if tokens.ndim != 1 or not len(tokens) or logprobs.shape != tokens.shape:
+        return f'tokens of the shape {tokens.shape} with log-probs of the shape {logprobs.shape}'
+    if not lowest_version <= segment.policy_version <= highest_version:
+        return f'tokens of version {segment.policy_version}, and it was given {lowest_version} to {highest_version}'
+    if len(tokens) > room_tokens:
+        return f'{len(tokens)} tokens where {room_tokens} were left'
+    sound = np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB)
+    return '' if sound.all() else f'the log-prob {logprobs[~sound][0]}'

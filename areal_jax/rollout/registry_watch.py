@@ -1,0 +1,85 @@
+"""Tells the pool which servers there are, from what the registry says at each look.
+
+app/ gives it the function that reads the registry, or the list of rollout.urls, and the one that makes a client.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from areal_jax import lanes
+from areal_jax.protocols import Clock
+from areal_jax.rollout.registry import ServerEntry
+from areal_jax.rollout.remote_engine import RemoteEngine
+from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.types import Work
+
+
+@dataclasses.dataclass
+class _Seen:
+    """A server at the last look."""
+
+    incarnation: int
+    heartbeat: int | None
+    beaten_s: float  # clock seconds of the look that saw the heartbeat change
+    is_gone: bool = False  # it said that it is leaving, or its entry is gone
+
+
+class RegistryWatch:
+    """One coroutine: looks every `every_s`, on the lane `registry`.
+
+    Args:
+      read: gives the entries; runs on the lane.
+      make_engine: the client of a server; it has the name of the entry.
+      patience_s: a server whose heartbeat does not change for so long gets no requests until it answers.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        pool: ServerPool,
+        read: Callable[[], Sequence[ServerEntry]],
+        make_engine: Callable[[ServerEntry], RemoteEngine],
+        *,
+        every_s: float = 1.0,
+        patience_s: float = 10.0,
+    ):
+        self._clock, self._pool, self._read, self._make_engine = clock, pool, read, make_engine
+        self._every_s, self._patience_s = every_s, patience_s
+        self._seen: dict[str, _Seen] = {}
+        self._never = clock.event('next look at the registry')
+
+    async def run(self) -> None:
+        """Looks for ever."""
+        while True:
+            entries = await self._clock.run(lanes.REGISTRY, self._read, Work('registry'))
+            for entry in entries:
+                self._note(entry)
+            names = {entry.name for entry in entries}
+            for name, seen in self._seen.items():
+                if name not in names and not seen.is_gone:
+                    seen.is_gone = True
+                    self._pool.leave(name, 'its entry in the registry is gone')
+            await self._clock.wait(self._never, self._every_s)
+
+    def _note(self, entry: ServerEntry) -> None:
+        now_s, seen = self._clock.now(), self._seen.get(entry.name)
+        if seen is None or entry.incarnation > seen.incarnation:
+            self._note_new(entry, now_s)
+            return
+        if entry.incarnation < seen.incarnation or seen.is_gone:
+            return
+        if entry.is_leaving:
+            seen.is_gone = True
+            self._pool.leave(entry.name, 'it says that it is leaving')
+        elif entry.heartbeat != seen.heartbeat:
+            seen.heartbeat, seen.beaten_s = entry.heartbeat, now_s
+        elif entry.heartbeat is not None and now_s - seen.beaten_s > self._patience_s:
+            self._pool.suspect(entry.name, f'no heartbeat for {now_s - seen.beaten_s:.1f} s')
+
+    def _note_new(self, entry: ServerEntry, now_s: float) -> None:
+        """An entry may be the rest of a dead server: it joins, and gets work when it has answered."""
+        self._seen[entry.name] = _Seen(entry.incarnation, entry.heartbeat, now_s, entry.is_leaving)
+        if not entry.is_leaving:
+            self._pool.join(self._make_engine(entry), entry.incarnation, entry.url)

@@ -1,0 +1,275 @@
+"""The engines of a run that are servers in other processes: they join, leave, die, hang and return while it goes on.
+
+The controller and the workflows use it like pool.Pool, whose engines are in this process and whose failures end the
+run. moving_request.py is a request here, member.py an engine, keeper.py brings engines into service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.protocols import Clock
+from areal_jax.rollout.keeper import Keeper
+from areal_jax.rollout.member import Member
+from areal_jax.rollout.moving_request import MovingRequest
+from areal_jax.rollout.placement import Placement
+from areal_jax.rollout.probe import Score
+from areal_jax.rollout.remote_engine import RemoteEngine, RemoteError
+from areal_jax.rollout.requirements import Requirement, require_capabilities
+from areal_jax.rollout.server_settings import ServerSettings
+from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
+
+_Withdrawn = Literal['syncing', 'unknown', 'quarantined']
+_Out = Literal['syncing', 'unknown', 'quarantined', 'gone']
+
+
+class ServerPool:
+    """Routes requests like pool.Pool, among the engines that serve, and weighs what is outstanding by their speed.
+
+    Implements protocols.Pool.
+
+    Args:
+      published: the weights that engines get first.
+      score: see probe.Score.
+      on_no_server: called with a sentence when no engine has served for `settings.no_server_s`.
+      requirements: what every engine must be able to do; `join` raises EngineError, naming it, where one cannot.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        log: EventLog,
+        supervisor: Supervisor,
+        settings: ServerSettings,
+        *,
+        published: PublishedWeights,
+        score: Score,
+        on_no_server: Callable[[str], None],
+        requirements: Sequence[Requirement] = (),
+    ):
+        self._clock, self._log, self._supervisor, self._settings = clock, log, supervisor, settings
+        self._score, self._on_no_server, self._requirements = score, on_no_server, requirements
+        self.target = published
+        self._members: dict[str, Member] = {}
+        self._placement = Placement(
+            clock, log, supervisor, members=self._members, max_retries=settings.max_retries,
+            distrust=lambda member, fault: self.withdraw(member, 'quarantined', fault), note_failure=self._note_failure,
+        )  # fmt: skip
+        self._is_paused = False
+        self._resumed = clock.event('pool: resumed')
+        self._settled = clock.event('pool: an engine has settled a version')
+        self._admitted = clock.event('pool: an engine serves')
+        self._emptied = clock.event('pool: the last serving engine is gone')
+
+    def start(self) -> None:
+        self._supervisor.start('pool: watch for an engine', self._watch_for_engine())
+
+    # Engines: called by whoever knows of servers (registry_watch.py).
+
+    def join(self, engine: RemoteEngine, incarnation: int, url: str) -> None:
+        """Takes in an engine; a later incarnation replaces an earlier one, and an earlier one is ignored."""
+        known = self._members.get(engine.name)
+        if known is not None:
+            if incarnation <= known.incarnation:
+                return
+            self.remove(engine.name, f'it was started again (incarnation {incarnation})')
+        require_capabilities([engine], self._requirements)
+        name = engine.name
+        self._log.write('register', name, engine=name, incarnation=incarnation, url=url)
+        member = self._members[name] = Member(engine, incarnation, self._clock, self._log, self._supervisor)
+        keeper = Keeper(member, self, self._clock, self._log, self._settings, self._score)
+        member.keeper = self._supervisor.start(f'{name}: keeper', keeper.run())
+
+    def leave(self, name: str, reason: str) -> None:
+        """The engine gets no further requests and is removed when it has none, or at the deadline of the settings."""
+        member = self._members.get(name)
+        if member is None or member.is_leaving:
+            return
+        if member.state != 'serving':
+            self.remove(name, reason)
+            return
+        member.is_leaving = True
+        self._stop_routing(member)
+        member.change_state('draining', reason)
+        member.news.set()
+        self._settled.set()
+
+    def remove(self, name: str, reason: str) -> None:
+        """The engine is gone; requests that it has go elsewhere. Nothing for an unknown name."""
+        member = self._members.pop(name, None)
+        if member is None:
+            return
+        self._give_up(member, 'gone', reason)
+        self._placement.remove_engine(member)
+        self._log.write('leave', name, engine=name, reason=reason)
+        if member.keeper is not None:
+            member.keeper.cancel()
+        self._supervisor.start(f'{name}: close', member.engine.close())
+
+    def suspect(self, name: str, reason: str) -> None:
+        """The engine is silent: it gets no requests until it answers."""
+        if (member := self._members.get(name)) is not None:
+            self.withdraw(member, 'unknown', reason)
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """What the engine generates is wrong: it gets no requests until it has answered another probe."""
+        if (member := self._members.get(name)) is not None:
+            self.withdraw(member, 'quarantined', reason)
+
+    def statuses(self) -> list[EngineStatus]:
+        return [member.engine.status() for member in self._members.values()]
+
+    def states(self) -> dict[str, str]:
+        return {name: member.state for name, member in self._members.items()}
+
+    # Requests.
+
+    def generate(self, request: GenerationRequest, prefer: str = '') -> MovingRequest:
+        return self._placement.generate(request, prefer)
+
+    def cancel_all(self, version: int | None = None) -> None:
+        if version is None:  # servers have no requests of a pinned version
+            self._placement.cancel_all()
+
+    def order(self) -> list[tuple[str, int, int]]:
+        return self._placement.order()
+
+    # Weights and pauses.
+
+    async def load_weights(self, published: PublishedWeights) -> float:
+        """Returns when every serving engine has acknowledged the version, refused it or is out of service.
+
+        An engine that is not at the version by then gets it from its keeper as soon as it can.
+        """
+        self.target = published
+        asked = [member for member in self._members.values() if member.state == 'serving']
+        for member in self._members.values():
+            member.news.set()
+        while any(one.state == 'serving' and one.settled_version != published.version for one in asked):
+            self._settled.clear()
+            await self._clock.wait(self._settled)
+        return max((one.pause_s for one in asked if one.version == published.version), default=0.0)
+
+    async def pin(self, published: PublishedWeights) -> None:
+        raise RuntimeError('servers keep no earlier versions; app/ refuses what needs them')
+
+    def unpin(self, version: int) -> None:
+        raise RuntimeError('servers keep no earlier versions; app/ refuses what needs them')
+
+    def pinned_versions(self) -> Sequence[int]:
+        """Those that an engine without an answer may still be reading."""
+        return tuple(dict.fromkeys(one.reading for one in self._members.values() if one.reading is not None))
+
+    async def pause(self) -> None:
+        self._is_paused = True
+        self._placement.hold()
+        self._resumed.clear()
+        members = [one for one in self._members.values() if one.state in ('serving', 'draining')]
+        done = self._clock.event('pause of every engine')
+        left = len(members)
+
+        async def pause(member: Member) -> None:
+            nonlocal left
+            await self._pause_member(member)
+            left -= 1
+            if not left:
+                done.set()
+
+        for member in members:
+            self._supervisor.start(f'{member.name}: pause', pause(member))
+        if members:
+            await self._clock.wait(done)
+
+    async def _pause_member(self, member: Member) -> None:
+        while member.swapping_to is not None:
+            member.swapped.clear()
+            await self._clock.wait(member.swapped)
+        if member.state not in ('serving', 'draining'):
+            return
+        try:
+            member.is_paused = True
+            await member.act('pause', member.engine.pause, self._settings.pause_s)
+        except RemoteError as error:
+            self.withdraw(member, 'unknown', str(error))
+
+    def resume(self) -> None:
+        self._is_paused = False
+        for member in self._members.values():
+            if member.is_paused and member.state in ('serving', 'draining'):
+                member.is_paused = False
+                member.engine.resume()
+        self._resumed.set()
+        self._placement.release()
+
+    # What keepers call; keeper.PoolSide has the docstrings.
+
+    async def wait_running(self) -> None:
+        while self._is_paused:
+            await self._clock.wait(self._resumed)
+
+    def admit(self, member: Member) -> None:
+        status = member.engine.status()
+        fields = {'version': member.version, 'devices': list(status.devices)}
+        self._log.write('join', member.name, engine=member.name, **fields)
+        member.change_state('serving', 'it holds the newest version')
+        member.settled_version = self.target.version
+        self._admitted.set()
+        self._placement.add_engine(member)
+
+    def withdraw(self, member: Member, state: _Withdrawn, reason: str) -> None:
+        if member.state in (state, 'gone'):
+            return
+        self._give_up(member, state, reason)
+        member.is_probed = member.is_probed and state == 'syncing'
+        member.news.set()
+
+    def note_settled(self, member: Member) -> None:
+        self._settled.set()
+
+    def note_healthy(self, member: Member) -> None:
+        self._placement.add_engine(member)
+
+    def _note_failure(self, member: Member, reason: str) -> None:
+        """Of a request. Others go elsewhere until the keeper has asked the engine how it is."""
+        member.failed_requests += 1
+        if member.failed_requests >= self._settings.max_failures:
+            self.withdraw(
+                member, 'quarantined', f'{member.failed_requests} requests in a row failed, the last: {reason}'
+            )
+        elif member.state == 'serving':
+            member.is_suspect = True
+            self._placement.withdraw_engine(member)
+            member.news.set()
+
+    def _give_up(self, member: Member, state: _Out, reason: str) -> None:
+        self._stop_routing(member)
+        member.change_state(state, reason)
+        if state != 'syncing':
+            member.interrupt()
+        self._placement.move_all(member, reason, is_failure=state in ('unknown', 'quarantined'))
+        self._settled.set()
+
+    def _stop_routing(self, member: Member) -> None:
+        self._placement.withdraw_engine(member)
+        if not any(one.state == 'serving' and one is not member for one in self._members.values()):
+            self._admitted.clear()
+            self._emptied.set()
+
+    async def _watch_for_engine(self) -> None:
+        while True:
+            if await self._clock.wait(self._admitted, self._settings.no_server_s):
+                while self._admitted.is_set():
+                    self._emptied.clear()
+                    await self._clock.wait(self._emptied)
+            else:
+                self._on_no_server(
+                    f'no server has served for {self._settings.no_server_s:g} s (run.stall_timeout_s): '
+                    f'{self._describe()}; see their logs'
+                )
+                return
+
+    def _describe(self) -> str:
+        return ', '.join(f'{name} is {state}' for name, state in self.states().items()) or 'none has registered'
