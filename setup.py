@@ -22,7 +22,7 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     python_requires='>=3.11',
-    packages=find_packages(include=['areal_jax', 'areal_jax.*']),
+    packages=find_packages(include=['areal_jax', 'areal_jax.*', 'launch']),
     install_requires=[
         'jax>=0.10.2,<0.13',
         'flax>=0.12.8',

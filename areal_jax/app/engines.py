@@ -21,6 +21,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
+from areal_jax.publication.versions import find_directory
 from areal_jax.rollout import requirements
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
@@ -41,7 +42,7 @@ def build_channel(
     if config.publication.channel == 'device':
         # engines that share a device decode with the copy that the channel holds there
         return DeviceChannel(allocation.engines[0][0] if allocation.engine_shares(0) else None, verify=verify)
-    directory = pathlib.Path(config.publication.directory or workdir / 'publication')
+    directory = find_directory(config.publication.directory, workdir)
     return FilesChannel(directory, model.decoder.config, verify=verify, companions=build_companions(workdir, model))
 
 

@@ -19,6 +19,11 @@ MANIFEST = 'manifest.json'
 _NAME = re.compile(r'v(\d{6,})')
 
 
+def find_directory(named: str, workdir: pathlib.Path) -> pathlib.Path:
+    """Where the versions of a run are; `named` is its publication.directory."""
+    return pathlib.Path(named or workdir / 'publication')
+
+
 def version_path(directory: pathlib.Path, version: int) -> pathlib.Path:
     return directory / f'v{version:06d}'
 

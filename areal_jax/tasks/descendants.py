@@ -1,4 +1,6 @@
-"""Finds the processes that a scorer started, through Linux's /proc, and ends them. Used by worker.py and process.py.
+"""Finds the processes that a program started, through Linux's /proc, and ends them.
+
+worker.py and process.py use it for scorers, launch/ for servers and trainers.
 
 A process that left its session (setsid) or whose parent has ended (a daemon) is still found: the worker is the
 subreaper of its descendants, and each carries the worker's mark in its environment. Without /proc nothing
@@ -54,9 +56,9 @@ def list_descendants(root: int) -> list[Process]:
     return found
 
 
-def list_marked(mark: str) -> list[Process]:
-    """Living processes that were started with MARK=mark in their environment, and their forks."""
-    entry = f'{MARK}={mark}'.encode()
+def list_marked(mark: str, variable: str = MARK) -> list[Process]:
+    """Living processes that were started with variable=mark in their environment, and their forks."""
+    entry = f'{variable}={mark}'.encode()
     return [process for process in _list_processes() if entry in _read_proc(process.pid, 'environ').split(b'\0')]
 
 

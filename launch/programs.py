@@ -1,0 +1,131 @@
+"""A program under a keeper, and a server that is started again when it dies. Used by supervisor.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from areal_jax.tasks.descendants import end_processes, list_marked
+from launch.keeper import SIGNALLED, describe_code
+from launch.wakeups import STOPS
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_STEADY_S = 60.0  # a server that lived so long has started well
+_MOST_FAILURES = 5  # in a row, of a server that ends by itself
+_LONGEST_PAUSE_S = 30.0  # before a restart
+_KEEPER_S = 10.0  # for a keeper to kill what it keeps, and for what is left when the keeper itself was killed
+_MARK = 'AREAL_JAX_PROGRAM'  # environment variable: which program a process descends from
+
+
+def say(sentence: str) -> None:
+    """On the terminal, which may be closed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(sentence, flush=True)
+
+
+class Program:
+    """A running command; its output goes to `log`, or where this process's output goes."""
+
+    def __init__(self, command: Sequence[str], log: IO[bytes] | None = None):
+        path = os.pathsep.join(entry for entry in (str(_ROOT), os.environ.get('PYTHONPATH', '')) if entry)
+        self._mark = secrets.token_hex(8)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until the keeper has handlers
+        self._keeper = subprocess.Popen(
+            [sys.executable, '-m', 'launch.keeper', *command],
+            stdin=subprocess.PIPE,  # closed by the kernel when this process dies
+            stdout=log,
+            stderr=log,
+            env={**os.environ, 'PYTHONPATH': path, _MARK: self._mark},  # the same copy of this package
+            start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
+        )
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def poll(self) -> int | None:
+        """The exit code, 128 + number after a signal; None while it runs."""
+        code = self._keeper.poll()
+        if code is None or code >= 0:
+            return code
+        self._end_what_is_left()
+        return SIGNALLED - code
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends the signal to the command; nothing where it has ended."""
+        self._keeper.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends the command and all that it started, at once; returns when they are gone."""
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(OSError):
+            self._keeper.stdin.close()
+        try:
+            self._keeper.wait(_KEEPER_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+            self._end_what_is_left()
+
+    def _end_what_is_left(self) -> None:
+        """Kills the descendants of a keeper that was killed."""
+        end_processes(lambda: list_marked(self._mark, _MARK), _KEEPER_S)
+
+
+class Server:
+    """A server that is started again when it dies.
+
+    One that a signal ended is started again always, one that ends by itself at most _MOST_FAILURES times in a row. One
+    that ends with code 0 was told to stop and stays away.
+
+    Args:
+      make_command: the command of the next start; None = it cannot be started yet.
+      log: its output is appended to this file.
+    """
+
+    def __init__(self, name: str, make_command: Callable[[], Sequence[str] | None], log: pathlib.Path):
+        self.name, self._make_command, self._log = name, make_command, log
+        self.program: Program | None = None
+        self.is_over = False  # it will not be started again
+        self._started_s = self._due_s = time.monotonic()
+        self._deaths = self._failures = 0  # in a row
+
+    def look(self) -> None:
+        """Notices the end of the program, and starts it when it is due."""
+        if self.program is not None and (code := self.program.poll()) is not None:
+            self._note_end(code)
+        if self.program is None and not self.is_over and time.monotonic() >= self._due_s:
+            self._start()
+
+    def _start(self) -> None:
+        command = self._make_command()
+        if command is None:
+            return
+        with self._log.open('ab') as log:
+            log.write(f'--- {" ".join(command)}\n'.encode())
+            log.flush()
+            self.program = Program(command, log)
+        self._started_s = time.monotonic()
+
+    def _note_end(self, code: int) -> None:
+        self.program = None
+        lived_s = time.monotonic() - self._started_s
+        if lived_s >= _STEADY_S:
+            self._deaths = self._failures = 0
+        self._deaths += 1
+        self._failures += code < SIGNALLED
+        end = f'server {self.name} {describe_code(code)} after {lived_s:.0f} s'
+        self.is_over = code == 0 or self._failures >= _MOST_FAILURES
+        if code == 0:
+            say(f'{end}: it was told to stop')
+        elif self.is_over:
+            say(f'{end}, {self._failures} failures in a row: it is not started again; see {self._log}')
+        else:
+            pause_s = min(2.0 ** (self._deaths - 1), _LONGEST_PAUSE_S)
+            self._due_s = time.monotonic() + pause_s
+            say(f'{end}: it is started again in {pause_s:.0f} s; see {self._log}')
