@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,16 +24,16 @@ API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by e
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, bind, build, serve; returns the exit code."""
-    from areal_jax.app.command_line import CommandLineError, parse_command
-    from areal_jax.app.evaluation_config import adapt_config
+    from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
     from areal_jax.app.extras import require_serving
     from areal_jax.app.noise import silence_libraries
 
     silence_libraries()
     values = _define_flags()
     command = parse_command(argv, values)
-    adapt_config(command.config, values.model, command.overrides)  # names a wrong model before jax is imported
     require_serving()
+    if values.workdir is not None:
+        require_workdir(values.workdir)
     if values.port is None:
         raise CommandLineError('--port is missing: give a number, e.g. --port=8000, or 0 for a free one')
 
@@ -56,6 +57,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         api_key=os.environ.get(API_KEY, ''),
         overrides=command.overrides,
         interrupts=interrupts,
+        workdir=None if values.workdir is None else pathlib.Path(values.workdir),
     )
     return ExitCode.FINISHED
 

@@ -8,7 +8,7 @@ import functools
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from ml_collections import config_dict
 
@@ -19,7 +19,7 @@ from areal_jax.app.engines import build_serving_backend, describe_caches, place_
 from areal_jax.app.evaluation_config import adapt_config
 from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import StopRequests
-from areal_jax.app.model import Model, build_model, describe_loading
+from areal_jax.app.model import Model, build_model, describe_loading, describe_model
 from areal_jax.app.origin import read_version
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
@@ -33,6 +33,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Event
 from areal_jax.publication.files import find_version, load_version
 from areal_jax.publication.versions import parse_version
+from areal_jax.rollout.http.server.heartbeat import Heartbeat
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
@@ -55,7 +56,7 @@ def serve_model(
     api_key: str = '',
     overrides: Collection[str] = (),
     interrupts: StopRequests | None = None,
-    announce: Callable[[str, LocalEngine], contextlib.AbstractContextManager[None]] | None = None,
+    workdir: pathlib.Path | None = None,
 ) -> None:
     """Serves until a stop is asked for; then answers under way have server.drain_timeout_s to end.
 
@@ -64,20 +65,74 @@ def serve_model(
       listener: the bound socket.
       model: see evaluate.evaluate_model; None = what config.model says.
       api_key: that clients must send; '' = none.
-      announce: gets the URL and the engine when requests are taken; its context ends when they are not any more.
+      workdir: of the run that the server registers with. Its config is that of the run, of which a server reads a
+        part, and `model` may be a version that the run has published.
 
     Raises UserError for what the user can mend.
     """
-    adapted = adapt_config(config, model, overrides)
-    if adapted.run.clock != 'real':
-        if 'run.clock' in overrides:
-            raise ConfigError(f'run.clock={adapted.run.clock!r}: a server needs the real clock; remove the setting')
-        adapted.run.clock = 'real'
+    adapted = adapt_server_config(config, model, overrides, of_run=workdir is not None)
     validate_evaluation(adapted)
     require_extras(adapted)
+    version = None if workdir is None or model is None else read_published(model)
     with contextlib.ExitStack() as parts:
-        server = _Server(TrackedConfig(adapted, overrides), listener, api_key, interrupts, parts)
-        server.run(announce)
+        tracked = TrackedConfig(adapted, () if workdir else overrides)
+        described = TrackedConfig(config) if version is not None else None
+        server = _Server(tracked, _Source(version, described), listener, api_key, interrupts, parts)
+        server.run(workdir)
+
+
+def adapt_server_config(
+    config: config_dict.ConfigDict, model: str | None, overrides: Collection[str], *, of_run: bool
+) -> config_dict.ConfigDict:
+    """The config of one server: one engine under the real clock, with the model of the command line.
+
+    Raises ConfigError for what a server cannot do; `of_run`: what the trainer alone uses may be set.
+    """
+    adapted = adapt_config(config, model, () if of_run else overrides)
+    engines = parse_engines(adapted.cluster.engines)
+    if engines.count != 1:
+        if not of_run:
+            raise ConfigError(
+                f'cluster.engines={adapted.cluster.engines!r} asks for {engines.count} engines, and a server has one: '
+                'start one server for each'
+            )
+        adapted.cluster.engines = str(dataclasses.replace(engines, count=1))
+    if adapted.run.clock != 'real':
+        raise ConfigError(f'run.clock={adapted.run.clock!r}: a server answers in real time; use run.clock=real')
+    adapted.evaluation.every = 0
+    adapted.evaluation.problems = max(1, adapted.evaluation.problems)
+    return adapted
+
+
+def read_published(model: str) -> PublishedWeights | None:
+    """The version of the files channel that a path names; None for any other model."""
+    version = parse_version(pathlib.Path(model))
+    return None if version is None else find_version(model, version)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where the weights come from: a published version, with the config that has its tokenizer, or config.model."""
+
+    published: PublishedWeights | None
+    described: TrackedConfig | None
+
+    def load(self, config: TrackedConfig) -> Model:
+        if self.published is None or self.described is None:
+            return build_model(config)
+        model = describe_model(self.described)
+        model.tokenizer.fits(model.decoder.config.vocab_size)
+        model.params = load_version(self.published, model.decoder.config, verify=True)
+        model.source = pathlib.Path(self.published.handle)
+        return model
+
+    def label(self, model: Model) -> str:
+        version = self.published.version if self.published is not None else read_version(model.source)
+        return FIRST_LABEL if version is None else str(version)
+
+    @property
+    def digest(self) -> str:
+        return '' if self.published is None else self.published.manifest_hash
 
 
 class _Server:
@@ -86,6 +141,7 @@ class _Server:
     def __init__(
         self,
         config: TrackedConfig,
+        source: _Source,
         listener: socket.socket,
         api_key: str,
         interrupts: StopRequests | None,
@@ -95,30 +151,23 @@ class _Server:
         self._start = StartProgress(config.telemetry.progress, check=interrupts.check if interrupts else lambda: None)
         parts.callback(self._start.end)
         parts.enter_context(use_compilation_cache(config))
-        engines = parse_engines(config.cluster.engines)
-        if engines.count != 1:
-            raise ConfigError(
-                f'cluster.engines={config.cluster.engines!r} asks for {engines.count} engines, and a server has one: '
-                'start one server for each'
-            )
         self._start.begin(describe_loading(config))
-        self._model = build_model(config)
+        self._model = source.load(config)
         self.log = EventLog(keeps=False)
         self.clock = build_clock(config, self.log, 0.0)
         self.supervisor = Supervisor(self.clock)
         self.engine = self._build_engine(self._model)
-        version = read_version(self._model.source)
         self.service = GenerationService(
             self.engine, self.clock, self.supervisor,
-            label=FIRST_LABEL if version is None else str(version),
-            model_path=config.model.path, digest='',
+            label=source.label(self._model), model_path=config.model.path, digest=source.digest,
         )  # fmt: skip
         self.http = self._build_http(listener, api_key)
+        self._heartbeat: Heartbeat | None = None
         self._drain_s = config.server.drain_timeout_s
         config.require_all_read()
         self._warm_up()
 
-    def run(self, announce: Callable[[str, LocalEngine], contextlib.AbstractContextManager[None]] | None) -> None:
+    def run(self, workdir: pathlib.Path | None) -> None:
         stop = self.clock.event('stop requested')
         request = lambda number: self.clock.post_signal(number, stop)
         then, interrupts = 'answering what is under way', self._interrupts
@@ -128,8 +177,8 @@ class _Server:
             if interrupts is not None:
                 serving.enter_context(interrupts.deferred(request, then, self.clock.abandon))
             serving.enter_context(self.http)
-            if announce is not None:
-                serving.enter_context(announce(self.url, self.engine))
+            if workdir is not None:
+                self._heartbeat = serving.enter_context(Heartbeat(workdir, self.url))
             print(f'serving {self._name} on {self.url}', flush=True)
             self.clock.execute(self.supervisor.run(self._program(stop)))
 
@@ -138,6 +187,8 @@ class _Server:
         self.supervisor.start('service', self.service.serve())
         await self.clock.wait(stop)
         self.http.refuse_new()
+        if self._heartbeat is not None:
+            self._heartbeat.note_leaving()
         drained = self.clock.event('no request is open')
 
         async def drain() -> None:
