@@ -271,11 +271,10 @@ def load_directory(published: PublishedWeights, *, decoder: Decoder, place: Plac
 
 
 def _require_shape(path: pathlib.Path, decoder: Decoder) -> None:
-    ours = dataclasses.replace(decoder.config, context_tokens=0)
-    theirs = dataclasses.replace(read_hf_config(path), context_tokens=0)
-    for field in dataclasses.fields(ours):
-        one, other = getattr(ours, field.name), getattr(theirs, field.name)
-        if one != other:
+    theirs = read_hf_config(path)
+    for field in dataclasses.fields(theirs):
+        one, other = getattr(decoder.config, field.name), getattr(theirs, field.name)
+        if one != other and field.name != 'context_tokens':  # that is no part of the weights
             raise UpdateError(
                 f'{path} is a model with {field.name}={other!r}, and this server holds one with {one!r}: start a '
                 'server with it'

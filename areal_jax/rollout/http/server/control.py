@@ -64,7 +64,7 @@ async def pause_generation(request: web.Request) -> web.Response:
     if not request.body_exists:
         raise RequestError('', 'the body is empty: send {} or {"mode": "abort"}')
     fields = await read_fields(request)
-    mode = fields.take_choice('mode', _SGLANG_PAUSES)
+    mode = fields.take_choice('mode', _SGLANG_PAUSES, 'abort')
     fields.finish()
     await _pause(request, cast(ServerPause, mode))
     return web.json_response({'message': 'Generation paused successfully.', 'status': 'ok'})
@@ -200,7 +200,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
 async def collective_rpc(request: web.Request) -> web.Response:
     """Of vLLM's methods the one that loads weights; their version stays until /update_weight_version."""
     fields = await read_fields(request)
-    method = fields.take_choice('method', ('reload_weights',))
+    method = fields.take_choice('method', ('reload_weights',), 'reload_weights')
     path = fields.take_fields('kwargs').take_text('weights_path')
     fields.take_ignored('timeout', 'args')
     if not path:

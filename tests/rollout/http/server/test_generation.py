@@ -135,7 +135,7 @@ def test_malformed_bodies_get_400(server, path, content):
 @pytest.mark.parametrize(('changed', 'says'), [
     ({'input_ids': [1] * 399}, 'do not fit the context of 400 tokens'),
     ({'input_ids': [1, 10]}, 'token 10'),
-    ({'sampling_params': {'stop_token_ids': [1, 2, 3, 4, 5]}}, 'stop_token_ids'),
+    ({'sampling_params': {'stop_token_ids': [1, 2, 3, 4, 5]}}, 'stop tokens'),
     ({'surprise': 1}, 'surprise'),
 ])  # fmt: skip
 def test_what_the_model_can_not_take_is_refused_by_name(server, changed, says):
