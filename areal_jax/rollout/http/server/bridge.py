@@ -99,6 +99,10 @@ class Bridge:
             self._inbox.put(Submission(request, call.stream, deliver))
         return exchange
 
+    def cancel(self, names: Sequence[str]) -> None:
+        """Ends the requests of these names; nobody waits for it."""
+        self._inbox.put(Action('cancel', lambda service: service.cancel(names), lambda result, error: None))
+
     def new_request_id(self) -> str:
         return f'request-{next(self._draws)}'
 
@@ -197,12 +201,12 @@ class Exchange:
         self._bridge.load.release(self._call.n_answers, self._call.stream)
         open_names = [answer.request_id for answer in self.answers if answer.finish is None]
         if open_names:
-            drop = lambda result, error: None
-            self._bridge._inbox.put(Action('cancel', lambda service: service.cancel(open_names), drop))
+            self._bridge.cancel(open_names)
 
     def _with_text(self, index: int, delivery: Delivery) -> Sequence[Piece]:
         """The pieces with their texts; an empty one where an answer ends without."""
-        text, found = self._texts[index], []
+        text = self._texts[index]
+        found: list[Piece] = []
         pieces = delivery.pieces or [Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), '')]
         for position, piece in enumerate(pieces):
             if delivery.finish is not None and position == len(pieces) - 1:

@@ -11,8 +11,9 @@ from aiohttp import web
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bridge import Exchange
-from areal_jax.rollout.http.server.limits import TOO_LATE
+from areal_jax.rollout.http.server.limits import QUEUE_FULL, TOO_LATE
 from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
+from areal_jax.rollout.http.server.state import FACTS
 from areal_jax.rollout.http.wire import chat, completions, sglang, vllm
 from areal_jax.rollout.http.wire.events import DONE, frame
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, ReplyInfo, RequestError
@@ -50,6 +51,8 @@ def list_routes(model: str) -> list[web.RouteDef]:
 
 def _handle(dialect: Dialect, model: str) -> Handler:
     async def generate(request: web.Request) -> web.StreamResponse:
+        if request.app[FACTS].draining:
+            raise RequestError('', 'this server is ending: ask another one', QUEUE_FULL)
         bridge = request.app[BRIDGE]
         call = await bridge.tokenize(dialect.parse(await read_body(request)))
         info = ReplyInfo(model, int(time.time()), bridge.texts.token_text)

@@ -98,6 +98,7 @@ def test_the_state_of_a_server():
         found, metrics, unknown, wrong_method = server.run(script)
         server.http.refuse_new()
         assert server.run(lambda client: client.get('/ready'))[0] == 503
+        assert server.run(lambda client: client.post('/generate', body(1)))[0] == 503
     assert [status for status, _ in found.values()] == [200] * 4
     [model] = found['/v1/models'][1]['data']
     assert (model['id'], model['max_model_len']) == ('toy', 400)
