@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
@@ -49,7 +50,7 @@ async def read_fields(request: web.Request) -> Fields:
     return Fields(await read_body(request))
 
 
-def guard(api_key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def guard(api_key: str) -> Middleware:
     """A middleware: asks for the key, and answers every refusal in the dialect of the path."""
 
     @web.middleware
