@@ -9,6 +9,7 @@ TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9']
 TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
 PLOTS = ['matplotlib>=3.9']
 GGUF = ['gguf>=0.19']
+SERVE = ['aiohttp>=3.11']  # servers and their clients
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 HERE = pathlib.Path(__file__).parent
 [VERSION] = re.findall(r"^__version__ = '(.+)'$", (HERE / 'areal_jax' / '__init__.py').read_text(), re.MULTILINE)
@@ -42,7 +43,7 @@ setup(
         'tpu': ['jax[tpu]>=0.10.2,<0.13'],
         'cuda12': ['jax[cuda12]>=0.10.2,<0.13'],
         'cuda13': ['jax[cuda13]>=0.10.2,<0.13'],
-        'sglang': ['aiohttp>=3.11'],
+        'serve': SERVE,
         'jetstream': [],  # the Engine contract is imitated; an orchestrator brings its own packages
         'hf': ['transformers>=5.0'],
         'tasks': TASKS,
@@ -56,6 +57,7 @@ setup(
             *TENSORBOARD,
             *PLOTS,
             *GGUF,
+            *SERVE,
             *DOCS,
             'pytest>=8',
             'pytest-xdist>=3.6',
@@ -72,6 +74,7 @@ setup(
             'areal-eval=areal_jax.main_eval:run',
             'areal-export=areal_jax.main_export:run',
             'areal-report=areal_jax.main_report:run',
+            'areal-serve=areal_jax.main_serve:run',
         ]
     },
 )

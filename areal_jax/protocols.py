@@ -43,6 +43,14 @@ class Event(Protocol):
     def is_set(self) -> bool: ...
 
 
+class Inbox(Protocol):
+    """Where other threads put items for the program; each enters in its turn among the completions of the clock."""
+
+    def put(self, item: Any) -> None: ...
+
+    async def take(self) -> Any: ...
+
+
 class Clock(Protocol):
     """Everything that the host side waits for goes through these calls (control/clocks/)."""
 
@@ -51,6 +59,8 @@ class Clock(Protocol):
         ...
 
     def event(self, name: str) -> Event: ...
+
+    def inbox(self, name: str) -> Inbox: ...
 
     async def run(self, lane: str, fn: Callable[[], Result], work: Work) -> Result:
         """Blocking work on the lane's own thread; `fn` touches nothing that another lane reads."""

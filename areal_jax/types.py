@@ -99,10 +99,11 @@ class GenerationRequest:
     sampling: SamplingParams
     prefix: tuple[Segment, ...] = ()  # output received before an interruption, a dead engine or a restart
     version: int | None = None  # None: the newest weights; else evaluation under a version that the engine has pinned
+    name: str = ''  # of a request that may share its noise with another one; '' = the noise names it
 
     @property
     def request_id(self) -> str:
-        return f'{self.seed}/{self.draw}/{self.sample}'
+        return self.name or f'{self.seed}/{self.draw}/{self.sample}'
 
     @property
     def prefix_tokens(self) -> np.ndarray:

@@ -72,7 +72,7 @@ def test_what_a_page_names_exists(page):
         ('`run.steps`, --config.learner.layers=list, `task.verifier_*`', []),
         ('`mesh.fsdp=4` is gone, `rollout.engines=2` too', ['rollout.engines']),
         ('python -m areal_jax.main_report, python -m tests.chaos', []),
-        ('python -m areal_jax.main_serve', ['areal_jax.main_serve']),
+        ('python -m areal_jax.main_absent', ['areal_jax.main_absent']),
     ],
 )
 def test_the_check_sees_what_is_gone(text, found):

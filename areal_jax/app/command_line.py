@@ -33,7 +33,8 @@ _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'
 _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
-_FLAGS = ('workdir', 'resume', 'process_id', 'model', 'benchmark', 'json')  # of the commands, beside --config
+# of the commands, beside --config
+_FLAGS = ('workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port')
 
 Result = TypeVar('Result')
 

@@ -67,6 +67,13 @@ def build_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevice
     )
 
 
+def build_serving_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:
+    """The decode programs of a server, whose requests bring sampling parameters of their own."""
+    slots = config.rollout.slots
+    blocks = count_cache_blocks(config, slots)
+    return _build_backend(config, decoder, devices, slots, blocks, filtered=True, adjusted=True)
+
+
 def build_evaluation_backends(
     config: TrackedConfig, decoder: Decoder, allocation: Allocation
 ) -> dict[EngineDevices, JaxDecodeBackend]:
@@ -83,7 +90,14 @@ def build_evaluation_backends(
 
 
 def _build_backend(
-    config: TrackedConfig, decoder: Decoder, devices: EngineDevices, slots: int, cache_blocks: int, *, filtered: bool
+    config: TrackedConfig,
+    decoder: Decoder,
+    devices: EngineDevices,
+    slots: int,
+    cache_blocks: int,
+    *,
+    filtered: bool,
+    adjusted: bool = False,
 ) -> JaxDecodeBackend:
     rollout = config.rollout
     return JaxDecodeBackend(
@@ -95,6 +109,7 @@ def _build_backend(
         prefill_buckets=tuple(rollout.prefill_buckets),
         decode_steps=rollout.decode_steps,
         filtered=filtered,
+        adjusted=adjusted,
         dtype=config.publication.dtype,
         devices=devices,
         attention=rollout.attention,

@@ -41,3 +41,9 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'math_verify', "task.answer='math'", ''
     if c.model.source == 'gguf':
         yield 'gguf', "model.source='gguf'", ''
+
+
+def require_serving() -> None:
+    """Raises ConfigError where the packages of a server are not installed."""
+    if importlib.util.find_spec('aiohttp') is None:
+        raise ConfigError("a server needs the package aiohttp, which is not installed: pip install 'areal_jax[serve]'")

@@ -240,6 +240,15 @@ SECTIONS: Mapping[str, Section] = {
         slots=Integer(8, COUNT, 'answers that one engine decodes at once there, in slots and a KV cache of their own'),
         every_dispatches=Integer(4, COUNT, 'beside training requests at most one dispatch in so many is theirs'),
     ),
+    'server': Section(
+        'Bounds of python -m areal_jax.main_serve',
+        max_requests=Integer(1024, COUNT, 'answers under way or queued; more are refused with 503'),
+        max_streams=Integer(256, COUNT, 'open responses with server-sent events; more are refused with 429'),
+        max_body_bytes=Integer(16 * 2**20, COUNT, 'of a request; a larger one is refused with 413'),
+        body_timeout_s=Real(30.0, SECONDS, 'for the body of a request to arrive, else 408'),
+        request_timeout_s=Real(3600.0, SECONDS, 'for the answers of a request, else 504'),
+        drain_timeout_s=Real(30.0, SECONDS, 'for running answers when the server is told to stop'),
+    ),
     'telemetry': Section(
         'What a run shows',
         progress=Flag(True, 'a line per update on the terminal'),

@@ -25,12 +25,14 @@ class EventLog:
 
     Args:
       path: of the file; None = in memory.
+      keeps: without a file, whether events are kept in memory; a server that runs for months keeps none.
       next_seq, next_run: the numbers of the next event and of the next run on a lane, as the checkpoint of a resumed
         run has them.
     """
 
-    def __init__(self, path: pathlib.Path | None = None, next_seq: int = 0, next_run: int = 0):
+    def __init__(self, path: pathlib.Path | None = None, next_seq: int = 0, next_run: int = 0, *, keeps: bool = True):
         self.events: list[schema.Event] = []  # only without a file
+        self._keeps = keeps
         self.next_seq, self.next_run = next_seq, next_run
         self.listeners: list[Callable[[schema.Event], None]] = []
         self._now: Callable[[], float] = lambda: 0.0
@@ -58,7 +60,7 @@ class EventLog:
         self.next_seq += 1
         if self._file:
             self._file.write(json.dumps(event, separators=(',', ':')))
-        else:
+        elif self._keeps:
             self.events.append(cast(schema.Event, event))
         for listener in self.listeners:
             listener(cast(schema.Event, event))

@@ -24,6 +24,7 @@ from areal_jax.types import (
     EngineStatus,
     GenerationRequest,
     KvPolicy,
+    PauseMode,
     PublishedWeights,
     Weights,
     Work,
@@ -67,7 +68,7 @@ class LocalEngine:
             logprobs=('behavior', 'sampling'),
             spans=True,
             abort=True,
-            pause_modes=('retract',),
+            pause_modes=('retract', 'in_place'),
             staging=True,
             update=(kv_policy,),
             pinned=evaluation is not None,
@@ -77,6 +78,7 @@ class LocalEngine:
         self._weights = EngineWeights(version, backend.prepare(params))
         self._staged: EngineWeights | None = None
         self._next_weights: EngineWeights | None = None  # to be swapped in before the next dispatch
+        self._next_kv_policy = kv_policy  # of that swap
         self._stream = DecodeStream(
             self.name, backend, clock, log,
             kinds=TRAINING, version=version, decode_steps=decode_steps, decode_text=decode_text,
@@ -91,10 +93,10 @@ class LocalEngine:
         self._swapped_s: float | None = None  # when the swap began whose rebuild is not finished
         self._pause_s = 0.0
         self._pausing = False
+        self._pause_mode: PauseMode = 'retract'
         self._wake = clock.event(f'{self.name}: a request or weights')
         self._loaded = clock.event(f'{self.name}: new weights in use')
         self._parked = clock.event(f'{self.name}: paused')
-        self._resumed = clock.event(f'{self.name}: resumed')
 
     @property
     def params(self) -> Weights:
@@ -137,17 +139,26 @@ class LocalEngine:
         work = Work('load', 1, {'version': published.version})
         self._staged = await self._fetch(published, work, self._backend)
 
-    async def swap(self, version: int) -> float:
-        """Raises RuntimeError where this version is not the one staged last."""
+    async def swap(self, version: int, kv_policy: KvPolicy | None = None) -> float:
+        """`kv_policy` is for this swap alone, None = that of the engine; returns during a pause, too.
+
+        Raises RuntimeError where this version is not the one staged last.
+        """
         if self._staged is None or self._staged.version != version:
             held = 'nothing' if self._staged is None else f'version {self._staged.version}'
             raise RuntimeError(f'{self.name}: version {version} is to be swapped in, and {held} is staged')
         self._next_weights, self._staged = self._staged, None
+        self._next_kv_policy = kv_policy or self._kv_policy
         self._wake.set()
         while self._next_weights is not None or self._swapped_s is not None:
             self._loaded.clear()
             await self._clock.wait(self._loaded)
         return self._pause_s
+
+    async def renumber(self, version: int) -> None:
+        """The weights in use are of this version from now on; the KV of requests that are being decoded is kept."""
+        self._staged = EngineWeights(version, self._weights.params)
+        await self.swap(version, 'keep')
 
     async def pin(self, published: PublishedWeights) -> None:
         work = Work('pin', 1, {'version': published.version}, in_background=True)
@@ -157,8 +168,8 @@ class LocalEngine:
     def unpin(self, version: int) -> None:
         self._require_pinned().unpin(version)
 
-    async def pause(self) -> None:
-        self._pausing = True
+    async def pause(self, mode: PauseMode = 'retract') -> None:
+        self._pausing, self._pause_mode = True, mode
         self._wake.set()
         if self._pinned is not None:
             self._pinned.pause()
@@ -168,7 +179,7 @@ class LocalEngine:
 
     def resume(self) -> None:
         self._pausing = False
-        self._resumed.set()
+        self._wake.set()
         if self._pinned is not None:
             self._pinned.resume()
 
@@ -217,7 +228,7 @@ class LocalEngine:
             self._log.write('interrupt', self.name, engine=self.name, requests=requests, **versions)
         self._weights, self._next_weights = weights, None
         self._swapped_s = self._clock.now()
-        self._stream.change_version(weights.version, keep=self._kv_policy == 'keep')
+        self._stream.change_version(weights.version, keep=self._next_kv_policy == 'keep')
 
     def _note_loaded(self) -> None:
         """The rebuild after a swap is finished: the next dispatch decodes with the new weights."""
@@ -228,10 +239,17 @@ class LocalEngine:
             self._loaded.set()
 
     async def _park(self) -> None:
-        """The pause: everything is delivered, and requests in slots return to the head of the queue in slot order."""
-        self._stream.requeue()
+        """The pause: everything is delivered, and a swap waits for no resume.
+
+        Under 'retract' requests in slots return to the head of the queue in slot order.
+        """
+        if self._pause_mode == 'in_place':
+            self._stream.deliver()
+        elif self._stream.table.taken or not self._parked.is_set():
+            self._stream.requeue()
         self._note_loaded()
-        self._resumed.clear()
         self._parked.set()
-        await self._clock.wait(self._resumed)
-        self._parked.clear()
+        self._wake.clear()
+        await self._clock.wait(self._wake)
+        if not self._pausing:
+            self._parked.clear()

@@ -54,6 +54,7 @@ class RunningRequest:
         self.request, self.engine, self.limit, self._clock = request, engine, limit, clock
         self.request_id = request.request_id
         self.finish_reason: EngineFinish | None = None
+        self.streams = False  # every dispatch delivers, however short the segments are
         self.matched: int | str | None = None  # the stop token or string that ended it; None = none has
         self.cached: CachedSequence | None = None  # its part of the KV cache; cache_table.py keeps it
         self._given = np.asarray(request.prompt_tokens, np.int32)  # the samples of a group share it

@@ -138,12 +138,17 @@ class DecodeStream:
 
         The KV of requests that decode is kept where `keep` says so. All other is computed again.
         """
-        self._flush()
+        self.deliver()
         self._scheduler.change_version(version, keep=keep)
+
+    def deliver(self) -> None:
+        """Delivers everything that was generated."""
+        for running in self.table.open_requests():
+            running.flush()
 
     def requeue(self) -> None:
         """Delivers everything, and returns the requests in slots to the head of the queue, without their KV cache."""
-        self._flush()
+        self.deliver()
         self._scheduler.requeue()
 
     def next_step(self) -> PrefillStep | DecodeStep | None:
@@ -155,10 +160,6 @@ class DecodeStream:
             await self._prefill(step, weights)
         else:
             await self._decode(step, weights)
-
-    def _flush(self) -> None:
-        for running in self.table.open_requests():
-            running.flush()
 
     def _note_preempted(self, running: RunningRequest) -> None:
         fields = {'request': running.request_id, 'tokens': len(running)}
@@ -256,6 +257,8 @@ class DecodeStream:
                 running.finish('length')
             else:
                 self._scheduler.note_decoded(running)
+                if running.streams:
+                    running.flush()
 
     def _find_stop(self, running: RunningRequest, tokens: np.ndarray) -> tuple[int | str | None, int]:
         """(stop token or string that ends the answer, how many of the new tokens belong to it).

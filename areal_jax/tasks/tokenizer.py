@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
         """The text of the tokens, special ones spelled out, except for an EOS at the very end."""
         ...
 
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that control the model and are left out of a text for readers."""
+        ...
+
     def fits(self, vocab_size: int) -> None:
         """Raises TokenizerError when a model with `vocab_size` embeddings lacks some of the ids."""
         ...
@@ -130,6 +134,11 @@ class _BpeTokenizer(_SizedTokenizer):
         Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
         """
         return self._bpe.decode(self._without_final_eos(tokens), skip_special_tokens=False)
+
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that control the model and are left out of a text for readers."""
+        added = self._bpe.get_added_tokens_decoder()
+        return frozenset({self.eos_id, *(token for token, entry in added.items() if entry.special)})
 
 
 class GgufTokenizer(_BpeTokenizer):
@@ -243,6 +252,10 @@ class CharacterTokenizer(_SizedTokenizer):
         """The text of the tokens, `eos_text` for an EOS that is not the last token."""
         texts = (self.eos_text, *self.characters)
         return ''.join(texts[token] for token in self._without_final_eos(tokens))
+
+    def special_token_ids(self) -> frozenset[int]:
+        """The EOS."""
+        return frozenset({self.eos_id})
 
 
 @contextlib.contextmanager

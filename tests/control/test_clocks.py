@@ -350,3 +350,78 @@ def test_work_in_the_background_takes_its_time_and_delays_nothing_in_the_foregro
     run = lambda background: execute(virtual(), lambda clock, supervisor: program(clock, supervisor, background))
     assert run(True) == [('T', 2.0), ('E', 3.0), ('U', 4.0), ('F', 4.5)]
     assert [end for end in run(True) if end[0] in 'TU'] == run(False)
+
+
+def test_items_of_other_threads_wake_an_idle_program_in_their_order():
+    async def program(clock, supervisor):
+        inbox = clock.inbox('requests')
+        thread = threading.Thread(target=lambda: (time.sleep(0.3), [inbox.put(item) for item in range(3)]))
+        thread.start()
+        found = [await inbox.take() for _ in range(3)]
+        thread.join()
+        return found
+
+    # idle for longer than the stall timeout: neither a deadlock nor a stall
+    assert execute(real(stall_timeout_s=0.1), program) == [0, 1, 2]
+
+
+def test_a_wait_with_a_deadline_may_be_longer_than_a_stall_where_items_may_come():
+    async def program(clock, supervisor):
+        clock.inbox('requests')
+        return await clock.wait(clock.event('never'), 0.3)
+
+    assert execute(real(stall_timeout_s=0.1), program) is False
+
+
+def test_a_lane_that_hangs_is_a_stall_also_where_items_may_come():
+    async def program(clock, supervisor):
+        clock.inbox('requests')
+        await clock.run('a', lambda: time.sleep(1.0), Work('x'))
+
+    with pytest.raises(StallError, match="lane 'a' busy"):
+        execute(real(stall_timeout_s=0.1), program)
+
+
+@pytest.mark.parametrize('make', [virtual, real])
+def test_an_item_enters_in_its_turn_among_the_completions(make):
+    async def program(clock, supervisor):
+        inbox, seen = clock.inbox('requests'), []
+
+        async def work():
+            await clock.run('a', lambda: inbox.put('item'), Work('x'))
+            seen.append('work')
+
+        supervisor.start('work', work())
+        seen.append(await inbox.take())
+        await clock.run('b', lambda: time.sleep(0.05), Work('x'))
+        return seen
+
+    # put while the work runs: before the work completes
+    assert execute(make(), program) == ['item', 'work']
+
+
+def test_an_item_that_was_put_before_the_program_runs_is_not_lost():
+    clock = real()
+    inbox = clock.inbox('requests')
+    inbox.put('early')
+    assert clock.execute(inbox.take()) == 'early'
+    inbox.put('late')  # nothing happens
+
+
+def test_under_the_virtual_clock_nothing_comes_from_another_thread():
+    async def program(clock, supervisor):
+        inbox, errors = clock.inbox('requests'), []
+
+        def put():
+            try:
+                inbox.put(1)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=put)
+        thread.start()
+        thread.join()
+        return errors
+
+    [error] = execute(virtual(), program)
+    assert 'use run.clock=real' in error

@@ -242,3 +242,57 @@ def test_what_stands_in_dead_places_is_not_looked_at():
     valid = np.array([[True, False], [False, True]])
     assert DecodeOutput(np.zeros((2, 2), np.int32), logprobs, valid).unsound() == []
     assert [slot for slot, _ in DecodeOutput(np.zeros((2, 2), np.int32), logprobs, ~valid).unsound()] == [1, 0]
+
+
+def test_a_swap_during_a_pause_needs_no_resume():
+    async def script(rig):
+        running = rig.engine.generate(request(0))
+        await rig.pass_time(0.035)
+        await rig.engine.pause()
+        await rig.load(1, (5, 1))
+        assert rig.engine.status().policy_version == 1
+        decoded = len(rig.kinds('decode'))
+        await rig.pass_time(1.0)
+        assert len(rig.kinds('decode')) == decoded  # it still stands
+        rig.engine.resume()
+        return [segment.policy_version for segment in await collect(running)]
+
+    assert Rig().run(script) == [0, 1]
+
+
+@pytest.mark.parametrize(('mode', 'policy', 'rebuilt'), [
+    ('in_place', None, False), ('in_place', 'keep', False), ('in_place', 'recompute', True), ('retract', 'keep', True),
+])  # fmt: skip
+def test_a_pause_in_place_keeps_the_cache_unless_a_swap_recomputes_it(mode, policy, rebuilt):
+    async def script(rig):
+        running = rig.engine.generate(request(0))
+        await rig.pass_time(0.035)
+        await rig.engine.pause(mode)
+        assert rig.engine.status().running == (mode == 'in_place')
+        before = len(rig.kinds('prefill'))
+        if policy:
+            await rig.engine.stage(PublishedWeights(1, '', (0, 0)))
+            await rig.engine.swap(1, policy)
+        rig.engine.resume()
+        await collect(running)
+        return len(rig.kinds('prefill')) > before
+
+    assert Rig().run(script) is rebuilt
+
+
+def test_an_answer_that_streams_comes_dispatch_by_dispatch():
+    async def script(rig):
+        running = rig.engine.generate(request(0))
+        running.streams = True
+        return [len(segment.tokens) for segment in await collect(running)]
+
+    assert Rig(decode_steps=2).run(script) == [2, 2, 2, 1]
+
+
+def test_two_requests_of_equal_noise_are_told_apart_by_their_names():
+    async def script(rig):
+        first, second = (rig.engine.generate(dataclasses.replace(request(0), name=name)) for name in 'ab')
+        one, two = await collect(first), await collect(second)
+        return one[0].tokens.tolist() == two[0].tokens.tolist(), rig.engine.open_requests()
+
+    assert Rig().run(script) == (True, [])

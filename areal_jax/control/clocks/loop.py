@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from areal_jax import protocols
+from areal_jax.control.clocks.inbox import Inbox
 from areal_jax.control.clocks.io import IoLoop
 from areal_jax.control.clocks.lanes import Interval, Lane
 from areal_jax.control.events import EventLog
@@ -91,6 +92,7 @@ class LoopClock(abc.ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early_signals: list[tuple[signal.Signals, protocols.Event]] = []
         self._is_abandoned = False
+        self._takes_arrivals = False  # an inbox was made: what wakes the program may come from outside
         self._signal_lock = threading.Lock()
         log.start(self.now)
 
@@ -102,6 +104,15 @@ class LoopClock(abc.ABC):
 
     def event(self, name: str) -> Event:
         return Event(name)
+
+    def inbox(self, name: str) -> Inbox[Any]:
+        """Where other threads put items for the program.
+
+        From then on the real clock takes a program that waits and does nothing for an idle one, not for a stalled one.
+        Under the virtual clock only the program itself may put items: the time of others would not be repeatable.
+        """
+        self._takes_arrivals = True
+        return Inbox(Event(name), self._post_arrival, self.wait)
 
     async def run(self, lane: str, fn: Callable[[], _Result], work: Work) -> _Result:
         """Blocking work on the lane; returns what `fn` returns, raises what it raises."""
@@ -191,6 +202,10 @@ class LoopClock(abc.ABC):
 
     @abc.abstractmethod
     def _post_signal(self, number: signal.Signals, event: protocols.Event) -> None: ...
+
+    @abc.abstractmethod
+    def _post_arrival(self, receive: Callable[[], None]) -> None:
+        """Call `receive` on the host's loop, in its turn among the completions."""
 
     @abc.abstractmethod
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""The real clock: a thread per lane; completions, deadlines and signals enter the program through one FIFO.
+"""The real clock: a thread per lane; completions, deadlines, signals and arrivals from outside enter through one FIFO.
 
 Used by runs with run.clock=real. What it shares with the other clocks is in loop.py.
 """
@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
@@ -21,7 +21,7 @@ from areal_jax.protocols import Event
 
 END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
 _END_OF_STALLED_WORK_S = 0.2
-_Posted = Interval | Deadline | tuple[signal.Signals, Event]
+_Posted = Interval | Deadline | tuple[signal.Signals, Event] | Callable[[], None]
 
 
 class RealClock(LoopClock):
@@ -97,19 +97,26 @@ class RealClock(LoopClock):
     def _post_signal(self, number: signal.Signals, event: Event) -> None:
         self._post((number, event))
 
+    def _post_arrival(self, receive: Callable[[], None]) -> None:
+        self._post(receive)
+        if self._loop is not None:  # else the loop finds it when it begins
+            self._wake()
+
     def _release_next(self, block: Block) -> Ready:
         self._post_expired()
         if self._fifo:
             self._release(*self._fifo.popleft())
             return []
         deadline = self._next_deadline()
-        if deadline is None and not self._busy:
+        is_idle = self._takes_arrivals and not self._busy  # whatever wakes the program may come late
+        if deadline is None and not self._busy and not is_idle:
             raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
-        end = self._last_release + self._stall_timeout_s
+        ends = [] if is_idle else [self._last_release + self._stall_timeout_s]
         if deadline is not None:
-            end = min(end, deadline[0])
-        ready = block(max(0.0, end - time.monotonic()))
-        if not ready and not self._fifo and time.monotonic() - self._last_release >= self._stall_timeout_s:
+            ends.append(deadline[0])
+        ready = block(max(0.0, min(ends) - time.monotonic()) if ends else None)
+        silent_s = time.monotonic() - self._last_release
+        if not ready and not self._fifo and not is_idle and silent_s >= self._stall_timeout_s:
             self._end_of_work_s = _END_OF_STALLED_WORK_S
             raise StallError(
                 f'no completion for {self._stall_timeout_s} s (run.stall_timeout_s): {self.describe_waits()}'
@@ -126,11 +133,13 @@ class RealClock(LoopClock):
         self._now, self._last_release = now - self._origin, now
         if now - posted > self.max_lag_s:
             self.max_lag_s = now - posted
-            self.longest_lag_work = item.work.kind if isinstance(item, Interval) else 'deadline or signal'
+            self.longest_lag_work = item.work.kind if isinstance(item, Interval) else 'deadline, signal or arrival'
         if isinstance(item, Interval):
             self._finish(item)
         elif isinstance(item, Deadline):
             self._expire(item)
+        elif callable(item):
+            item()
         else:
             self.log.write('signal', name=item[0].name)
             item[1].set()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import heapq
 import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from areal_jax.control.clocks.lanes import Interval, Lane
 from areal_jax.control.clocks.loop import Block, CallDeadlineError, DeadlockError, LoopClock, Ready
@@ -31,8 +32,9 @@ class VirtualClock(LoopClock):
     def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, float], start_s: float = 0.0):
         self._now_ns = round(start_s * NANOSECONDS)
         self._prices = dict(prices)
-        self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event]]] = []
+        self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event] | Callable[[], None]]] = []
         self._background: dict[str, Lane] = {}  # by the lane beside which it runs
+        self._thread = threading.get_ident()  # that of the program
         self._held: Interval | None = None  # a call past its modelled end
         self._held_until_s = 0.0  # wall time
         super().__init__(lanes, log)
@@ -72,6 +74,11 @@ class VirtualClock(LoopClock):
     def _post_signal(self, number: signal.Signals, event: Event) -> None:
         heapq.heappush(self._heap, (self._now_ns, next(self._order), (number, event)))
 
+    def _post_arrival(self, receive: Callable[[], None]) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError('under the virtual clock nothing may come from another thread: use run.clock=real')
+        heapq.heappush(self._heap, (self._now_ns, next(self._order), receive))
+
     def _release_next(self, block: Block) -> Ready:
         if self._held is not None:
             return self._release_held(self._held, block)
@@ -88,6 +95,8 @@ class VirtualClock(LoopClock):
         if isinstance(entry, tuple):
             self.log.write('signal', name=entry[0].name)
             entry[1].set()
+        elif not isinstance(entry, Interval):
+            entry()
         elif entry.is_call:
             assert entry.deadline_s is not None
             self._held, self._held_until_s = entry, time.monotonic() + entry.deadline_s + _BLOCKED_S

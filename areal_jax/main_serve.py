@@ -1,0 +1,94 @@
+"""Serve: python -m areal_jax.main_serve --config=FILE --model=RUN|HF_DIR|GGUF --port=N [--host=127.0.0.1]
+[--workdir=RUN] [--config.section.field=value ...]. The environment variable AREAL_JAX_API_KEY is the key of clients.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from areal_jax.app.ending import ProcessEnd, end_command
+from areal_jax.app.interrupt import Interrupts
+from areal_jax.errors import ExitCode
+
+if TYPE_CHECKING:
+    from absl import flags
+
+API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
+
+# Slow imports come after the signal handlers are set and the command line is parsed.
+
+
+def main(argv: Sequence[str], interrupts: Interrupts) -> int:
+    """Parse, bind, build, serve; returns the exit code."""
+    from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
+    from areal_jax.app.extras import require_serving
+    from areal_jax.app.noise import silence_libraries
+
+    silence_libraries()
+    values = _define_flags()
+    command = parse_command(argv, values)
+    require_serving()
+    if values.workdir is not None:
+        require_workdir(values.workdir)
+    if values.port is None:
+        raise CommandLineError('--port is missing: give a number, e.g. --port=8000, or 0 for a free one')
+
+    from areal_jax.rollout.http.server.thread import bind
+
+    listener = bind(values.host, values.port)
+
+    from areal_jax.app.memory import return_freed_memory
+
+    return_freed_memory()  # before jax is imported
+
+    if command.config.telemetry.progress:
+        print('starting', flush=True)  # importing jax takes seconds
+
+    from areal_jax.app.serve import serve_model
+
+    serve_model(
+        command.config,
+        listener,
+        model=values.model,
+        api_key=os.environ.get(API_KEY, ''),
+        overrides=command.overrides,
+        interrupts=interrupts,
+        workdir=None if values.workdir is None else pathlib.Path(values.workdir),
+    )
+    return ExitCode.FINISHED
+
+
+def _define_flags() -> flags.FlagValues:
+    """The flags of this command, beside --config."""
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_string(
+        'model',
+        None,
+        'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
+        'package:NAME/FILE; without it the model of the config.',
+        flag_values=values,
+    )
+    flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 = all.', flag_values=values)
+    flags.DEFINE_integer(
+        'port', None, 'Port to listen on; 0 = a free one.', lower_bound=0, upper_bound=65535, flag_values=values
+    )
+    flags.DEFINE_string('workdir', None, 'The run that this server registers with.', flag_values=values)
+    return values
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    end = ProcessEnd()
+    with Interrupts() as interrupts:
+        code = end_command(lambda: main(sys.argv, interrupts), doing='serving')
+        sys.exit(end.note(code))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,225 @@
+"""From the loop of HTTP to the service on the host's loop, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar, cast
+
+import numpy as np
+
+from areal_jax.errors import UserError
+from areal_jax.protocols import Inbox
+from areal_jax.rollout.http.server.limits import Limits, Load
+from areal_jax.rollout.http.server.texts import AnswerText, Texts
+from areal_jax.rollout.http.service import Action, Delivery, GenerationService, Submission
+from areal_jax.rollout.http.wire.exchange import (
+    Answer,
+    Call,
+    CallSampling,
+    Finish,
+    FinishWord,
+    Piece,
+    RequestError,
+    name_answers,
+    tokenize_call,
+)
+from areal_jax.tasks.chat_template import TokenizerError
+from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
+
+_FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}
+Result = TypeVar('Result')
+
+
+class Bridge:
+    """Made on the HTTP loop, used there alone.
+
+    Args:
+      vocab_size: of the model: ids are below it.
+      seed: of the noise of requests that bring none.
+    """
+
+    def __init__(self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int):
+        self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
+        self._inbox, self._vocab_size, self._seed = inbox, vocab_size, seed
+        self._loop = asyncio.get_running_loop()
+        self._draws = itertools.count(1)
+
+    @property
+    def limits(self) -> Limits:
+        return self.load.limits
+
+    async def act(
+        self, name: str, run: Callable[[GenerationService], Awaitable[Result]], deadline_s: float | None = None
+    ) -> Result:
+        """What `run` returns on the host's loop; raises its UserError, and TimeoutError at the deadline."""
+        future: asyncio.Future[object] = self._loop.create_future()
+
+        def settle(result: object, error: UserError | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._inbox.put(Action(name, run, lambda result, error: self._call_back(settle, result, error)))
+        async with asyncio.timeout(deadline_s):
+            return cast(Result, await future)
+
+    async def tokenize(self, call: Call) -> Call:
+        """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""
+        if any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
+            call = await asyncio.to_thread(self._tokenize, call)
+        for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
+            self._require_fit(call, cast(np.ndarray, prompt), sampling)
+        return call
+
+    def open(self, call: Call) -> Exchange:
+        """Submits a call of token ids; its answers come out of the exchange, which must be closed."""
+        exchange = Exchange(self, call)
+        draw = next(self._draws)
+        for answer in exchange.answers:
+            prompt, sample = divmod(answer.index, call.n)
+            sampling = call.sampling[prompt]
+            noise = (draw, self._seed) if sampling.seed is None else (0, sampling.seed)
+            request = GenerationRequest(
+                draw=noise[0],
+                sample=sample if sampling.seed is not None else answer.index,
+                seed=noise[1],
+                prompt_tokens=answer.prompt_tokens,
+                sampling=self._sampling(sampling, len(answer.prompt_tokens)),
+                name=answer.request_id,
+            )
+            deliver = functools.partial(self._call_back, exchange.put, answer.index)
+            self._inbox.put(Submission(request, call.stream, deliver))
+        return exchange
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Ends the requests of these names; nobody waits for it."""
+        self._inbox.put(Action('cancel', lambda service: service.cancel(names), lambda result, error: None))
+
+    def new_request_id(self) -> str:
+        return f'request-{next(self._draws)}'
+
+    def _call_back(self, function: Callable[..., None], *arguments: object) -> None:
+        """On the host's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _tokenize(self, call: Call) -> Call:
+        try:
+            return tokenize_call(call, self.texts.encode, self.texts.apply_template)
+        except TokenizerError as error:
+            raise RequestError(call.prompt_field, f'{call.prompt_field} has no token ids: {error}') from error
+
+    def _require_fit(self, call: Call, prompt: np.ndarray, sampling: CallSampling) -> None:
+        if (largest := int(prompt.max())) >= self._vocab_size:
+            raise RequestError(
+                call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self._vocab_size} tokens: '
+                'use ids of its own tokenizer',
+            )  # fmt: skip
+        new = sampling.max_new_tokens or 1
+        if len(prompt) + new > self.context_tokens:
+            raise RequestError(
+                call.prompt_field, f'{call.prompt_field} of {len(prompt)} tokens and {new} new '
+                f'ones do not fit the context of {self.context_tokens} tokens: shorten it or ask for fewer',
+            )  # fmt: skip
+
+    def _stop_tokens(self, sampling: CallSampling) -> tuple[int, ...]:
+        eos = () if sampling.ignore_eos else self.texts.eos_ids
+        return tuple(dict.fromkeys((*eos, *sampling.stop_tokens)))
+
+    def _sampling(self, wanted: CallSampling, prompt_tokens: int) -> SamplingParams:
+        room = self.context_tokens - prompt_tokens
+        return SamplingParams(
+            max_new_tokens=wanted.max_new_tokens or room,
+            temperature=wanted.temperature,
+            top_k=wanted.top_k,
+            top_p=wanted.top_p,
+            stop_tokens=self._stop_tokens(wanted),
+            min_p=wanted.min_p,
+            min_new_tokens=wanted.min_new_tokens,
+            repetition_penalty=wanted.repetition_penalty,
+            frequency_penalty=wanted.frequency_penalty,
+            presence_penalty=wanted.presence_penalty,
+            logit_bias=wanted.logit_bias,
+            stop_strings=wanted.stop_strings,
+        )
+
+
+class Exchange:
+    """The answers to one call, as far as they have come."""
+
+    def __init__(self, bridge: Bridge, call: Call):
+        bridge.load.admit(call.n_answers, call.stream)
+        self._bridge, self._call = bridge, call
+        self._began = time.monotonic()
+        self._news: asyncio.Queue[tuple[int, Delivery]] = asyncio.Queue()
+        self._unfinished = call.n_answers
+        names = name_answers(call, bridge.new_request_id()).request_ids
+        self.answers = [
+            Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index) for index, name in enumerate(names)
+        ]
+        self._texts = [AnswerText(bridge.texts, call.sampling[index // call.n]) for index in range(len(names))]
+
+    def put(self, index: int, delivery: Delivery) -> None:
+        """What the service delivers for one answer."""
+        self._news.put_nowait((index, delivery))
+
+    async def pieces(self) -> AsyncIterator[tuple[Answer, Piece]]:
+        """(answer with the piece, piece) as they come; ends with the last answer. Raises RequestError."""
+        while self._unfinished:
+            index, delivery = await self._news.get()
+            if delivery.error is not None:
+                raise RequestError(self._call.prompt_field, str(delivery.error))
+            answer = self.answers[index]
+            pieces = self._with_text(index, delivery)
+            for position, piece in enumerate(pieces, start=1):
+                answer.pieces.append(piece)
+                if delivery.finish is not None and position == len(pieces):
+                    self._finish(answer, delivery)
+                yield answer, piece
+
+    async def finish(self) -> list[Answer]:
+        """All answers, complete."""
+        async for _ in self.pieces():
+            pass
+        return self.answers
+
+    async def finish_within(self, seconds: float) -> list[Answer]:
+        """The same; raises TimeoutError."""
+        async with asyncio.timeout(seconds):
+            return await self.finish()
+
+    def close(self) -> None:
+        """Ends what is not finished, and makes room for other calls."""
+        self._bridge.load.release(self._call.n_answers, self._call.stream)
+        open_names = [answer.request_id for answer in self.answers if answer.finish is None]
+        if open_names:
+            self._bridge.cancel(open_names)
+
+    def _with_text(self, index: int, delivery: Delivery) -> Sequence[Piece]:
+        """The pieces with their texts; an empty one where an answer ends without."""
+        text = self._texts[index]
+        found: list[Piece] = []
+        pieces = delivery.pieces or [Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), '')]
+        for position, piece in enumerate(pieces):
+            if delivery.finish is not None and position == len(pieces) - 1:
+                added = text.finish(piece.tokens, delivery.matched)
+            else:
+                added = text.add(piece.tokens)
+            found.append(Piece(piece.tokens, piece.logprobs, piece.version, piece.sampling_logprobs, added))
+        return found
+
+    def _finish(self, answer: Answer, delivery: Delivery) -> None:
+        assert delivery.finish is not None
+        self._unfinished -= 1
+        word = _FINISH[delivery.finish]
+        answer.finish = Finish(word, delivery.matched, 'Aborted' if word == 'abort' else '')
+        answer.version = delivery.version
+        answer.latency_s = time.monotonic() - self._began

@@ -1,0 +1,244 @@
+"""The routes that control a server, in the words of SGLang and of vLLM; the service does the same for both."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from aiohttp import web
+
+from areal_jax.rollout.http.server.replies import BRIDGE, read_fields
+from areal_jax.rollout.http.service import ServerPause, UpdateError
+from areal_jax.rollout.http.wire.exchange import RequestError
+from areal_jax.rollout.http.wire.fields import refuse
+from areal_jax.types import KvPolicy
+
+_SGLANG_PAUSES = ('abort', 'retract', 'in_place')
+_VLLM_PAUSES = ('abort', 'wait', 'keep')
+_UPDATE_IGNORED = (
+    'load_format', 'is_async', 'torch_empty_cache', 'keep_pause', 'recapture_cuda_graph', 'token_step', 'manifest',
+)  # fmt: skip
+_ID_PREFIXES = ('generate-tokens-', 'cmpl-', 'chatcmpl-')  # with which replies begin a request's id
+
+
+def list_routes() -> list[web.RouteDef]:
+    return [
+        web.post('/abort_request', abort_request),
+        web.post('/pause_generation', pause_generation),
+        web.post('/continue_generation', continue_generation),
+        web.get('/flush_cache', flush_cache),
+        web.post('/flush_cache', flush_cache),
+        web.post('/update_weights_from_disk', update_weights_from_disk),
+        web.post('/update_weight_version', update_weight_version),
+        web.post('/pause', pause),
+        web.post('/resume', resume),
+        web.get('/is_paused', is_paused),
+        web.get('/weight_info', weight_info),
+        web.post('/abort_requests', abort_requests),
+        web.post('/reset_prefix_cache', reset_prefix_cache),
+        web.post('/start_weight_update', start_weight_update),
+        web.post('/update_weights', update_weights),
+        web.post('/finish_weight_update', finish_weight_update),
+        web.post('/collective_rpc', collective_rpc),
+    ]
+
+
+# SGLang.
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    fields = await read_fields(request)
+    name, every = fields.take_text('rid'), fields.take_flag('abort_all')
+    fields.take_ignored('abort_message', 'finished_reason')
+    fields.finish()
+    bridge = request.app[BRIDGE]
+    if every:
+        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
+    elif name:
+        await bridge.act('abort', lambda service: service.cancel([name]), bridge.limits.reply_s)
+    else:
+        raise RequestError('rid', "rid='' names no request: send one, or abort_all=true")
+    return web.Response()
+
+
+async def pause_generation(request: web.Request) -> web.Response:
+    if not request.body_exists:
+        raise RequestError('', 'the body is empty: send {} or {"mode": "abort"}')
+    fields = await read_fields(request)
+    mode = fields.take_choice('mode', _SGLANG_PAUSES, 'abort')
+    fields.finish()
+    await _pause(request, cast(ServerPause, mode))
+    return web.json_response({'message': 'Generation paused successfully.', 'status': 'ok'})
+
+
+async def continue_generation(request: web.Request) -> web.Response:
+    fields = await read_fields(request)
+    fields.take_ignored('torch_empty_cache')
+    fields.finish()
+    await _resume(request)
+    return web.json_response({'message': 'Generation continued successfully.', 'status': 'ok'})
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    bridge = request.app[BRIDGE]
+    await bridge.act('flush', lambda service: service.flush_cache(), bridge.limits.reply_s)
+    return web.Response(text='Cache flushed.\n')
+
+
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    """Answers 400 with success=false where nothing was changed; no other refusal changes anything either."""
+    fields = await read_fields(request)
+    path, label = fields.take_text('model_path'), fields.take_text('weight_version') or None
+    flush, cancel = fields.take_flag('flush_cache', default=True), fields.take_flag('abort_all_requests')
+    fields.take_ignored(*_UPDATE_IGNORED)
+    fields.finish()
+    if not path:
+        raise RequestError('model_path', "model_path='' names no directory: send one")
+    try:
+        await _load(request, path, label or '')
+        await _swap(request, label, flush=flush, cancel=cancel)
+    except UpdateError as error:
+        return web.json_response({'success': False, 'message': str(error), 'num_paused_requests': 0}, status=400)
+    version = f' Weight version updated to {label}.' if label else ''
+    message = f'Succeeded to update model weights.{version}'
+    return web.json_response({'success': True, 'message': message, 'num_paused_requests': 0})
+
+
+async def update_weight_version(request: web.Request) -> web.Response:
+    """SGLang and vLLM have this route in common."""
+    fields = await read_fields(request)
+    label, cancel = fields.take_text('new_version'), fields.take_flag('abort_all_requests')
+    fields.finish()
+    if not label:
+        raise RequestError('new_version', "new_version='' is no version: send a string that names one")
+    bridge = request.app[BRIDGE]
+    if cancel:
+        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
+    await bridge.act('relabel', lambda service: service.relabel(label))
+    message = f'Weight version updated to {label}'
+    return web.json_response({'success': True, 'message': message, 'new_version': label})
+
+
+# vLLM.
+
+
+async def pause(request: web.Request) -> web.Response:
+    (await read_fields(request)).finish()
+    mode = _query(request, 'mode', _VLLM_PAUSES)
+    clear = _query(request, 'clear_cache', ('true', 'false')) == 'true'
+    pause = ('retract' if clear else 'in_place') if mode == 'keep' else mode
+    await _pause(request, cast(ServerPause, pause))
+    return web.json_response({'status': 'paused'})
+
+
+async def resume(request: web.Request) -> web.Response:
+    (await read_fields(request)).finish()
+    await _resume(request)
+    return web.json_response({'status': 'resumed'})
+
+
+async def is_paused(request: web.Request) -> web.Response:
+    bridge = request.app[BRIDGE]
+    status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
+    return web.json_response({'is_paused': status.pause is not None})
+
+
+async def weight_info(request: web.Request) -> web.Response:
+    bridge = request.app[BRIDGE]
+    status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
+    return web.json_response({'weight_version': status.weight_version, 'manifest_hash': status.digest or None})
+
+
+async def abort_requests(request: web.Request) -> web.Response:
+    """Ids with and without the prefix of the replies; an empty list ends all."""
+    fields = await read_fields(request)
+    given = fields.take_texts('request_ids')
+    fields.finish()
+    bridge = request.app[BRIDGE]
+    if given:
+        names = [*given, *(name.removeprefix(prefix) for name in given for prefix in _ID_PREFIXES)]
+        names += [name.removesuffix('-0') for name in names]
+        await bridge.act('abort', lambda service: service.cancel(names), bridge.limits.reply_s)
+    else:
+        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
+    return web.json_response({'status': 'aborted', 'aborted': len(given)})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    bridge = request.app[BRIDGE]
+    await bridge.act('flush', lambda service: service.flush_cache(), bridge.limits.reply_s)
+    return web.json_response({'success': True})
+
+
+async def start_weight_update(request: web.Request) -> web.Response:
+    """First phase: says that an update follows; nothing has to be made ready here."""
+    (await read_fields(request)).finish()
+    return web.json_response({'message': 'Weight update started'})
+
+
+async def update_weights(request: web.Request) -> web.Response:
+    """Second phase: loads the directory of `update_info` while decoding goes on with the old weights."""
+    fields = await read_fields(request)
+    info = fields.take_fields('update_info')
+    path = info.take_text('weights_path')
+    info.finish()
+    fields.finish()
+    if not path:
+        raise RequestError('update_info.weights_path', "update_info.weights_path='' names no directory: send one")
+    await _load(request, path)
+    return web.json_response({'message': 'Weights updated'})
+
+
+async def finish_weight_update(request: web.Request) -> web.Response:
+    """Third phase: between two dispatches; answers when no token is drawn under the old weights any more."""
+    fields = await read_fields(request)
+    label = fields.take_text('weight_version') or None
+    fields.finish()
+    await _swap(request, label, flush=True, cancel=False)
+    return web.json_response({'message': 'Weight update finished', 'weight_version': label})
+
+
+async def collective_rpc(request: web.Request) -> web.Response:
+    """Of vLLM's methods the one that loads weights; their version stays until /update_weight_version."""
+    fields = await read_fields(request)
+    method = fields.take_choice('method', ('reload_weights',), 'reload_weights')
+    path = fields.take_fields('kwargs').take_text('weights_path')
+    fields.take_ignored('timeout', 'args')
+    if not path:
+        raise RequestError('kwargs.weights_path', f'kwargs.weights_path={path!r}: {method} needs a directory')
+    await _load(request, path)
+    await _swap(request, None, flush=True, cancel=False)
+    return web.json_response({'results': [None]})
+
+
+# What both do.
+
+
+async def _pause(request: web.Request, mode: ServerPause) -> None:
+    await request.app[BRIDGE].act('pause', lambda service: service.pause(mode))
+
+
+async def _resume(request: web.Request) -> None:
+    bridge = request.app[BRIDGE]
+    await bridge.act('resume', lambda service: service.resume(), bridge.limits.reply_s)
+
+
+async def _load(request: web.Request, path: str, label: str = '') -> None:
+    await request.app[BRIDGE].act('stage', lambda service: service.stage(path, label))
+
+
+async def _swap(request: web.Request, label: str | None, *, flush: bool, cancel: bool) -> None:
+    """What is paused in place keeps its KV unless the cache is to be flushed; else the engine's own way holds."""
+    bridge = request.app[BRIDGE]
+    status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
+    policy: KvPolicy | None = None
+    if status.pause == 'in_place':
+        policy = 'recompute' if flush else 'keep'
+    await bridge.act('swap', lambda service: service.swap(label, kv_policy=policy, cancel=cancel))
+
+
+def _query(request: web.Request, name: str, choices: tuple[str, ...]) -> str:
+    """The value of a query parameter; the first choice where it is absent."""
+    value = request.query.get(name, choices[0])
+    if value not in choices:
+        raise refuse(name, value, f'must be {" or ".join(map(repr, choices))}')
+    return value

@@ -1,0 +1,116 @@
+"""The routes that generate: one handler, a dialect each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from aiohttp import web
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.bridge import Exchange
+from areal_jax.rollout.http.server.limits import QUEUE_FULL, TOO_LATE
+from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
+from areal_jax.rollout.http.server.state import FACTS
+from areal_jax.rollout.http.wire import chat, completions, sglang, vllm
+from areal_jax.rollout.http.wire.events import DONE, frame
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, ReplyInfo, RequestError
+
+_LAST_WORDS_S = 5.0  # for a reader of a stream to take its last events
+Pieces = AsyncIterator[tuple[Answer, Piece]]
+
+
+class Dialect(Protocol):
+    """A module of wire/."""
+
+    def parse(self, body: object) -> Call: ...
+
+    def render(self, call: Call, answers: Sequence[Answer], info: ReplyInfo) -> object: ...
+
+    def render_event(self, call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes: ...
+
+    def render_last(self, call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes: ...
+
+    def render_error(self, message: str, status: int, field: str = '') -> JsonObject: ...
+
+
+ROUTES: dict[str, Dialect] = {
+    '/generate': sglang,
+    '/inference/v1/generate': vllm,
+    '/v1/completions': completions,
+    '/v1/chat/completions': chat,
+}
+
+
+def list_routes(model: str) -> list[web.RouteDef]:
+    """`model` is the name for calls that name none."""
+    return [web.post(path, _handle(dialect, model)) for path, dialect in ROUTES.items()]
+
+
+def _handle(dialect: Dialect, model: str) -> Handler:
+    async def generate(request: web.Request) -> web.StreamResponse:
+        if request.app[FACTS].draining:
+            raise RequestError('', 'this server is ending: ask another one', QUEUE_FULL)
+        bridge = request.app[BRIDGE]
+        call = await bridge.tokenize(dialect.parse(await read_body(request)))
+        info = ReplyInfo(model, int(time.time()), bridge.texts.token_text)
+        exchange = bridge.open(call)
+        try:
+            async with asyncio.timeout(bridge.limits.request_s) as deadline:
+                if call.stream:
+                    response = await _stream(request, dialect, call, exchange, info, deadline)
+                else:
+                    response = web.json_response(dialect.render(call, await exchange.finish(), info))
+            return response
+        except TimeoutError:
+            raise RequestError('', _describe_late(bridge.limits.request_s), TOO_LATE) from None
+        finally:
+            exchange.close()
+
+    return generate
+
+
+async def _stream(
+    request: web.Request, dialect: Dialect, call: Call, exchange: Exchange, info: ReplyInfo, deadline: asyncio.Timeout
+) -> web.StreamResponse:
+    """Server-sent events; what goes wrong after the first byte becomes the last event."""
+    pieces, limit_s = exchange.pieces(), request.app[BRIDGE].limits.request_s
+    first = await anext(pieces, None)  # a refusal by the engine still has a status of its own
+    response = web.StreamResponse(headers={'Content-Type': 'text/event-stream', 'Cache-Control': 'no-cache'})
+    try:
+        await response.prepare(request)
+        failure = await _write_events(response, dialect, call, exchange, pieces, first, info, deadline, limit_s)
+        async with asyncio.timeout(_LAST_WORDS_S):
+            await response.write(failure + DONE)
+            await response.write_eof()
+    except ConnectionResetError:
+        pass  # the reader is gone
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()  # the reader does not read
+    return response
+
+
+async def _write_events(
+    response: web.StreamResponse, dialect: Dialect, call: Call, exchange: Exchange, pieces: Pieces,
+    first: tuple[Answer, Piece] | None, info: ReplyInfo, deadline: asyncio.Timeout, limit_s: float,
+) -> bytes:  # fmt: skip
+    """Writes the events of all pieces; returns what remains to be said of a failure."""
+    try:
+        if first is not None:
+            await response.write(dialect.render_event(call, *first, info))
+        async for answer, piece in pieces:
+            await response.write(dialect.render_event(call, answer, piece, info))
+        return dialect.render_last(call, exchange.answers, info)
+    except RequestError as error:
+        return frame(dialect.render_error(str(error), error.status, error.field))
+    except asyncio.CancelledError:
+        if not deadline.expired():
+            raise
+        return frame(dialect.render_error(_describe_late(limit_s), TOO_LATE))
+
+
+def _describe_late(seconds: float) -> str:
+    return f'the answer was not complete after {seconds:g} s, the limit of this server: ask for fewer tokens'

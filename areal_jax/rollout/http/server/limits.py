@@ -1,0 +1,53 @@
+"""What one server takes on: refusals with their status, before and while a request is served."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from areal_jax.rollout.http.wire.exchange import RequestError
+
+TOO_LONG_BODY, SLOW_BODY, TOO_MANY_STREAMS, QUEUE_FULL, TOO_LATE = 413, 408, 429, 503, 504
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Bounds of one server."""
+
+    body_bytes: int = 16 << 20
+    body_s: float = 30.0  # for a body to arrive
+    requests: int = 1024  # answers under way or queued
+    streams: int = 256  # open responses with server-sent events
+    request_s: float = 3600.0  # from the body to the end of the answer
+    reply_s: float = 30.0  # for the host's side to answer what needs no generation
+
+
+class Load:
+    """Counts what is open on the HTTP thread, and refuses what is too much."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.answers = self.streams = 0
+
+    def admit(self, answers: int, stream: bool) -> None:
+        """Raises RequestError; otherwise `release` must follow."""
+        limits = self.limits
+        if answers > limits.requests:
+            raise RequestError(
+                'n', f'n: {answers} answers in one request, and this server queues {limits.requests} at most: ask for '
+                'fewer',
+            )  # fmt: skip
+        if self.answers + answers > limits.requests:
+            raise RequestError(
+                '', f'the queue is full ({self.answers} of {limits.requests} answers): send it again later', QUEUE_FULL
+            )
+        if stream and self.streams >= limits.streams:
+            raise RequestError(
+                'stream', f'stream=True: {self.streams} streams are open, which is the limit: send it again later',
+                TOO_MANY_STREAMS,
+            )  # fmt: skip
+        self.answers += answers
+        self.streams += stream
+
+    def release(self, answers: int, stream: bool) -> None:
+        self.answers -= answers
+        self.streams -= stream

@@ -1,0 +1,97 @@
+"""What every route has in common: reading a body, and turning what is refused into the reply of its dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY
+from areal_jax.rollout.http.wire import sglang, vllm
+from areal_jax.rollout.http.wire.exchange import RequestError
+from areal_jax.rollout.http.wire.fields import Fields, parse_json
+
+BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_OPEN_PATHS = ('/health', '/health_generate', '/ready', '/ping', '/metrics')  # no key: probes of clusters have none
+_SGLANG_PATHS = ('/generate', '/abort_request', '/pause_generation', '/continue_generation', '/flush_cache')
+_BUSY = (429, 503)
+
+_log = logging.getLogger(__name__)
+
+
+async def read_body(request: web.Request) -> object:
+    """The JSON of the body, {} where it is empty; raises RequestError."""
+    limits = request.app[BRIDGE].limits
+    try:
+        async with asyncio.timeout(limits.body_s):
+            content = await request.read()
+    except TimeoutError:
+        raise RequestError(
+            '', f'the body did not arrive within {limits.body_s:g} s: send it faster', SLOW_BODY
+        ) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise RequestError(
+            '', f'the body is larger than {limits.body_bytes} bytes: send less at once', TOO_LONG_BODY
+        ) from None
+    return parse_json(content) if content.strip() else {}
+
+
+async def read_fields(request: web.Request) -> Fields:
+    """The fields of a body that is a JSON object."""
+    return Fields(await read_body(request))
+
+
+def guard(api_key: str) -> Middleware:
+    """A middleware: asks for the key, and answers every refusal in the dialect of the path."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if api_key and request.path not in _OPEN_PATHS and not _has_key(request, api_key):
+                raise RequestError(
+                    'Authorization', 'Authorization must be "Bearer KEY" with the key of this server', 401
+                )
+            return await handler(request)
+        except web.HTTPException as error:
+            return web.json_response({'detail': error.reason}, status=error.status, headers=_allowed(error))
+        except RequestError as error:
+            return refuse(request, str(error), error.status, error.field)
+        except UserError as error:
+            return refuse(request, str(error), 400)
+        except TimeoutError:
+            return refuse(request, f'no answer within the time of this server for {request.path}', TOO_LATE)
+        except (asyncio.CancelledError, ConnectionResetError):
+            raise
+        except Exception as error:
+            _log.exception('%s %s failed', request.method, request.path)
+            return refuse(request, f'{type(error).__name__}: {error}', 500)
+
+    return answer
+
+
+def refuse(request: web.Request, message: str, status: int, field: str = '') -> web.Response:
+    """The reply of the path's dialect to what is refused."""
+    dialect: ModuleType = sglang if request.path in _SGLANG_PATHS else vllm
+    body: JsonObject = dialect.render_error(message, status, field)
+    headers = {'Retry-After': '1'} if status in _BUSY else {}
+    if status == 401:
+        headers['WWW-Authenticate'] = 'Bearer'
+    return web.json_response(body, status=status, headers=headers)
+
+
+def _has_key(request: web.Request, api_key: str) -> bool:
+    given = request.headers.get('Authorization', '')
+    return hmac.compare_digest(given.encode(), f'Bearer {api_key}'.encode())
+
+
+def _allowed(error: web.HTTPException) -> dict[str, str]:
+    return {'Allow': error.headers['Allow']} if 'Allow' in error.headers else {}

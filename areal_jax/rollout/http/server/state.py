@@ -1,0 +1,181 @@
+"""The routes that say how a server is: health, models, facts and metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from aiohttp import web
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server.replies import BRIDGE
+from areal_jax.rollout.http.service import ServiceStatus
+from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyInfo
+from areal_jax.rollout.http.wire.openai import render_models
+
+_PREFIX = 'areal_jax_'  # of the metrics
+_UNHEALTHY = 503
+
+
+@dataclasses.dataclass
+class Facts:
+    """What does not change while a server runs, but for `draining`."""
+
+    model: str
+    model_path: str
+    architecture: str
+    program_version: str
+    started_s: int  # seconds since 1970
+    draining: bool = False  # it ends when what runs has ended
+
+
+FACTS: web.AppKey[Facts] = web.AppKey('facts', Facts)
+
+
+def list_routes() -> list[web.RouteDef]:
+    return [
+        web.get('/health', health),
+        web.get('/ping', health),
+        web.get('/health_generate', health_generate),
+        web.get('/ready', ready),
+        web.get('/v1/models', models),
+        web.get('/model_info', model_info),
+        web.get('/get_model_info', model_info),
+        web.get('/server_info', server_info),
+        web.get('/get_server_info', server_info),
+        web.get('/version', version),
+        web.get('/get_world_size', world_size),
+        web.get('/metrics', metrics),
+    ]
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 where the host's side answers: it goes on while a dispatch runs."""
+    return web.Response(status=200 if await _answers(request) else _UNHEALTHY)
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """200 where one token can be generated."""
+    bridge = request.app[BRIDGE]
+    sampling = CallSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    exchange = bridge.open(Call((np.zeros(1, np.int32),), 'input_ids', (sampling,), ('',)))
+    try:
+        await exchange.finish_within(bridge.limits.reply_s)
+    except TimeoutError:
+        return web.Response(status=_UNHEALTHY)
+    finally:
+        exchange.close()
+    return web.Response()
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 where it takes requests: not while it drains."""
+    is_ready = not request.app[FACTS].draining and await _answers(request)
+    return web.Response(status=200 if is_ready else _UNHEALTHY)
+
+
+async def models(request: web.Request) -> web.Response:
+    facts = request.app[FACTS]
+    info = ReplyInfo(facts.model, facts.started_s)
+    return web.json_response(render_models(info, request.app[BRIDGE].context_tokens))
+
+
+async def model_info(request: web.Request) -> web.Response:
+    facts, status = request.app[FACTS], await _look(request.app[BRIDGE])
+    return web.json_response({
+        'model_path': status.model_path,
+        'tokenizer_path': facts.model_path,
+        'is_generation': True,
+        'weight_version': status.weight_version,
+        'manifest_hash': status.digest or None,
+        'architectures': [facts.architecture],
+        'preferred_sampling_params': None,
+    })  # fmt: skip
+
+
+async def server_info(request: web.Request) -> web.Response:
+    facts, bridge = request.app[FACTS], request.app[BRIDGE]
+    status = await _look(bridge)
+    return web.json_response({
+        'model_path': status.model_path,
+        'served_model_name': facts.model,
+        'context_length': bridge.context_tokens,
+        'version': facts.program_version,
+        'weight_version': status.weight_version,
+        'limits': dataclasses.asdict(bridge.limits),
+        'internal_states': [_state(status)],
+    })  # fmt: skip
+
+
+async def version(request: web.Request) -> web.Response:
+    return web.json_response({'version': request.app[FACTS].program_version})
+
+
+async def world_size(request: web.Request) -> web.Response:
+    return web.json_response({'world_size': 1})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """In the text format of Prometheus."""
+    bridge = request.app[BRIDGE]
+    status = await _look(bridge)
+    engine = status.engine
+    lines = [
+        *_metric('requests_running', 'gauge', 'requests in slots', engine.running),
+        *_metric(
+            'requests_waiting', 'gauge', 'requests that wait for a slot or for the end of a pause', _waiting(status)
+        ),
+        *_metric('answers_open', 'gauge', 'answers that HTTP requests wait for', bridge.load.answers),
+        *_metric('streams_open', 'gauge', 'open responses with server-sent events', bridge.load.streams),
+        *_metric('paused', 'gauge', '1 while generation is paused', int(status.pause is not None)),
+        *_metric('prompt_tokens_total', 'counter', 'prompt tokens of requests that began', status.prompt_tokens),
+        *_metric('generated_tokens_total', 'counter', 'tokens delivered', status.generated_tokens),
+        *_metric('decode_tokens_per_second', 'gauge', 'decoded tokens a second of decoding', engine.tokens_per_s),
+        *_metric('weight_updates_total', 'counter', 'updates of the weights', status.updates),
+        *_metric('weight_update_pause_seconds', 'gauge', 'pause of decoding of the last update', status.update_pause_s),
+        f'# HELP {_PREFIX}requests_finished_total answers by how they ended',
+        f'# TYPE {_PREFIX}requests_finished_total counter',
+        *(f'{_PREFIX}requests_finished_total{{reason="{word}"}} {count}' for word, count in status.finished.items()),
+        f'# HELP {_PREFIX}weight_version_info the weight version in use',
+        f'# TYPE {_PREFIX}weight_version_info gauge',
+        f'{_PREFIX}weight_version_info{{version="{_escape(status.weight_version)}"}} 1',
+    ]
+    return web.Response(text='\n'.join([*lines, '']), headers={'Content-Type': 'text/plain; version=0.0.4'})
+
+
+def _metric(name: str, kind: str, meaning: str, value: float) -> list[str]:
+    return [f'# HELP {_PREFIX}{name} {meaning}', f'# TYPE {_PREFIX}{name} {kind}', f'{_PREFIX}{name} {value}']
+
+
+def _escape(label: str) -> str:
+    return label.replace('\\', r'\\').replace('"', r'\"').replace('\n', r'\n')
+
+
+def _state(status: ServiceStatus) -> JsonObject:
+    engine = status.engine
+    return {
+        'running_requests': engine.running,
+        'waiting_requests': _waiting(status),
+        'tokens_per_second': engine.tokens_per_s,
+        'devices': list(engine.devices),
+        'pause': status.pause,
+        'updates': status.updates,
+        'update_pause_seconds': status.update_pause_s,
+    }
+
+
+def _waiting(status: ServiceStatus) -> int:
+    return status.engine.waiting + status.held
+
+
+async def _look(bridge: Bridge) -> ServiceStatus:
+    return await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
+
+
+async def _answers(request: web.Request) -> bool:
+    try:
+        await _look(request.app[BRIDGE])
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,135 @@
+"""The thread of HTTP: an aiohttp application on an asyncio loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import socket
+import threading
+from collections.abc import Callable
+
+from aiohttp import web
+
+from areal_jax.errors import UserError
+from areal_jax.protocols import Inbox
+from areal_jax.rollout.http.server import control, generation, state
+from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.replies import BRIDGE, guard
+from areal_jax.rollout.http.server.state import FACTS, Facts
+from areal_jax.rollout.http.server.texts import Texts
+
+_BACKLOG = 1024  # connections that wait to be accepted
+_SHUTDOWN_S = 5.0  # for open connections at the end
+_START_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """What the routes need to know of the model."""
+
+    texts: Texts
+    context_tokens: int
+    vocab_size: int
+    seed: int  # of the noise of requests that bring none
+    facts: Facts
+
+
+class HttpThread:
+    """A context manager: inside, requests are taken; at its end connections are closed.
+
+    Args:
+      listener: a bound socket, see `bind`.
+      api_key: '' = nobody is asked for one.
+      on_death: called on this thread where the loop ends by an error.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        model: ServedModel,
+        listener: socket.socket,
+        *,
+        limits: Limits,
+        api_key: str = '',
+        on_death: Callable[[BaseException], None] = lambda error: None,
+    ):
+        self._inbox, self._model, self._listener, self._limits = inbox, model, listener, limits
+        self._api_key, self._on_death = api_key, on_death
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name='http', daemon=True)
+
+    def __enter__(self) -> HttpThread:
+        self._thread.start()
+        if not self._started.wait(_START_S):
+            raise RuntimeError(f'the HTTP thread did not start within {_START_S:g} s')
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_SHUTDOWN_S + 1.0)
+
+    def refuse_new(self) -> None:
+        """From any thread: /ready answers 503 from now on."""
+        self._model.facts.draining = True
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+            self._on_death(error)
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        model = self._model
+        app = web.Application(middlewares=[guard(self._api_key)], client_max_size=self._limits.body_bytes)
+        app[FACTS] = model.facts
+        app[BRIDGE] = Bridge(
+            self._inbox, model.texts, self._limits,
+            context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,
+        )  # fmt: skip
+        app.add_routes([*generation.list_routes(model.facts.model), *control.list_routes(), *state.list_routes()])
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S, keepalive_timeout=75.0
+        )
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._listener, backlog=_BACKLOG).start()
+            self._started.set()
+            await self._stop.wait()
+        finally:
+            await runner.cleanup()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; port 0 takes a free one. Raises UserError for an address that cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError(f'--host={host!r} is no address of this machine ({error}): use 127.0.0.1 or 0.0.0.0') from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f'--port={port} is in use on {host}: choose another one, or 0 for a free one') from error
+        raise UserError(f'--host={host} --port={port} cannot be bound ({error.strerror}): choose others') from error
+    return listener
+
+
+def describe_url(listener: socket.socket) -> str:
+    """'http://127.0.0.1:8000'."""
+    host, port = listener.getsockname()[:2]
+    return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'

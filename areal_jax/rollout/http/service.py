@@ -1,0 +1,310 @@
+"""The host's side of a server: one request queue, one engine, and what control routes ask of them.
+
+The HTTP side (server/) puts submissions and actions into the inbox from its own thread; replies go back through the
+functions that come with them. Everything here runs on the host's loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, cast
+
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.errors import UserError
+from areal_jax.protocols import Clock
+from areal_jax.rollout.http.wire.exchange import Piece
+from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.types import EngineFinish, EngineStatus, GenerationRequest, KvPolicy, PublishedWeights, Segment
+
+ServerPause = Literal['abort', 'retract', 'in_place', 'wait']  # 'wait': running requests end first
+FIRST_LABEL = '0'  # weight version of the weights at launch
+
+
+class UpdateError(UserError):
+    """An update of the weights that was refused: the old ones are in use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+    """What an answer got since the last one."""
+
+    pieces: Sequence[Piece] = ()
+    finish: EngineFinish | None = None  # None: it goes on
+    matched: int | str | None = None  # the stop token or string that ended it
+    version: str = ''  # weight version in use, where it ended
+    error: UserError | None = None  # the engine refused it
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """One answer to generate."""
+
+    request: GenerationRequest
+    streams: bool  # deliver after every dispatch
+    deliver: Callable[[Delivery], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """Something that a control route asks for; `reply` gets the result, or the UserError that refused it."""
+
+    name: str
+    run: Callable[[GenerationService], Awaitable[object]]
+    reply: Callable[[object, UserError | None], None]
+
+
+@dataclasses.dataclass
+class WeightsDirectory:
+    """Weights to load: PublishedWeights.handle of an update. `digest` is set by whoever loads them."""
+
+    path: str
+    label: str = ''  # weight version that was asked for; '' = that is said later
+    digest: str = ''  # hash of their manifest; '' = the directory has none
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceStatus:
+    """A look at the server."""
+
+    engine: EngineStatus
+    weight_version: str
+    model_path: str
+    digest: str
+    pause: ServerPause | None
+    held: int  # requests that wait for the end of a pause
+    finished: dict[EngineFinish, int]
+    prompt_tokens: int
+    generated_tokens: int
+    updates: int
+    update_pause_s: float  # of the last update
+
+
+class GenerationService:
+    """Implements what the routes ask for; `serve` is its coroutine.
+
+    Args:
+      label: weight version of the engine's weights.
+      model_path: where they came from.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        clock: Clock,
+        supervisor: Supervisor,
+        *,
+        label: str = FIRST_LABEL,
+        model_path: str = '',
+        digest: str = '',
+    ):
+        self.inbox = clock.inbox('requests of the server')
+        self._engine, self._clock, self._supervisor = engine, clock, supervisor
+        self._version = engine.status().policy_version
+        self._labels = {self._version: label}
+        self._directory = WeightsDirectory(model_path, label, digest)
+        self._staged: tuple[int, WeightsDirectory] | None = None
+        self._updating = False
+        self._pause: ServerPause | None = None
+        self._door: dict[str, Submission] = {}  # wait for the end of the pause, in their order
+        self._open: dict[str, Submission] = {}  # in the engine
+        self._emptied = clock.event('no request is open')
+        self._finished: dict[EngineFinish, int] = {'stop': 0, 'length': 0, 'cancelled': 0}
+        self._prompt_tokens = self._generated_tokens = self._updates = 0
+        self._update_pause_s = 0.0
+
+    async def serve(self) -> None:
+        """Takes what arrives, for ever; the engine was started before."""
+        while True:
+            item = await self.inbox.take()
+            if isinstance(item, Submission):
+                self._submit(item)
+            else:
+                self._supervisor.start(item.name, self._act(cast(Action, item)))
+
+    async def _act(self, action: Action) -> None:
+        try:
+            result = await action.run(self)
+        except UserError as error:
+            action.reply(None, error)
+        else:
+            action.reply(result, None)
+
+    # Requests.
+
+    def _submit(self, submission: Submission) -> None:
+        name = submission.request.request_id
+        if name in self._door or name in self._open:
+            error = UserError(f'request {name!r} is open already: give every request an id of its own')
+            submission.deliver(Delivery(error=error))
+        elif self._pause is not None:
+            self._door[name] = submission
+        else:
+            self._start(submission)
+
+    def _start(self, submission: Submission) -> None:
+        request = submission.request
+        try:
+            running = self._engine.generate(request)
+        except UserError as error:
+            submission.deliver(Delivery(error=error))
+            return
+        running.streams = submission.streams
+        self._open[request.request_id] = submission
+        self._prompt_tokens += len(request.prompt_tokens)
+        self._supervisor.start(f'request {request.request_id}', self._follow(submission, running))
+
+    async def _follow(self, submission: Submission, running: RunningRequest) -> None:
+        """Delivers segment by segment where the request streams, else all at the end."""
+        pieces: list[Piece] = []
+        async for segment in running:
+            pieces.append(self._piece(segment))
+            self._generated_tokens += len(segment.tokens)
+            if submission.streams and running.finish_reason is None:
+                submission.deliver(Delivery(pieces))
+                pieces = []
+        assert running.finish_reason is not None
+        self._finished[running.finish_reason] += 1
+        del self._open[submission.request.request_id]
+        if not self._open:
+            self._emptied.set()
+        submission.deliver(Delivery(pieces, running.finish_reason, running.matched, self._labels[self._version]))
+
+    def _piece(self, segment: Segment) -> Piece:
+        label = self._labels[segment.policy_version]
+        return Piece(segment.tokens, segment.behavior_logprobs, label, segment.sampling_logprobs)
+
+    # What control routes ask for.
+
+    async def cancel(self, names: Sequence[str]) -> None:
+        """Ends the requests of these names and those numbered `NAME_0`, `NAME_1`, ...; unknown ones are ignored."""
+        for name in [name for name in (*self._open, *self._door) if _is_meant(name, names)]:
+            self._cancel(name)
+
+    async def cancel_all(self) -> None:
+        for name in [*self._open, *self._door]:
+            self._cancel(name)
+
+    async def pause(self, mode: ServerPause) -> None:
+        """Returns when nothing is generated and what is aborted was told; arrivals then wait for `resume`."""
+        self._pause = mode
+        if mode == 'abort':
+            for name in [*self._open]:
+                self._engine.cancel(name)
+        if mode in ('abort', 'wait'):
+            while self._open and self._pause == mode:
+                self._emptied.clear()
+                await self._clock.wait(self._emptied)
+        if self._pause == mode:
+            await self._engine.pause('in_place' if mode == 'in_place' else 'retract')
+
+    async def resume(self) -> None:
+        if self._pause is None:
+            return
+        self._pause = None
+        self._emptied.set()  # a pause that waits has ended
+        self._engine.resume()
+        held, self._door = list(self._door.values()), {}
+        for submission in held:
+            self._start(submission)
+
+    async def stage(self, path: str, label: str = '') -> None:
+        """Loads the weights of a directory while decoding goes on; raises UpdateError for one that cannot be loaded."""
+        self._require_no_update()
+        self._updating, self._staged = True, None
+        version, directory = self._version + 1, WeightsDirectory(path, label)
+        try:
+            await self._engine.stage(PublishedWeights(version, '', directory))
+        except Exception as error:  # the readers raise many types for damaged files; nothing was changed
+            raise UpdateError(f'{path} was not loaded, the old weights are in use: {_one_line(error)}') from error
+        finally:
+            self._updating = False
+        self._staged = version, directory
+
+    async def swap(self, label: str | None, *, kv_policy: KvPolicy | None = None, cancel: bool = False) -> None:
+        """Decodes with the staged weights from the next dispatch on; returns when it does, or stands with them.
+
+        Args:
+          label: their weight version; None = that of the weights before.
+          kv_policy: of requests that are being decoded; None = that of the engine.
+          cancel: end all open requests first.
+        """
+        self._require_no_update()
+        if self._staged is None:
+            raise UpdateError('no weights are staged: load some first')
+        self._updating = True
+        try:
+            (version, directory), self._staged = self._staged, None
+            self._labels[version] = label if label is not None else self._labels[self._version]
+            if cancel:
+                for name in [*self._open]:
+                    self._engine.cancel(name)
+            self._update_pause_s = await self._engine.swap(version, kv_policy)
+        finally:
+            self._updating = False
+        self._version, self._directory = version, directory
+        self._updates += 1
+
+    async def relabel(self, label: str) -> None:
+        """The same weights under another version: tokens drawn from now on carry it."""
+        self._require_no_update()
+        self._updating, self._staged = True, None
+        version = self._version + 1
+        try:
+            self._labels[version] = label
+            await self._engine.renumber(version)
+        finally:
+            self._updating = False
+        self._version = version
+
+    async def flush_cache(self) -> None:
+        """Forgets all KV; raises UserError while requests are open and not paused."""
+        if self._pause is None and self._open:
+            raise UserError(
+                f'the cache was not flushed: {len(self._open)} requests are open; pause generation or wait for them'
+            )
+        await self.relabel(self._labels[self._version])
+
+    async def look(self) -> ServiceStatus:
+        return ServiceStatus(
+            engine=self._engine.status(),
+            weight_version=self._labels[self._version],
+            model_path=self._directory.path,
+            digest=self._directory.digest,
+            pause=self._pause,
+            held=len(self._door),
+            finished=dict(self._finished),
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            updates=self._updates,
+            update_pause_s=self._update_pause_s,
+        )
+
+    async def drain(self) -> None:
+        """Ends a pause, and returns when no request is open."""
+        await self.resume()
+        while self._open:
+            self._emptied.clear()
+            await self._clock.wait(self._emptied)
+
+    def _cancel(self, name: str) -> None:
+        submission = self._door.pop(name, None)
+        if submission is None:
+            self._engine.cancel(name)
+        else:
+            self._finished['cancelled'] += 1
+            submission.deliver(Delivery(finish='cancelled', version=self._labels[self._version]))
+
+    def _require_no_update(self) -> None:
+        if self._updating:
+            raise UpdateError('another update of the weights is under way: send this one when it has been answered')
+
+
+def _is_meant(name: str, names: Sequence[str]) -> bool:
+    group, _, number = name.rpartition('_')
+    return name in names or (number.isdigit() and group in names)
+
+
+def _one_line(error: Exception) -> str:
+    return f'{type(error).__name__}: {" ".join(str(error).split())}'

@@ -1,0 +1,161 @@
+"""A server around the toy backend (tests/toys.py), on the real clock, in threads of this process."""
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import threading
+import time
+
+import aiohttp
+
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.state import Facts
+from areal_jax.rollout.http.server.texts import Texts
+from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, bind, describe_url
+from areal_jax.rollout.http.service import GenerationService
+from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.tasks.tokenizer import CharacterTokenizer
+from tests.toys import ToyBackend
+
+CONTEXT = 400
+PROMPT = [1, 2, 3]
+
+
+def write_weights(directory, w):
+    """A directory that the toy server loads: the integer w."""
+    directory.mkdir(parents=True)
+    (directory / 'w').write_text(str(w))
+    return str(directory)
+
+
+def receive(published):
+    w = int((pathlib.Path(published.handle.path) / 'w').read_text())
+    published.handle.digest = f'digest of {w}'
+    return w, published.version
+
+
+class SlowBackend(ToyBackend):
+    """A dispatch takes `step_s`."""
+
+    step_s = 0.002
+
+    def generate(self, *arguments):
+        time.sleep(self.step_s)
+        return super().generate(*arguments)
+
+
+class ToyServer:
+    """Inside, it serves; `url` is its address."""
+
+    def __init__(self, *, slots=4, limits=None, api_key=''):
+        self.log = EventLog()
+        self.clock = RealClock({'engine/0': 1, 'publish/0': 1}, self.log, stall_timeout_s=30.0)
+        self.backend = SlowBackend(slots, context_tokens=CONTEXT, largest_piece=CONTEXT)
+        self.engine = LocalEngine(
+            0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0), kv_policy='recompute',
+            decode_steps=1,
+        )  # fmt: skip
+        self.supervisor = Supervisor(self.clock)
+        self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy')
+        self.end = self.clock.event('end')
+        texts = Texts(CharacterTokenizer('abcdefghi'))
+        facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
+        model = ServedModel(texts, CONTEXT, 10, 7, facts)
+        listener = bind('127.0.0.1', 0)
+        self.url = describe_url(listener)
+        self.http = HttpThread(self.service.inbox, model, listener, limits=limits or Limits(), api_key=api_key)
+        self.thread = threading.Thread(target=self._execute)
+        self.error = None
+
+    def _execute(self):
+        async def program():
+            self.engine.start(self.supervisor)
+            self.supervisor.start('service', self.service.serve())
+            await self.clock.wait(self.end)
+
+        try:
+            self.clock.execute(self.supervisor.run(program()))
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self):
+        self.thread.start()
+        self.http.__enter__()
+        return self
+
+    def __exit__(self, *_):
+        self.http.__exit__()
+
+        async def end(service):
+            self.end.set()
+
+        from areal_jax.rollout.http.service import Action
+
+        self.service.inbox.put(Action('end', end, lambda result, error: None))
+        self.thread.join(10)
+        if self.error is not None:
+            raise self.error
+
+    def run(self, script, **session):
+        """`script(client)` is a coroutine function on a loop of the test."""
+
+        async def main():
+            async with asyncio.timeout(30), aiohttp.ClientSession(**session) as session_:
+                return await script(Client(session_, self.url))
+
+        return asyncio.run(main())
+
+
+class Client:
+    """(status, JSON or text) of requests."""
+
+    def __init__(self, session, url):
+        self.session, self.url = session, url
+
+    async def post(self, path, body=None, **options):
+        content = options if 'data' in options else {'json': body, **options}
+        async with self.session.post(self.url + path, **content) as reply:
+            return await self._read(reply)
+
+    async def get(self, path, **options):
+        async with self.session.get(self.url + path, **options) as reply:
+            return await self._read(reply)
+
+    async def _read(self, reply):
+        text = await reply.text()
+        with contextlib.suppress(ValueError):
+            return reply.status, json.loads(text)
+        return reply.status, text
+
+    async def events(self, path, body):
+        """The events of a stream, [DONE] last."""
+        found = []
+        async with self.session.post(self.url + path, json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            async for line in reply.content:
+                if line.startswith(b'data: '):
+                    text = line.decode().removeprefix('data: ').strip()
+                    found.append(text if text == '[DONE]' else json.loads(text))
+        return found
+
+
+def body(new=6, seed=0, **more):
+    """Of /generate: an answer of `new` tokens, whose tokens depend on weights and position alone."""
+    sampling = {'max_new_tokens': new, 'ignore_eos': True, 'sampling_seed': seed, 'skip_special_tokens': False}
+    sampling |= more.pop('sampling', {})
+    return {
+        'input_ids': PROMPT, 'sampling_params': sampling, 'return_logprob': True, 'logprob_start_len': len(PROMPT) - 1,
+        **more,
+    }  # fmt: skip
+
+
+async def until(condition, seconds=5.0):
+    """Waits for `await condition()` to be true."""
+    end = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < end, 'the condition did not come true'
+        await asyncio.sleep(0.005)
