@@ -110,7 +110,9 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--small', action='store_true', help='a fraction of the work: to try the command')
     parser.add_argument('--block_tokens', type=int, default=64, help='positions of a block of our cache')
     parser.add_argument('--decode_steps', type=int, default=8, help='tokens of a row in one dispatch of ours')
-    parser.add_argument('--prefill_buckets', default='64,512', help='tokens of our packed prefills')
+    parser.add_argument(
+        '--prefill_buckets', default='80,160,320,1024', help='tokens of our packed prefills in rows 1 to 4'
+    )
     parser.add_argument('--torch_caches', default='dynamic,static', help="of transformers' generate; the better counts")
     options = parser.parse_args(arguments)
     options.rows = [int(row) for row in options.rows.split(',')]

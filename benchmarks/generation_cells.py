@@ -95,7 +95,7 @@ def engine_sizes(options: argparse.Namespace, slots: int, context_tokens: int, *
         'slots': slots,
         'context_tokens': context_tokens,
         'block_tokens': options.block_tokens,
-        'prefill_buckets': [int(n) for n in options.prefill_buckets.split(',')],
+        'prefill_buckets': [64, 512],
         'decode_steps': options.decode_steps,
     }
     return {**sizes, **changes}
@@ -104,7 +104,8 @@ def engine_sizes(options: argparse.Namespace, slots: int, context_tokens: int, *
 def our_answers(
     options: argparse.Namespace, model: str, requests: str, slots: int = SLOTS, temperature: float = 1.0
 ) -> Program:
-    engine = engine_sizes(options, slots, CONTEXT_TOKENS)
+    buckets = [int(n) for n in options.prefill_buckets.split(',')]
+    engine = engine_sizes(options, slots, CONTEXT_TOKENS, prefill_buckets=buckets)
     arguments = {'model': model, 'engine': engine, 'requests': requests, 'temperature': temperature}
     return Program(sys.executable, 'benchmarks.side_engine', arguments)
 

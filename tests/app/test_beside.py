@@ -38,7 +38,7 @@ def rows_of(run):
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
     """Six updates under fixed(1), evaluated after the second and fourth; with plots."""
-    shown = {'telemetry__plots': True}
+    shown = {'telemetry__plots': True, 'evaluation__every_dispatches': 2}  # done before the next one is due
     fields = BESIDE | shown | {'staleness__schedule': 'fixed(1)', 'run__steps': 6, 'evaluation__every_samples': 1}
     return SmallRun(tmp_path_factory.mktemp('beside'), **fields).train()
 

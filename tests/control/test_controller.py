@@ -165,7 +165,7 @@ def test_two_virtual_runs_are_equal_event_by_event():
 
 
 def test_a_token_may_be_older_than_eta():
-    slow = {'steps': 8, 'eta': 1, 'engines': 2, 'delays': [12.0, 2.0, 5.0, 16.0], 'prices': PRICES | {'train': 0.001}}
+    slow = {'steps': 8, 'eta': 1, 'engines': 2, 'delays': [30.0, 2.0, 5.0, 2.0], 'prices': PRICES | {'train': 0.001}}
     ages = lambda run: [step.metrics['staleness/token_age_max'] for step in run.run().steps]
     assert max(ages(ToyRun(**slow))) == 2  # Eq. 3 counts groups: one that takes long may be overtaken
     assert max(ages(ToyRun(**slow, max_token_age=1, over_age='drop'))) == 1
