@@ -8,6 +8,7 @@ from short declared lists, prefill buckets and batch buckets; `warm_up` compiles
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,7 +22,7 @@ from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, Pr
 from areal_jax.rollout.decode import buckets, cache, parallel, prefill, rows
 from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS
 from areal_jax.rollout.decode.attention.contract import Cache
-from areal_jax.rollout.decode.generate import Generate
+from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.weights import PreparedWeights
 from areal_jax.rollout.sampling_support import SamplingSupport
@@ -35,7 +36,7 @@ _OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
 class _Generation:
     """The programs of `generate` for one kind of rows, one for each batch."""
 
-    steps: Generate
+    form: Generate
     batches: tuple[int, ...]
     program: jax.stages.Wrapped
 
@@ -129,19 +130,21 @@ class JaxDecodeBackend:
         if batches is not None:
             shares = [tuple(batches)] * len(kinds)
         self._check(shares)
+        generate = functools.partial(Generate, self._decoder, self._attention, self._placement.over_heads, self._sizes)
+        forms = [generate(self._steps, *kind) for kind in kinds]
+        return tuple(_Generation(*one, self._compile(one[0])) for one in zip(forms, shares, strict=True))
+
+    def _compile(self, form: Generate) -> jax.stages.Wrapped:
+        def generate(
+            weights: PreparedWeights, state: Cache, batch: rows.Batch, steps: jax.Array
+        ) -> tuple[Cache, Outputs]:
+            return form(weights.params, state, batch, steps)
+
         where = self._placement
-        generations = []
-        for (cut, adjust), share in zip(kinds, shares, strict=True):
-            steps = Generate(
-                self._decoder, self._attention, where.over_heads, self._sizes, self._steps, cut, adjust
-            )  # fmt: skip
-            program = jax.jit(
-                lambda weights, state, batch, n, steps=steps: steps(weights.params, state, batch, n),
-                in_shardings=(where.prepared, where.cache, where.rows, where.rows),
-                out_shardings=(where.cache, where.rows), donate_argnums=1,
-            )  # fmt: skip
-            generations.append(_Generation(steps, share, program))
-        return tuple(generations)
+        return jax.jit(
+            generate, in_shardings=(where.prepared, where.cache, where.rows, where.rows),
+            out_shardings=(where.cache, where.rows), donate_argnums=1,
+        )  # fmt: skip
 
     def _check(self, shares: Sequence[tuple[int, ...]]) -> None:
         for name, sizes in (('prefill_buckets', self._buckets), *(('batch_buckets', share) for share in shares)):
@@ -177,7 +180,7 @@ class JaxDecodeBackend:
             state = self._prefill_program(weights, state, self._pack([], bucket))
         for done, (generation, size) in enumerate(decoding, start=_OTHER_PROGRAMS + len(self.declared_prefills)):
             announce(done, total)
-            empty = rows.empty_batch(size, self._sizes, generation.steps.adjusted)
+            empty = rows.empty_batch(size, self._sizes, generation.form.adjusted)
             state, _ = generation.program(weights, state, empty, np.int32(1))
         jax.block_until_ready(state)
         return total
@@ -191,7 +194,7 @@ class JaxDecodeBackend:
     def lower_generate(self, weights: PreparedWeights, batch: int, *, plain: bool = True) -> jax.stages.Lowered:
         """For `batch` rows; `plain`: that need nothing which only some programs have."""
         generation = self._generations[0 if plain else -1]
-        empty = rows.empty_batch(batch, self._sizes, generation.steps.adjusted)
+        empty = rows.empty_batch(batch, self._sizes, generation.form.adjusted)
         return generation.program.lower(weights, self._abstract_state(), empty, np.int32(1))
 
     # The loop's calls; rollout.backend.DecodeBackend has the docstrings.
@@ -254,7 +257,7 @@ class JaxDecodeBackend:
         for row in decoded:
             rows.check_row(row, steps, self._sizes, self.sampling)
         generation, size = self._generation(decoded), self.batch_bucket(decoded)
-        batch, places = rows.fill_batch(decoded, size, self._sizes, generation.steps.adjusted)
+        batch, places = rows.fill_batch(decoded, size, self._sizes, generation.form.adjusted)
         state, outputs = generation.program(weights, state, batch, np.int32(steps))
         out = jax.device_get(outputs)
         given = lambda values: values[:steps, places]
