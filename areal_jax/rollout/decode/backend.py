@@ -122,7 +122,7 @@ class JaxDecodeBackend:
         """The last takes every row, the first the rows that need nothing that the last alone has."""
         most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills)
         if not adjusted:
-            kinds = [(filtered, adjusted)]
+            kinds: list[tuple[bool, bool]] = [(filtered, adjusted)]
             shares = [buckets.derive_batches(self.slots, min(buckets.MOST_BATCHES, most))]
         else:
             kinds = [(False, False), (filtered, adjusted)]
