@@ -125,7 +125,7 @@ MUTATIONS = [
     Mutation(
         'stop all answers for a long prefill',
         'areal_jax/rollout/scheduler.py',
-        'if needs_prefill and not (entries and self._has_prefilled):',
+        'if needs_prefill and not (entries and self._prefilled >= MOST_PREFILLED * self._backend.largest_piece):',
         'if needs_prefill:',
         'tests/rollout/test_scheduler.py',
     ),

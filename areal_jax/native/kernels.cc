@@ -16,6 +16,10 @@
 #include <thread>
 #include <vector>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -210,13 +214,37 @@ ffi::Error Write(Floats keys, Floats values, Floats k, Floats v, Integers blocks
 
 // Products. A panel keeps kRows x kVectors vectors of the result in registers; the matrix is read once, in place.
 
-typedef float Half __attribute__((vector_size(32), aligned(4)));
+typedef float Half __attribute__((vector_size(32)));
 #ifdef __AVX512F__
-typedef float Whole __attribute__((vector_size(64), aligned(4)));
+typedef float Whole __attribute__((vector_size(64)));
 constexpr int kAccumulators = 24;  // of 32 registers
 #else
 typedef Half Whole;
 constexpr int kAccumulators = 12;  // of 16 registers
+#endif
+
+// Columns need not be aligned: that of a template argument is the type's own.
+template <typename Vector>
+inline Vector Load(const float* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// a * b + c with one rounding, said explicitly: compilers fuse some of these products with their sums and not others.
+inline Half MultiplyAdd(Half a, Half b, Half c) {
+#ifdef __FMA__
+  return reinterpret_cast<Half>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b),
+                                                reinterpret_cast<__m256>(c)));
+#else
+  return a * b + c;
+#endif
+}
+#ifdef __AVX512F__
+inline Whole MultiplyAdd(Whole a, Whole b, Whole c) {
+  return reinterpret_cast<Whole>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b),
+                                                 reinterpret_cast<__m512>(c)));
+}
 #endif
 
 template <typename Vector, int kVectors, int kRows>
@@ -226,18 +254,18 @@ inline void MultiplyPanel(const float* w, const float* x, int64_t in, int64_t co
   for (int64_t i = 0; i < in; ++i) {
     Vector entries[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) entries[v] = *reinterpret_cast<const Vector*>(x + i * columns + v * kWidth);
+    for (int v = 0; v < kVectors; ++v) entries[v] = Load<Vector>(x + i * columns + v * kWidth);
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r) {
-      const float weight = w[r * in + i];
+      const Vector weight = w[r * in + i] - Vector{};  // in every place
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += weight * entries[v];
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = MultiplyAdd(weight, entries[v], sums[r][v]);
     }
   }
 #pragma GCC unroll 32
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) *reinterpret_cast<Vector*>(out + r * columns + v * kWidth) = sums[r][v];
+    for (int v = 0; v < kVectors; ++v) std::memcpy(out + r * columns + v * kWidth, &sums[r][v], sizeof(Vector));
   }
 }
 

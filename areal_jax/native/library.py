@@ -74,7 +74,7 @@ def _find_or_compile(directory: pathlib.Path) -> pathlib.Path:
         raise NativeError(f'{compiler} does not compile {_SOURCE.name}: {error}') from error
     if done.returncode:
         pathlib.Path(made).unlink(missing_ok=True)
-        reason = next((line for line in done.stderr.splitlines() if 'error' in line), done.stderr.strip()[-200:])
+        reason = next((line for line in done.stderr.splitlines() if 'error:' in line), done.stderr.strip()[-200:])
         raise NativeError(f'{compiler} does not compile {_SOURCE.name}: {reason}')
     os.replace(made, path)
     return path

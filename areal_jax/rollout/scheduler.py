@@ -1,8 +1,8 @@
 """What an engine does next: which requests enter slots, which leave them for want of blocks, and the next dispatch.
 
 Pure bookkeeping between two dispatches; stream.py runs what is planned here. Prefill goes in pieces between the
-dispatches of decoding, so that long prompts do not stop the other answers: at most MOST_PREFILLS buckets of pieces,
-then one dispatch for the requests that are ready. Several, because a dispatch costs nearly as much with few rows.
+dispatches of decoding, so that long prompts do not stop the other answers: at most MOST_PREFILLED times the tokens of
+the longest piece, then one dispatch for the requests that are ready. A dispatch costs nearly as much with few rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.slot_table import SlotTable
 
 NO_PREFILL = PrefillBucket(0, 0)
-MOST_PREFILLS = 4  # dispatches of prefill between two of decoding, while a request is ready to be decoded
+MOST_PREFILLED = 4  # longest pieces, in tokens, between two dispatches of decoding
+_FULL = 0.75  # share of a bucket that is worth its padding: the pieces of a worse one go in two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Scheduler:
             backend.cache_blocks, backend.block_tokens,
             context_tokens=backend.context_tokens, steps=decode_steps, version=version,
         )  # fmt: skip
-        self._prefills = 0  # since the last dispatch of decoding
+        self._prefilled = 0  # tokens since the last dispatch of decoding, padding included
 
     # Requests.
 
@@ -98,7 +99,7 @@ class Scheduler:
         """Returns the requests in slots to the head of the queue, and forgets the cache."""
         self.change_version(self.cache.version, keep=False)
         self.table.requeue()
-        self._prefills = 0
+        self._prefilled = 0
 
     # The next dispatch.
 
@@ -108,10 +109,11 @@ class Scheduler:
         self._admit()
         entries = tuple((slot, running) for slot, running in self.table.running() if _is_ready(running))
         needs_prefill = len(entries) < self.table.taken
-        if needs_prefill and not (entries and self._prefills >= MOST_PREFILLS):
-            self._prefills += 1
-            return self._plan_prefill()
-        self._prefills = 0
+        if needs_prefill and not (entries and self._prefilled >= MOST_PREFILLED * self._backend.largest_piece):
+            step = self._plan_prefill()
+            self._prefilled += step.bucket.tokens
+            return step
+        self._prefilled = 0
         return DecodeStep(entries, tuple(_decode_row(running) for _, running in entries)) if entries else None
 
     def note_prefilled(self, step: PrefillStep) -> None:
@@ -189,10 +191,25 @@ class Scheduler:
     def _fill_bucket(
         self, planned: Sequence[tuple[RunningRequest, PlannedPiece]]
     ) -> tuple[Sequence[tuple[RunningRequest, PlannedPiece]], PrefillBucket]:
-        """As many of the first pieces as one bucket holds, and the bucket."""
+        """As many of the first pieces as fill a bucket well, and the bucket."""
         if not planned:
             return (), NO_PREFILL
         spans: list[Span] = [one.piece.span for _, one in planned]
+        best: tuple[float, int, PrefillBucket] | None = None
+        for count in range(self._count_held(spans), 0, -1):
+            bucket = self._backend.prefill_bucket(spans[:count])
+            if bucket is None:
+                raise RuntimeError(f'no prefill bucket holds {spans[0]}')
+            share = sum(span.stop - span.start for span in spans[:count]) / bucket.tokens
+            if best is None or share > best[0]:
+                best = share, count, bucket
+            if share >= _FULL:
+                break
+        assert best is not None
+        return planned[: best[1]], best[2]
+
+    def _count_held(self, spans: Sequence[Span]) -> int:
+        """The most of the first spans that a bucket holds, at least 1."""
         low, high = 1, len(spans)
         while low < high:
             middle = -(-(low + high) // 2)
@@ -200,10 +217,7 @@ class Scheduler:
                 high = middle - 1
             else:
                 low = middle
-        bucket = self._backend.prefill_bucket(spans[:low])
-        if bucket is None:
-            raise RuntimeError(f'no prefill bucket holds {spans[0]}')
-        return planned[:low], bucket
+        return low
 
 
 def _require(has_company: bool, running: RunningRequest) -> None:

@@ -15,11 +15,11 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.models.activations import ACTIVATIONS
 from areal_jax.models.decoder import REMAT, Decoder, rms_norm
 from areal_jax.models.layers import stack_layers, unstack_layers
 from areal_jax.models.lora import TARGETS, Lora
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
+from areal_jax.native import library
 from tests.models import reference
 
 CONFIG = ModelConfig(
@@ -271,7 +271,7 @@ def test_activations_have_the_dtype_of_the_weights_and_logits_are_float32(layers
 @pytest.mark.parametrize('lora', [None, Lora(rank=3, alpha=6.0, targets=TARGETS)], ids=['whole', 'lora'])
 @pytest.mark.parametrize('name', VARIANTS)
 def test_tokens_as_columns_compute_what_rows_do(name, lora, layers):
-    rows, columns = (Decoder(VARIANTS[name], layers=layers, lora=lora, tokens=tokens) for tokens in ACTIVATIONS)
+    rows, columns = (Decoder(VARIANTS[name], layers=layers, lora=lora, tokens=tokens) for tokens in ('rows', 'columns'))
     params = scattered(rows.init(5))
     key = jax.random.key(0)  # adapters that are not 0
     params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(key, leaf.shape), params)
@@ -283,10 +283,26 @@ def test_tokens_as_columns_compute_what_rows_do(name, lora, layers):
     assert_close(logits, rows.logits(params, state))
 
 
+@pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+@pytest.mark.parametrize('lora', [None, Lora(rank=3, alpha=6.0, targets=TARGETS)], ids=['whole', 'lora'])
+@pytest.mark.parametrize('name', ['untied', 'everything'])
+def test_native_products_compute_what_those_of_xla_do(name, lora):
+    rows, native = (Decoder(VARIANTS[name], lora=lora, tokens=tokens) for tokens in ('rows', 'native_columns'))
+    params = scattered(rows.init(5))
+    tokens = TOKENS[:8]
+    run = jax.jit(lambda p: native.logits(p, hidden_of(native, p, tokens)))
+    calls = run.lower(native.prepare(params)).as_text().count(f'@{library.MULTIPLY}')
+    adapted = 2 * 7 if lora else 0  # products in turn for each of the seven matrices
+    assert calls == native.config.n_layers * (4 + adapted) + 1
+    assert_close(run(native.prepare(params)), rows.logits(params, hidden_of(rows, params, tokens)))
+
+
 @pytest.mark.parametrize('lora', [None, Lora(rank=3, alpha=6.0, targets=('query', 'down'))], ids=['whole', 'lora'])
 @pytest.mark.parametrize('layers', ['list', 'stacked'])
 def test_prepared_weights_are_transposed_matrices_bit_for_bit(layers, lora):
-    rows, columns = (Decoder(VARIANTS['everything'], layers=layers, lora=lora, tokens=tokens) for tokens in ACTIVATIONS)
+    rows, columns = (
+        Decoder(VARIANTS['everything'], layers=layers, lora=lora, tokens=tokens) for tokens in ('rows', 'columns')
+    )
     params = rows.init(5)
     assert jax.tree.leaves(rows.prepare(params)) == jax.tree.leaves(params)  # the same arrays
     turned = []

@@ -105,7 +105,7 @@ def test_a_long_prefill_is_cut_at_the_same_places_and_stops_nobody(company):
     assert [one for piece in pieces for one in piece] == [*prompt_of(71), *range(5, 39)]
     kinds = [event['kind'] for event in rig.log.events if event['kind'] in ('prefill', 'decode')]
     first = kinds.index('prefill', 1) if company else 0
-    expected = ['prefill', 'decode'] * 8 if company else ['prefill'] * 8
+    expected = [*['prefill'] * 4, 'decode'] * 2 if company else ['prefill'] * 8  # 4 of the longest pieces at a time
     assert kinds[first : first + len(expected)] == expected
     if company:
         assert rig.backend.batches[-1] == 1
@@ -124,8 +124,23 @@ def test_as_many_pieces_go_at_once_as_one_bucket_holds():
     rig.run(script)
     assert [len(pieces) for pieces in rig.backend.prefills] == [2, 2, 1]  # 6 tokens each
     assert [event['bucket'] for event in rig.kinds('prefill')] == [16, 16, 8]
-    # the rows that are ready decode between them: two, four, and the last after the first have ended
-    assert rig.backend.batches[:3] == [2, 4, 3]
+    assert rig.backend.batches[:2] == [5, 5]  # every slot is taken before the first dispatch of decoding
+
+
+@pytest.mark.parametrize(
+    ('prompts', 'buckets'), [((7, 5), [8, 8]), ((7, 7), [16]), ((9, 2), [8, 8]), ((10, 2), [16]), ((10, 2, 7), [16])]
+)
+def test_pieces_that_would_fill_a_bucket_badly_go_in_smaller_ones(prompts, buckets):
+    async def script(rig):
+        running = [
+            rig.engine.generate(request(0, draw=draw, prompt=range(20 * draw, 20 * draw + n), sampling=of_length(2)))
+            for draw, n in enumerate(prompts)
+        ]
+        return [await collect(one) for one in running]
+
+    rig = Rig(slots=5, largest_piece=16)  # buckets of 8 and 16; the last token of a prompt is not prefilled
+    rig.run(script)
+    assert [event['bucket'] for event in rig.kinds('prefill')] == buckets
 
 
 @pytest.mark.parametrize('cancelled', [0, 1])
