@@ -79,7 +79,7 @@ MUTATIONS = [
     Mutation(
         'keep stale KV',
         'areal_jax/rollout/local_engine.py',
-        "keep=self._kv_policy == 'keep'",
+        "keep=self._next_kv_policy == 'keep'",
         'keep=True',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
@@ -223,8 +223,8 @@ MUTATIONS = [
     Mutation(
         'ask engines that stand still to stand still',
         'areal_jax/rollout/local_engine.py',
-        'self._pausing = True',
-        'self._pausing = True; self._parked.clear()',
+        'self._pausing, self._pause_mode = True, mode',
+        'self._pausing, self._pause_mode = True, mode; self._parked.clear()',
         'tests/rollout/test_local_engine.py',
     ),
     Mutation(
@@ -496,7 +496,7 @@ MUTATIONS = [
     Mutation(
         'lose what was generated before a pause',
         'areal_jax/rollout/stream.py',
-        '        self._flush()\n        self._scheduler.requeue()',
+        '        self.deliver()\n        self._scheduler.requeue()',
         '        self._scheduler.requeue()',
         'tests/rollout/test_engines.py',
     ),
