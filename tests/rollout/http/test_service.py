@@ -121,6 +121,17 @@ def test_a_pause_that_aborts_returns_when_what_there_is_was_told():
     assert now <= 5 * STEP
 
 
+def test_answers_of_a_pause_in_place_can_be_aborted_after_all():
+    async def script(rig):
+        found = rig.submit()
+        await rig.decode(3)
+        await rig.service.pause('in_place')
+        await rig.service.pause('abort')
+        return list(found)
+
+    assert ServiceRig().run(script)[-1].finish == 'cancelled'
+
+
 def test_a_pause_that_waits_lets_answers_end_and_nothing_begin():
     async def script(rig):
         found = rig.submit()
