@@ -100,6 +100,7 @@ class GenerationRequest:
     prefix: tuple[Segment, ...] = ()  # output received before an interruption, a dead engine or a restart
     version: int | None = None  # None: the newest weights; else evaluation under a version that the engine has pinned
     name: str = ''  # of a request that may share its noise with another one; '' = the noise names it
+    cache_salt: str = ''  # requests with different ones share no KV
 
     @property
     def request_id(self) -> str:

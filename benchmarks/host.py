@@ -190,7 +190,7 @@ class FastBackend:
     def prefill(self, weights: int, state: int, pieces: Sequence[PrefillPiece]) -> int:
         return state
 
-    def batch_bucket(self, rows: int) -> int:
+    def batch_bucket(self, rows: Sequence[DecodeRow]) -> int:
         return self.slots
 
     def generate(self, weights: int, state: int, rows: Sequence[DecodeRow], steps: int) -> tuple[int, DecodeOutput]:

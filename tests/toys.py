@@ -132,8 +132,8 @@ class ToyBackend:
             array[list(targets)] = array[list(sources)]
         return new
 
-    def batch_bucket(self, rows: int) -> int:
-        return next(bucket for bucket in (1, 2, 4, 8, 16, 32, 64) if bucket >= rows)
+    def batch_bucket(self, rows: Sequence[DecodeRow]) -> int:
+        return next(bucket for bucket in (1, 2, 4, 8, 16, 32, 64) if bucket >= len(rows))
 
     def generate(
         self, weights: PreparedWeights, state: ToyCache, rows: Sequence[DecodeRow], steps: int

@@ -130,8 +130,8 @@ class DecodeBackend(Protocol):
         """The state with the keys and values of all pieces, which are of different sequences."""
         ...
 
-    def batch_bucket(self, rows: int) -> int:
-        """The declared batch in which `generate` decodes so many rows: a function of their number alone."""
+    def batch_bucket(self, rows: Sequence[DecodeRow]) -> int:
+        """The declared batch in which `generate` decodes the rows, by their number and sampling parameters."""
         ...
 
     def generate(

@@ -85,6 +85,7 @@ class CacheTable:
         length = len(running.request.prompt_tokens) - 1
         whole, ends_inside = divmod(length, self._block_tokens)
         prefix = self.prefixes.find(self._key(running)) if length else None
+        found = _count_found(prefix)
         number = self._blocks_for(running) - whole
         takes_tail = prefix is not None and prefix.tail is not None and not prefix.lent
         missing = number - takes_tail if prefix is not None or not length else whole + number
@@ -104,6 +105,8 @@ class CacheTable:
             prefix.expected += 1
         blocks = [*(prefix.whole if prefix is not None else ()), *own]
         running.cached = CachedSequence(prefix, own, blocks, takes_tail)
+        if running.cached_tokens is None:
+            running.cached_tokens = found
         return True
 
     def attach(self, running: RunningRequest) -> None:
@@ -132,6 +135,11 @@ class CacheTable:
         cached.own += blocks
         cached.blocks += blocks
         return True
+
+    def retract(self, running: RunningRequest) -> None:
+        """Frees the blocks of a request that goes on later."""
+        running.retractions += running.cached is not None and running.cached.filled > 0
+        self.release(running)
 
     def release(self, running: RunningRequest) -> None:
         """Frees the blocks of a request, if it has any."""
@@ -167,3 +175,10 @@ class CacheTable:
         """Blocks that hold the tokens of a request and those of the next dispatch."""
         positions = min(len(running) - 1 + self._steps, running.limit - 1)
         return -(-positions // self._block_tokens)
+
+
+def _count_found(prefix: Prefix | None) -> int:
+    """Tokens of a prefix that are in the cache, or that another request is computing."""
+    if prefix is None:
+        return 0
+    return len(prefix.tokens) if prefix.expected else prefix.filled

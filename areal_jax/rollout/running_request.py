@@ -56,7 +56,9 @@ class RunningRequest:
         self.finish_reason: EngineFinish | None = None
         self.streams = False  # every dispatch delivers, however short the segments are
         self.matched: int | str | None = None  # the stop token or string that ended it; None = none has
-        self.cached: CachedSequence | None = None  # its part of the KV cache; cache_table.py keeps it
+        self.cached: CachedSequence | None = None  # its part of the KV cache; cache_table.py keeps it and the next two
+        self.cached_tokens: int | None = None  # of the prompt, which others had computed as it began; None = it has not
+        self.retractions = 0  # times that its KV was given up and had to be computed again
         self._given = np.asarray(request.prompt_tokens, np.int32)  # the samples of a group share it
         if request.prefix:
             self._given = concatenate([self._given, request.prefix_tokens], np.int32)
@@ -83,9 +85,11 @@ class RunningRequest:
 
     @functools.cached_property
     def prompt_key(self) -> bytes:
-        """Equal for two requests whose prompts, without the last token of each, are equal."""
+        """Equal for two requests of one cache_salt whose prompts, without the last token of each, are equal."""
         content = np.ascontiguousarray(self.request.prompt_tokens[:-1], np.int32)
-        return hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).digest()
+        salt = self.request.cache_salt
+        key = hashlib.blake2b(salt.encode()).digest() if salt else b''
+        return hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES, key=key).digest()
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sampled: np.ndarray | None = None) -> None:
         """Adds n >= 1 tokens of one version to the segment under way.

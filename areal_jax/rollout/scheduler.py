@@ -92,7 +92,7 @@ class Scheduler:
         """Forgets the prefixes, and the cache of the requests in slots; with `keep`, not of those that decode."""
         for running in self.table.admitted():
             if not (keep and _is_ready(running)):
-                self.cache.release(running)
+                self.cache.retract(running)
         self.cache.clear(version, self.table.open_requests())
 
     def requeue(self) -> None:
@@ -134,7 +134,7 @@ class Scheduler:
             while self.table.has_slot(running) and not self._has_blocks(running):
                 youngest = self.table.youngest()
                 _require(self.table.taken > 1, youngest)
-                self.cache.release(youngest)
+                self.cache.retract(youngest)
                 self.table.return_to_queue(youngest)
                 self._on_preempt(youngest)
 

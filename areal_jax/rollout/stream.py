@@ -209,7 +209,7 @@ class DecodeStream:
         positions = int((counts * first + counts * (counts - 1) // 2).sum())
         self._log.write(
             self._kinds.decode, self._engine, engine=self._engine, dispatch=self._dispatches, slots=slots,
-            bucket=backend.batch_bucket(len(step.rows)), steps=steps, tokens=tokens, version=weights.version,
+            bucket=backend.batch_bucket(step.rows), steps=steps, tokens=tokens, version=weights.version,
             positions=positions, positions_read=output.positions_read,
         )  # fmt: skip
         totals = self.totals

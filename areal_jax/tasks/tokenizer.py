@@ -70,7 +70,6 @@ class _SizedTokenizer:
     source: str  # what describes the vocabulary, for errors
 
     def fits(self, vocab_size: int) -> None:
-        """Raises TokenizerError when a model with `vocab_size` embeddings lacks some of the ids."""
         if vocab_size < self.vocab_size:
             raise TokenizerError(
                 f'the model has {vocab_size} embeddings, the tokenizer {self.vocab_size} ids ({self.source}): '
@@ -78,7 +77,6 @@ class _SizedTokenizer:
             )
 
     def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
-        """int32 [P] of each: the messages in the model's chat form, up to where the answer begins."""
         raise NotImplementedError
 
     def encode_chat(self, messages: Messages) -> np.ndarray:
@@ -136,7 +134,6 @@ class _BpeTokenizer(_SizedTokenizer):
         return self._bpe.decode(self._without_final_eos(tokens), skip_special_tokens=False)
 
     def special_token_ids(self) -> frozenset[int]:
-        """Ids that control the model and are left out of a text for readers."""
         added = self._bpe.get_added_tokens_decoder()
         return frozenset({self.eos_id, *(token for token, entry in added.items() if entry.special)})
 
@@ -208,7 +205,6 @@ class HfTokenizer(_BpeTokenizer):
         self._template = _hf_template(directory, fields, {**specials, 'tools': None, 'documents': None})
 
     def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
-        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError."""
         if self._template is None:
             raise ConversationError(
                 0,
@@ -254,7 +250,6 @@ class CharacterTokenizer(_SizedTokenizer):
         return ''.join(texts[token] for token in self._without_final_eos(tokens))
 
     def special_token_ids(self) -> frozenset[int]:
-        """The EOS."""
         return frozenset({self.eos_id})
 
 
@@ -354,11 +349,10 @@ def _read_text(path: pathlib.Path) -> str:
 
 
 def _read_object(path: pathlib.Path) -> JsonObject:
+    text = _read_text(path)
     try:
-        fields = json.loads(_read_text(path))
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, TokenizerError):
-            raise
         raise TokenizerError(f'{path} is no JSON: {error}') from error
     if not isinstance(fields, dict):
         raise TokenizerError(f'{path} holds a {type(fields).__name__}, not an object')

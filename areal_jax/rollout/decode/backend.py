@@ -7,6 +7,8 @@ from short declared lists, prefill buckets and batch buckets; `warm_up` compiles
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -30,6 +32,15 @@ MOST_PROGRAMS = 16
 _OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
 
 
+@dataclasses.dataclass(frozen=True)
+class _Generation:
+    """The programs of `generate` for one kind of rows, one for each batch."""
+
+    form: Generate
+    batches: tuple[int, ...]
+    program: jax.stages.Wrapped
+
+
 class JaxDecodeBackend:
     """rollout.backend.DecodeBackend for a decoder on one device, or with its heads over several.
 
@@ -43,7 +54,8 @@ class JaxDecodeBackend:
       prefill_buckets: ascending tokens of a packed prefill; a longer sequence goes in pieces of the last.
       decode_steps: most tokens of a row in one `generate`.
       filtered: whether requests may use top_k, top_p or min_p.
-      adjusted: whether requests may use penalties, biases and least lengths.
+      adjusted: whether requests may use penalties, biases and least lengths. Such requests come from many clients, so
+        dispatches without any that changes the softmax have programs of their own, which compute nothing for it.
       dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
         log-probs are float32.
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
@@ -83,7 +95,7 @@ class JaxDecodeBackend:
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices = tuple(map(str, devices))
         self._sizes = cache.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
-        self._steps, self._adjusted, self._dtype = decode_steps, adjusted, jnp.dtype(dtype)
+        self._steps, self._dtype = decode_steps, jnp.dtype(dtype)
         self.sampling = SamplingSupport(
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
             stop_tokens=rows.most_stop_tokens(adjusted), biased_tokens=MOST_BIASED_TOKENS,
@@ -93,40 +105,62 @@ class JaxDecodeBackend:
         self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
         self.declared_prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
-        most = min(buckets.MOST_BATCHES, MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills))
-        self._batches = buckets.derive_batches(slots, most) if batch_buckets is None else tuple(batch_buckets)
-        self._check()
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
         where = self._placement
         on, state, weights = where.rows, where.cache, where.prepared
-        self._generate_steps = Generate(
-            self._decoder, self._attention, where.over_heads, self._sizes, decode_steps, filtered, adjusted
-        )
         self._initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(weights, state, on), out_shardings=state, donate_argnums=1
         )
         self._copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
-        self._generate_program = jax.jit(
-            self._generate, in_shardings=(weights, state, on, on), out_shardings=(state, on), donate_argnums=1
-        )
+        self._generations = self._declare_generations(batch_buckets, filtered, adjusted)
 
-    def _check(self) -> None:
-        for name, sizes in (('prefill_buckets', self._buckets), ('batch_buckets', self._batches)):
+    def _declare_generations(
+        self, batches: tuple[int, ...] | None, filtered: bool, adjusted: bool
+    ) -> tuple[_Generation, ...]:
+        """The last takes every row, the first the rows that need nothing that the last alone has."""
+        most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills)
+        if not adjusted:
+            kinds: list[tuple[bool, bool]] = [(filtered, adjusted)]
+            shares = [buckets.derive_batches(self.slots, min(buckets.MOST_BATCHES, most))]
+        else:
+            kinds = [(False, False), (filtered, adjusted)]
+            shares = [*buckets.share_batches(self.slots, most)]
+        if batches is not None:
+            shares = [tuple(batches)] * len(kinds)
+        self._check(shares)
+        generate = functools.partial(Generate, self._decoder, self._attention, self._placement.over_heads, self._sizes)
+        forms = [generate(self._steps, *kind) for kind in kinds]
+        return tuple(_Generation(*one, self._compile(one[0])) for one in zip(forms, shares, strict=True))
+
+    def _compile(self, form: Generate) -> jax.stages.Wrapped:
+        def generate(
+            weights: PreparedWeights, state: Cache, batch: rows.Batch, steps: jax.Array
+        ) -> tuple[Cache, Outputs]:
+            return form(weights.params, state, batch, steps)
+
+        where = self._placement
+        return jax.jit(
+            generate, in_shardings=(where.prepared, where.cache, where.rows, where.rows),
+            out_shardings=(where.cache, where.rows), donate_argnums=1,
+        )  # fmt: skip
+
+    def _check(self, shares: Sequence[tuple[int, ...]]) -> None:
+        for name, sizes in (('prefill_buckets', self._buckets), *(('batch_buckets', share) for share in shares)):
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                 raise ConfigError(f'{name}={sizes} must be ascending positive numbers')
-        if self._batches[-1] != self.slots:
-            raise ConfigError(f'batch_buckets={self._batches} must end with slots={self.slots}')
+        if any(share[-1] != self.slots for share in shares):
+            raise ConfigError(f'batch_buckets={shares[0]} must end with slots={self.slots}')
         if self.cache_blocks < self._sizes.table_blocks:
             raise ConfigError(
                 f'cache_blocks={self.cache_blocks} of {self.block_tokens} tokens do not hold one sequence of '
                 f'context_tokens={self.context_tokens}; give at least {self._sizes.table_blocks}'
             )
-        programs = len(self._batches) + len(self.declared_prefills) + _OTHER_PROGRAMS
+        programs = sum(map(len, shares)) + len(self.declared_prefills) + _OTHER_PROGRAMS
         if programs > MOST_PROGRAMS:
             raise ConfigError(
-                f'prefill_buckets={self._buckets} and batch_buckets={self._batches} need {programs} programs, more '
+                f'prefill_buckets={self._buckets} and batch_buckets={shares[0]} need {programs} programs, more '
                 f'than {MOST_PROGRAMS}; declare fewer'
             )
 
@@ -135,7 +169,8 @@ class JaxDecodeBackend:
 
         `announce` is called before each program with the number done and the total.
         """
-        total = _OTHER_PROGRAMS + len(self.declared_prefills) + len(self._batches)
+        decoding = [(generation, size) for generation in self._generations for size in generation.batches]
+        total = _OTHER_PROGRAMS + len(self.declared_prefills) + len(decoding)
         announce(0, total)
         state = self.initial_state()
         announce(1, total)
@@ -143,10 +178,10 @@ class JaxDecodeBackend:
         for done, bucket in enumerate(self.declared_prefills, start=_OTHER_PROGRAMS):
             announce(done, total)
             state = self._prefill_program(weights, state, self._pack([], bucket))
-        for done, size in enumerate(self._batches, start=_OTHER_PROGRAMS + len(self.declared_prefills)):
+        for done, (generation, size) in enumerate(decoding, start=_OTHER_PROGRAMS + len(self.declared_prefills)):
             announce(done, total)
-            empty = rows.empty_batch(size, self._sizes, self._adjusted)
-            state, _ = self._generate_program(weights, state, empty, np.int32(1))
+            empty = rows.empty_batch(size, self._sizes, generation.form.adjusted)
+            state, _ = generation.program(weights, state, empty, np.int32(1))
         jax.block_until_ready(state)
         return total
 
@@ -156,10 +191,11 @@ class JaxDecodeBackend:
         """For one of `declared_prefills`."""
         return self._prefill_program.lower(weights, self._abstract_state(), self._pack([], bucket))
 
-    def lower_generate(self, weights: PreparedWeights, batch: int) -> jax.stages.Lowered:
-        """For `batch` rows."""
-        empty = rows.empty_batch(batch, self._sizes)
-        return self._generate_program.lower(weights, self._abstract_state(), empty, np.int32(1))
+    def lower_generate(self, weights: PreparedWeights, batch: int, *, plain: bool = True) -> jax.stages.Lowered:
+        """For `batch` rows; `plain`: that need nothing which only some programs have."""
+        generation = self._generations[0 if plain else -1]
+        empty = rows.empty_batch(batch, self._sizes, generation.form.adjusted)
+        return generation.program.lower(weights, self._abstract_state(), empty, np.int32(1))
 
     # The loop's calls; rollout.backend.DecodeBackend has the docstrings.
 
@@ -208,9 +244,9 @@ class JaxDecodeBackend:
         # ready, so that the lane's interval has its real end
         return jax.block_until_ready(self._prefill_program(weights, state, packed))
 
-    def batch_bucket(self, rows: int) -> int:
+    def batch_bucket(self, decoded: Sequence[DecodeRow]) -> int:
         """Raises ValueError for more rows than slots."""
-        return buckets.smallest_that_holds(self._batches, rows)
+        return buckets.smallest_that_holds(self._generation(decoded).batches, len(decoded))
 
     def generate(
         self, weights: PreparedWeights, state: Cache, decoded: Sequence[DecodeRow], steps: int
@@ -220,8 +256,9 @@ class JaxDecodeBackend:
             raise ValueError(f'steps={steps} must lie between 1 and decode_steps={self._steps}')
         for row in decoded:
             rows.check_row(row, steps, self._sizes, self.sampling)
-        batch, places = rows.fill_batch(decoded, self.batch_bucket(len(decoded)), self._sizes, self._adjusted)
-        state, outputs = self._generate_program(weights, state, batch, np.int32(steps))
+        generation, size = self._generation(decoded), self.batch_bucket(decoded)
+        batch, places = rows.fill_batch(decoded, size, self._sizes, generation.form.adjusted)
+        state, outputs = generation.program(weights, state, batch, np.int32(steps))
         out = jax.device_get(outputs)
         given = lambda values: values[:steps, places]
         sampled = None if out.sampling_logprobs is None else given(out.sampling_logprobs)
@@ -236,6 +273,11 @@ class JaxDecodeBackend:
                 side[: len(part)] = part
             state = self._copy_program(state, *at)
         return state
+
+    def _generation(self, decoded: Sequence[DecodeRow]) -> _Generation:
+        if len(self._generations) > 1 and all(rows.is_plain(row.request.sampling) for row in decoded):
+            return self._generations[0]
+        return self._generations[-1]
 
     def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> PackedPieces:
         return prefill.pack_pieces(pieces, bucket, self.block_tokens, self._sizes.padding_block)
@@ -252,11 +294,6 @@ class JaxDecodeBackend:
     def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces) -> Cache:
         over_heads = self._placement.over_heads
         return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed, over_heads)
-
-    def _generate(
-        self, weights: PreparedWeights, state: Cache, batch: rows.Batch, steps: jax.Array
-    ) -> tuple[Cache, Outputs]:
-        return self._generate_steps(weights.params, state, batch, steps)
 
     def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return cache.copy_blocks(self._attention, state, sources, targets)

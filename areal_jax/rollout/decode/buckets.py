@@ -23,6 +23,12 @@ def derive_batches(slots: int, most: int = MOST_BATCHES) -> tuple[int, ...]:
     return tuple(batches)
 
 
+def share_batches(slots: int, most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Batches of plain rows and of any rows, `most` >= 2 in all; the plain ones, as most rows are, get most of them."""
+    others = max(1, most // 4)
+    return derive_batches(slots, min(MOST_BATCHES, most - others)), derive_batches(slots, others)
+
+
 def smallest_that_holds(sizes: Sequence[int], needed: int) -> int:
     """Of ascending sizes; raises ValueError where none does."""
     for size in sizes:

@@ -16,6 +16,7 @@ from areal_jax.rollout.backend import DecodeRow
 from areal_jax.rollout.decode.adjustments import Adjustments, empty_adjustments
 from areal_jax.rollout.decode.cache import CacheSizes
 from areal_jax.rollout.sampling_support import SamplingSupport
+from areal_jax.types import SamplingParams
 
 Array = Any  # numpy on the host, jax.Array on the device
 
@@ -41,6 +42,11 @@ class Batch:
 def most_stop_tokens(adjusted: bool) -> int:
     """Of a request. Chat models end an answer with one to three; clients of a server add their own."""
     return 16 if adjusted else 4
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether programs that are neither filtered nor adjusted can decode with these."""
+    return not params.changes_softmax and len(params.stop_tokens) <= most_stop_tokens(adjusted=False)
 
 
 def empty_batch(rows: int, sizes: CacheSizes, adjusted: bool = False, penalized: bool = False) -> Batch:

@@ -34,6 +34,8 @@ class Delivery:
     finish: EngineFinish | None = None  # None: it goes on
     matched: int | str | None = None  # the stop token or string that ended it
     version: str = ''  # weight version in use, where it ended
+    cached_tokens: int = 0  # of the prompt, whose KV was there
+    retractions: int = 0  # times that its KV was given up and computed again
     error: UserError | None = None  # the engine refused it
 
 
@@ -162,14 +164,14 @@ class GenerationService:
             pieces.append(self._piece(segment))
             self._generated_tokens += len(segment.tokens)
             if submission.streams and running.finish_reason is None:
-                submission.deliver(Delivery(pieces))
+                submission.deliver(_describe(running, pieces))
                 pieces = []
         assert running.finish_reason is not None
         self._finished[running.finish_reason] += 1
         del self._open[submission.request.request_id]
         if not self._open:
             self._emptied.set()
-        submission.deliver(Delivery(pieces, running.finish_reason, running.matched, self._labels[self._version]))
+        submission.deliver(_describe(running, pieces, self._labels[self._version]))
 
     def _piece(self, segment: Segment) -> Piece:
         label = self._labels[segment.policy_version]
@@ -299,6 +301,13 @@ class GenerationService:
     def _require_no_update(self) -> None:
         if self._updating:
             raise UpdateError('another update of the weights is under way: send this one when it has been answered')
+
+
+def _describe(running: RunningRequest, pieces: Sequence[Piece], version: str = '') -> Delivery:
+    return Delivery(
+        pieces, running.finish_reason, running.matched, version,
+        cached_tokens=running.cached_tokens or 0, retractions=running.retractions,
+    )  # fmt: skip
 
 
 def _is_meant(name: str, names: Sequence[str]) -> bool:

@@ -10,7 +10,6 @@ import pytest
 from areal_jax.rollout.backend import DecodeRow
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS, adjust_logits, count_tokens, empty_adjustments
-from areal_jax.rollout.decode.rows import empty_batch
 from areal_jax.rollout.sampling_support import SamplingError
 from tests.rollout.decode.examples import (
     CONTEXT,
@@ -112,7 +111,17 @@ def test_company_keeps_its_tokens_and_has_equal_logprobs():
     np.testing.assert_allclose(decoding.logprobs(0), plain_logprobs, atol=2e-5)
     assert decoding.sequences[0].sampling_logprobs == decoding.logprobs(0)
     alone = finish({0: request(0)})
-    assert (alone.answer(0), alone.logprobs(0)) == (plain, alone.sequences[0].sampling_logprobs)
+    assert (alone.answer(0), alone.logprobs(0)) == (plain, plain_logprobs)  # the programs without
+
+
+def test_rows_that_change_the_softmax_or_have_many_stop_tokens_take_their_own_programs():
+    sizes = {'batch_buckets': None, 'slots': 8, 'prefill_buckets': (CONTEXT,)}
+    one = build(filtered=True, adjusted=True, **sizes)
+    asks = [{'top_k': 2}, {'min_p': 0.5}, {'presence_penalty': 0.1}, {'stop': range(5)}]
+    bucket = lambda *wanted: one.batch_bucket([DecodeRow(request(**fields), 5, 4, 9, (1, 2, 3)) for fields in wanted])
+    assert [bucket(*[{}] * rows) for rows in (1, 2, 3, 8)] == [1, 2, 4, 8]
+    assert [bucket({}, asked) for asked in asks] == [4] * 4  # they have fewer batches
+    assert bucket({'stop': range(4)}, {'temperature': 0.0, 'top_k': 2}) == 2
 
 
 def test_a_stop_token_comes_behind_the_least_length_and_an_answer_without_any_ignores_eos():
@@ -193,14 +202,13 @@ def test_frequencies_are_those_of_the_adjusted_softmax():
 
 
 def test_programs_without_adjustments_take_and_compute_nothing_for_them():
-    def program(**flags):
+    def program(plain=True, **flags):
         one = build(**flags)
-        batch = empty_batch(4, one._sizes, flags.get('adjusted', False))
-        lowered = one._generate_program.lower(one.prepare(weights()), one.initial_state(), batch, np.int32(1))
-        return lowered.as_text()
+        return one.lower_generate(one.prepare(weights()), 4, plain=plain).as_text()
 
-    bare, filtered, adjusted = program(), program(filtered=True), program(filtered=True, adjusted=True)
+    bare, filtered, adjusted = program(), program(filtered=True), program(False, filtered=True, adjusted=True)
     assert 'stablehlo.case' not in bare
+    assert program(filtered=True, adjusted=True) == bare  # for dispatches of plain rows
     assert f'4x{MOST_BIASED_TOKENS}x' not in filtered
     assert f'4x{MOST_BIASED_TOKENS}x' in adjusted
 

@@ -7,6 +7,7 @@ import pytest
 
 from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
+from areal_jax.rollout.decode.backend import MOST_PROGRAMS
 from tests.rollout.decode.examples import (
     CONTEXT,
     DECODER,
@@ -370,6 +371,18 @@ def test_warm_up_compiles_everything_that_is_used_later_whatever_the_weights(com
     assert compiled == []
 
 
+def test_both_kinds_of_programs_are_compiled_beforehand(compiled):
+    one = build(filtered=True, adjusted=True)
+    params = one.prepare(weights())
+    compiled.clear()
+    assert one.warm_up(params) == len(compiled) <= MOST_PROGRAMS
+    compiled.clear()
+    decoding = Decoding(one)
+    decoding.start({0: request(0, new=12), 1: request(1, new=3, top_k=2)})
+    decoding.finish()
+    assert compiled == []
+
+
 def test_a_step_computes_the_rows_of_its_batch():
     one = build(batch_buckets=None)
     flops = {batch: program_of(one, batch).cost_analysis()['flops'] for batch in (1, 2, 4)}
@@ -380,7 +393,7 @@ def test_a_step_computes_the_rows_of_its_batch():
 
 def test_a_dispatch_takes_the_smallest_batch_that_holds_its_rows(compiled):
     one = build(batch_buckets=(1, 2, 4))
-    assert [one.batch_bucket(rows) for rows in (1, 2, 3, 4)] == [1, 2, 4, 4]
+    assert [one.batch_bucket([row()] * n) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
     decoding = Decoding(one)
     decoding.start(company())
     compiled.clear()

@@ -1,6 +1,6 @@
 import pytest
 
-from areal_jax.rollout.decode.buckets import derive_batches, smallest_that_holds
+from areal_jax.rollout.decode.buckets import derive_batches, share_batches, smallest_that_holds
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,14 @@ def test_no_more_than_asked_for_and_all_slots_fit(most):
         assert len(batches) <= most
         assert batches[-1] == slots
         assert list(batches) == sorted(set(batches))
+
+
+@pytest.mark.parametrize('most', range(2, 14))
+def test_two_kinds_share_the_programs_and_both_hold_all_slots(most):
+    plain, others = share_batches(32, most)
+    assert len(plain) + len(others) <= most
+    assert plain[-1] == others[-1] == 32
+    assert len(plain) >= len(others)
 
 
 def test_the_smallest_that_holds():

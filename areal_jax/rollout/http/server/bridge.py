@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import time
@@ -15,7 +16,7 @@ import numpy as np
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server.limits import Limits, Load
-from areal_jax.rollout.http.server.texts import AnswerText, Texts
+from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, Submission
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
@@ -25,6 +26,7 @@ from areal_jax.rollout.http.wire.exchange import (
     FinishWord,
     Piece,
     RequestError,
+    join_pieces,
     name_answers,
     tokenize_call,
 )
@@ -94,6 +96,7 @@ class Bridge:
                 prompt_tokens=answer.prompt_tokens,
                 sampling=self._sampling(sampling, len(answer.prompt_tokens)),
                 name=answer.request_id,
+                cache_salt=call.cache_salt,
             )
             deliver = functools.partial(self._call_back, exchange.put, answer.index)
             self._inbox.put(Submission(request, call.stream, deliver))
@@ -165,7 +168,7 @@ class Exchange:
         self.answers = [
             Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index) for index, name in enumerate(names)
         ]
-        self._texts = [AnswerText(bridge.texts, call.sampling[index // call.n]) for index in range(len(names))]
+        self._texts = [bridge.texts.answer(call.sampling[index // call.n]) for index in range(len(names))]
 
     def put(self, index: int, delivery: Delivery) -> None:
         """What the service delivers for one answer."""
@@ -174,16 +177,17 @@ class Exchange:
     async def pieces(self) -> AsyncIterator[tuple[Answer, Piece]]:
         """(answer with the piece, piece) as they come; ends with the last answer. Raises RequestError."""
         while self._unfinished:
-            index, delivery = await self._news.get()
-            if delivery.error is not None:
-                raise RequestError(self._call.prompt_field, str(delivery.error))
-            answer = self.answers[index]
-            pieces = self._with_text(index, delivery)
-            for position, piece in enumerate(pieces, start=1):
-                answer.pieces.append(piece)
-                if delivery.finish is not None and position == len(pieces):
-                    self._finish(answer, delivery)
-                yield answer, piece
+            for index, delivery in (await self._take_news()).items():
+                if delivery.error is not None:
+                    raise RequestError(self._call.prompt_field, str(delivery.error))
+                answer = self.answers[index]
+                answer.cached_tokens, answer.retractions = delivery.cached_tokens, delivery.retractions
+                pieces = self._with_text(index, delivery)
+                for position, piece in enumerate(pieces, start=1):
+                    answer.add(piece)
+                    if delivery.finish is not None and position == len(pieces):
+                        self._finish(answer, delivery)
+                    yield answer, piece
 
     async def finish(self) -> list[Answer]:
         """All answers, complete."""
@@ -203,23 +207,36 @@ class Exchange:
         if open_names:
             self._bridge.cancel(open_names)
 
+    async def _take_news(self) -> dict[int, Delivery]:
+        """One delivery for each answer that has news: what came while a reader was slow goes out together."""
+        index, delivery = await self._news.get()
+        found = {index: delivery}
+        while not self._news.empty():
+            index, delivery = self._news.get_nowait()
+            before = found[index].pieces if index in found else ()
+            found[index] = dataclasses.replace(delivery, pieces=[*before, *delivery.pieces])
+        return found
+
     def _with_text(self, index: int, delivery: Delivery) -> Sequence[Piece]:
         """The pieces with their texts; an empty one where an answer ends without."""
         text = self._texts[index]
         found: list[Piece] = []
-        pieces = delivery.pieces or [Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), '')]
+        pieces = join_pieces(delivery.pieces) or [Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), '')]
         for position, piece in enumerate(pieces):
-            if delivery.finish is not None and position == len(pieces) - 1:
-                added = text.finish(piece.tokens, delivery.matched)
-            else:
-                added = text.add(piece.tokens)
+            is_last = delivery.finish is not None and position == len(pieces) - 1
+            added = text.extend(piece.tokens, _describe_finish(delivery) if is_last else None)
             found.append(Piece(piece.tokens, piece.logprobs, piece.version, piece.sampling_logprobs, added))
         return found
 
     def _finish(self, answer: Answer, delivery: Delivery) -> None:
         assert delivery.finish is not None
         self._unfinished -= 1
-        word = _FINISH[delivery.finish]
-        answer.finish = Finish(word, delivery.matched, 'Aborted' if word == 'abort' else '')
+        answer.finish = _describe_finish(delivery)
         answer.version = delivery.version
         answer.latency_s = time.monotonic() - self._began
+
+
+def _describe_finish(delivery: Delivery) -> Finish:
+    assert delivery.finish is not None
+    word = _FINISH[delivery.finish]
+    return Finish(word, delivery.matched, 'Aborted' if word == 'abort' else '')

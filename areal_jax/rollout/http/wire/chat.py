@@ -54,7 +54,7 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
     """One event of a stream: what `piece`, the answer's last one, adds; the first one names the role."""
-    first = len(answer.pieces) <= 1
+    first = answer.n_tokens == len(piece.tokens)
     delta = {'role': 'assistant', 'content': piece.text} if first else {'content': piece.text}
     choice = _render_choice(call, answer, openai.part_of(answer, piece), info, whole=first)
     return openai.render_chunk(call, answer, info, _ROUTE, choice | {'delta': delta})

@@ -14,7 +14,16 @@ DONE = f'{_LAST}\n\n'.encode()  # ends every stream
 
 def frame(event: JsonObject) -> bytes:
     """One event on the wire."""
-    return f'{_PREFIX}{json.dumps(event, separators=(",", ":"), allow_nan=False)}\n\n'.encode()
+    return frame_text(write_json(event))
+
+
+def frame_text(event: str) -> bytes:
+    """The same for an event that is JSON already."""
+    return f'{_PREFIX}{event}\n\n'.encode()
+
+
+def write_json(value: object) -> str:
+    return json.dumps(value, separators=(',', ':'), allow_nan=False)
 
 
 def parse_event(line: str) -> JsonObject | None:

@@ -99,6 +99,43 @@ class Piece:
     text: str = ''  # that it adds to the answer's text; a character is in the piece that completes it
 
 
+def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same tokens with one piece where neighbours have one version and the same kinds of log-probs."""
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        if groups and _is_continued(groups[-1][-1], piece):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return [group[0] if len(group) == 1 else _join(group) for group in groups]
+
+
+def _is_continued(piece: Piece, following: Piece) -> bool:
+    same_kinds = (piece.sampling_logprobs is None) == (following.sampling_logprobs is None)
+    return same_kinds and piece.version == following.version
+
+
+def _join(pieces: Sequence[Piece]) -> Piece:
+    sampled = [piece.sampling_logprobs for piece in pieces if piece.sampling_logprobs is not None]
+    return Piece(
+        concatenate([piece.tokens for piece in pieces], np.int32),
+        concatenate([piece.logprobs for piece in pieces], np.float32),
+        pieces[0].version,
+        concatenate(sampled, np.float32) if sampled else None,
+        ''.join(piece.text for piece in pieces),
+    )
+
+
+@dataclasses.dataclass
+class Written:
+    """JSON of an answer that events have carried, for a dialect whose events say everything again."""
+
+    tokens: int = 0
+    characters: int = 0  # of the answer's text
+    text: str = ''  # without quotes
+    lists: dict[str, str] = dataclasses.field(default_factory=dict)  # by field, without brackets
+
+
 @dataclasses.dataclass(frozen=True)
 class Finish:
     """How an answer ended."""
@@ -130,6 +167,14 @@ class Answer:
     cached_tokens: int = 0  # of the prompt, whose KV was there
     retractions: int = 0  # times that its KV was given up and computed again
     latency_s: float = 0.0  # from the arrival of the request
+    written: Written = dataclasses.field(default_factory=lambda: Written(), repr=False, compare=False)
+
+    def add(self, piece: Piece) -> None:
+        """Appends a piece. Those of one version are joined so that few are left: an event costs no pass over many."""
+        pieces = self.pieces
+        pieces.append(piece)
+        while len(pieces) > 1 and _is_continued(*pieces[-2:]) and len(pieces[-2].tokens) <= len(pieces[-1].tokens):
+            pieces[-2:] = join_pieces(pieces[-2:])
 
     @property
     def tokens(self) -> np.ndarray:

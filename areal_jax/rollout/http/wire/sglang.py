@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.events import frame
+from areal_jax.rollout.http.wire.events import frame_text, write_json
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -19,6 +19,7 @@ from areal_jax.rollout.http.wire.exchange import (
     Prompt,
     ReplyInfo,
     RequestError,
+    Written,
 )
 from areal_jax.rollout.http.wire.fields import Fields, read_token_ids, require_same
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
@@ -79,10 +80,18 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
     """One event of a stream: everything that the answer has so far, `piece` included.
 
-    The spans are in every event, so that a client keeps what it has when the server dies.
+    The spans are in every event, so that a client keeps what it has when the server dies. What the events before had
+    is copied, not rendered again.
     """
-    event = _render_answer(call, answer, info)
-    return frame(event if call.n_answers == 1 else event | {'index': answer.index})
+    written = _write_on(call, answer, info)
+    lists = {field: f'[{written.lists[field]}]' for field in written.lists}
+    ids = lists.pop('output_ids')
+    event = {
+        'text': f'"{written.text}"',
+        'output_ids': ids,
+        'meta_info': _write(_meta_facts(call, answer, info), lists),
+    }
+    return frame_text(_write({} if call.n_answers == 1 else {'index': answer.index}, event))
 
 
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
@@ -97,6 +106,11 @@ def render_error(message: str, status: int, field: str = '') -> JsonObject:
 
 def meta_info(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
     """What SGLang says of an answer beside its text and ids."""
+    return _meta_facts(call, answer, info) | _token_lists(call, answer, info, 0)
+
+
+def _meta_facts(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
+    """All but the lists of output tokens."""
     spans = answer.spans
     found: JsonObject = {
         'id': answer.request_id,
@@ -112,12 +126,37 @@ def meta_info(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
     if 'behavior' in call.logprobs:
         tail = answer.prompt_tokens[len(answer.prompt_tokens) - call.prompt_tail :].tolist()
         found['input_token_logprobs'] = [[None, token, _text(token, call, info)] for token in tail]
-        pairs = zip(answer.logprobs.tolist(), answer.tokens.tolist(), strict=True)
-        found['output_token_logprobs'] = [[logprob, token, _text(token, call, info)] for logprob, token in pairs]
         found['output_token_logprobs_length'] = answer.n_tokens
-    if 'sampling' in call.logprobs:
-        found['output_token_sampling_logprobs'] = answer.sampling_logprobs.tolist()
     return found
+
+
+def _token_lists(call: Call, answer: Answer, info: ReplyInfo, first: int) -> JsonObject:
+    """The lists of log-probs, of the output tokens from `first` on."""
+    found: JsonObject = {}
+    if 'behavior' in call.logprobs:
+        pairs = zip(answer.logprobs[first:].tolist(), answer.tokens[first:].tolist(), strict=True)
+        found['output_token_logprobs'] = [[logprob, token, _text(token, call, info)] for logprob, token in pairs]
+    if 'sampling' in call.logprobs:
+        found['output_token_sampling_logprobs'] = answer.sampling_logprobs[first:].tolist()
+    return found
+
+
+def _write_on(call: Call, answer: Answer, info: ReplyInfo) -> Written:
+    """What is written of the answer, with the tokens and the text that are new."""
+    written, tokens, text = answer.written, answer.tokens, answer.text
+    new = {'output_ids': tokens[written.tokens :].tolist(), **_token_lists(call, answer, info, written.tokens)}
+    for field, values in new.items():
+        parts = (written.lists.get(field, ''), write_json(values)[1:-1])
+        written.lists[field] = ','.join(part for part in parts if part)
+    written.text += write_json(text[written.characters :])[1:-1]
+    written.tokens, written.characters = len(tokens), len(text)
+    return written
+
+
+def _write(event: JsonObject, more: Mapping[str, str]) -> str:
+    """The object as JSON, with further fields whose values are JSON already."""
+    fields = [write_json(event)[1:-1], *(f'"{field}":{value}' for field, value in more.items())]
+    return '{' + ','.join(field for field in fields if field) + '}'
 
 
 def render_request(call: Call) -> JsonObject:

@@ -42,9 +42,10 @@ class AnswerText:
             tokens = tokens[:-1]
         before = self._held + self._decode_new(tokens[:-1], final=False)
         given = before + self._decode_new(tokens[-1:], final=True)
-        if isinstance(finish.matched, str) and not self._keep_stop:
+        if isinstance(finish.matched, str):
             begin = given.find(finish.matched, max(0, len(before) - len(finish.matched) + 1))
-            given = given if begin < 0 else given[:begin]
+            kept = len(finish.matched) if self._keep_stop else 0
+            given = given if begin < 0 else given[: begin + kept]
         self._held = ''
         return given
 

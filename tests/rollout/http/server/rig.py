@@ -57,7 +57,7 @@ class ToyServer:
         self.backend = SlowBackend(slots, context_tokens=CONTEXT, largest_piece=CONTEXT)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0), kv_policy='recompute',
-            decode_steps=1,
+            decode_steps=1, decode_text=lambda tokens: CharacterTokenizer('abcdefghi').decode(tokens),
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)
         self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy')

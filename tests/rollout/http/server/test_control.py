@@ -105,6 +105,7 @@ def test_a_pause_that_keeps_answers_gives_them_two_spans_after_an_update(server,
     assert reply['output_ids'] == tokens_under(spans, {'0': 0, '4': 3})
     worst = min(entry[0] for entry in reply['meta_info']['output_token_logprobs'])
     assert (worst < -900) is stale  # the toy shows a stale cache by a log-prob
+    assert reply['meta_info']['num_retractions'] == (not stale)
 
 
 def test_a_pause_that_waits_lets_answers_end(server):

@@ -2,8 +2,16 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
+from areal_jax.rollout.http.server.bridge import Bridge, Exchange
+from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.texts import Texts
+from areal_jax.rollout.http.service import Delivery
+from areal_jax.rollout.http.wire import sglang
+from areal_jax.rollout.http.wire.exchange import Piece
+from areal_jax.tasks.tokenizer import CharacterTokenizer
 from tests.rollout.http.server.rig import PROMPT, ToyServer, body, until
 from tests.toys import token
 
@@ -81,11 +89,14 @@ def test_a_stream_comes_piece_by_piece_and_ends_with_done(server, path):
     assert last == '[DONE]'
     text = ''.join('abcdefghi'[t - 1] for t in expected(5))
     if path == '/generate':
-        assert [event['output_ids'] for event in events] == [expected(5)[:n] for n in range(1, 6)]
-        assert [bool(event['meta_info']['finish_reason']) for event in events] == [False] * 4 + [True]
+        lengths = [len(event['output_ids']) for event in events]  # what came together is one event
+        assert lengths == sorted(set(lengths))
+        assert [event['output_ids'] for event in events] == [expected(5)[:n] for n in lengths]
+        assert [bool(event['meta_info']['finish_reason']) for event in events] == [False] * (len(events) - 1) + [True]
         assert events[-1]['text'] == text
     elif path == '/inference/v1/generate':
-        assert [event['choices'][0]['token_ids'] for event in events] == [[t] for t in expected(5)]
+        assert [t for event in events for t in event['choices'][0]['token_ids']] == expected(5)
+        assert len(events) > 1
     else:
         pieces = [event['choices'][0] for event in events]
         texts = [one['text'] if 'text' in one else one['delta'].get('content', '') for one in pieces]
@@ -107,7 +118,56 @@ def test_a_stop_token_ends_an_answer_and_is_told(server):
     assert reply['meta_info']['finish_reason'] == {'type': 'stop', 'matched': stop}
 
 
+@pytest.mark.parametrize('path', ['/generate', '/v1/completions'])
+def test_a_stop_string_ends_text_and_answer_and_no_part_of_it_is_streamed(server, path):
+    text = ''.join('abcdefghi'[t - 1] for t in expected(20))
+    stop = text[4:6]
+    asked = {
+        '/generate': body(20, sampling={'stop': [stop]}),
+        '/v1/completions': {'prompt': 'abc', 'max_tokens': 20, 'ignore_eos': True, 'seed': 0, 'stop': stop},
+    }[path]
+    *events, _ = server.run(lambda client: client.events(path, asked | {'stream': True}))
+    if path == '/generate':
+        assert all(text[:4].startswith(event['text']) for event in events)
+        assert (events[-1]['text'], events[-1]['output_ids']) == (text[:4], expected(6))
+        assert events[-1]['meta_info']['finish_reason'] == {'type': 'stop', 'matched': stop}
+    else:
+        assert ''.join(event['choices'][0]['text'] for event in events) == text[:4]
+        assert events[-1]['choices'][0]['finish_reason'] == 'stop'
+
+
+def test_the_tokens_of_a_prompt_that_was_there_are_told_and_salts_share_nothing(server):
+    prompt = [4, 4, 4, 4, 4, 4]
+
+    async def script(client):
+        asked = body(2) | {'input_ids': prompt, 'logprob_start_len': -1}
+        replies = [await client.post('/generate', asked | more) for more in ({}, {}, {'cache_salt': 'mine'})]
+        return [reply['meta_info']['cached_tokens'] for _, reply in replies]
+
+    assert server.run(script) == [0, 5, 0]
+
+
+def test_what_came_while_a_reader_was_slow_is_one_piece(server):
+    async def script(_):
+        exchange = Exchange(Bridge(Inbox(), Texts(CharacterTokenizer('abcdefghi')), Limits(), context_tokens=400,
+                                   vocab_size=10, seed=0), sglang.parse(body(5)))  # fmt: skip
+        piece = lambda tokens, version: Piece(np.array(tokens), np.zeros(len(tokens)), version)
+        for delivery in (Delivery([piece([1], '0')]), Delivery([piece([2, 3], '0')]), Delivery([piece([4], '1')])):
+            exchange.put(0, delivery)
+        exchange.put(0, Delivery([piece([5], '1')], 'length', version='1'))
+        return [(part.tokens.tolist(), part.version, part.text) async for _, part in exchange.pieces()]
+
+    assert server.run(script) == [([1, 2, 3], '0', 'abc'), ([4, 5], '1', 'de')]
+
+
+class Inbox:
+    def put(self, item):
+        pass
+
+
 def test_a_reader_that_leaves_frees_its_slot(server):
+    ended = dict(server.service._finished)
+
     async def script(client):
         for stream in (True, False):
             task = asyncio.ensure_future(client.events('/generate', body(390, stream=stream)))
@@ -117,6 +177,7 @@ def test_a_reader_that_leaves_frees_its_slot(server):
 
     server.run(script)
     assert server.engine.open_requests() == []
+    assert server.service._finished == ended | {'cancelled': ended['cancelled'] + 2}  # none has run to its end
 
 
 async def _running(client, count):

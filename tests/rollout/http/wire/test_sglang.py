@@ -1,15 +1,18 @@
 """SGLang's /generate: every field of the request, every field of the reply, both ways round."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from areal_jax.rollout.http.wire import sglang
+from areal_jax.rollout.http.wire.events import parse_event
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     CallSampling,
     Finish,
+    Piece,
     ReplyError,
     RequestError,
     Span,
@@ -253,6 +256,34 @@ def test_the_client_reads_what_the_server_writes(body):
     assert (back.cached_tokens, back.latency_s) == (1, 0.42)
     wanted = answer().sampling_logprobs if 'sampling' in call.logprobs else answer().logprobs
     assert back.sampling_logprobs.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize('n', [1, 2])
+@pytest.mark.parametrize('more', [{}, {'return_text_in_logprobs': True, 'sampling_logprobs_mode': 'selected'}])
+def test_an_event_says_what_a_reply_would_say_then(n, more):
+    call = sglang.parse(WANTED | {'sampling_params': {'n': n}} | more)
+    growing, texts = Answer('r', PROMPT, 0, version='4'), ['a"', '\\é', '', '🙂\n']
+    for i, text in enumerate(texts):
+        cut = np.full(1, -0.5 * i, np.float32)
+        growing.add(Piece(np.array([i], np.int32), np.full(1, -i / 3, np.float32), str(i // 2), cut, text))
+        event = parse_event(sglang.render_event(call, growing, growing.pieces[-1], INFO).decode().strip())
+        whole = sglang.render(dataclasses.replace(call, n=1), [growing], INFO)
+        assert event == (whole if n == 1 else whole | {'index': 0})
+
+
+def test_a_stream_renders_each_token_once_and_joins_its_pieces():
+    call, named = sglang.parse(WANTED | {'return_text_in_logprobs': True}), []
+    info = dataclasses.replace(INFO, token_text=lambda token: named.append(token) or 'x')
+    growing, n = Answer('r', PROMPT), 500
+    for i in range(n):
+        piece = Piece(np.array([100 + i], np.int32), np.zeros(1, np.float32), str(i // 300), None, 'x')
+        growing.add(piece)
+        sglang.render_event(call, growing, piece, info)
+    assert [token for token in named if token >= 100] == growing.tokens.tolist()  # below is the prompt
+    assert growing.n_tokens == n
+    assert growing.spans == [Span('0', 0, 300), Span('1', 300, 500)]
+    assert growing.text == 'x' * n
+    assert len(growing.pieces) < 20
 
 
 def test_a_reply_without_spans_has_a_piece_without_version():

@@ -72,8 +72,10 @@ def test_only_the_stop_that_ended_the_answer_is_cut():
 
 
 def test_a_stop_string_inside_its_token_ends_the_text_there():
-    text = AnswerText(lambda part: ''.join({1: 'x', 2: 'a;b;'}[token] for token in part.tolist()), [';'])
-    assert text.extend(np.array([1, 2], np.int32), Finish('stop', ';')) == 'xa'
+    decode = lambda part: ''.join({1: 'x', 2: 'a;b;'}[token] for token in part.tolist())
+    found, end = np.array([1, 2], np.int32), Finish('stop', ';')
+    assert AnswerText(decode, [';']).extend(found, end) == 'xa'
+    assert AnswerText(decode, [';'], keep_stop=True).extend(found, end) == 'xa;'
 
 
 def test_the_text_of_a_stop_token_is_cut():
