@@ -15,6 +15,7 @@ import numpy as np
 from areal_jax.app.engines import build_requirements
 from areal_jax.app.extras import API_KEY
 from areal_jax.config import TrackedConfig
+from areal_jax.config.declarations import SECTIONS
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -33,6 +34,11 @@ from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
 from areal_jax.types import PublishedWeights
 
 OWN = 'own'  # kind of an entry in the registry
+_OF_SERVERS = {  # what our servers, and launch.local, read of the config of the run
+    'rollout': ('slots', 'decode_steps', 'block_tokens', 'cache_tokens', 'prefill_buckets', 'attention'),
+    'server': tuple(SECTIONS['server']),
+    'cluster': ('engines',),
+}
 _CONTROL_CALLS = 4  # at the same time, to one server
 _PROBE_TOKENS = 16
 _PROBE_SLACK = 4.0  # the largest of 16 differences against the mean of 500, which is what max_mismatch bounds
@@ -71,6 +77,8 @@ def build_server_pool(
     on_no_server: Callable[[str], None],
 ) -> tuple[ServerPool, RegistryWatch]:
     """The pool, and the coroutine that tells it which servers there are."""
+    if config.rollout.server == OWN:
+        _note_read(config)
     settings = build_server_settings(config, probe_prompt)
     pool = ServerPool(
         clock, log, supervisor, settings,
@@ -122,6 +130,13 @@ class ClientMaker:
                 f'the server {entry.name} at {entry.url} is of the kind {entry.kind!r}, and rollout.server='
                 f'{self._kind!r}: stop it, or set rollout.server={entry.kind!r}'
             )
+
+
+def _note_read(config: TrackedConfig) -> None:
+    """The run uses these fields, though not this process."""
+    for section, fields in _OF_SERVERS.items():
+        for field in fields:
+            getattr(getattr(config, section), field)
 
 
 def _find_reader(config: TrackedConfig, workdir: pathlib.Path) -> Callable[[], Sequence[ServerEntry]]:

@@ -34,7 +34,7 @@ from areal_jax.app.workflow import build_workflow
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.controller import Controller
+from areal_jax.control.controller import Controller, StepRecord
 from areal_jax.control.events import EventLog, truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
@@ -50,6 +50,7 @@ from areal_jax.report.report import write_report
 from areal_jax.report.window import window
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.mismatch import MismatchWatch
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.registry_watch import RegistryWatch
 from areal_jax.rollout.requirements import EngineError
@@ -71,7 +72,8 @@ class Session(Run):
     _engines: Sequence[LocalEngine] = ()  # those of this process, as the next two
     _backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
     _evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
-    _watch: RegistryWatch | None = None  # of servers
+    _watch: RegistryWatch | None = None  # of servers, as the next
+    _mismatches: MismatchWatch | None = None
     _no_server = ''  # why a run ends whose servers are gone
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
@@ -167,7 +169,10 @@ class Session(Run):
         return ring, Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
 
     def _build_server_pool(self, task: Task, published: PublishedWeights) -> ServerPool:
-        from areal_jax.app.servers import build_server_pool  # needs aiohttp, which runs without servers do not
+        from areal_jax.app.servers import (  # needs aiohttp, which runs without servers do not
+            build_server_pool,
+            find_max_mismatch,
+        )
 
         prompt = task.prompts('train', self.config.run.seed).draw()
         pool, self._watch = build_server_pool(
@@ -175,6 +180,7 @@ class Session(Run):
             workdir=self.workdir, vocab_size=self.decoder.config.vocab_size, published=published,
             probe_prompt=prompt.tokens, score=self._score, on_no_server=self._note_no_server,
         )  # fmt: skip
+        self._mismatches = MismatchWatch(find_max_mismatch(self.config), pool.quarantine)
         return pool
 
     def _build_engines(self, published: PublishedWeights) -> list[LocalEngine]:
@@ -204,7 +210,7 @@ class Session(Run):
             group_filter=build.build_group_filter(config),
             ring=ring,
             update_tokens=self.learner.update_tokens,
-            on_step=self.observer.on_step,
+            on_step=self._note_step,
             observer_state=self._observer_state,
             on_published=self._note_published,
             save_checkpoint=self._save_checkpoint,
@@ -322,6 +328,11 @@ class Session(Run):
     async def _score(self, version: int, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray | None:
         """See probe.Score."""
         return await self.clock.run(LEARNER, lambda: self.learner.score(version, prompt, answer), Work('score'))
+
+    def _note_step(self, record: StepRecord) -> None:
+        self.observer.on_step(record)
+        if self._mismatches is not None:
+            self._mismatches.note_update(record.metrics)
 
     def _note_no_server(self, reason: str) -> None:
         """The run saves its state and ends."""

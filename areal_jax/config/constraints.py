@@ -112,8 +112,8 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         return
     if rollout.kv_policy == 'keep':
         yield (
-            f"rollout.kv_policy='keep' with {setting}: these servers are paused to load weights, which ends answers and "
-            "their KV; use rollout.kv_policy='recompute', or rollout.server='own'"
+            f"rollout.kv_policy='keep' with {setting}: these servers are paused to load weights, which ends answers "
+            "and their KV; use rollout.kv_policy='recompute', or rollout.server='own'"
         )
     if rollout.top_k > 0 or rollout.top_p < 1:
         yield (

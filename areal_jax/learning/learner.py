@@ -147,7 +147,8 @@ class SpmdLearner:
             'work': work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs),
         }
         self._copy = self._version = None
-        training = train(self._passes, self.state, settings, batches, version, scale)
+        engines = [trajectory.engine for group in kept for trajectory in group.trajectories]
+        training = train(self._passes, self.state, settings, batches, version, scale, engines)
         self._version = version + 1
         return merge(**measured, training=training)
 

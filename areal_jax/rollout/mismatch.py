@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from areal_jax.telemetry.names import MISMATCH_OF
 
 _TOKENS = 500  # over which the mean is taken
 
@@ -20,6 +22,13 @@ class MismatchWatch:
         self._most, self._quarantine = most, quarantine
         self._tokens: collections.Counter[str] = collections.Counter()  # of the window under way
         self._sums: dict[str, float] = {}
+
+    def note_update(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of an update (learning/diagnostics.py)."""
+        for name, tokens in metrics.items():
+            if name.startswith(MISMATCH_OF) and name.endswith('/n'):
+                engine = name.removeprefix(MISMATCH_OF).removesuffix('/n')
+                self.note(engine, int(tokens), metrics[f'{MISMATCH_OF}{engine}/mean_abs'])
 
     def note(self, engine: str, tokens: int, mean: float) -> None:
         """The learner has compared so many tokens of age 0 that the engine generated."""

@@ -59,3 +59,25 @@ def test_a_run_trains_with_servers_of_its_own(tmp_path):
         assert loads == sorted(set(loads))
         assert loads[-1] == STEPS
     assert {entry.name for entry in read_registry(tmp_path)} == {'0', '1'}
+
+
+def test_a_server_that_is_killed_comes_back_and_nothing_is_lost(tmp_path):
+    steps = 60
+    process = launch(tmp_path, f'--config.run.steps={steps}', '--config.cluster.engines=2 x shared')
+    events = tmp_path / 'events.jsonl'
+    killed = None
+    end_s = time.monotonic() + 120
+    while killed is None:
+        assert time.monotonic() < end_s
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+        if events.exists() and events.read_text().count('"kind": "publish"') + events.read_text().count(
+            '"kind":"publish"'
+        ) >= 3:  # fmt: skip
+            killed = next(entry for entry in read_registry(tmp_path) if entry.name == '0').process
+            os.kill(killed, signal.SIGKILL)
+    found, metrics = finish(process, tmp_path)
+    check_whole(found, metrics, steps)
+    states = [event['state'] for event in found if event['kind'] == 'engine_state' and event['engine'] == 'engine/0']
+    assert 'unknown' in states or 'gone' in states
+    assert any(event['kind'] == 'move' for event in found)

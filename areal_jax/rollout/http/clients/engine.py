@@ -184,6 +184,7 @@ class ServerEngine:
 
     async def _call(self, request: ServerRequest) -> None:
         """One call and what it leads to; the request may have been cancelled meanwhile."""
+        before = request.remaining
         try:
             await self._converse(request)
         except ReplyError as error:
@@ -191,7 +192,10 @@ class ServerEngine:
                 del self._open[request.request_id]
                 request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {error}'))
         finally:
-            now_s = self._clock.now()
+            now_s, new_tokens = self._clock.now(), before - request.remaining
+            self._tokens += new_tokens
+            fields = {'request': request.request_id, 'tokens': new_tokens}
+            self._log.write('receive', self.name, engine=self.name, **fields)
             self._busy_s, self._busy_from_s = self._busy_s + now_s - self._busy_from_s, now_s
             self._under_way -= 1
             if not self._under_way:
@@ -224,7 +228,6 @@ class ServerEngine:
 
     def _settle(self, request: ServerRequest, reason: FinishWord, new_tokens: int) -> None:
         """The end of a call that brought so many tokens; the rest of an aborted answer waits for the next call."""
-        self._tokens += new_tokens
         if reason == 'abort' and not request.remaining:
             reason = 'length'
         if reason != 'abort':

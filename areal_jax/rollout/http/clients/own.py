@@ -94,6 +94,7 @@ class OwnEngine(ServerEngine):
             raise RuntimeError(f'{self.name}: version {version} is to be swapped in, and another or none is staged')
         swap = lambda: self._dialect.swap(self._connection, str(version))
         pause_s = await self._control(self._control_lane, f'swap of version {version}', swap, Work('control'))
+        self._note_interruption(version)
         self._version, self._staged = version, None
         self._send_waiting()
         return pause_s
@@ -116,6 +117,12 @@ class OwnEngine(ServerEngine):
     def _require_servable(self, request: GenerationRequest) -> None:
         require_fit(request, self.name, self._limits.vocab_size, self._limits.context_tokens)
         require_own(request, self.name)
+
+    def _note_interruption(self, version: int) -> None:
+        requests = [name for name in self._open if name not in self._waiting]
+        if requests and self._version != NOT_GENERATED:
+            versions = {'from_version': self._version, 'to_version': version}
+            self._log.write('interrupt', self.name, engine=self.name, requests=requests, **versions)
 
     async def _converse(self, request: ServerRequest) -> None:
         """Segments are delivered by `_take_arrivals`: all of them before the call ends."""
