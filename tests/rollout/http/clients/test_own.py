@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -115,14 +117,38 @@ def test_weights_that_cannot_be_loaded_are_refused_and_the_old_ones_stay(factory
     assert Bench(factory).run(script) == (HeldWeights(0, 'digest of 0'), LONGEST)
 
 
+def test_a_server_decodes_while_it_loads_weights(factory, server):
+    receive = server.engine._receive
+    server.engine._receive = lambda published: (time.sleep(0.1 * published.version), receive(published))[1]
+
+    async def script(bench):
+        generation, staged = bench.engine.generate(request(0)), []
+
+        async def stage():
+            await bench.engine.stage(factory.published(5))
+            staged.append(True)
+
+        bench.supervisor.start('stage', stage())
+        before = [segment async for segment in generation if not staged]
+        return sum(len(segment.tokens) for segment in before)
+
+    assert Bench(factory).run(script) == LONGEST
+
+
+async def take_rest(generation, kept):
+    async for segment in generation:
+        kept.append(segment)
+
+
 def test_what_a_server_streamed_before_it_died_is_kept(factory, server):
+    server.backend.step_s = 0.2
+
     async def script(bench):
         generation = bench.engine.generate(request(0))
         kept = [await anext(generation), await anext(generation)]
-        server.http.__exit__()
+        server.cut_connections()
         with pytest.raises(RequestFailedError, match=r'engine/0: request 0/0/0: POST /inference/v1/generate'):
-            while True:
-                kept.append(await anext(generation))
+            await take_rest(generation, kept)
         return kept
 
     kept = Bench(factory).run(script)
