@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 from areal_jax.report.ledger import conservation
 from areal_jax.rollout.registry import read_registry
@@ -79,7 +82,7 @@ def test_a_server_that_is_killed_comes_back_and_nothing_is_lost(tmp_path):
     steps = 60
     process = launch(tmp_path, f'--config.run.steps={steps}', '--config.cluster.engines=2 x shared')
     events, end_s = tmp_path / 'events.jsonl', time.monotonic() + 120
-    while not events.exists() or '"update": 5' not in events.read_text():
+    while not events.exists() or '"update":5,' not in events.read_text():
         assert time.monotonic() < end_s
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
