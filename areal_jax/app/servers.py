@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -34,10 +34,14 @@ from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
 from areal_jax.types import PublishedWeights
 
 OWN = 'own'  # kind of an entry in the registry
-_OF_SERVERS = {  # what our servers, and launch.local, read of the config of the run
-    'rollout': ('slots', 'decode_steps', 'block_tokens', 'cache_tokens', 'prefill_buckets', 'attention'),
-    'server': tuple(SECTIONS['server']),
-    'cluster': ('engines',),
+# what servers, and launch.local, read of the config of the run
+_OF_SERVERS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    'own': {
+        'rollout': ('slots', 'decode_steps', 'block_tokens', 'cache_tokens', 'prefill_buckets', 'attention'),
+        'server': tuple(SECTIONS['server']),
+        'cluster': ('engines',),
+    },
+    'vllm': {'cluster': ('engines',)},
 }
 _CONTROL_CALLS = 4  # at the same time, to one server
 _PROBE_TOKENS = 16
@@ -77,8 +81,7 @@ def build_server_pool(
     on_no_server: Callable[[str], None],
 ) -> tuple[ServerPool, RegistryWatch]:
     """The pool, and the coroutine that tells it which servers there are."""
-    if config.rollout.server == OWN:
-        _note_read(config)
+    _note_read(config, _OF_SERVERS.get(config.rollout.server, {}))
     settings = build_server_settings(config, probe_prompt)
     pool = ServerPool(
         clock, log, supervisor, settings,
@@ -132,9 +135,9 @@ class ClientMaker:
             )
 
 
-def _note_read(config: TrackedConfig) -> None:
+def _note_read(config: TrackedConfig, used: Mapping[str, Sequence[str]]) -> None:
     """The run uses these fields, though not this process."""
-    for section, fields in _OF_SERVERS.items():
+    for section, fields in used.items():
         for field in fields:
             getattr(getattr(config, section), field)
 
