@@ -14,24 +14,27 @@ import numpy as np
 
 from areal_jax.app.engines import build_requirements
 from areal_jax.app.extras import API_KEY
+from areal_jax.app.served import EndedBy, Servers
 from areal_jax.config import TrackedConfig
 from areal_jax.config.declarations import SECTIONS
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.distributed.leader import CommandLeader
 from areal_jax.errors import UserError
-from areal_jax.lanes import control_lane, engine_lane, publish_lane
+from areal_jax.lanes import LEARNER, control_lane, engine_lane, publish_lane
+from areal_jax.learning.learner import SpmdLearner
 from areal_jax.rollout.http.clients.address import DIALECTS, open_address
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.probe import Score
+from areal_jax.rollout.mismatch import MismatchWatch
 from areal_jax.rollout.registry import ServerEntry, read_registry
 from areal_jax.rollout.registry_watch import RegistryWatch
 from areal_jax.rollout.server_pool import ServerPool
 from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
-from areal_jax.types import PublishedWeights
+from areal_jax.types import PublishedWeights, Work
 
 OWN = 'own'  # kind of an entry in the registry
 # what servers, and launch.local, read of the config of the run
@@ -67,28 +70,33 @@ def build_server_settings(config: TrackedConfig, probe_prompt: np.ndarray) -> Se
     return ServerSettings(max_retries=config.rollout.max_retries, no_server_s=config.run.stall_timeout_s, probe=probe)
 
 
-def build_server_pool(
+def build_servers(
     config: TrackedConfig,
     clock: LoopClock,
     log: EventLog,
     supervisor: Supervisor,
     *,
     workdir: pathlib.Path,
+    learner: SpmdLearner | CommandLeader,
     vocab_size: int,
     published: PublishedWeights,
     probe_prompt: np.ndarray,
-    score: Score,
-    on_no_server: Callable[[str], None],
-) -> tuple[ServerPool, RegistryWatch]:
-    """The pool, and the coroutine that tells it which servers there are."""
+    stop: Callable[[], None],
+) -> Servers:
+    """The pool, and the coroutine that tells it which servers there are; `stop` asks the run to save and end."""
+
+    async def score(version: int, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray | None:
+        return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
+
     _note_read(config, _OF_SERVERS.get(config.rollout.server, {}))
-    settings = build_server_settings(config, probe_prompt)
+    settings, ended_by = build_server_settings(config, probe_prompt), EndedBy(stop)
     pool = ServerPool(
         clock, log, supervisor, settings,
-        published=published, score=score, on_no_server=on_no_server, requirements=build_requirements(config),
+        published=published, score=score, on_no_server=ended_by.note, requirements=build_requirements(config),
     )  # fmt: skip
     read, make = _find_reader(config, workdir), ClientMaker(config, clock, log, supervisor, vocab_size)
-    return pool, RegistryWatch(clock, pool, read, make)
+    mismatches = MismatchWatch(find_max_mismatch(config), pool.quarantine)
+    return Servers(pool, RegistryWatch(clock, pool, read, make), mismatches, ended_by)
 
 
 class ClientMaker:

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
@@ -28,6 +27,7 @@ from areal_jax.app.observer import StepObserver
 from areal_jax.app.provenance import hardware
 from areal_jax.app.run import Checkpoint, Run, State
 from areal_jax.app.scores import Scores
+from areal_jax.app.served import Servers
 from areal_jax.app.task import build_task, build_verifier
 from areal_jax.app.workdir import CHECKPOINTS, Report
 from areal_jax.app.workflow import build_workflow
@@ -41,7 +41,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import FILE as EVENTS
-from areal_jax.lanes import EVALUATION_REWARD, LEARNER
+from areal_jax.lanes import EVALUATION_REWARD
 from areal_jax.models.weights import Params
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.event_log import load_events
@@ -50,17 +50,14 @@ from areal_jax.report.report import write_report
 from areal_jax.report.window import window
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.mismatch import MismatchWatch
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.registry_watch import RegistryWatch
-from areal_jax.rollout.requirements import EngineError
 from areal_jax.rollout.server_pool import ServerPool
 from areal_jax.sharding.allocation import EngineDevices
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
-from areal_jax.types import PublishedWeights, SamplingParams, Work
+from areal_jax.types import PublishedWeights, SamplingParams
 
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
@@ -72,9 +69,7 @@ class Session(Run):
     _engines: Sequence[LocalEngine] = ()  # those of this process, as the next two
     _backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
     _evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
-    _watch: RegistryWatch | None = None  # of servers, as the next
-    _mismatches: MismatchWatch | None = None
-    _no_server = ''  # why a run ends whose servers are gone
+    _servers: Servers | None = None
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
     # Building, in the order in which parts need each other.
@@ -164,24 +159,20 @@ class Session(Run):
             ring.add(published)
             published = ring.in_use(snapshot['generated_update'] if snapshot else None)
         if build.uses_servers(config):
-            return ring, self._build_server_pool(task, published)
+            self._servers = self._build_servers(task, published)
+            return ring, self._servers.pool
         self._engines = self._build_engines(published)
         return ring, Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
 
-    def _build_server_pool(self, task: Task, published: PublishedWeights) -> ServerPool:
-        from areal_jax.app.servers import (  # needs aiohttp, which runs without servers do not
-            build_server_pool,
-            find_max_mismatch,
-        )
+    def _build_servers(self, task: Task, published: PublishedWeights) -> Servers:
+        from areal_jax.app.servers import build_servers  # needs aiohttp, which runs without servers do not
 
-        prompt = task.prompts('train', self.config.run.seed).draw()
-        pool, self._watch = build_server_pool(
+        return build_servers(
             self.config, self.clock, self.log, self.supervisor,
-            workdir=self.workdir, vocab_size=self.decoder.config.vocab_size, published=published,
-            probe_prompt=prompt.tokens, score=self._score, on_no_server=self._note_no_server,
+            workdir=self.workdir, learner=self.learner, vocab_size=self.decoder.config.vocab_size, published=published,
+            probe_prompt=task.prompts('train', self.config.run.seed).draw().tokens,
+            stop=lambda: self.controller.stop_requested.set(),
         )  # fmt: skip
-        self._mismatches = MismatchWatch(find_max_mismatch(self.config), pool.quarantine)
-        return pool
 
     def _build_engines(self, published: PublishedWeights) -> list[LocalEngine]:
         config = self.config
@@ -210,7 +201,7 @@ class Session(Run):
             group_filter=build.build_group_filter(config),
             ring=ring,
             update_tokens=self.learner.update_tokens,
-            on_step=self._note_step,
+            on_step=self._on_step,
             observer_state=self._observer_state,
             on_published=self._note_published,
             save_checkpoint=self._save_checkpoint,
@@ -274,8 +265,8 @@ class Session(Run):
             stop = self.controller.stop_requested
             with self._deferred_signals(lambda number: self.clock.post_signal(number, stop), self.clock.abandon):
                 finished = self.clock.execute(self.supervisor.run(self._program()))
-            if self._no_server:
-                raise EngineError(f'{self._no_server}; start servers, and go on with --resume')
+            if self._servers is not None:
+                self._servers.ended_by.require_nothing()
             return finished
         except BaseException as error:
             with contextlib.suppress(OSError):  # on a full disk the first error is the one to show
@@ -306,10 +297,8 @@ class Session(Run):
     async def _program(self) -> bool:
         for engine in self._engines:
             engine.start(self.supervisor)
-        if isinstance(self.pool, ServerPool):
-            assert self._watch is not None
-            self.pool.start()
-            self.supervisor.start('registry', self._watch.run())
+        if self._servers is not None:
+            self._servers.start(self.supervisor)
         if self.version_at_start == 0:
             await self._evaluate('before')
         elif self.beside:
@@ -325,20 +314,6 @@ class Session(Run):
         await self.controller.save_for_good()  # --resume repeats the evaluation
         return False
 
-    async def _score(self, version: int, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray | None:
-        """See probe.Score."""
-        return await self.clock.run(LEARNER, lambda: self.learner.score(version, prompt, answer), Work('score'))
-
-    def _note_step(self, record: StepRecord) -> None:
-        self.observer.on_step(record)
-        if self._mismatches is not None:
-            self._mismatches.note_update(record.metrics)
-
-    def _note_no_server(self, reason: str) -> None:
-        """The run saves its state and ends."""
-        self._no_server = reason
-        self.controller.stop_requested.set()
-
     async def _evaluate(self, phase: str) -> bool:
         """True when the evaluation is done, or none is wanted."""
         if self.evaluator is None:
@@ -350,6 +325,11 @@ class Session(Run):
             return False
         self._scores.add(phase, scores)
         return True
+
+    def _on_step(self, record: StepRecord) -> None:
+        self.observer.on_step(record)
+        if self._servers is not None:
+            self._servers.note_update(record.metrics)
 
     def _note_published(self, published: PublishedWeights) -> None:
         if self.beside:

@@ -60,6 +60,7 @@ class Connection:
         self.url = url.rstrip('/')
         self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def request(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
         """The reply, whatever its status; raises NoReplyError."""
@@ -91,6 +92,8 @@ class Connection:
         return reply
 
     def _open(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise NoReplyError(f'the connection to {self.url} is closed')
         if self._session is None:  # made by the first request, since it belongs to the loop that runs it
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
@@ -100,9 +103,9 @@ class Connection:
         return self._session
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._is_closed, session, self._session = True, self._session, None
+        if session is not None:
+            await session.close()
 
 
 def _read(status: int, text: str) -> Reply:

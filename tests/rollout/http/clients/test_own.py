@@ -119,7 +119,7 @@ def test_weights_that_cannot_be_loaded_are_refused_and_the_old_ones_stay(factory
 
 def test_a_server_decodes_while_it_loads_weights(factory, server):
     receive = server.engine._receive
-    server.engine._receive = lambda published: (time.sleep(0.1 * published.version), receive(published))[1]
+    server.engine._receive = lambda published: (time.sleep(0.8 * published.version), receive(published))[1]
 
     async def script(bench):
         generation, staged = bench.engine.generate(request(0)), []
@@ -130,6 +130,8 @@ def test_a_server_decodes_while_it_loads_weights(factory, server):
 
         bench.supervisor.start('stage', stage())
         before = [segment async for segment in generation if not staged]
+        while not staged:
+            await bench.pass_time(0.05)
         return sum(len(segment.tokens) for segment in before)
 
     assert Bench(factory).run(script) == LONGEST
