@@ -1,15 +1,16 @@
-"""The servers of a run: their pool, and what the session tells it. Made by servers.py, without whose packages it runs."""
+"""The servers of a run: their pool, and what the session tells it. Made by servers.py, which needs aiohttp."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.mismatch import MismatchWatch
 from areal_jax.rollout.registry_watch import RegistryWatch
 from areal_jax.rollout.requirements import EngineError
 from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.telemetry.values import Line
 
 
 class EndedBy:
@@ -41,6 +42,6 @@ class Servers:
         self.pool.start()
         supervisor.start('registry', self.watch.run())
 
-    def note_update(self, metrics: Mapping[str, float]) -> None:
+    def note_update(self, step: int, metrics: Line) -> None:
         """Takes engines out of service whose log-probs are not those of the learner."""
         self.mismatches.note_update(metrics)

@@ -19,6 +19,7 @@ from areal_jax.app.engines import (
     build_engines,
     build_evaluation_backends,
     build_requirements,
+    compile_engines,
     describe_caches,
     restore_ring,
 )
@@ -34,7 +35,7 @@ from areal_jax.app.workflow import build_workflow
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.controller import Controller, StepRecord
+from areal_jax.control.controller import Controller
 from areal_jax.control.events import EventLog, truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
@@ -103,6 +104,8 @@ class Session(Run):
         self.allocation = build.build_allocation(config)
         ring, self.pool = self._build_pool(task, checkpoint, snapshot)
         self.metrics = self._open_metrics(self.version_at_start)
+        if self._servers is not None:
+            self.metrics.listeners.append(self._servers.note_update)
         self.observer = StepObserver(
             self.metrics,
             self._progress(start_s),
@@ -201,7 +204,7 @@ class Session(Run):
             group_filter=build.build_group_filter(config),
             ring=ring,
             update_tokens=self.learner.update_tokens,
-            on_step=self._on_step,
+            on_step=self.observer.on_step,
             observer_state=self._observer_state,
             on_published=self._note_published,
             save_checkpoint=self._save_checkpoint,
@@ -281,18 +284,9 @@ class Session(Run):
         self._start.begin('compiling what trains and generates:')
         with concurrent.futures.ThreadPoolExecutor(1, 'learner warm-up') as beside:
             trained = beside.submit(self.learner.warm_up)
-            generated = self._compile_engines()
+            backends = {'engines': self._backends, 'evaluation': self._evaluation_backends}
+            generated = compile_engines(self._engines, self.allocation, backends, self._start)
             return trained.result() + generated
-
-    def _compile_engines(self) -> int:
-        programs = 0
-        by_devices = self.allocation.by_devices()
-        for name, backends in (('engines', self._backends), ('evaluation', self._evaluation_backends)):
-            for devices, backend in backends.items():  # a program is compiled for its devices
-                where = ', '.join(map(str, devices))
-                announce = functools.partial(self._start.count_programs, of=f'{name} on {where}')
-                programs += backend.warm_up(self._engines[by_devices[devices][0]].params, announce)
-        return programs
 
     async def _program(self) -> bool:
         for engine in self._engines:
@@ -325,11 +319,6 @@ class Session(Run):
             return False
         self._scores.add(phase, scores)
         return True
-
-    def _on_step(self, record: StepRecord) -> None:
-        self.observer.on_step(record)
-        if self._servers is not None:
-            self._servers.note_update(record.metrics)
 
     def _note_published(self, published: PublishedWeights) -> None:
         if self.beside:
