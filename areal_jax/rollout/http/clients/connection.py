@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 
 import aiohttp
 
@@ -70,8 +70,11 @@ class Connection:
         except _BROKEN as error:
             raise NoReplyError(f'{method} {path} had no reply ({type(error).__name__}: {error})') from error
 
-    async def stream(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
-        """The lines of a reply to POST as they come; raises StatusError, and NoReplyError where it is cut off."""
+    async def stream(self, path: str, body: JsonObject, take: Callable[[str], None]) -> None:
+        """Calls `take` with each line of a reply to POST as it comes.
+
+        Raises StatusError, NoReplyError where it is cut off, and what `take` raises.
+        """
         try:
             async with self._open().post(self.url + path, json=body) as reply:
                 if reply.status != 200:
@@ -80,7 +83,7 @@ class Connection:
                 async for chunk in reply.content.iter_any():
                     *lines, left = (left + chunk).split(b'\n')
                     for line in lines:
-                        yield line.decode()
+                        take(line.decode())
         except _BROKEN as error:
             raise NoReplyError(f'POST {path}: the stream broke off ({type(error).__name__}: {error})') from error
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.events import parse_event
-from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece
+from areal_jax.rollout.http.wire.exchange import Call, Finish, FinishWord, Piece
 
 
 class OwnDialect(VllmDialect):
@@ -19,17 +19,20 @@ class OwnDialect(VllmDialect):
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
     ) -> FinishWord:
         """Calls `deliver` with what each event adds; returns how the answer ended. Raises ReplyError."""
-        received, ended = 0, None
-        async with contextlib.aclosing(connection.stream(vllm.PATH, vllm.render_request(call))) as lines:
-            async for line in lines:
-                if (event := parse_event(line)) is None:
-                    continue
-                for delta in vllm.parse_event(event, call, [received], vocab_size):
-                    pieces = [piece for piece in delta.pieces if len(piece.tokens)]
-                    if pieces:
-                        deliver(pieces)
-                    received += sum(len(piece.tokens) for piece in pieces)
-                    ended = delta.finish or ended
+        received, ended = 0, cast(Finish | None, None)
+
+        def take(line: str) -> None:
+            nonlocal received, ended
+            if (event := parse_event(line)) is None:
+                return
+            for delta in vllm.parse_event(event, call, [received], vocab_size):
+                pieces = [piece for piece in delta.pieces if len(piece.tokens)]
+                if pieces:
+                    deliver(pieces)
+                received += sum(len(piece.tokens) for piece in pieces)
+                ended = delta.finish or ended
+
+        await connection.stream(vllm.PATH, vllm.render_request(call), take)
         if ended is None:
             raise NoReplyError(f'POST {vllm.PATH}: the stream ended after {received} tokens, and the answer did not')
         return ended.reason
