@@ -28,6 +28,7 @@ from areal_jax.server_events import (
     FenceEvent,
     MoveEvent,
     ProbeEvent,
+    ReceiveEvent,
     RegisterEvent,
     StageEvent,
 )
@@ -347,7 +348,8 @@ Event = (
     | PublishEvent | RunStartEvent | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
     | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent
-    | RegisterEvent | EngineStateEvent | StageEvent | ProbeEvent | MoveEvent | FenceEvent | ErrorEvent
+    | RegisterEvent | EngineStateEvent | StageEvent | ProbeEvent | MoveEvent | FenceEvent | ReceiveEvent
+    | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

@@ -65,3 +65,12 @@ class FenceEvent(Header):
 
     kind: Literal['fence']
     engine: Engine
+
+
+class ReceiveEvent(Header):
+    """A call for tokens ended, with the answer or with a part of it."""
+
+    kind: Literal['receive']
+    engine: Engine
+    request: Request
+    tokens: Annotated[int, 'tokens that it brought']

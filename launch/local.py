@@ -17,14 +17,16 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.app.command_line import parse_train_command
 from areal_jax.app.ending import end_command
-from areal_jax.config import default_config, flatten
+from areal_jax.config import default_config, flatten, validate
 from areal_jax.config.cluster import ENGINES, parse_engines
 from areal_jax.config.ranges import ConfigError
 from launch.heartbeats import Heartbeats
 from launch.programs import Server
 from launch.supervisor import run_together
+from launch.vllm_server import find_python
 
-TRAINER, SERVER = 'areal_jax.main_train', 'areal_jax.main_serve'
+TRAINER, SERVER, VLLM = 'areal_jax.main_train', 'areal_jax.main_serve', 'launch.vllm_server'
+_STARTED = ('own', 'vllm')
 SERVERS = 'servers'  # in the workdir: config and output of the servers
 _CONFIG_FILE = '''"""The config of the servers of this run, written by launch.local at every start."""
 
@@ -58,11 +60,14 @@ def main(argv: Sequence[str]) -> int:
 
 def require_startable(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for a run that one trainer and servers of this machine cannot make."""
-    if config.publication.channel != 'files':
+    if config.rollout.server not in _STARTED:
         raise ConfigError(
-            f'publication.channel={config.publication.channel!r} reaches engines in the process of the trainer only: '
-            "servers load weights from disk, use publication.channel='files'"
+            f'rollout.server={config.rollout.server!r}: launch.local starts servers of this project or vLLM; use '
+            "rollout.server='own' or 'vllm', or start the trainer alone with python -m areal_jax.main_train"
         )
+    validate(config)
+    if config.rollout.server == 'vllm':
+        find_python()  # raises where there is none
     if config.distributed.processes > 1:
         raise ConfigError(
             f'distributed.processes={config.distributed.processes}: launch.local starts one trainer; use '
@@ -71,9 +76,19 @@ def require_startable(config: config_dict.ConfigDict) -> None:
 
 
 def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[Server]:
-    """One server for each of cluster.engines, which starts from the model of the config.
+    """One server for each of cluster.engines."""
+    directory = workdir / SERVERS
+    command = _plan_own(config, workdir) if config.rollout.server == 'own' else _plan_vllm(config, workdir)
+    return [
+        Server(str(number), [sys.executable, '-m', *command, f'--name={number}'], directory / f'{number}.log')
+        for number in range(parse_engines(config.cluster.engines).count)
+    ]
 
-    Servers get a config file of their own and no overrides: they would refuse those that only a trainer reads.
+
+def _plan_own(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
+    """Servers of this project start from the model of the config.
+
+    They get a config file of their own and no overrides: they would refuse those that only a trainer reads.
     """
     layout, directory = parse_engines(config.cluster.engines), workdir / SERVERS
     default = dict(flatten(default_config()))
@@ -84,8 +99,16 @@ def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[
     }
     values[ENGINES] = str(dataclasses.replace(layout, count=1))
     files.write_text(directory / 'config.py', _CONFIG_FILE.format(values=values))
-    command = [sys.executable, '-m', SERVER, f'--config={directory / "config.py"}', '--port=0', f'--workdir={workdir}']
-    return [Server(str(number), command, directory / f'{number}.log') for number in range(layout.count)]
+    return [SERVER, f'--config={directory / "config.py"}', '--port=0', f'--workdir={workdir}']
+
+
+def _plan_vllm(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
+    """vLLM starts from a version that the trainer has published."""
+    publication, rollout = config.publication, config.rollout
+    return [
+        *(VLLM, f'--workdir={workdir}', f'--publication={publication.directory or workdir / "publication"}'),
+        *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}', f'--slots={rollout.slots}'),
+    ]
 
 
 def run() -> None:

@@ -137,6 +137,7 @@ def test_host_code_is_free_of_jax(package):
         'registry',
         'registry_watch',
         'http.clients.engine',
+        'http.clients.own',
         'http.clients.sglang',
         'http.clients.vllm',
     ],

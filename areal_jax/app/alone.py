@@ -19,7 +19,8 @@ def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: in
     and the learner were idle. The result is that cost times the work done in the window, per update; None for a lane
     with a kind of work that never ran alone.
     """
-    engines = [i for i in intervals if is_engine_lane(i.lane)]
+    # calls to a server overlap, and what they cost it is not known here
+    engines = [i for i in intervals if is_engine_lane(i.lane) and i.work != 'generate']
     learner = [i for i in intervals if i.lane == LEARNER]
     own = _own_costs(engines, learner), _own_costs(learner, engines)
     engines = of_training(engines)

@@ -38,6 +38,8 @@ class EngineCounts:
             self._counts['generated'] += event['tokens']
             self._counts['positions'] += event.get('positions', 0)
             self._counts['read'] += event.get('positions_read', 0)
+        elif event['kind'] == 'receive':
+            self._counts['generated'] += event['tokens']
         elif event['kind'] == 'prefill':
             rebuilt = event.get('rebuilt', 0)
             self._counts['prefilled'] += event['tokens'] - rebuilt

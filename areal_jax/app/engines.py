@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from areal_jax.rollout.requirements import Requirement
 from areal_jax.sharding.allocation import Allocation, EngineDevices
 from areal_jax.sharding.placement import Place
 from areal_jax.telemetry.numerals import format_bytes
+from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights
 
 
@@ -179,6 +180,21 @@ def build_engines(
         )
         for index, devices in enumerate(allocation.engines)
     ]
+
+
+def compile_engines(
+    engines: Sequence[LocalEngine],
+    allocation: Allocation,
+    kinds: Mapping[str, Mapping[EngineDevices, JaxDecodeBackend]],
+    start: StartProgress,
+) -> int:
+    """Compiles the programs of every backend, for its devices; returns their number."""
+    programs, by_devices = 0, allocation.by_devices()
+    for name, backends in kinds.items():
+        for devices, backend in backends.items():
+            announce = functools.partial(start.count_programs, of=f'{name} on {", ".join(map(str, devices))}')
+            programs += backend.warm_up(engines[by_devices[devices][0]].params, announce)
+    return programs
 
 
 def restore_ring(ring: VersionRing, channel: DeviceChannel | FilesChannel, saved: Mapping[str, Params]) -> None:

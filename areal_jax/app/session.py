@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -19,6 +19,7 @@ from areal_jax.app.engines import (
     build_engines,
     build_evaluation_backends,
     build_requirements,
+    compile_engines,
     describe_caches,
     restore_ring,
 )
@@ -27,6 +28,7 @@ from areal_jax.app.observer import StepObserver
 from areal_jax.app.provenance import hardware
 from areal_jax.app.run import Checkpoint, Run, State
 from areal_jax.app.scores import Scores
+from areal_jax.app.served import Servers
 from areal_jax.app.task import build_task, build_verifier
 from areal_jax.app.workdir import CHECKPOINTS, Report
 from areal_jax.app.workflow import build_workflow
@@ -47,8 +49,11 @@ from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
 from areal_jax.report.window import window
+from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.sharding.allocation import EngineDevices
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import RunFacts
@@ -62,6 +67,10 @@ class Session(Run):
     """A run that generates, scores and trains at the same time; see Run. The parts are attributes for tests."""
 
     version_at_start = 0
+    _engines: Sequence[LocalEngine] = ()  # those of this process, as the next two
+    _backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
+    _evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
+    _servers: Servers | None = None
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
     # Building, in the order in which parts need each other.
@@ -93,9 +102,10 @@ class Session(Run):
         if self._beside_verifier is not None:
             self._beside_verifier.start()
         self.allocation = build.build_allocation(config)
-        ring, self._engines = self._build_engines(checkpoint, snapshot)
-        self.pool = Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
+        ring, self.pool = self._build_pool(task, checkpoint, snapshot)
         self.metrics = self._open_metrics(self.version_at_start)
+        if self._servers is not None:
+            self.metrics.listeners.append(self._servers.note_update)
         self.observer = StepObserver(
             self.metrics,
             self._progress(start_s),
@@ -139,9 +149,9 @@ class Session(Run):
         truncate_events(path, next_seq)
         return self._own(EventLog(path, next_seq, next_run))
 
-    def _build_engines(
-        self, checkpoint: Checkpoint | None, snapshot: State | None
-    ) -> tuple[VersionRing | None, list[LocalEngine]]:
+    def _build_pool(
+        self, task: Task, checkpoint: Checkpoint | None, snapshot: State | None
+    ) -> tuple[VersionRing | None, Pool | ServerPool]:
         config, version = self.config, self.version_at_start
         self._channel = build_channel(config, self.workdir, self._model, self.allocation)
         ring = build.build_ring(config)
@@ -151,14 +161,31 @@ class Session(Run):
         if ring:
             ring.add(published)
             published = ring.in_use(snapshot['generated_update'] if snapshot else None)
+        if build.uses_servers(config):
+            self._servers = self._build_servers(task, published)
+            return ring, self._servers.pool
+        self._engines = self._build_engines(published)
+        return ring, Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
+
+    def _build_servers(self, task: Task, published: PublishedWeights) -> Servers:
+        from areal_jax.app.servers import build_servers  # needs aiohttp, which runs without servers do not
+
+        return build_servers(
+            self.config, self.clock, self.log, self.supervisor,
+            workdir=self.workdir, learner=self.learner, vocab_size=self.decoder.config.vocab_size, published=published,
+            probe_prompt=task.prompts('train', self.config.run.seed).draw().tokens,
+            stop=lambda: self.controller.stop_requested.set(),
+        )  # fmt: skip
+
+    def _build_engines(self, published: PublishedWeights) -> list[LocalEngine]:
+        config = self.config
         self._backends = build_backends(config, self.decoder, self.allocation)
         self._evaluation_backends = build_evaluation_backends(config, self.decoder, self.allocation)
         backends = self._backends, self._evaluation_backends
         self._start.begin(f'building the engines; {describe_caches(*backends)}')
-        engines = build_engines(
+        return build_engines(
             config, self.decoder, self.allocation, *backends, self._channel, published, self.clock, self.log
         )
-        return ring, engines
 
     def _build_controller(self, task: Task, sampling: SamplingParams, ring: VersionRing | None) -> None:
         config, seed = self.config, self.config.run.seed
@@ -240,7 +267,10 @@ class Session(Run):
                 self.clock.restart()
             stop = self.controller.stop_requested
             with self._deferred_signals(lambda number: self.clock.post_signal(number, stop), self.clock.abandon):
-                return self.clock.execute(self.supervisor.run(self._program()))
+                finished = self.clock.execute(self.supervisor.run(self._program()))
+            if self._servers is not None:
+                self._servers.ended_by.require_nothing()
+            return finished
         except BaseException as error:
             with contextlib.suppress(OSError):  # on a full disk the first error is the one to show
                 self.log.write('error', message=f'{type(error).__name__}: {error}')
@@ -254,22 +284,15 @@ class Session(Run):
         self._start.begin('compiling what trains and generates:')
         with concurrent.futures.ThreadPoolExecutor(1, 'learner warm-up') as beside:
             trained = beside.submit(self.learner.warm_up)
-            generated = self._compile_engines()
+            backends = {'engines': self._backends, 'evaluation': self._evaluation_backends}
+            generated = compile_engines(self._engines, self.allocation, backends, self._start)
             return trained.result() + generated
-
-    def _compile_engines(self) -> int:
-        programs = 0
-        by_devices = self.allocation.by_devices()
-        for name, backends in (('engines', self._backends), ('evaluation', self._evaluation_backends)):
-            for devices, backend in backends.items():  # a program is compiled for its devices
-                where = ', '.join(map(str, devices))
-                announce = functools.partial(self._start.count_programs, of=f'{name} on {where}')
-                programs += backend.warm_up(self._engines[by_devices[devices][0]].params, announce)
-        return programs
 
     async def _program(self) -> bool:
         for engine in self._engines:
             engine.start(self.supervisor)
+        if self._servers is not None:
+            self._servers.start(self.supervisor)
         if self.version_at_start == 0:
             await self._evaluate('before')
         elif self.beside:
@@ -332,7 +355,7 @@ class Session(Run):
             alone_seconds=alone_seconds(lane_intervals(events), window(events), config.run.steps),
             cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
-            kv_cache_bytes=next(iter(self._backends.values())).state_bytes,
+            kv_cache_bytes=next((backend.state_bytes for backend in self._backends.values()), 0),
             lanes_own_devices=self.allocation.lanes_own_devices,
             devices=self.allocation.describe(),
             problems=self._problems,

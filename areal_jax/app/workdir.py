@@ -36,7 +36,8 @@ _MAY_CHANGE = (
     *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
     *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.max_filtered_groups'),
-    *('run.compilation_', 'run.export'),
+    *('run.compilation_', 'run.export', 'server.'),
+    *('rollout.urls', 'rollout.max_retries', 'rollout.max_mismatch'),  # the servers may be others
 )
 _SCORED = ('evaluation.problems', 'evaluation.samples')  # what the scores before and after depend on
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from areal_jax.learning.advantages import rewards_of
 from areal_jax.learning.rows import BatchError
+from areal_jax.telemetry.names import MISMATCH_OF
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup, concatenate
 
 Metrics = Mapping[str, Any]  # floats by name, and for a histogram a list of floats
@@ -66,18 +67,22 @@ def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch],
     return metrics
 
 
-def mismatch_metrics(batches: Sequence[PackedBatch], logprobs: Sequence[np.ndarray], version: int) -> dict[str, float]:
+def mismatch_metrics(
+    batches: Sequence[PackedBatch], logprobs: Sequence[np.ndarray], version: int, engines: Sequence[str] = ()
+) -> dict[str, float]:
     """|behavior log-prob - the learner's log-prob| over generated tokens of the current version.
 
     Both log-probs are of the full softmax, also if the engine sampled with top-k or top-p.
 
     Args:
       logprobs: per batch float32 [M, R, N] of the weights of `version`, i.e. before the update.
+      engines: of each trajectory of the update the one that generated its last segment; () = not by engine.
     """
-    differences = [np.zeros(0)]
+    differences, trajectories = [np.zeros(0)], [np.zeros(0, np.int32)]
     for batch, learned in zip(batches, logprobs, strict=True):
         current = (batch.trajectory_ids >= 0) & (batch.policy_versions == version)
         differences.append(np.abs(batch.behavior_logprobs.astype(np.float64) - learned)[current])
+        trajectories.append(batch.trajectory_ids[current])
     all_differences = np.concatenate(differences)
     if not len(all_differences):
         return {'mismatch/n': 0.0}
@@ -86,7 +91,19 @@ def mismatch_metrics(batches: Sequence[PackedBatch], logprobs: Sequence[np.ndarr
         'mismatch/mean_abs': float(all_differences.mean()),
         'mismatch/max_abs': float(all_differences.max()),
         'mismatch/exact_share': float((all_differences == 0).mean()),
+        **_mismatch_by_engine(all_differences, np.concatenate(trajectories), engines),
     }
+
+
+def _mismatch_by_engine(differences: np.ndarray, trajectories: np.ndarray, engines: Sequence[str]) -> dict[str, float]:
+    """Of each engine the number of tokens and their mean."""
+    found = {}
+    for engine in sorted(set(engines)):
+        own = differences[np.isin(trajectories, [index for index, name in enumerate(engines) if name == engine])]
+        if len(own):
+            found[f'{MISMATCH_OF}{engine}/n'] = float(len(own))
+            found[f'{MISMATCH_OF}{engine}/mean_abs'] = float(own.mean())
+    return found
 
 
 def _join(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:

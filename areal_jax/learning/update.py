@@ -25,12 +25,14 @@ def train(
     batches: Sequence[PackedBatch],
     version: int,
     scale: float,
+    engines: Sequence[str] = (),
 ) -> dict[str, float]:
     """Trains on every minibatch, `settings.epochs` times; returns metrics of the loss and of the steps.
 
     Args:
       version: of the weights before the update.
       scale: multiplies every denominator, see denominators.denominator_scale.
+      engines: see diagnostics.mismatch_metrics.
     """
     known = _known_logprobs(passes, state, settings, batches, version)
     results: list[StepResult] = []
@@ -40,7 +42,7 @@ def train(
         results.append(passes.step(state, rows, denominator * scale, version, first))
         if first and settings.recomputes:  # the weights before the update are those of the first pass
             known[0] = KnownLogprobs(_first_logprobs(results, batches), known[0].reference)
-    return _metrics(settings, results, batches, known, version)
+    return _metrics(settings, results, batches, known, version, engines)
 
 
 def _known_logprobs(
@@ -73,6 +75,7 @@ def _metrics(
     batches: Sequence[PackedBatch],
     known: Sequence[KnownLogprobs],
     version: int,
+    engines: Sequence[str],
 ) -> dict[str, float]:
     metrics = step_metrics([result.step for result in results])
     merged = merge_metrics([microbatch for result in results for microbatch in result.microbatches])
@@ -82,5 +85,5 @@ def _metrics(
         return merge(steps=metrics, likelihood=finalize_likelihood(merged))
     before = [_first_logprobs(results, batches)] if results else []
     before += [k.proximal for k in known[1:] if k.proximal is not None]
-    mismatch = diagnostics.mismatch_metrics(batches[: len(before)], before, version)
+    mismatch = diagnostics.mismatch_metrics(batches[: len(before)], before, version, engines)
     return merge(steps=metrics, loss=finalize_metrics(merged), mismatch=mismatch)

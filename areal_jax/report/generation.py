@@ -34,6 +34,8 @@ class RequestPauses:
         elif event['kind'] == 'decode' and self.since:
             resumed = [request for request in event['slots'] if request in self.since]
             return [event['time'] - self.since.pop(request) for request in resumed if request]
+        elif event['kind'] == 'receive':
+            self.since.pop(event['request'], None)  # how long it paused is known to the server alone
         return []
 
 
@@ -64,7 +66,8 @@ def engine_work(events: Sequence[Event]) -> contents.EngineWork:
 
 
 def generated_tokens(events: Sequence[Event]) -> int:
-    return sum(event['tokens'] for event in events if event['kind'] == 'decode')
+    """Decoded in this process, or received from servers."""
+    return sum(event['tokens'] for event in events if event['kind'] in ('decode', 'receive'))
 
 
 def attention_positions(events: Sequence[Event]) -> contents.AttentionPositions | None:

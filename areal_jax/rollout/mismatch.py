@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable
+
+from areal_jax.telemetry.names import MISMATCH_OF
+from areal_jax.telemetry.values import Line, number
 
 _TOKENS = 500  # over which the mean is taken
 
@@ -20,6 +24,14 @@ class MismatchWatch:
         self._most, self._quarantine = most, quarantine
         self._tokens: collections.Counter[str] = collections.Counter()  # of the window under way
         self._sums: dict[str, float] = {}
+
+    def note_update(self, metrics: Line) -> None:
+        """The metrics of an update (learning/diagnostics.py)."""
+        for name in metrics:
+            if name.startswith(MISMATCH_OF) and name.endswith('/n'):
+                engine = name.removeprefix(MISMATCH_OF).removesuffix('/n')
+                tokens, mean = number(metrics, name), number(metrics, f'{MISMATCH_OF}{engine}/mean_abs')
+                self.note(engine, int(tokens or 0), math.nan if mean is None else mean)  # JSON has no NaN
 
     def note(self, engine: str, tokens: int, mean: float) -> None:
         """The learner has compared so many tokens of age 0 that the engine generated."""

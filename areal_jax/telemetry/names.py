@@ -124,11 +124,13 @@ MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
 MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
 MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
+MISMATCH_OF = 'mismatch/of/'  # prefix; what follows is the engine and n or mean_abs
 
 METRICS: dict[str, Metric] = {name: name for name in tuple(globals().values()) if isinstance(name, Metric)}
 PREFIXES = (
     GROUPS_DROPPED,
     ADMISSION_HELD,
+    MISMATCH_OF,
     'loss/',
     'train/',
     'update/',

@@ -52,6 +52,8 @@ def test_the_page_names_default_rule_and_meaning():
     assert line == '| `rollout.top_p` | `1.0` | lie in (0, 1] | ' + FIELDS['rollout.top_p'].meaning + ' |'
 
 
+_SERVERS = {'rollout.server': 'own', 'publication.channel': 'files'}
+_VLLM = _SERVERS | {'rollout.server': 'vllm'}
 BAD = [
     ({'run.clock': 'fast'}, r"run\.clock='fast' is not known; use one of real, virtual"),
     ({'run.steps': 0}, r'run\.steps=0 must be at least 1'),
@@ -122,6 +124,25 @@ BAD = [
     ({'loss.clip_epsilon_high': 0.0}, r'clip_epsilon_high=0\.0 must be above 0 and finite, in float32, or be None'),
     ({'lora.rank': -1}, r'lora\.rank=-1 must not be negative'),
     ({'lora.alpha': 0.0}, r'lora\.alpha=0\.0 must be above 0'),
+    (
+        {'rollout.server': 'sglang'},
+        r"server='sglang' is not known; use one of in_process, own, vllm, external",
+    ),
+    ({'rollout.urls': ('vllm+http://a:1',)}, r"rollout\.urls=.* with rollout\.server='in_process' would not be used"),
+    (_SERVERS | {'rollout.server': 'external'}, r"rollout\.server='external' needs rollout\.urls"),
+    (_SERVERS | {'run.clock': 'virtual'}, r"run\.clock='virtual' with rollout\.server='own': .* use run\.clock='real'"),
+    (_SERVERS | {'publication.channel': 'device'}, r"channel='device' .* use publication\.channel='files'"),
+    (
+        _SERVERS | {'evaluation.every': 2},
+        r'every=2 .*: servers do not keep the weights of an earlier version',
+    ),
+    (_SERVERS | {'staleness.schedule': 'fixed(2)'}, r'servers do not go back to an earlier version of the weights'),
+    (_VLLM | {'rollout.kv_policy': 'keep'}, r"kv_policy='keep' with rollout\.server='vllm': .* use .*='recompute'"),
+    (
+        _VLLM | {'rollout.top_k': 4, 'loss.truncated_sampling': 'full_softmax'},
+        r'rollout\.top_k=4 .*: these servers give no log-probs of the part of the softmax that is sampled',
+    ),
+    ({'rollout.max_mismatch': 0.0}, r'rollout\.max_mismatch=0\.0 must be above 0'),
 ]
 
 

@@ -16,7 +16,7 @@ from areal_jax.app.command_line import load_config
 from areal_jax.config import flatten
 
 ROOT = pathlib.Path(__file__).parents[2]
-CONFIG = ['--config=configs/tiny_cpu.py', '--config.publication.channel=files']
+CONFIG = ['--config=configs/tiny_cpu.py', '--config.publication.channel=files', '--config.rollout.server=own']
 TWO = '--config.cluster.engines=2 x shared'
 
 
@@ -94,7 +94,7 @@ def test_servers_run_beside_the_trainer_and_end_with_it(tmp_path):
     [[_, *trainer]], servers = run.events('trainer start'), run.events('server start')
     assert trainer == [*CONFIG, *TWO.split(), '--resume', f'--workdir={tmp_path}']
     own = [f'--config={tmp_path}/servers/config.py', '--port=0', f'--workdir={tmp_path}']
-    assert [words for _, *words in servers] == [own] * 2
+    assert sorted(words for _, *words in servers) == [[*own, f'--name={number}'] for number in '01']
     assert len(run.events('server SIGTERM')) == len(run.events('server ends')) == 2
     for number in '01':
         assert 'output of a server' in (tmp_path / 'servers' / f'{number}.log').read_text()
@@ -107,6 +107,7 @@ def test_servers_have_the_config_of_the_run_and_one_engine_each(tmp_path):
     config = dict(flatten(load_config(f'{tmp_path}/servers/config.py')))
     expected = dict(flatten(load_config('configs/tiny_cpu.py'))) | {
         'publication.channel': 'files',
+        'rollout.server': 'own',
         'cluster.engines': '1 x shared',
         'run.steps': 3,
         'staleness.eta': math.inf,
@@ -290,6 +291,8 @@ def test_two_launchers_of_a_workdir_are_refused(tmp_path):
     ('flag', 'sentence'),
     [
         ('--config.publication.channel=device', "use publication.channel='files'"),
+        ('--config.rollout.server=in_process', 'launch.local starts servers of this project or vLLM'),
+        ('--config.rollout.server=vllm', 'needs an interpreter that has vLLM'),
         ('--config.rollout.slots=0', 'rollout.slots=0 must be'),
         ('--config.distributed.processes=2', 'launch.local starts one trainer'),
     ],

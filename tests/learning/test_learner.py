@@ -190,6 +190,47 @@ def test_mismatch_is_zero_where_the_engine_says_what_the_learner_says():
     np.testing.assert_allclose(metrics['mismatch/max_abs'], 0.5, atol=1e-5)
 
 
+def test_the_mismatch_is_told_for_each_engine():
+    learner = _learner(learning_rate=0.0, n_minibatches=2)
+    prompt, logprob = [1, 2], _logprobs_after([1, 2])
+    wrong = {'engine/0': 0.0, 'engine/1': 0.5}
+    groups = []
+    for draw in range(3):
+        pair = [
+            trajectory(prompt, [segment([3], 2, [logprob[3] + off])], reward=float(i), draw=draw, sample=i)
+            for i, off in enumerate(wrong.values())
+        ]
+        groups.append(TrajectoryGroup(draw, tuple(map(_of_engine, pair, wrong))))
+    metrics = learner.update(groups, version=2)
+    found = {name: metrics[f'mismatch/of/{name}/mean_abs'] for name in wrong}
+    np.testing.assert_allclose(list(found.values()), list(wrong.values()), atol=1e-5)
+    assert sum(metrics[f'mismatch/of/{name}/n'] for name in wrong) == metrics['mismatch/n'] > 1
+
+
+def _of_engine(one, engine):
+    return dataclasses.replace(one, engine=engine)
+
+
+def test_an_answer_is_scored_under_the_weights_of_its_version_only():
+    learner = _learner(temperature=2.0, scores=True)
+    prompt, answer = np.array([1, 2], np.int32), np.array([3, 4, 5], np.int32)
+    assert learner.score(0, prompt, answer) is None  # nobody has told the version
+    learner.publish(4)
+    compiled = learner.warm_up()
+    (first, *others) = learner.score(4, prompt, answer)
+    assert len(learner.programs.compiled) == compiled
+    np.testing.assert_allclose(first, jax.nn.log_softmax(_last_logits(prompt) / 2.0)[3], atol=1e-5)
+    assert len(others) == 2
+    learner.update(_GROUPS, version=4)
+    assert learner.score(4, prompt, answer) is None
+    assert not np.allclose(learner.score(5, prompt, answer)[0], first)
+
+
+def _last_logits(prompt):
+    """Up to a constant."""
+    return _logprobs_after(prompt.tolist())
+
+
 def _logprobs_after(prompt, params=_PARAMS) -> np.ndarray:
     """float32 [V] of the token after the prompt."""
     return np.asarray(_last_logprobs(params, jnp.array(prompt, jnp.int32)))

@@ -31,3 +31,14 @@ def test_every_window_stands_for_itself_and_nan_is_a_difference():
     watch.note('engine/0', 500, 0.01)  # not hidden by what was right before
     watch.note('engine/1', 500, math.nan)
     assert out == ['engine/0', 'engine/1']
+
+
+def test_the_metrics_of_an_update_name_the_engine():
+    out = []
+    watch = MismatchWatch(1e-3, lambda engine, reason: out.append(engine))
+    watch.note_update({
+        'mismatch/n': 1000.0, 'mismatch/mean_abs': 0.25,
+        'mismatch/of/engine/0/n': 500.0, 'mismatch/of/engine/0/mean_abs': 1e-6,
+        'mismatch/of/engine/1/n': 500.0, 'mismatch/of/engine/1/mean_abs': 0.5,
+    })  # fmt: skip
+    assert out == ['engine/1']

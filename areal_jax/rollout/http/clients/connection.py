@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 
 import aiohttp
 
 from areal_jax.files import JsonObject
 
+_BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError)
 _SHOWN = 300  # characters of an error body that an error repeats
 
 
@@ -58,25 +60,32 @@ class Connection:
         self.url = url.rstrip('/')
         self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def request(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
         """The reply, whatever its status; raises NoReplyError."""
-        if self._session is None:  # made by the first request, since it belongs to the loop that runs it
-            self._session = aiohttp.ClientSession(
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=None),
-                connector=aiohttp.TCPConnector(limit=0),  # the engine bounds them
-            )
         try:
-            async with self._session.request(method, self.url + path, json=body) as reply:
-                text = await reply.text()
-        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
+            async with self._open().request(method, self.url + path, json=body) as reply:
+                return _read(reply.status, await reply.text())
+        except _BROKEN as error:
             raise NoReplyError(f'{method} {path} had no reply ({type(error).__name__}: {error})') from error
+
+    async def stream(self, path: str, body: JsonObject, take: Callable[[str], None]) -> None:
+        """Calls `take` with each line of a reply to POST as it comes.
+
+        Raises StatusError, NoReplyError where it is cut off, and what `take` raises.
+        """
         try:
-            content = json.loads(text) if text else None
-        except ValueError:
-            content = None
-        return Reply(reply.status, text, content)
+            async with self._open().post(self.url + path, json=body) as reply:
+                if reply.status != 200:
+                    raise StatusError('POST', path, _read(reply.status, await reply.text()))
+                left = b''
+                async for chunk in reply.content.iter_any():
+                    *lines, left = (left + chunk).split(b'\n')
+                    for line in lines:
+                        take(line.decode())
+        except _BROKEN as error:
+            raise NoReplyError(f'POST {path}: the stream broke off ({type(error).__name__}: {error})') from error
 
     async def require(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
         """The reply where its status is 200; raises StatusError for another, NoReplyError without a reply."""
@@ -85,7 +94,26 @@ class Connection:
             raise StatusError(method, path, reply)
         return reply
 
+    def _open(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise NoReplyError(f'the connection to {self.url} is closed')
+        if self._session is None:  # made by the first request, since it belongs to the loop that runs it
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),  # the engine bounds them
+            )
+        return self._session
+
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._is_closed, session, self._session = True, self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _read(status: int, text: str) -> Reply:
+    try:
+        content = json.loads(text) if text else None
+    except ValueError:
+        content = None
+    return Reply(status, text, content)

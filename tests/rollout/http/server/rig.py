@@ -100,6 +100,15 @@ class ToyServer:
         if self.error is not None:
             raise self.error
 
+    def cut_connections(self):
+        """As at the death of the process, for those who are connected."""
+
+        def cut():
+            for transport in list(self.http._loop._transports.values()):
+                transport.abort()
+
+        self.http._loop.call_soon_threadsafe(cut)
+
     def run(self, script, **session):
         """`script(client)` is a coroutine function on a loop of the test."""
 

@@ -1,0 +1,47 @@
+"""The servers of a run: their pool, and what the session tells it. Made by servers.py, which needs aiohttp."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.rollout.mismatch import MismatchWatch
+from areal_jax.rollout.registry_watch import RegistryWatch
+from areal_jax.rollout.requirements import EngineError
+from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.telemetry.values import Line
+
+
+class EndedBy:
+    """Why a run ends whose servers are gone: `note` asks it to save its state and stop."""
+
+    def __init__(self, stop: Callable[[], None]):
+        self._stop, self._reason = stop, ''
+
+    def note(self, reason: str) -> None:
+        self._reason = reason
+        self._stop()
+
+    def require_nothing(self) -> None:
+        """Raises EngineError where the servers ended the run."""
+        if self._reason:
+            raise EngineError(f'{self._reason}; start servers, and go on with --resume')
+
+
+@dataclasses.dataclass(frozen=True)
+class Servers:
+    """Of one run."""
+
+    pool: ServerPool
+    watch: RegistryWatch
+    mismatches: MismatchWatch
+    ended_by: EndedBy
+
+    def start(self, supervisor: Supervisor) -> None:
+        self.pool.start()
+        supervisor.start('registry', self.watch.run())
+
+    def note_update(self, step: int, metrics: Line) -> None:
+        """Takes engines out of service whose log-probs are not those of the learner."""
+        self.mismatches.note_update(metrics)

@@ -1,0 +1,169 @@
+"""Runs one vLLM server of a run: python -m launch.vllm_server --workdir=RUN --name=NAME --publication=DIR [...].
+
+It starts from the newest published version, waiting for the first one, and is in the registry of the run while it
+answers. AREAL_JAX_VLLM_PYTHON names the interpreter that has vLLM; without it that of .venv-vllm is taken, which
+launch/test_external.sh makes.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from areal_jax.app.ending import end_command
+from areal_jax.errors import UserError
+from areal_jax.publication.versions import keep_while_read, list_versions
+from areal_jax.rollout.registry import Registration
+from launch.wakeups import Wakeups
+
+PYTHON = 'AREAL_JAX_VLLM_PYTHON'  # environment variable
+KIND = 'vllm'  # which client speaks to it
+_INSTALLED = pathlib.Path(__file__).resolve().parent.parent / '.venv-vllm' / 'bin' / 'python'
+_LOOK_S = 1.0
+_ANSWER_S = 5.0  # for its health
+_END_S = 8.0  # after SIGTERM
+_ENVIRONMENT = {
+    'VLLM_SERVER_DEV_MODE': '1',  # the routes that control it
+    'VLLM_CPU_KVCACHE_SPACE': '1',  # GiB
+    'HF_HUB_OFFLINE': '1',
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 when it was told to stop, else 1 when the server has ended."""
+    values = _parse(argv)
+    python = find_python()
+    with Wakeups() as wakeups:
+        directory = _await_version(pathlib.Path(values.publication), wakeups)
+        if directory is None:
+            return 0
+        port = _find_port()
+        with keep_while_read(directory):
+            server = subprocess.Popen(
+                build_command(python, directory, port, values), env=dict(build_environment(os.environ))
+            )
+            try:
+                url = f'http://127.0.0.1:{port}'
+                if (code := _await_answer(server, url, wakeups)) is not None:
+                    return code
+            except BaseException:
+                server.kill()
+                raise
+        return _serve(server, url, values, wakeups)
+
+
+def find_python() -> str:
+    """The interpreter that has vLLM; raises UserError where there is none."""
+    python = pathlib.Path(os.environ.get(PYTHON) or _INSTALLED)
+    if not python.is_file():
+        raise UserError(
+            f"rollout.server='vllm' needs an interpreter that has vLLM, and {python} is none: make one with `bash "
+            f'launch/test_external.sh vllm`, or name one in {PYTHON}'
+        )
+    return str(python)
+
+
+def build_command(python: str, directory: pathlib.Path, port: int, values: flags.FlagValues) -> list[str]:
+    """Log-probs are those after the temperature, and requests and replies are token ids."""
+    return [
+        *(python, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(directory), '--served-model-name', 'm'),
+        *('--dtype', values.dtype, '--max-model-len', str(values.context_tokens)),
+        *('--max-num-seqs', str(values.slots), '--enforce-eager', '--enable-scale-out'),
+        *('--logprobs-mode', 'processed_logprobs', '--skip-tokenizer-init'),
+        *('--host', '127.0.0.1', '--port', str(port)),
+    ]
+
+
+def build_environment(given: Mapping[str, str]) -> Mapping[str, str]:
+    """What is set already wins; modules of this project are none of vLLM's."""
+    kept = {name: value for name, value in given.items() if name not in ('PYTHONPATH', 'XLA_FLAGS')}
+    return _ENVIRONMENT | kept
+
+
+def _parse(argv: Sequence[str]) -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string('workdir', None, 'Of the run.', required=True, flag_values=values)
+    flags.DEFINE_string('name', None, 'In the registry.', required=True, flag_values=values)
+    flags.DEFINE_string('publication', None, 'Where versions are written.', required=True, flag_values=values)
+    flags.DEFINE_string('dtype', 'float32', 'Of the weights.', flag_values=values)
+    flags.DEFINE_integer('context_tokens', 2048, 'Most tokens of a sequence.', flag_values=values)
+    flags.DEFINE_integer('slots', 8, 'Answers that are decoded at once.', flag_values=values)
+    values(list(argv))
+    return values
+
+
+def _await_version(publication: pathlib.Path, wakeups: Wakeups) -> pathlib.Path | None:
+    """The newest version; None where a stop came first."""
+    while not (versions := list_versions(publication)):
+        numbers, _ = wakeups.wait(_LOOK_S)
+        if numbers:
+            return None
+    return versions[max(versions)]
+
+
+def _await_answer(server: subprocess.Popen[bytes], url: str, wakeups: Wakeups) -> int | None:
+    """None when it answers; else the exit code of this process."""
+    while not _answers(url):
+        numbers, _ = wakeups.wait(_LOOK_S)
+        if numbers:
+            _end(server)
+            return 0
+        if server.poll() is not None:
+            return 1
+    return None
+
+
+def _serve(server: subprocess.Popen[bytes], url: str, values: flags.FlagValues, wakeups: Wakeups) -> int:
+    """Registered: a heartbeat for each answer, until it ends or a stop comes."""
+    registration = Registration(pathlib.Path(values.workdir), values.name, url, KIND)
+    print(f'vLLM serves on {url}', flush=True)
+    try:
+        while server.poll() is None:
+            numbers, _ = wakeups.wait(_LOOK_S)
+            if numbers:
+                return 0
+            if _answers(url):
+                registration.beat()
+        return 1
+    finally:
+        registration.close()
+        _end(server)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f'{url}/health', timeout=_ANSWER_S) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _find_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return int(listener.getsockname()[1])
+
+
+def run() -> None:
+    """Entry point of `python -m launch.vllm_server`."""
+    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the registry'))
+
+
+if __name__ == '__main__':
+    run()

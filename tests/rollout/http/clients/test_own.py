@@ -1,0 +1,168 @@
+"""The client of our own servers: the contract, the noise of a run, and what is kept of a server that dies."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.errors import UserError
+from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.own import OwnEngine
+from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.remote_engine import HeldWeights, RefusedError, RequestFailedError
+from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment
+from tests.rollout.engine_contract import CHECKS, LONGEST, PROMPT, SAMPLING, Bench, Setting, Subject, request
+from tests.rollout.http.server.rig import CONTEXT, ToyServer, write_weights
+
+PACE = 2.0  # a token takes so much longer than in virtual time
+LIMITS = ServerLimits(slots=8, vocab_size=10, context_tokens=CONTEXT, request_s=20, control_s=10, load_s=10)
+
+
+def make_clock(log):
+    return RealClock({'engine/0': LIMITS.slots + 1, 'publish/0': 1, 'control/0': 4}, log, 30.0, end_of_work_s=1.0)
+
+
+class Factory:
+    setting = Setting(make_clock, PACE)
+
+    def __init__(self, server, folder):
+        self.server, self._folder = server, folder
+
+    def published(self, version, equal=False):
+        w = 0 if equal else version
+        directory = self._folder / f'v{version}-{w}'
+        path = str(directory) if directory.exists() else write_weights(directory, w)
+        return PublishedWeights(version, f'digest of {w}', path)
+
+    def __call__(self, clock, log):
+        engine = OwnEngine(
+            0, Connection(self.server.url), clock, log,
+            locate=lambda published: published.handle, limits=LIMITS, kv_policy='recompute',
+        )  # fmt: skip
+
+        async def prepare():
+            await engine.fence()
+            await engine.stage(self.published(0))
+            await engine.swap(0)
+
+        return Subject(engine, engine.start, self.published, prepare, engine.close)
+
+
+@pytest.fixture
+def server():
+    with ToyServer(slots=2) as server:
+        server.backend.step_s = 0.005 * PACE
+        yield server
+
+
+@pytest.fixture
+def factory(server, tmp_path):
+    return Factory(server, tmp_path)
+
+
+@pytest.mark.parametrize('check', CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_holds(factory, check):
+    check(factory)
+
+
+def test_a_request_has_the_noise_that_it_has_in_process(factory, server):
+    seen = []
+    generate = server.engine.generate
+
+    def note(asked):
+        seen.append((asked.seed, asked.draw, asked.sample, asked.prompt_tokens.tolist(), asked.sampling))
+        return generate(asked)
+
+    server.engine.generate = note
+    prefix = (Segment(np.array([4, 5], np.int32), np.zeros(2, np.float32), 0),)
+    cut = SamplingParams(LONGEST, temperature=0.7, top_k=3, top_p=0.9, stop_tokens=(9,))
+
+    async def script(bench):
+        answers = [
+            bench.engine.generate(GenerationRequest(11, 2, 5, PROMPT, SAMPLING)),
+            bench.engine.generate(GenerationRequest(12, 3, 2**31 - 1, PROMPT, cut, prefix)),
+        ]
+        return [[segment async for segment in answer] for answer in answers]
+
+    _, rest = Bench(factory).run(script)
+    plain = SamplingParams(LONGEST, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=())
+    left = SamplingParams(LONGEST - 2, temperature=0.7, top_k=3, top_p=0.9, stop_tokens=(9,))
+    assert seen == [(5, 11, 2, [1, 2, 3], plain), (2**31 - 1, 12, 3, [1, 2, 3, 4, 5], left)]
+    assert all(segment.sampling_logprobs is not None for segment in rest)
+
+
+def test_weights_that_the_server_began_with_are_no_version_of_the_run(factory):
+    bench = Bench(factory)
+    prepare, bench.subject.prepare = bench.subject.prepare, None
+
+    async def script(bench):
+        fresh = await bench.engine.ask()
+        await prepare()
+        return fresh, await bench.engine.ask()
+
+    assert bench.run(script) == (HeldWeights(-1), HeldWeights(0, 'digest of 0'))
+
+
+def test_weights_that_cannot_be_loaded_are_refused_and_the_old_ones_stay(factory):
+    async def script(bench):
+        with pytest.raises(RefusedError, match=r'engine/0: stage of version 3: POST /update_weights answered 400'):
+            await bench.engine.stage(PublishedWeights(3, '', '/nowhere'))
+        (answer,) = bench.collect(0)
+        await bench.end_of(answer)
+        return await bench.engine.ask(), len(answer.tokens())
+
+    assert Bench(factory).run(script) == (HeldWeights(0, 'digest of 0'), LONGEST)
+
+
+def test_a_server_decodes_while_it_loads_weights(factory, server):
+    receive = server.engine._receive
+    server.engine._receive = lambda published: (time.sleep(0.8 * published.version), receive(published))[1]
+
+    async def script(bench):
+        generation, staged = bench.engine.generate(request(0)), []
+
+        async def stage():
+            await bench.engine.stage(factory.published(5))
+            staged.append(True)
+
+        bench.supervisor.start('stage', stage())
+        before = [segment async for segment in generation if not staged]
+        while not staged:
+            await bench.pass_time(0.05)
+        return sum(len(segment.tokens) for segment in before)
+
+    assert Bench(factory).run(script) == LONGEST
+
+
+async def take_rest(generation, kept):
+    async for segment in generation:
+        kept.append(segment)
+
+
+def test_what_a_server_streamed_before_it_died_is_kept(factory, server):
+    server.backend.step_s = 0.2
+
+    async def script(bench):
+        generation = bench.engine.generate(request(0))
+        kept = [await anext(generation), await anext(generation)]
+        server.cut_connections()
+        with pytest.raises(RequestFailedError, match=r'engine/0: request 0/0/0: POST /inference/v1/generate'):
+            await take_rest(generation, kept)
+        return kept
+
+    kept = Bench(factory).run(script)
+    assert 2 <= sum(len(segment.tokens) for segment in kept) < LONGEST
+    assert {segment.policy_version for segment in kept} == {0}
+
+
+def test_what_a_continued_answer_would_get_wrong_is_refused(factory):
+    penalised = SamplingParams(4, 1.0, 0, 1.0, (), repetition_penalty=2.0)
+
+    async def script(bench):
+        with pytest.raises(UserError, match='engine/0 continues answers as a part of their prompts'):
+            bench.engine.generate(GenerationRequest(0, 0, 0, PROMPT, penalised))
+
+    Bench(factory).run(script)
