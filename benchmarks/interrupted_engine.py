@@ -7,8 +7,8 @@ Policies:
   recompute  they are loaded between two dispatches, and the KV of unfinished answers is computed again
   keep       likewise, and the KV is kept
 
-The next weights are due `interval_s` after the last ones are in use, whatever the policy: waiting for long answers
-does not make it wait more often. Weights are fetched while decoding goes on.
+Weights are due every `interval_s`, whatever the engine does, and are fetched while decoding goes on. Where those before
+are not in use yet, they are due at once when they are.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class InterruptedEngine:
         return found
 
     async def _pass_interval(self, version: int) -> None:
-        await self._clock.wait(self._never, self._interval_s)
+        left_s = version * self._interval_s - self._clock.now()
+        if left_s > 0:
+            await self._clock.wait(self._never, left_s)
         if self._policy == 'none':
             return
         await self._engine.stage(PublishedWeights(version, '', None))

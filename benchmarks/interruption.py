@@ -9,9 +9,9 @@ the policies. Speeds are tokens a second, from weights in use to weights in use;
 
   h800  The real engine under the virtual clock, with a backend that decodes nothing and prices from flops and bytes
         (roofline.py): R1-distill-Qwen-1.5B on an H800, prompts of 512 tokens, answers of mean 9,000 and at most 27,648
-        with sigma 0.75, 256 slots. A step costs no more than memory or flops need, which favours waiting: a batch that
-        gets emptier gets fast. Shares of the peaks are published ones, once those that favour waiting most (fast
-        decode, slow prefill), once those that do least. `met`: 'recompute' gains a tenth or more with both.
+        with sigma 0.75, for each of --slots. A step costs what memory or flops need and --step_overhead_ms: a batch
+        that gets emptier gets fast, which favours waiting. Shares of the peaks are published ones, once those that
+        favour waiting most (fast decode, slow prefill), once those that do least. `met`: 'recompute' gains a tenth.
   cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; each
         policy is a process, asked in turns. Reported; no bar.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import pathlib
 import statistics
 import sys
@@ -50,7 +51,7 @@ from benchmarks.sides import Run, Side, ask_in_turns
 
 GAIN = 0.1  # bar of 'recompute' under H800 prices
 MEAN_LENGTHS = 2  # between two updates
-H800_SLOTS, H800_STEPS, H800_PREFILL = 256, 16, 16384  # slots, tokens of a row in a dispatch, tokens of a prefill
+H800_STEPS, H800_PREFILL = 16, 16384  # tokens of a row in a dispatch, tokens of a prefill
 REACHED = {'favours waiting': Reached(bandwidth=0.85, prefill=0.5), 'favours interruption': Reached(0.6, 0.73)}
 H800_LOAD = Load(
     prompt_tokens=512, mean_tokens=9000, limit_tokens=27648, sigma=0.75, vocabulary=2, seed=0, group_size=16,
@@ -59,13 +60,14 @@ H800_LOAD = Load(
 
 
 def measure_h800(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for name, reached in REACHED.items():
-        roofline = Roofline(H800, R1_DISTILL_1_5B, reached)
-        runs = [run_h800(options, roofline, seed) for seed in range(options.seed, options.seed + options.seeds)]
+    for slots, (name, reached) in itertools.product(options.slots, REACHED.items()):
+        roofline = Roofline(H800, R1_DISTILL_1_5B, reached, options.step_overhead_ms / 1e3)
+        runs = [run_h800(options, roofline, slots, seed) for seed in range(options.seed, options.seed + options.seeds)]
         gains = [gain_over_waiting({policy: found['tokens_s'] for policy, found in run.items()}) for run in runs]
         middle = {policy: statistics.median(gain[policy] for gain in gains) for policy in gains[0]}
         yield {
-            'cell': f'h800, {name}', 'clock': 'virtual', 'reached': dataclasses.asdict(reached),
+            'cell': f'h800, {slots} slots, {name}', 'clock': 'virtual', 'slots': slots,
+            'step_overhead_ms': options.step_overhead_ms, 'reached': dataclasses.asdict(reached),
             'chip': dataclasses.asdict(roofline.chip), 'model': dataclasses.asdict(roofline.model),
             'load': dataclasses.asdict(h800_load(options, options.seed)), 'gain': middle, 'bar': GAIN,
             'met': middle['recompute'] >= GAIN, 'gains': gains, 'runs': runs,
@@ -77,9 +79,9 @@ def h800_load(options: argparse.Namespace, seed: int) -> Load:
     return dataclasses.replace(load, warm_up=1, updates=2) if options.small else load
 
 
-def run_h800(options: argparse.Namespace, roofline: Roofline, seed: int) -> dict[Policy, dict[str, float]]:
+def run_h800(options: argparse.Namespace, roofline: Roofline, slots: int, seed: int) -> dict[Policy, dict[str, float]]:
     """All policies; the first one, without new weights, says how long two mean lengths take."""
-    load, slots = h800_load(options, seed), 32 if options.small else H800_SLOTS
+    load = h800_load(options, seed)
     cache = min(roofline.cache_tokens(), slots * (load.prompt_tokens + load.limit_tokens))
     interval_s = MEAN_LENGTHS * load.mean_tokens * roofline.step_s(slots, slots * load.mean_tokens)
     found: dict[Policy, dict[str, float]] = {}
@@ -158,6 +160,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--updates', type=int, default=8, help='measured intervals of a run')
     parser.add_argument('--seed', type=int, default=0, help='of lengths, prompts and noise')
     parser.add_argument('--seeds', type=int, default=3, help='h800: runs, each with the lengths of another seed')
+    parser.add_argument('--slots', default='32,256', help='h800: of the engines')
+    parser.add_argument('--step_overhead_ms', type=float, default=0.0, help='h800: of a decode step, beside its work')
     parser.add_argument('--turns', type=int, default=5, help='cpu: calls of each policy')
     parser.add_argument('--threads', type=int, default=2, help='cpu: cores')
     parser.add_argument('--small', action='store_true', help='a fraction of the work: to try the command')
@@ -167,6 +171,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--prefill_buckets', default='64,512', help='cpu: tokens of packed prefills')
     options = parser.parse_args(arguments)
     options.cells = options.cells.split(',')
+    options.slots = [int(slots) for slots in options.slots.split(',')]
     if unknown := [cell for cell in options.cells if cell not in CELLS]:
         raise UserError(f'--cells has {unknown[0]!r}; there are {", ".join(CELLS)}')
     return options

@@ -58,13 +58,14 @@ class Roofline:
     chip: Chip
     model: ServedModel
     reached: Reached
+    step_overhead_s: float = 0.0  # of a decode step, beside its work
 
     def step_s(self, rows: float, positions: float) -> float:
         """A decode step; `positions` of the cache are read, over all rows."""
         model, chip = self.model, self.chip
         read = WEIGHT_BYTES * model.product_parameters + model.kv_bytes * positions
         computed = 2 * model.product_parameters * rows + 4 * model.layers * model.attention_width * positions
-        return max(read / (self.reached.bandwidth * chip.bytes_s), computed / chip.flops)
+        return self.step_overhead_s + max(read / (self.reached.bandwidth * chip.bytes_s), computed / chip.flops)
 
     def prefill_s(self, tokens: float, positions: float) -> float:
         """Prefill of so many tokens, which see so many positions in sum."""
