@@ -19,6 +19,11 @@ def publish_lane(index: int) -> str:
     return f'{PUBLISH}/{index}'
 
 
+def control_lane(index: int) -> str:
+    """The lane of calls that control one server, which wait for no load of weights."""
+    return f'control/{index}'
+
+
 def lane_group(lane: str) -> str:
     """'engine' for every engine lane, 'publish' for every publish lane, else the lane itself."""
     return lane.split('/')[0]

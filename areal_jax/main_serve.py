@@ -1,5 +1,6 @@
 """Serve: python -m areal_jax.main_serve --config=FILE --model=RUN|HF_DIR|GGUF --port=N [--host=127.0.0.1]
-[--workdir=RUN] [--config.section.field=value ...]. The environment variable AREAL_JAX_API_KEY is the key of clients.
+[--workdir=RUN [--name=NAME]] [--config.section.field=value ...]. Clients send the key in AREAL_JAX_API_KEY, an
+environment variable.
 """
 
 from __future__ import annotations
@@ -17,15 +18,13 @@ from areal_jax.errors import ExitCode
 if TYPE_CHECKING:
     from absl import flags
 
-API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
-
 # Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, bind, build, serve; returns the exit code."""
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
-    from areal_jax.app.extras import require_serving
+    from areal_jax.app.extras import API_KEY, require_serving
     from areal_jax.app.noise import silence_libraries
 
     silence_libraries()
@@ -58,6 +57,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         overrides=command.overrides,
         interrupts=interrupts,
         workdir=None if values.workdir is None else pathlib.Path(values.workdir),
+        name=values.name,
     )
     return ExitCode.FINISHED
 
@@ -79,6 +79,9 @@ def _define_flags() -> flags.FlagValues:
         'port', None, 'Port to listen on; 0 = a free one.', lower_bound=0, upper_bound=65535, flag_values=values
     )
     flags.DEFINE_string('workdir', None, 'The run that this server registers with.', flag_values=values)
+    flags.DEFINE_string(
+        'name', None, 'Of the server in the registry of its run; without it HOST-PORT.', flag_values=values
+    )
     return values
 
 

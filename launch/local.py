@@ -17,7 +17,7 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.app.command_line import parse_train_command
 from areal_jax.app.ending import end_command
-from areal_jax.config import default_config, flatten
+from areal_jax.config import default_config, flatten, validate
 from areal_jax.config.cluster import ENGINES, parse_engines
 from areal_jax.config.ranges import ConfigError
 from launch.heartbeats import Heartbeats
@@ -58,11 +58,12 @@ def main(argv: Sequence[str]) -> int:
 
 def require_startable(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for a run that one trainer and servers of this machine cannot make."""
-    if config.publication.channel != 'files':
+    if config.rollout.server != 'own':
         raise ConfigError(
-            f'publication.channel={config.publication.channel!r} reaches engines in the process of the trainer only: '
-            "servers load weights from disk, use publication.channel='files'"
+            f'rollout.server={config.rollout.server!r}: launch.local starts servers of this project; use '
+            "rollout.server='own', or start the trainer alone with python -m areal_jax.main_train"
         )
+    validate(config)
     if config.distributed.processes > 1:
         raise ConfigError(
             f'distributed.processes={config.distributed.processes}: launch.local starts one trainer; use '
@@ -85,7 +86,10 @@ def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[
     values[ENGINES] = str(dataclasses.replace(layout, count=1))
     files.write_text(directory / 'config.py', _CONFIG_FILE.format(values=values))
     command = [sys.executable, '-m', SERVER, f'--config={directory / "config.py"}', '--port=0', f'--workdir={workdir}']
-    return [Server(str(number), command, directory / f'{number}.log') for number in range(layout.count)]
+    return [
+        Server(str(number), [*command, f'--name={number}'], directory / f'{number}.log')
+        for number in range(layout.count)
+    ]
 
 
 def run() -> None:

@@ -31,8 +31,15 @@ def build_mesh(config: TrackedConfig) -> Mesh:
 
 
 def build_allocation(config: TrackedConfig) -> Allocation:
-    """The devices of the learner and of every engine."""
+    """The devices of the learner and of every engine in this process."""
+    if uses_servers(config):
+        return Allocation(build_mesh(config), ())
     return allocate(parse_learner(config.cluster.learner), parse_engines(config.cluster.engines))
+
+
+def uses_servers(config: TrackedConfig) -> bool:
+    """Whether answers come from other processes."""
+    return config.rollout.server != 'in_process'
 
 
 def build_lora(config: TrackedConfig) -> Lora | None:
@@ -102,6 +109,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         max_token_age=policy.staleness.max_token_age,
         over_age=policy.staleness.over_age,
         attention=learner.attention,
+        scores=not supervised and uses_servers(config),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_jax import lanes
+from areal_jax.app.build import uses_servers
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.control.clocks.loop import LoopClock
@@ -18,8 +19,7 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
       waits_for_work: at the end, wait for work under way as long as it is not taken to hang (run.stall_timeout_s): the
         process goes on after the run, and a thread left behind would write into a workdir that is free again.
     """
-    of_engine = (lanes.engine_lane, lanes.publish_lane)
-    widths = {lane(index): 1 for index in range(parse_engines(config.cluster.engines).count) for lane in of_engine}
+    widths = _engine_lanes(config)
     if config.evaluation.every:
         widths[lanes.EVALUATION_REWARD] = 1
     widths |= {lanes.LEARNER: 1, lanes.REWARD: config.task.verifier_workers, lanes.DISK: 1}
@@ -38,3 +38,11 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
         'save': prices.save_s,
     }
     return VirtualClock(widths, log, per_unit, start_s)
+
+
+def _engine_lanes(config: TrackedConfig) -> dict[str, int]:
+    """Those of engines in this process; of servers, whose lanes are declared when they join, what all of them share."""
+    if uses_servers(config):
+        return {lanes.REGISTRY: 1, lanes.publish_lane(0): 1}
+    of_engine = (lanes.engine_lane, lanes.publish_lane)
+    return {lane(index): 1 for index in range(parse_engines(config.cluster.engines).count) for lane in of_engine}

@@ -16,6 +16,7 @@ from areal_jax.config.ranges import ConfigError
 
 # parts that an evaluation does not have: they must not need devices or packages
 _WITHOUT_TRAINING = {
+    'rollout.server': 'in_process',
     'cluster.learner': FIELDS['cluster.learner'].default,
     'telemetry.tensorboard': False,
     'telemetry.plots': False,

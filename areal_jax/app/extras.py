@@ -12,12 +12,15 @@ from ml_collections import config_dict
 
 from areal_jax.config.ranges import ConfigError
 
+API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
+
 _EXTRAS = {
     'tensorboardX': 'tensorboard',
     'matplotlib': 'plots',
     'reasoning_gym': 'tasks',
     'math_verify': 'tasks',
     'gguf': 'gguf',
+    'aiohttp': 'serve',
 }
 
 
@@ -39,6 +42,8 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
     if c.task.name == 'jsonl' and c.task.answer == 'math' and c.loss.objective != 'sft':
         yield 'math_verify', "task.answer='math'", ''
+    if c.rollout.server != 'in_process' and c.loss.objective != 'sft':
+        yield 'aiohttp', f'rollout.server={c.rollout.server!r}', ", or --config.rollout.server='in_process'"
     if c.model.source == 'gguf':
         yield 'gguf', "model.source='gguf'", ''
 

@@ -57,6 +57,7 @@ def serve_model(
     overrides: Collection[str] = (),
     interrupts: StopRequests | None = None,
     workdir: pathlib.Path | None = None,
+    name: str | None = None,
 ) -> None:
     """Serves until a stop is asked for; then answers under way have server.drain_timeout_s to end.
 
@@ -68,6 +69,8 @@ def serve_model(
       workdir: of the run that the server registers with. Its config is that of the run, of which a server reads a
         part, and `model` may be a version that the run has published.
 
+      name: in the registry; None = HOST-PORT.
+
     Raises UserError for what the user can mend.
     """
     adapted = adapt_server_config(config, model, overrides, of_run=workdir is not None)
@@ -78,7 +81,7 @@ def serve_model(
         tracked = TrackedConfig(adapted, () if workdir else overrides)
         described = TrackedConfig(config) if version is not None else None
         server = _Server(tracked, _Source(version, described), listener, api_key, interrupts, parts)
-        server.run(workdir)
+        server.run(workdir, name)
 
 
 def adapt_server_config(
@@ -167,7 +170,7 @@ class _Server:
         config.require_all_read()
         self._warm_up()
 
-    def run(self, workdir: pathlib.Path | None) -> None:
+    def run(self, workdir: pathlib.Path | None, name: str | None) -> None:
         stop = self.clock.event('stop requested')
         request = lambda number: self.clock.post_signal(number, stop)
         then, interrupts = 'answering what is under way', self._interrupts
@@ -178,7 +181,7 @@ class _Server:
                 serving.enter_context(interrupts.deferred(request, then, self.clock.abandon))
             serving.enter_context(self.http)
             if workdir is not None:
-                self._heartbeat = serving.enter_context(Heartbeat(workdir, self.url))
+                self._heartbeat = serving.enter_context(Heartbeat(workdir, self.url, name))
             print(f'serving {self._name} on {self.url}', flush=True)
             self.clock.execute(self.supervisor.run(self._program(stop)))
 

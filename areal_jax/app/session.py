@@ -5,9 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
@@ -40,20 +41,25 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import FILE as EVENTS
-from areal_jax.lanes import EVALUATION_REWARD
+from areal_jax.lanes import EVALUATION_REWARD, LEARNER
 from areal_jax.models.weights import Params
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
 from areal_jax.report.window import window
+from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.registry_watch import RegistryWatch
+from areal_jax.rollout.requirements import EngineError
+from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.sharding.allocation import EngineDevices
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
-from areal_jax.types import PublishedWeights, SamplingParams
+from areal_jax.types import PublishedWeights, SamplingParams, Work
 
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
@@ -62,6 +68,11 @@ class Session(Run):
     """A run that generates, scores and trains at the same time; see Run. The parts are attributes for tests."""
 
     version_at_start = 0
+    _engines: Sequence[LocalEngine] = ()  # those of this process, as the next two
+    _backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
+    _evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
+    _watch: RegistryWatch | None = None  # of servers
+    _no_server = ''  # why a run ends whose servers are gone
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
     # Building, in the order in which parts need each other.
@@ -93,8 +104,7 @@ class Session(Run):
         if self._beside_verifier is not None:
             self._beside_verifier.start()
         self.allocation = build.build_allocation(config)
-        ring, self._engines = self._build_engines(checkpoint, snapshot)
-        self.pool = Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
+        ring, self.pool = self._build_pool(task, checkpoint, snapshot)
         self.metrics = self._open_metrics(self.version_at_start)
         self.observer = StepObserver(
             self.metrics,
@@ -139,9 +149,9 @@ class Session(Run):
         truncate_events(path, next_seq)
         return self._own(EventLog(path, next_seq, next_run))
 
-    def _build_engines(
-        self, checkpoint: Checkpoint | None, snapshot: State | None
-    ) -> tuple[VersionRing | None, list[LocalEngine]]:
+    def _build_pool(
+        self, task: Task, checkpoint: Checkpoint | None, snapshot: State | None
+    ) -> tuple[VersionRing | None, Pool | ServerPool]:
         config, version = self.config, self.version_at_start
         self._channel = build_channel(config, self.workdir, self._model, self.allocation)
         ring = build.build_ring(config)
@@ -151,14 +161,31 @@ class Session(Run):
         if ring:
             ring.add(published)
             published = ring.in_use(snapshot['generated_update'] if snapshot else None)
+        if build.uses_servers(config):
+            return ring, self._build_server_pool(task, published)
+        self._engines = self._build_engines(published)
+        return ring, Pool(self._engines, self.clock, self.log, self.supervisor, build_requirements(config))
+
+    def _build_server_pool(self, task: Task, published: PublishedWeights) -> ServerPool:
+        from areal_jax.app.servers import build_server_pool  # needs aiohttp, which runs without servers do not
+
+        prompt = task.prompts('train', self.config.run.seed).draw()
+        pool, self._watch = build_server_pool(
+            self.config, self.clock, self.log, self.supervisor,
+            workdir=self.workdir, vocab_size=self.decoder.config.vocab_size, published=published,
+            probe_prompt=prompt.tokens, score=self._score, on_no_server=self._note_no_server,
+        )  # fmt: skip
+        return pool
+
+    def _build_engines(self, published: PublishedWeights) -> list[LocalEngine]:
+        config = self.config
         self._backends = build_backends(config, self.decoder, self.allocation)
         self._evaluation_backends = build_evaluation_backends(config, self.decoder, self.allocation)
         backends = self._backends, self._evaluation_backends
         self._start.begin(f'building the engines; {describe_caches(*backends)}')
-        engines = build_engines(
+        return build_engines(
             config, self.decoder, self.allocation, *backends, self._channel, published, self.clock, self.log
         )
-        return ring, engines
 
     def _build_controller(self, task: Task, sampling: SamplingParams, ring: VersionRing | None) -> None:
         config, seed = self.config, self.config.run.seed
@@ -240,7 +267,10 @@ class Session(Run):
                 self.clock.restart()
             stop = self.controller.stop_requested
             with self._deferred_signals(lambda number: self.clock.post_signal(number, stop), self.clock.abandon):
-                return self.clock.execute(self.supervisor.run(self._program()))
+                finished = self.clock.execute(self.supervisor.run(self._program()))
+            if self._no_server:
+                raise EngineError(f'{self._no_server}; start servers, and go on with --resume')
+            return finished
         except BaseException as error:
             with contextlib.suppress(OSError):  # on a full disk the first error is the one to show
                 self.log.write('error', message=f'{type(error).__name__}: {error}')
@@ -270,6 +300,10 @@ class Session(Run):
     async def _program(self) -> bool:
         for engine in self._engines:
             engine.start(self.supervisor)
+        if isinstance(self.pool, ServerPool):
+            assert self._watch is not None
+            self.pool.start()
+            self.supervisor.start('registry', self._watch.run())
         if self.version_at_start == 0:
             await self._evaluate('before')
         elif self.beside:
@@ -284,6 +318,15 @@ class Session(Run):
             return True
         await self.controller.save_for_good()  # --resume repeats the evaluation
         return False
+
+    async def _score(self, version: int, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray | None:
+        """See probe.Score."""
+        return await self.clock.run(LEARNER, lambda: self.learner.score(version, prompt, answer), Work('score'))
+
+    def _note_no_server(self, reason: str) -> None:
+        """The run saves its state and ends."""
+        self._no_server = reason
+        self.controller.stop_requested.set()
 
     async def _evaluate(self, phase: str) -> bool:
         """True when the evaluation is done, or none is wanted."""
@@ -332,7 +375,7 @@ class Session(Run):
             alone_seconds=alone_seconds(lane_intervals(events), window(events), config.run.steps),
             cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
-            kv_cache_bytes=next(iter(self._backends.values())).state_bytes,
+            kv_cache_bytes=next((backend.state_bytes for backend in self._backends.values()), 0),
             lanes_own_devices=self.allocation.lanes_own_devices,
             devices=self.allocation.describe(),
             problems=self._problems,

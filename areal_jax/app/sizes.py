@@ -86,13 +86,15 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     learner = _learner_sizes(config, shape, allocation.learner)
     if config.loss.objective == 'sft':
         return Sizes(learner, {}, {})
-    if not allocation.engine_shares(0):  # the channel holds earlier versions where the learner made them
+    if allocation.engines and not allocation.engine_shares(
+        0
+    ):  # the channel holds earlier versions where the learner made them
         learner['publication'] *= 1 + _held_versions(config) + (1 if config.evaluation.every else 0)
     rollout, eta = config.rollout, config.staleness.eta
     admitted = config.learner.groups_per_update * (eta + 1)
     running = int(min(rollout.max_running_groups, admitted, config.learner.groups_per_update * config.run.steps))
     answers = {'answers': running * rollout.group_size * _ANSWER_BYTES}
-    return Sizes(learner, _engine_sizes(config, shape, allocation), answers)
+    return Sizes(learner, _engine_sizes(config, shape, allocation) if allocation.engines else {}, answers)
 
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:

@@ -27,6 +27,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _signal_problems(c)
         yield from _capacity_problems(c)
         yield from _evaluation_problems(c)
+        yield from _server_problems(c)
     yield from _task_and_model_problems(c)
     yield from _device_problems(c)
     yield from _telemetry_problems(c)
@@ -74,6 +75,50 @@ def _evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'evaluation.every={c.evaluation.every} measures nothing with evaluation.problems=0; set '
             'evaluation.problems, or evaluation.every=0'
+        )
+
+
+def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What engines in other processes cannot do."""
+    rollout, setting = c.rollout, f'rollout.server={c.rollout.server!r}'
+    if rollout.urls and rollout.server != 'external':
+        yield f"rollout.urls={tuple(rollout.urls)} with {setting} would not be used; use rollout.server='external'"
+    if rollout.server == 'in_process':
+        return
+    if rollout.server == 'external' and not rollout.urls:
+        yield f"{setting} needs rollout.urls: 'sglang+http://host:port' or 'vllm+http://host:port' of each server"
+    if c.run.clock == 'virtual':
+        yield (
+            f"run.clock='virtual' with {setting}: servers answer in real time; use run.clock='real', or "
+            "rollout.server='in_process'"
+        )
+    if c.publication.channel != 'files':
+        yield (
+            f'publication.channel={c.publication.channel!r} with {setting}: it reaches engines in the process of the '
+            "trainer only, and servers load weights from disk; use publication.channel='files'"
+        )
+    without = "or rollout.server='in_process'"
+    if c.evaluation.every:
+        yield (
+            f'evaluation.every={c.evaluation.every} with {setting}: servers do not keep the weights of an earlier '
+            f'version for an evaluation; use evaluation.every=0, {without}'
+        )
+    if c.staleness.schedule != 'natural':
+        yield (
+            f'staleness.schedule={c.staleness.schedule!r} with {setting}: servers do not go back to an earlier version '
+            f"of the weights; use staleness.schedule='natural', {without}"
+        )
+    if rollout.server == 'own':
+        return
+    if rollout.kv_policy == 'keep':
+        yield (
+            f"rollout.kv_policy='keep' with {setting}: these servers are paused to load weights, which ends answers and "
+            "their KV; use rollout.kv_policy='recompute', or rollout.server='own'"
+        )
+    if rollout.top_k > 0 or rollout.top_p < 1:
+        yield (
+            f'rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} with {setting}: these servers give no '
+            "log-probs of the part of the softmax that is sampled; use top_k=0 and top_p=1, or rollout.server='own'"
         )
 
 

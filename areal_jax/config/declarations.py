@@ -43,6 +43,7 @@ from areal_jax.config.ranges import (
 )
 
 DTYPES = ('float32', 'bfloat16', 'float16')
+SERVERS = ('in_process', 'own', 'vllm', 'external')
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 SECTIONS: Mapping[str, Section] = {
@@ -120,6 +121,10 @@ SECTIONS: Mapping[str, Section] = {
             "over the KV cache; 'auto': by platform",
         ),
         kv_policy=Choice('recompute', ('recompute', 'keep'), 'KV cache of unfinished answers when new weights arrive'),
+        server=Choice('in_process', SERVERS, 'where answers come from: this process, or servers, see docs/serving.md'),
+        urls=Texts((), "external: 'sglang+http://host:port' or 'vllm+http://host:port' of each server"),
+        max_retries=Integer(3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped'),
+        max_mismatch=Real(None, POSITIVE, 'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else'),
         workflow=ChoiceOrOwn('single_turn', ('single_turn',), 'how a prompt becomes an answer: docs/your_task.md'),
         group_size=Integer(8, COUNT, 'answers per prompt'),
         max_running_groups=Integer(16, COUNT, 'groups admitted and unfinished; bounds memory whatever eta is'),

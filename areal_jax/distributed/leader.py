@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TypeVar, TypeVarTuple
 
+import numpy as np
+
 from areal_jax.checkpoint.shards import Index
 from areal_jax.distributed.messages import CLOSE, Answer, Command, WriteAnswer, WriteRequest
 from areal_jax.distributed.peers import CommandError, OnLost, Peer, end_process
@@ -50,6 +52,9 @@ class CommandLeader:
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
         return self._everywhere(self._learner.evaluate, groups)
+
+    def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
+        return self._everywhere(self._learner.score, version, prompt_tokens, answer_tokens)
 
     def publish(self, version: int) -> Tree:
         return self._everywhere(self._learner.publish, version)

@@ -40,7 +40,7 @@ from areal_jax.models.weights import logical_axes
 from areal_jax.sharding.placement import gather
 from areal_jax.sharding.rules import param_shardings, replicated
 from areal_jax.telemetry.metrics import merge
-from areal_jax.types import TrajectoryGroup, Tree
+from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, Tree
 
 
 class SpmdLearner:
@@ -95,6 +95,7 @@ class SpmdLearner:
         except BaseException:
             self.close()
             raise
+        self._version: int | None = None  # of the weights, once it was told
         self._copy: Tree = None  # what the last `publish` returned; None once the weights have changed
 
     def warm_up(self) -> int:
@@ -145,8 +146,9 @@ class SpmdLearner:
             'sampling': truncation.kept_mass_metrics(kept, oldest),
             'work': work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs),
         }
-        self._copy = None
+        self._copy = self._version = None
         training = train(self._passes, self.state, settings, batches, version, scale)
+        self._version = version + 1
         return merge(**measured, training=training)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -157,20 +159,38 @@ class SpmdLearner:
 
         Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a likelihood that is no number.
         """
+        logprobs = self._logprobs(groups)
+        return held_out_likelihood(logprobs) if len(logprobs) else {'tokens': 0.0}
+
+    def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
+        """float32 [A]: log-probs of an answer under the weights of `version`, at the temperature of training.
+
+        None where the learner has other weights by now. `prompt_tokens` int32 [P], `answer_tokens` int32 [A], A >= 1.
+        """
+        if version != self._version:
+            return None
+        answer = Segment(answer_tokens, np.zeros(len(answer_tokens), np.float32), 0)
+        prompt = Prompt(0, prompt_tokens, '', {})
+        trajectory = Trajectory(prompt, 0, (answer,), 0.0, 'length', '', admitted_s=0.0, finished_s=0.0)
+        return self._logprobs([TrajectoryGroup(0, (trajectory,))])
+
+    def _logprobs(self, groups: Sequence[TrajectoryGroup]) -> np.ndarray:
+        """float32 [tokens] of the generated tokens; those of a trajectory are in their order."""
         ones = [np.ones(len(group.trajectories), np.float32) for group in groups]
         batches, _ = self._layout.pack(groups, ones, n_minibatches=1)
         if not batches:
-            return {'tokens': 0.0}
+            return np.zeros(0, np.float32)
         (batch,) = batches  # one minibatch, all of whose tokens are in the loss
         working = self._passes.working(self.state)
         logprobs = self._passes.logprobs(working, self.state.frozen, batch, version=0)  # [M, R, N]
-        return held_out_likelihood(logprobs[batch.loss_mask])
+        return logprobs[batch.loss_mask]
 
     def publish(self, version: int) -> Tree:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
 
         On this learner's devices, sharded as they are trained; on the host if the mesh spans processes.
         """
+        self._version = version
         copy = self.programs.run('export', self.state.params, self.state.frozen)
         self._copy = copy if jax.process_count() == 1 else jax.tree.map(gather, copy)
         return self._copy

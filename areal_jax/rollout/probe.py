@@ -1,4 +1,4 @@
-"""The greedy request that an engine in another process answers before it gets work, and what its answer must be."""
+"""The request that an engine in another process answers before it gets work, and what its answer must be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ProbeError(RemoteError):
 
 def make_probe(settings: ProbeSettings, number: int) -> GenerationRequest:
     """`number` tells the probes of one engine apart."""
-    sampling = SamplingParams(settings.new_tokens, temperature=0.0, top_k=0, top_p=1.0, stop_tokens=())
+    sampling = SamplingParams(settings.new_tokens, temperature=settings.temperature, top_k=0, top_p=1.0, stop_tokens=())
     return GenerationRequest(PROBE_DRAW, number, 0, settings.prompt_tokens, sampling)
 
 

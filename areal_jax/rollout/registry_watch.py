@@ -20,6 +20,7 @@ from areal_jax.types import Work
 class _Seen:
     """A server at the last look."""
 
+    engine: str  # its name in the pool
     incarnation: int
     heartbeat: int | None
     beaten_s: float  # clock seconds of the look that saw the heartbeat change
@@ -32,7 +33,7 @@ class RegistryWatch:
 
     Args:
       read: gives the entries; runs on the lane.
-      make_engine: the client of a server; it has the name of the entry.
+      make_engine: the client of a server; later servers of the same name get a client of the same name.
       patience_s: a server whose heartbeat does not change for so long gets no requests until it answers.
     """
 
@@ -61,7 +62,7 @@ class RegistryWatch:
             for name, seen in self._seen.items():
                 if name not in names and not seen.is_gone:
                     seen.is_gone = True
-                    self._pool.leave(name, 'its entry in the registry is gone')
+                    self._pool.leave(seen.engine, 'its entry in the registry is gone')
             await self._clock.wait(self._never, self._every_s)
 
     def _note(self, entry: ServerEntry) -> None:
@@ -73,15 +74,18 @@ class RegistryWatch:
             return
         if entry.is_leaving:
             seen.is_gone = True
-            self._pool.leave(entry.name, 'it says that it is leaving')
+            self._pool.leave(seen.engine, 'it says that it is leaving')
         elif entry.heartbeat != seen.heartbeat:
             seen.heartbeat, seen.beaten_s, seen.is_silent = entry.heartbeat, now_s, False
         elif entry.heartbeat is not None and not seen.is_silent and now_s - seen.beaten_s > self._patience_s:
             seen.is_silent = True  # told once: from now on it is asked
-            self._pool.suspect(entry.name, f'no heartbeat for {now_s - seen.beaten_s:.1f} s')
+            self._pool.suspect(seen.engine, f'no heartbeat for {now_s - seen.beaten_s:.1f} s')
 
     def _note_new(self, entry: ServerEntry, now_s: float) -> None:
         """An entry may be the rest of a dead server: it joins, and gets work when it has answered."""
-        self._seen[entry.name] = _Seen(entry.incarnation, entry.heartbeat, now_s, is_gone=entry.is_leaving)
-        if not entry.is_leaving:
-            self._pool.join(self._make_engine(entry), entry.incarnation, entry.url)
+        if entry.is_leaving:
+            self._seen[entry.name] = _Seen('', entry.incarnation, entry.heartbeat, now_s, is_gone=True)
+            return
+        engine = self._make_engine(entry)
+        self._seen[entry.name] = _Seen(engine.name, entry.incarnation, entry.heartbeat, now_s)
+        self._pool.join(engine, entry.incarnation, entry.url)

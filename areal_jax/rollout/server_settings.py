@@ -9,11 +9,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class ProbeSettings:
-    """The greedy request that an engine answers before it gets work."""
+    """The request that an engine answers before it gets work."""
 
     prompt_tokens: np.ndarray  # int32 [P]
     max_difference: float  # between its log-probs and those of the learner
     new_tokens: int = 16
+    temperature: float = 0.0  # that of the learner's log-probs; 0 = greedy, for those of temperature 1
     again_s: float = 60.0  # from a failed probe to the next
 
 

@@ -185,6 +185,10 @@ class LoopClock(abc.ABC):
         finally:
             self._shut_down(loop)
 
+    def declare(self, lane: str, width: int) -> None:
+        """A lane of a server that has joined; nothing where there is one of this name already."""
+        self.lanes.setdefault(lane, Lane(width))
+
     # What subclasses define.
 
     @abc.abstractmethod

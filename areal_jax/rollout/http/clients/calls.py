@@ -38,8 +38,34 @@ def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *
     )
 
 
-def require_servable(request: GenerationRequest, engine: str, vocab_size: int, context_tokens: int) -> None:
-    """Raises UserError for a request that would harm the server, be cut in silence, or lack its log-probs."""
+def make_own_call(request: GenerationRequest, generated: np.ndarray, wire_id: str) -> Call:
+    """The same for a server of our own: its noise is that of the request in a run, whatever was generated before."""
+    sampling = request.sampling
+    parameters = CallSampling(
+        max_new_tokens=sampling.max_new_tokens - len(generated),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        stop_tokens=sampling.stop_tokens,
+        ignore_eos=True,
+        seed=request.seed,
+        skip_special_tokens=False,
+    )
+    return Call(
+        prompts=(concatenate([request.prompt_tokens, generated], np.int32),),
+        prompt_field='prompt',
+        sampling=(parameters,),
+        request_ids=(wire_id,),
+        stream=True,
+        logprobs=('behavior', 'sampling') if sampling.changes_softmax else ('behavior',),
+        draw=request.draw,
+        sample=request.sample,
+    )
+
+
+def require_fit(request: GenerationRequest, engine: str, vocab_size: int, context_tokens: int) -> None:
+    """Raises UserError for a request that would harm the server or be cut in silence."""
     prompt, sampling = request.prompt_tokens, request.sampling
     asked = len(prompt) + sampling.max_new_tokens
     if not len(prompt) or asked > context_tokens:
@@ -54,10 +80,23 @@ def require_servable(request: GenerationRequest, engine: str, vocab_size: int, c
             f'draw {request.draw}: the prompt has the token {outside[0]}, and {engine} serves a vocabulary of '
             f'{vocab_size}: use the tokenizer of its model'
         )
-    if sampling.changes_softmax or sampling.stop_strings:
+
+
+def require_plain(request: GenerationRequest, engine: str) -> None:
+    """Raises UserError for a request that would lack its log-probs."""
+    if request.sampling.changes_softmax or request.sampling.stop_strings:
         raise UserError(
             f'{engine} has no log-probs of a softmax that is cut, penalised or biased, and watches no stop strings '
             f'(rollout.top_k, rollout.top_p and the like): switch them off or use rollout.server=own'
+        )
+
+
+def require_own(request: GenerationRequest, engine: str) -> None:
+    """Raises UserError for what depends on the answer so far, which a call has as a part of its prompt."""
+    if request.sampling.adjusts or request.sampling.stop_strings:
+        raise UserError(
+            f'{engine} continues answers as a part of their prompts, where penalties, biases, min_new_tokens and stop '
+            'strings would count wrong: switch them off'
         )
 
 

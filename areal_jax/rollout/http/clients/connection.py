@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import AsyncGenerator
 
 import aiohttp
 
 from areal_jax.files import JsonObject
 
+_BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError)
 _SHOWN = 300  # characters of an error body that an error repeats
 
 
@@ -61,22 +63,25 @@ class Connection:
 
     async def request(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
         """The reply, whatever its status; raises NoReplyError."""
-        if self._session is None:  # made by the first request, since it belongs to the loop that runs it
-            self._session = aiohttp.ClientSession(
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=None),
-                connector=aiohttp.TCPConnector(limit=0),  # the engine bounds them
-            )
         try:
-            async with self._session.request(method, self.url + path, json=body) as reply:
-                text = await reply.text()
-        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
+            async with self._open().request(method, self.url + path, json=body) as reply:
+                return _read(reply.status, await reply.text())
+        except _BROKEN as error:
             raise NoReplyError(f'{method} {path} had no reply ({type(error).__name__}: {error})') from error
+
+    async def stream(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
+        """The lines of a reply to POST as they come; raises StatusError, and NoReplyError where it is cut off."""
         try:
-            content = json.loads(text) if text else None
-        except ValueError:
-            content = None
-        return Reply(reply.status, text, content)
+            async with self._open().post(self.url + path, json=body) as reply:
+                if reply.status != 200:
+                    raise StatusError('POST', path, _read(reply.status, await reply.text()))
+                left = b''
+                async for chunk in reply.content.iter_any():
+                    *lines, left = (left + chunk).split(b'\n')
+                    for line in lines:
+                        yield line.decode()
+        except _BROKEN as error:
+            raise NoReplyError(f'POST {path}: the stream broke off ({type(error).__name__}: {error})') from error
 
     async def require(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
         """The reply where its status is 200; raises StatusError for another, NoReplyError without a reply."""
@@ -85,7 +90,24 @@ class Connection:
             raise StatusError(method, path, reply)
         return reply
 
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:  # made by the first request, since it belongs to the loop that runs it
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),  # the engine bounds them
+            )
+        return self._session
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _read(status: int, text: str) -> Reply:
+    try:
+        content = json.loads(text) if text else None
+    except ValueError:
+        content = None
+    return Reply(status, text, content)

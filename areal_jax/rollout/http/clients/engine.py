@@ -12,14 +12,14 @@ from collections.abc import Callable, Coroutine
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import engine_lane, publish_lane
+from areal_jax.lanes import control_lane, engine_lane, publish_lane
 from areal_jax.protocols import Clock
-from areal_jax.rollout.http.clients.calls import make_call, require_servable
+from areal_jax.rollout.http.clients.calls import make_call, require_fit, require_plain
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
-from areal_jax.rollout.http.wire.exchange import Answer, ReplyError
+from areal_jax.rollout.http.wire.exchange import Answer, FinishWord, ReplyError
 from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
 from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, PublishedWeights, Segment
 
@@ -30,7 +30,8 @@ _VAIN_CALLS = 3
 class ServerEngine:
     """Implements remote_engine.RemoteEngine.
 
-    Its two lanes are `engine/K`, as wide as `limits.slots` and one more, for calls, and `publish/K` for control.
+    Its lanes are `engine/K`, as wide as `limits.slots` and one more, for calls, `publish/K` for loads of weights and
+    `control/K`.
 
     Args:
       index: number of the engine; names it and its lanes.
@@ -52,7 +53,10 @@ class ServerEngine:
     ):
         self.name, self._clock, self._log = engine_lane(index), clock, log
         self._locate, self._limits = locate, limits
-        self._server = Server(dialect, connection, clock, limits, lane=self.name, control_lane=publish_lane(index))
+        self._server = Server(
+            dialect, connection, clock, limits,
+            lane=self.name, control_lane=control_lane(index), load_lane=publish_lane(index),
+        )  # fmt: skip
         self._supervisor: Supervisor | None = None
         self._version = NOT_GENERATED  # of the weights in use; NOT_GENERATED: none of this run, or not known
         self._staged: tuple[PublishedWeights, str] | None = None
@@ -74,7 +78,7 @@ class ServerEngine:
     def generate(self, request: GenerationRequest) -> ServerRequest:
         if request.version is not None:
             raise RuntimeError(f'{self.name} keeps the weights of one version only')
-        require_servable(request, self.name, self._limits.vocab_size, self._limits.context_tokens)
+        self._require_servable(request)
         if request.request_id in self._open:
             raise RuntimeError(f'{self.name}: request {request.request_id} is open already')
         found = ServerRequest(request, self._clock, self.name)
@@ -121,7 +125,6 @@ class ServerEngine:
             self._is_swapping = False
         await self._go_on()
         pause_s = self._clock.now() - begun_s
-        self._log.write('load', self.name, engine=self.name, version=version, pause_seconds=pause_s)
         return pause_s
 
     async def pin(self, published: PublishedWeights) -> None:
@@ -164,6 +167,10 @@ class ServerEngine:
 
     # Calls.
 
+    def _require_servable(self, request: GenerationRequest) -> None:
+        require_fit(request, self.name, self._limits.vocab_size, self._limits.context_tokens)
+        require_plain(request, self.name)
+
     def _send_waiting(self) -> None:
         """Sends as many requests as there are places, first come first."""
         is_held = self._is_held or self._version == NOT_GENERATED
@@ -177,14 +184,10 @@ class ServerEngine:
 
     async def _call(self, request: ServerRequest) -> None:
         """One call and what it leads to; the request may have been cancelled meanwhile."""
-        version = self._version
         try:
-            call = make_call(request.request, request.generated, request.wire_id, seeds=self._server.seeds)
-            answer = await self._server.generate(call)
-            if self._open.get(request.request_id) is request:
-                self._take(request, answer, version)
+            await self._converse(request)
         except ReplyError as error:
-            if self._open.get(request.request_id) is request:
+            if self._is_open(request):
                 del self._open[request.request_id]
                 request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {error}'))
         finally:
@@ -195,8 +198,20 @@ class ServerEngine:
                 self._idle.set()
         self._send_waiting()
 
+    async def _converse(self, request: ServerRequest) -> None:
+        """Sends a call and takes what it brings; raises ReplyError."""
+        version = self._version
+        call = make_call(request.request, request.generated, request.wire_id, seeds=self._server.seeds)
+        answer = await self._server.generate(call)
+        if self._is_open(request):
+            self._take(request, answer, version)
+
+    def _is_open(self, request: ServerRequest) -> bool:
+        """False after a `cancel` or a `fence`, also where the same request has come again."""
+        return self._open.get(request.request_id) is request
+
     def _take(self, request: ServerRequest, answer: Answer, version: int) -> None:
-        """Delivers what a call brought; the rest of an aborted answer waits for the next call."""
+        """Delivers what a call brought."""
         if answer.n_tokens > request.remaining:
             raise ReplyError(f'the server sent {answer.n_tokens} tokens, and {request.remaining} were asked for')
         for piece in answer.pieces:
@@ -205,15 +220,18 @@ class ServerEngine:
         for piece in answer.pieces:
             if len(piece.tokens):
                 request.deliver(Segment(piece.tokens, piece.logprobs, version))
-        self._tokens += answer.n_tokens
-        reason = answer.finish.reason if answer.finish is not None else 'abort'
+        self._settle(request, answer.finish.reason if answer.finish is not None else 'abort', answer.n_tokens)
+
+    def _settle(self, request: ServerRequest, reason: FinishWord, new_tokens: int) -> None:
+        """The end of a call that brought so many tokens; the rest of an aborted answer waits for the next call."""
+        self._tokens += new_tokens
         if reason == 'abort' and not request.remaining:
             reason = 'length'
         if reason != 'abort':
             del self._open[request.request_id]
             request.finish(reason)
             return
-        request.vain_calls = 0 if answer.n_tokens or self._is_held else request.vain_calls + 1
+        request.vain_calls = 0 if new_tokens or self._is_held else request.vain_calls + 1
         if request.vain_calls == _VAIN_CALLS:
             raise ReplyError(f'the server aborted it {_VAIN_CALLS} times before its first token')
         self._waiting[request.request_id] = request

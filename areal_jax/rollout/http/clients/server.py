@@ -35,7 +35,7 @@ class ServerLimits:
 class Server:
     """Raises OutcomeUnknownError, naming engine and action, where an action has no good reply.
 
-    Calls for tokens run on the lane `lane`, everything else on `control_lane`.
+    Calls for tokens run on the lane `lane`, loads of weights on `load_lane`, everything else on `control_lane`.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class Server:
         *,
         lane: str,
         control_lane: str,
+        load_lane: str,
     ):
         self.url, self.seeds, self.limits = connection.url, dialect.seeds, limits
         self._dialect, self._connection, self._clock = dialect, connection, clock
-        self._lane, self._control_lane = lane, control_lane
+        self._lane, self._control_lane, self._load_lane = lane, control_lane, load_lane
 
     async def generate(self, call: Call) -> Answer:
         """Raises ReplyError, also without a reply: no token of the call can be used."""
@@ -87,7 +88,7 @@ class Server:
         for _ in range(self.limits.loads):
             try:
                 await self._clock.call(
-                    self._control_lane,
+                    self._load_lane,
                     lambda: self._dialect.update(self._connection, directory, str(published.version)),
                     Work('load', 1, {'version': published.version}),
                     self.limits.load_s,
@@ -101,7 +102,7 @@ class Server:
     async def require_files(self, published: PublishedWeights, directory: str) -> None:
         """Raises RefusedError for a directory without weights: some servers do not survive the attempt to load it."""
         work = Work('load', 1, {'version': published.version})
-        if not await self._clock.run(self._control_lane, lambda: _holds_weights(pathlib.Path(directory)), work):
+        if not await self._clock.run(self._load_lane, lambda: _holds_weights(pathlib.Path(directory)), work):
             raise RefusedError(
                 f'{self._lane}: {directory} holds no config.json with safetensors: publish the version again'
             )

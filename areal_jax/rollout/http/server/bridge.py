@@ -86,10 +86,10 @@ class Bridge:
         for answer in exchange.answers:
             prompt, sample = divmod(answer.index, call.n)
             sampling = call.sampling[prompt]
-            noise = (draw, self._seed) if sampling.seed is None else (0, sampling.seed)
+            noise = (draw, self._seed) if sampling.seed is None else (call.draw, sampling.seed)
             request = GenerationRequest(
                 draw=noise[0],
-                sample=sample if sampling.seed is not None else answer.index,
+                sample=call.sample + sample if sampling.seed is not None else answer.index,
                 seed=noise[1],
                 prompt_tokens=answer.prompt_tokens,
                 sampling=self._sampling(sampling, len(answer.prompt_tokens)),

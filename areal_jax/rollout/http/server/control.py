@@ -194,7 +194,10 @@ async def finish_weight_update(request: web.Request) -> web.Response:
     label = fields.take_text('weight_version') or None
     fields.finish()
     await _swap(request, label, flush=True, cancel=False)
-    return web.json_response({'message': 'Weight update finished', 'weight_version': label})
+    bridge = request.app[BRIDGE]
+    status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
+    pause_s = status.update_pause_s
+    return web.json_response({'message': 'Weight update finished', 'weight_version': label, 'pause_seconds': pause_s})
 
 
 async def collective_rpc(request: web.Request) -> web.Response:

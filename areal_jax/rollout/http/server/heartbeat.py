@@ -20,8 +20,8 @@ class Heartbeat:
     Raises UserError where a server of this name lives.
     """
 
-    def __init__(self, workdir: pathlib.Path, url: str):
-        self._registration = Registration(workdir, name_server(url), reachable(url), KIND)
+    def __init__(self, workdir: pathlib.Path, url: str, name: str | None = None):
+        self._registration = Registration(workdir, name or name_server(url), reachable(url), KIND)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name='heartbeat', daemon=True)
 

@@ -82,6 +82,8 @@ class Call:
     session: str = ''  # key of the conversation, for routing
     cache_salt: str = ''  # prompts with different salts share no KV
     priority: int = 0
+    draw: int = 0  # the noise of an answer is a function of (seed, draw, sample, token position), as in a run
+    sample: int = 0  # of the first answer
 
     @property
     def n_answers(self) -> int:

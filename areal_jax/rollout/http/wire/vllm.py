@@ -25,6 +25,7 @@ _ERROR_TYPES = {
     429: 'RateLimitError',
 }
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
+_LARGEST_DRAW = 2**31 - 1
 _LONGEST_SALT = 1024  # characters
 _TOKEN = 'token_id:'  # before the id, in the `token` of a log-prob entry
 _UNSERVED = (
@@ -76,6 +77,8 @@ def parse(body: object) -> Call:
         return_prompt_token_ids=fields.take_flag('return_token_ids'),
         cache_salt=_read_salt(fields),
         priority=fields.take_integer('priority', 0, least=-(2**31)),
+        draw=fields.take_integer('draw', 0, least=0, most=_LARGEST_DRAW),
+        sample=fields.take_integer('sample', 0, least=0, most=_LARGEST_DRAW),
     )
     options.take_ignored('continuous_usage_stats')
     options.finish()
@@ -149,6 +152,8 @@ def render_request(call: Call) -> JsonObject:
         'request_id': call.request_ids[0] if call.n == 1 else call.request_ids[0].removesuffix('_0'),
         'cache_salt': call.cache_salt,
         'priority': call.priority,
+        'draw': call.draw,
+        'sample': call.sample,
         'return_sampling_logprobs': 'sampling' in call.logprobs,
     }
     return body | {name: value for name, value in given.items() if value}

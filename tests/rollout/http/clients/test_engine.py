@@ -39,7 +39,7 @@ RESUME = {'vllm': '/resume', 'sglang': '/continue_generation'}
 
 
 def make_clock(log):
-    return RealClock({'engine/0': LIMITS.slots + 1, 'publish/0': 1}, log, 30.0, end_of_work_s=1.0)
+    return RealClock({'engine/0': LIMITS.slots + 1, 'publish/0': 1, 'control/0': 4}, log, 30.0, end_of_work_s=1.0)
 
 
 class Factory:

@@ -42,7 +42,7 @@ DECODER = Decoder(CONFIG)
 
 
 def make_clock(log):
-    return RealClock({'engine/0': SLOTS + 1, 'publish/0': 1}, log, 120.0)
+    return RealClock({'engine/0': SLOTS + 1, 'publish/0': 1, 'control/0': 4}, log, 120.0)
 
 
 def published(version, equal=False):

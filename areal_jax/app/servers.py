@@ -1,0 +1,140 @@
+"""Builds the pool of servers that answer in other processes, for rollout.server other than 'in_process'.
+
+Used by session.py. The servers are in a registry in the workdir or in rollout.urls; here each gets its client.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from areal_jax.app.engines import build_requirements
+from areal_jax.app.extras import API_KEY
+from areal_jax.config import TrackedConfig
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.errors import UserError
+from areal_jax.lanes import control_lane, engine_lane, publish_lane
+from areal_jax.rollout.http.clients.address import DIALECTS, open_address
+from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.engine import ServerEngine
+from areal_jax.rollout.http.clients.own import OwnEngine
+from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.probe import Score
+from areal_jax.rollout.registry import ServerEntry, read_registry
+from areal_jax.rollout.registry_watch import RegistryWatch
+from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
+from areal_jax.types import PublishedWeights
+
+OWN = 'own'  # kind of an entry in the registry
+_CONTROL_CALLS = 4  # at the same time, to one server
+_PROBE_TOKENS = 16
+_PROBE_SLACK = 4.0  # the largest of 16 differences against the mean of 500, which is what max_mismatch bounds
+
+
+def find_max_mismatch(config: TrackedConfig) -> float:
+    """rollout.max_mismatch, or what rounding explains."""
+    if config.rollout.max_mismatch is not None:
+        return config.rollout.max_mismatch
+    exact = config.publication.dtype == config.learner.dtype == 'float32'
+    return 1e-3 if exact else 5e-2
+
+
+def build_server_settings(config: TrackedConfig, probe_prompt: np.ndarray) -> ServerSettings:
+    """`probe_prompt` int32 [P] is what servers answer before they get work."""
+    probe = ProbeSettings(
+        probe_prompt,
+        max_difference=_PROBE_SLACK * find_max_mismatch(config),
+        new_tokens=min(_PROBE_TOKENS, config.rollout.max_new_tokens),
+        temperature=config.rollout.temperature,
+    )
+    return ServerSettings(max_retries=config.rollout.max_retries, no_server_s=config.run.stall_timeout_s, probe=probe)
+
+
+def build_server_pool(
+    config: TrackedConfig,
+    clock: LoopClock,
+    log: EventLog,
+    supervisor: Supervisor,
+    *,
+    workdir: pathlib.Path,
+    vocab_size: int,
+    published: PublishedWeights,
+    probe_prompt: np.ndarray,
+    score: Score,
+    on_no_server: Callable[[str], None],
+) -> tuple[ServerPool, RegistryWatch]:
+    """The pool, and the coroutine that tells it which servers there are."""
+    settings = build_server_settings(config, probe_prompt)
+    pool = ServerPool(
+        clock, log, supervisor, settings,
+        published=published, score=score, on_no_server=on_no_server, requirements=build_requirements(config),
+    )  # fmt: skip
+    read, make = _find_reader(config, workdir), ClientMaker(config, clock, log, supervisor, vocab_size)
+    return pool, RegistryWatch(clock, pool, read, make)
+
+
+class ClientMaker:
+    """Makes the client of each server. Servers are numbered as they come; one that is started again keeps its number.
+
+    Raises UserError, naming the server, for one of another kind than rollout.server says.
+    """
+
+    def __init__(self, config: TrackedConfig, clock: LoopClock, log: EventLog, supervisor: Supervisor, vocab_size: int):
+        rollout, server = config.rollout, config.server
+        self._kind, self._kv_policy = rollout.server, rollout.kv_policy
+        self._clock, self._log, self._supervisor = clock, log, supervisor
+        self._api_key = os.environ.get(API_KEY, '')
+        slots = min(server.max_streams, server.max_requests) if self._kind == OWN else rollout.slots
+        self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens)
+        self._numbers: dict[str, int] = {}  # by name in the registry
+
+    def __call__(self, entry: ServerEntry) -> ServerEngine:
+        self._require_kind(entry)
+        index = self._numbers.setdefault(entry.name, len(self._numbers))
+        self._clock.declare(engine_lane(index), self._limits.slots + 1)
+        self._clock.declare(publish_lane(index), 1)
+        self._clock.declare(control_lane(index), _CONTROL_CALLS)
+        engine = self._make(entry, index)
+        engine.start(self._supervisor)
+        return engine
+
+    def _make(self, entry: ServerEntry, index: int) -> ServerEngine:
+        if entry.kind == OWN:
+            connection = Connection(entry.url, self._api_key)
+            return OwnEngine(
+                index, connection, self._clock, self._log,
+                locate=_locate, limits=self._limits, kv_policy=self._kv_policy,
+            )  # fmt: skip
+        dialect, connection = open_address(f'{entry.kind}+{entry.url}', self._api_key)
+        return ServerEngine(index, dialect, connection, self._clock, self._log, locate=_locate, limits=self._limits)
+
+    def _require_kind(self, entry: ServerEntry) -> None:
+        expected = DIALECTS if self._kind == 'external' else (self._kind,)
+        if entry.kind not in expected:
+            raise UserError(
+                f'the server {entry.name} at {entry.url} is of the kind {entry.kind!r}, and rollout.server='
+                f'{self._kind!r}: stop it, or set rollout.server={entry.kind!r}'
+            )
+
+
+def _find_reader(config: TrackedConfig, workdir: pathlib.Path) -> Callable[[], Sequence[ServerEntry]]:
+    if config.rollout.server != 'external':
+        return functools.partial(read_registry, workdir)
+    entries = []
+    for address in config.rollout.urls:
+        open_address(address)  # raises for what is none
+        kind, _, url = address.partition('+')
+        entries.append(ServerEntry(address, 1, url.rstrip('/'), kind, 0))
+    return lambda: entries
+
+
+def _locate(published: PublishedWeights) -> str:
+    """The files channel is on a file system that servers share."""
+    return published.handle

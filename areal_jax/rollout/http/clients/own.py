@@ -1,0 +1,161 @@
+"""A server of our own as an engine: it stages new weights while it decodes, and its answers come as they grow.
+
+Unlike a server of others it goes on generating while weights are exchanged, and tells the version of each token. What
+it has streamed is delivered at once, so that it is kept when the server dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.lanes import control_lane, publish_lane
+from areal_jax.protocols import Clock
+from areal_jax.rollout.http.clients.calls import make_own_call, require_fit, require_own
+from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
+from areal_jax.rollout.http.clients.engine import ServerEngine
+from areal_jax.rollout.http.clients.own_dialect import OwnDialect
+from areal_jax.rollout.http.clients.request import ServerRequest
+from areal_jax.rollout.http.clients.server import ServerLimits, read_version
+from areal_jax.rollout.http.wire.exchange import Piece, ReplyError
+from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.types import (
+    NOT_GENERATED,
+    EngineCapabilities,
+    GenerationRequest,
+    KvPolicy,
+    PublishedWeights,
+    Segment,
+    Work,
+)
+
+Result = TypeVar('Result')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrival:
+    """Tokens that a server has streamed, on their way from the I/O loop."""
+
+    request: ServerRequest
+    wire_id: str
+    pieces: Sequence[Piece]
+
+
+class OwnEngine(ServerEngine):
+    """Implements remote_engine.RemoteEngine.
+
+    Args:
+      kv_policy: what the server does at a swap (rollout.kv_policy of its config).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        connection: Connection,
+        clock: Clock,
+        log: EventLog,
+        *,
+        locate: Callable[[PublishedWeights], str],
+        limits: ServerLimits,
+        kv_policy: KvPolicy,
+    ):
+        self._dialect, self._connection = OwnDialect(), connection
+        super().__init__(index, self._dialect, connection, clock, log, locate=locate, limits=limits)
+        self.capabilities = EngineCapabilities(
+            logprobs=('behavior', 'sampling'),
+            spans=True,
+            abort=True,
+            pause_modes=('retract',),
+            staging=True,
+            update=(kv_policy,),
+            pinned=False,
+        )
+        self._control_lane, self._publish_lane = control_lane(index), publish_lane(index)
+        self._arrivals = clock.inbox(f'{self.name}: streamed tokens')
+        self._taker: asyncio.Task[None] | None = None
+
+    def start(self, supervisor: Supervisor) -> None:
+        super().start(supervisor)
+        self._taker = supervisor.start(f'{self.name}: streamed tokens', self._take_arrivals())
+
+    async def stage(self, published: PublishedWeights) -> None:
+        directory = self._locate(published)
+        work = Work('load', 1, {'version': published.version}, in_background=True)
+        stage = lambda: self._dialect.stage(self._connection, directory)
+        await self._control(self._publish_lane, f'stage of version {published.version}', stage, work)
+        self._staged = published, directory
+
+    async def swap(self, version: int) -> float:
+        if self._staged is None or self._staged[0].version != version:
+            raise RuntimeError(f'{self.name}: version {version} is to be swapped in, and another or none is staged')
+        swap = lambda: self._dialect.swap(self._connection, str(version))
+        pause_s = await self._control(self._control_lane, f'swap of version {version}', swap, Work('control'))
+        self._version, self._staged = version, None
+        self._send_waiting()
+        return pause_s
+
+    async def ask(self) -> HeldWeights:
+        """Weights without a digest are those that the server began with: no version of this run."""
+        if self._is_held:
+            await self._go_on()  # from an action that was given up half-way
+        ask = lambda: self._dialect.ask(self._connection)
+        name, digest = await self._control(self._control_lane, 'question what it holds', ask, Work('control'))
+        self._version = read_version(name) if digest else NOT_GENERATED
+        self._send_waiting()
+        return HeldWeights(self._version, digest or None)
+
+    async def close(self) -> None:
+        if self._taker is not None:
+            self._taker.cancel()
+        await super().close()
+
+    def _require_servable(self, request: GenerationRequest) -> None:
+        require_fit(request, self.name, self._limits.vocab_size, self._limits.context_tokens)
+        require_own(request, self.name)
+
+    async def _converse(self, request: ServerRequest) -> None:
+        """Segments are delivered by `_take_arrivals`: all of them before the call ends."""
+        wire_id, before = request.wire_id, request.remaining
+        call = make_own_call(request.request, request.generated, wire_id)
+        put = lambda pieces: self._arrivals.put(_Arrival(request, wire_id, pieces))
+        try:
+            reason = await self._clock.call(
+                self.name,
+                lambda: self._dialect.stream(self._connection, call, self._limits.vocab_size, put),
+                Work('generate', before),
+                self._limits.request_s,
+            )
+        except (NoReplyError, StatusError, TimeoutError) as error:
+            raise ReplyError(str(error)) from error
+        if self._is_open(request):
+            self._settle(request, reason, before - request.remaining)
+
+    async def _take_arrivals(self) -> None:
+        while True:
+            arrival = await self._arrivals.take()
+            request = arrival.request
+            if not self._is_open(request) or request.wire_id != arrival.wire_id:
+                continue  # it was cancelled, or has gone on elsewhere
+            for piece in arrival.pieces:
+                version = read_version(piece.version)
+                if version == NOT_GENERATED or len(piece.tokens) > request.remaining:
+                    del self._open[request.request_id]
+                    fault = f'{len(piece.tokens)} tokens under version {piece.version!r}, {request.remaining} were left'
+                    request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
+                    self._start('abort', self._abort_call(arrival.wire_id))
+                    break
+                request.deliver(Segment(piece.tokens, piece.logprobs, version, piece.sampling_logprobs))
+
+    async def _control(self, lane: str, action: str, act: Callable[[], Awaitable[Result]], work: Work) -> Result:
+        """Raises RefusedError for what the server says that it has not done, OutcomeUnknownError without a reply."""
+        try:
+            return await self._clock.call(lane, act, work, self._limits.load_s)
+        except StatusError as error:
+            kind = RefusedError if 400 <= error.status < 500 else OutcomeUnknownError
+            raise kind(f'{self.name}: {action}: {error}') from error
+        except (NoReplyError, TimeoutError) as error:
+            raise OutcomeUnknownError(f'{self.name}: {action}: {error}') from error

@@ -1,0 +1,50 @@
+"""The protocol of our own servers, for a client: vLLM's, with staged weights and answers that are streamed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
+from areal_jax.rollout.http.clients.vllm import VllmDialect
+from areal_jax.rollout.http.wire import vllm
+from areal_jax.rollout.http.wire.events import parse_event
+from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece
+
+
+class OwnDialect(VllmDialect):
+    """Implements dialect.Dialect, and what our servers do beside it; all methods raise NoReplyError and StatusError."""
+
+    async def stream(
+        self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
+    ) -> FinishWord:
+        """Calls `deliver` with what each event adds; returns how the answer ended. Raises ReplyError."""
+        received, ended = 0, None
+        async with contextlib.aclosing(connection.stream(vllm.PATH, vllm.render_request(call))) as lines:
+            async for line in lines:
+                if (event := parse_event(line)) is None:
+                    continue
+                for delta in vllm.parse_event(event, call, [received], vocab_size):
+                    pieces = [piece for piece in delta.pieces if len(piece.tokens)]
+                    if pieces:
+                        deliver(pieces)
+                    received += sum(len(piece.tokens) for piece in pieces)
+                    ended = delta.finish or ended
+        if ended is None:
+            raise NoReplyError(f'POST {vllm.PATH}: the stream ended after {received} tokens, and the answer did not')
+        return ended.reason
+
+    async def stage(self, connection: Connection, directory: str) -> None:
+        """Returns when the server has loaded the weights, beside those that it decodes with."""
+        await connection.require('POST', '/update_weights', {'update_info': {'weights_path': directory}})
+
+    async def swap(self, connection: Connection, version: str) -> float:
+        """The server decodes with the staged weights, and names them; returns its pause of decoding in seconds."""
+        reply = await connection.require('POST', '/finish_weight_update', {'weight_version': version})
+        seconds = reply.fields().get('pause_seconds')
+        return float(seconds) if isinstance(seconds, int | float) else 0.0
+
+    async def ask(self, connection: Connection) -> tuple[str, str]:
+        """(what the server calls its weights, hash of their manifest); '' for what it does not know."""
+        fields = (await connection.require('GET', '/weight_info')).fields()
+        return str(fields.get('weight_version') or ''), str(fields.get('manifest_hash') or '')

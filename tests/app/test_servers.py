@@ -1,0 +1,61 @@
+"""A run whose answers come from servers in processes of their own, started by launch.local."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+from areal_jax.report.ledger import conservation
+from areal_jax.rollout.registry import read_registry
+from tests.app.test_main_train import ROOT, environment
+
+STEPS = 6
+OWN = [
+    '--config=configs/tiny_cpu.py', '--config.rollout.server=own', '--config.publication.channel=files',
+    '--config.telemetry.tensorboard=False', '--config.telemetry.plots=False', '--config.run.export=False',
+    '--config.evaluation.samples=1',
+]  # fmt: skip
+
+
+def launch(workdir, *flags):
+    command = [sys.executable, '-m', 'launch.local', *OWN, f'--workdir={workdir}', *flags]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def read_lines(path):
+    return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
+def finish(process, workdir, seconds=180):
+    output, _ = process.communicate(timeout=seconds)
+    logs = ''.join(path.read_text()[-2000:] for path in (workdir / 'servers').glob('*.log'))
+    assert process.returncode == 0, output + logs
+    return read_lines(workdir / 'events.jsonl'), read_lines(workdir / 'metrics.jsonl')
+
+
+def check_whole(events, metrics, steps):
+    """Every update is trained on sound answers, and no draw is lost or trained twice."""
+    assert [line['step'] for line in metrics] == list(range(1, steps + 1))
+    assert conservation(events) == []
+    trained = [draw for event in events if event['kind'] == 'consume' for draw in event['draws']]
+    assert len(trained) == len(set(trained)) == 8 * steps
+    compared = sum(line['mismatch/n'] for line in metrics)
+    assert compared > 0
+    assert max(line.get('mismatch/max_abs', 0) for line in metrics) < 1e-4
+
+
+def test_a_run_trains_with_servers_of_its_own(tmp_path):
+    process = launch(tmp_path, f'--config.run.steps={STEPS}', '--config.cluster.engines=2 x shared')
+    events, metrics = finish(process, tmp_path)
+    check_whole(events, metrics, STEPS)
+    assert {event['engine'] for event in events if event['kind'] == 'route'} == {'engine/0', 'engine/1'}
+    assert [e['outcome'] for e in events if e['kind'] == 'probe'] == ['passed', 'passed']
+    for engine in ('engine/0', 'engine/1'):
+        loads = [event['version'] for event in events if event['kind'] == 'load' and event['engine'] == engine]
+        assert loads == sorted(set(loads))
+        assert loads[-1] == STEPS
+    assert {entry.name for entry in read_registry(tmp_path)} == {'0', '1'}
