@@ -13,6 +13,7 @@ import math
 import pathlib
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,6 +68,12 @@ def answer(url: str, requests: Requests, clients: int, temperature: float) -> di
     """All answers once; checks of a side (sides.py) without the seconds."""
     totals = asyncio.run(ask_all(url, iter(make_bodies(requests, temperature)), clients))
     return {'tokens': totals['tokens'], 'mean_logprob': totals['logprob'] / totals['tokens']}
+
+
+def post(url: str) -> None:
+    """Without a body; raises HTTPError for a refusal."""
+    with urllib.request.urlopen(urllib.request.Request(url, b''), timeout=60):
+        pass
 
 
 def wait_healthy(url: str, deadline_s: float, is_alive: Any) -> bool:

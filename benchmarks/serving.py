@@ -11,6 +11,8 @@
      ones after that, and apart the seconds of the `rebuild` of the KV. The worst of all updates is judged. What the
      learner waits for publication is measured in async_speedup.py, in a run.
 
+Prompts are never found in a prefix cache: vLLM's is off, ours is flushed before every call.
+
 Sides are processes that have compiled and warmed up; they are asked in turns, and a ratio is taken within each turn.
 `ratio_*` are medians, `quartile_*` the quartile on the side on which the bar would be missed; `met` as in
 generation.py.
@@ -102,7 +104,7 @@ def our_server(options: argparse.Namespace, requests: str, clients: int) -> Prog
         sys.executable, '-m', 'areal_jax.main_serve', '--config=configs/default.py', f'--model={GGUF}',
         f'--port={PORT}', *(f'--config.rollout.{name}={value}' for name, value in sizes.items()),
     ]  # fmt: skip
-    return http_side(command, {}, requests, clients, engine=sizes)
+    return http_side(command, {}, requests, clients, flush='/flush_cache', engine=sizes)
 
 
 def vllm_server(options: argparse.Namespace, model: str, requests: str, mode: str) -> Program:
@@ -114,7 +116,7 @@ def vllm_server(options: argparse.Namespace, model: str, requests: str, mode: st
         *(['--enforce-eager'] if mode == 'eager' else []),
     ]  # fmt: skip
     environment = {'VLLM_CPU_KVCACHE_SPACE': '2', 'HF_HUB_OFFLINE': '1', 'VLLM_NO_USAGE_STATS': '1'}
-    return http_side(command, environment, requests, CLIENTS, mode=mode)
+    return http_side(command, environment, requests, CLIENTS, flush='', mode=mode)
 
 
 def http_side(

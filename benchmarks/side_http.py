@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.http_clients import answer, wait_healthy
+from benchmarks.http_clients import answer, post, wait_healthy
 from benchmarks.sides import Call, Start, children_cpu_seconds, serve
 from benchmarks.workload import load_requests
 
@@ -34,6 +34,8 @@ def prepare(arguments: dict[str, Any]) -> Start:
         answer(url, requests.head(len(requests.prompts), WARM_UP_TOKENS), clients, arguments['temperature'])
 
         def call() -> Mapping[str, float]:
+            if arguments['flush']:
+                post(url + arguments['flush'])  # the prompts are those of the last call
             cpu_s, own_s, wall_s = children_cpu_seconds(), time.process_time(), time.monotonic()
             found = answer(url, requests, clients, arguments['temperature'])
             found['part_wall_s'] = time.monotonic() - wall_s
