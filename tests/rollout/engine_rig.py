@@ -20,9 +20,9 @@ def request(sample, draw=DRAW, prefix=(), prompt=(1, 2, 3), sampling=SAMPLING):
 class Rig:
     """One engine under the virtual clock and a script that drives it."""
 
-    def __init__(self, slots=4, kv_policy='recompute', decode_steps=1, decode_text=None, **backend):
+    def __init__(self, slots=4, kv_policy='recompute', decode_steps=1, decode_text=None, prices=PRICES, **backend):
         self.log = EventLog()
-        self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, self.log, PRICES | {'script': 1.0})
+        self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, self.log, prices | {'script': 1.0})
         self.backend = ToyBackend(slots, **backend)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=lambda p: p.handle, version=0, params=(0, 0),

@@ -13,10 +13,10 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import REGISTRY, engine_lane, publish_lane
+from areal_jax.lanes import REGISTRY, control_lane, engine_lane, publish_lane
 from areal_jax.publication.files import FilesChannel
-from areal_jax.rollout.http.clients.address import open_address
-from areal_jax.rollout.http.clients.engine import ServerEngine
+from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.registry import ServerEntry, read_registry
 from areal_jax.rollout.registry_watch import RegistryWatch
@@ -29,6 +29,7 @@ from tests.soak.servers import API_KEY, CONTEXT
 CHANNEL = 'channel'  # lane: versions are written in it
 PROMPT_TOKENS, NEW_TOKENS = (2, 24), (1, 200)
 CALLS = 64  # at once on a server: more than its slots, so that requests wait there too
+CONTROL_CALLS = 4
 STALL_S, END_S = 300.0, 120.0  # without any completion; for the last answers
 SETTINGS = ServerSettings(
     max_retries=1000, max_failures=3, stage_s=20.0, swap_s=60.0, pause_s=60.0, ask_s=5.0, probe_s=60.0, drain_s=5.0,
@@ -61,6 +62,7 @@ class SoakLoad:
         self._indices: dict[str, int] = {}  # of engines, by the name under which they register
         engines = range(len(urls) + 1)  # one for the entry of the dead
         lanes = {engine_lane(i): CALLS + 1 for i in engines} | {publish_lane(i): 1 for i in engines}
+        lanes |= {control_lane(i): CONTROL_CALLS for i in engines}
         self._clock = RealClock(lanes | {REGISTRY: 1, CHANNEL: 1}, self.log, STALL_S)
         self._supervisor = Supervisor(self._clock)
         self._channel = FilesChannel(workdir / 'publication', self._scores.decoder.config, verify=True)
@@ -157,19 +159,15 @@ class SoakLoad:
         return self._scores.logprobs(version, prompt, tokens)
 
     def _read(self) -> list[ServerEntry]:
-        """The registry, with names of engines and the URLs of the proxies."""
-        found = []
-        for entry in read_registry(self._workdir):
-            index = self._indices.setdefault(entry.name, len(self._indices))
-            url = self._urls.get(entry.url, entry.url)
-            found.append(dataclasses.replace(entry, name=engine_lane(index), url=url))
-        return found
+        """The registry, with the URLs of the proxies."""
+        entries = read_registry(self._workdir)
+        return [dataclasses.replace(entry, url=self._urls.get(entry.url, entry.url)) for entry in entries]
 
-    def _make_engine(self, entry: ServerEntry) -> ServerEngine:
-        dialect, connection = open_address(f'sglang+{entry.url}', API_KEY)
-        engine = ServerEngine(
-            int(entry.name.rpartition('/')[2]), dialect, connection, self._clock, self.log,
-            locate=lambda published: str(published.handle),
+    def _make_engine(self, entry: ServerEntry) -> OwnEngine:
+        index = self._indices.setdefault(entry.name, len(self._indices))
+        engine = OwnEngine(
+            index, Connection(entry.url, API_KEY), self._clock, self.log,
+            locate=lambda published: str(published.handle), kv_policy='recompute',
             limits=ServerLimits(
                 CALLS, self._scores.vocab_size, CONTEXT, request_s=120.0, control_s=10.0, load_s=15.0, loads=2
             ),

@@ -19,8 +19,9 @@ CONTEXT, SLOTS = 256, 16
 CONFIG = 'configs/tiny_cpu.py'
 OVERRIDES = {
     'rollout.context_tokens': CONTEXT, 'rollout.block_tokens': 64, 'rollout.slots': SLOTS,
-    'rollout.prefill_buckets': '(64,512)', 'rollout.max_new_tokens': 200, 'server.max_body_bytes': 65536,
-    'server.body_timeout_s': 2.0, 'server.max_streams': 8,
+    'rollout.prefill_buckets': '(64,512)', 'rollout.max_new_tokens': 200,
+    'rollout.server': 'own', 'publication.channel': 'files', 'server.max_body_bytes': 65536,
+    'server.body_timeout_s': 2.0, 'server.max_streams': 80,
 }  # fmt: skip
 START_S = 180.0
 _RESTART_S = 1.0
@@ -48,13 +49,13 @@ class ServerProcess:
     def start(self) -> None:
         overrides = [f'--config.{name}={value}' for name, value in OVERRIDES.items()]
         command = [sys.executable, '-m', 'areal_jax.main_serve', f'--config={CONFIG}', f'--port={self.port}']
+        command += [f'--workdir={self._workdir}', f'--name={self.number}', *overrides]
         environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
         environment |= {'AREAL_JAX_API_KEY': API_KEY, 'JAX_PLATFORMS': 'cpu'}
         with self._lock, self._log.open('ab') as log:
             self._process = subprocess.Popen(
-                [*command, f'--workdir={self._workdir}', *overrides], cwd=ROOT, stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, env=environment,
-            )  # fmt: skip
+                command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+            )
             self.starts += 1
 
     def wait_healthy(self) -> None:
