@@ -51,6 +51,17 @@ H800 = Chip('H800 SXM', 989e12, 3.35e12, 80e9, 50e9)
 R1_DISTILL_1_5B = ServedModel('R1-distill-Qwen-1.5B', 1.78e9, 1.54e9, 151936 * 1536, 28, 1536, 28672)
 
 
+# of the bandwidth, by models of 7 to 8 billion parameters with one row, eager, and the gain of graphs: 2605.30571
+BATCH_ONE = 0.27 * 1.26
+BATCH_ONE_MODEL = ServedModel('Qwen3-8B', 8.19e9, 7.57e9, 151936 * 4096, 36, 4096, 147456)
+
+
+def step_overhead_s(chip: Chip, model: ServedModel, reached: Reached) -> float:
+    """Of a decode step, beside its work: what a step of one row takes longer than it reads weights, by layers."""
+    read_s = WEIGHT_BYTES * BATCH_ONE_MODEL.product_parameters / chip.bytes_s
+    return model.layers / BATCH_ONE_MODEL.layers * read_s * (1 / BATCH_ONE - 1 / reached.bandwidth)
+
+
 @dataclasses.dataclass(frozen=True)
 class Roofline:
     """One engine on one chip."""
