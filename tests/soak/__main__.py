@@ -155,7 +155,7 @@ def soak(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, Any]:
     faults += memory_faults(slopes, len(servers)) + coverage_faults(havoc.counts, flags.minutes)
     return {
         'faults': faults, 'megabytes_a_minute': slopes, 'counts': load.counts | dict(sorted(havoc.counts.items())),
-        'scored_answers': check.scored, 'scored_segments': check.scored_segments,
+        'scored_answers': check.scored, 'scored_of_several_versions': check.of_versions,
         'slowest_update_s': load.slowest_update_s, 'events': count_events(events),
     }  # fmt: skip
 
@@ -196,7 +196,14 @@ def main(arguments: Sequence[str]) -> int:
     }  # fmt: skip
     if flags.json:
         files.write_json(flags.json, whole)
-    for name in ('counts', 'megabytes_a_minute', 'scored_answers', 'slowest_update_s', 'events'):
+    for name in (
+        'counts',
+        'megabytes_a_minute',
+        'scored_answers',
+        'scored_of_several_versions',
+        'slowest_update_s',
+        'events',
+    ):
         print(f'{name}: {found[name]}')
     for fault in found['faults'][:50]:
         print(f'FAULT  {fault}')

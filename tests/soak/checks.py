@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from tests.soak.load import Answered
 from tests.soak.scores import Scores
 
-ONE_IN = 8  # of the answers of one segment are scored, of the others all
+ONE_IN = 4  # of the answers of one version are scored, of the others all
 
 
 class AnswerCheck:
@@ -21,7 +21,7 @@ class AnswerCheck:
     def __init__(self, answered: queue.SimpleQueue[Answered]):
         self._answered = answered
         self.faults: list[str] = []
-        self.scored = self.scored_segments = 0
+        self.scored = self.of_versions = 0  # answers; those of several versions
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name='scores', daemon=True)
 
@@ -45,9 +45,10 @@ class AnswerCheck:
         tokens = sum(len(segment.tokens) for segment in answer.segments)
         if tokens != answer.asked_tokens:
             self.faults.append(f'draw {answer.draw}: {tokens} tokens, and {answer.asked_tokens} were asked for')
-        if len(answer.segments) > 1 or answer.draw % ONE_IN == 0:
+        versions = {segment.policy_version for segment in answer.segments}
+        if len(versions) > 1 or answer.draw % ONE_IN == 0:
             self.scored += 1
-            self.scored_segments += len(answer.segments)
+            self.of_versions += len(versions) > 1
             if fault := scores.fault(answer.prompt, answer.segments):
                 self.faults.append(f'draw {answer.draw}: {fault}')
 

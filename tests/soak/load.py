@@ -59,6 +59,7 @@ class SoakLoad:
         self._workdir, self._urls, self._seconds, self._clients = workdir, urls, seconds, clients
         self._random, self._scores = random.Random(seed), Scores()
         self.log = EventLog(workdir / 'events.jsonl')
+        self._engines: list[OwnEngine] = []
         self._indices: dict[str, int] = {}  # of engines, by the name under which they register
         engines = range(len(urls) + 1)  # one for the entry of the dead
         lanes = {engine_lane(i): CALLS + 1 for i in engines} | {publish_lane(i): 1 for i in engines}
@@ -69,7 +70,7 @@ class SoakLoad:
         self.answered: queue.SimpleQueue[Answered] = queue.SimpleQueue()
         self.lost: list[str] = []
         self.faults: list[str] = []  # what should not have happened
-        self.counts = dict.fromkeys(('started', 'ended', 'tokens', 'updates', 'pauses', 'moved_segments'), 0)
+        self.counts = dict.fromkeys(('started', 'ended', 'tokens', 'updates', 'pauses'), 0)
         self.slowest_update_s = 0.0
         self._is_ending = False
         self._left = clients
@@ -98,6 +99,8 @@ class SoakLoad:
         self._is_ending = True
         if not await clock.wait(self._ended, END_S):
             self.faults.append(f'{self._left} clients hang: {self._pool.states()}, {clock.describe_waits()[:2000]}')
+        for engine in self._engines:
+            await engine.close()
 
     async def _ask_again_and_again(self, client: int) -> None:
         while not self._is_ending:
@@ -129,7 +132,6 @@ class SoakLoad:
         )  # fmt: skip
         self.counts['ended'] += 1
         self.counts['tokens'] += tokens
-        self.counts['moved_segments'] += len(segments) - 1
         self.answered.put(Answered(draw, prompt, asked, segments))
 
     async def _update(self) -> None:
@@ -173,4 +175,5 @@ class SoakLoad:
             ),
         )  # fmt: skip
         engine.start(self._supervisor)
+        self._engines.append(engine)
         return engine

@@ -39,14 +39,13 @@ class Scores:
     def fault(self, prompt: np.ndarray, segments: list[Segment]) -> str:
         """What is wrong with the behaviour log-probs of an answer under the versions that it says; '' for nothing."""
         tokens = concatenate([segment.tokens for segment in segments], np.int32)
-        start = 0
-        for segment in segments:
-            end = start + len(segment.tokens)
-            right = self.logprobs(segment.policy_version, prompt, tokens)[start:end]
-            worst = float(np.abs(right - segment.behavior_logprobs).max())
+        recorded = concatenate([segment.behavior_logprobs for segment in segments], np.float32)
+        versions = np.repeat([segment.policy_version for segment in segments], [len(s.tokens) for s in segments])
+        for version in np.unique(versions):
+            of_version = versions == version
+            worst = float(np.abs(self.logprobs(int(version), prompt, tokens) - recorded)[of_version].max())
             if not worst <= TOLERANCE:
-                return f'tokens {start} to {end} of version {segment.policy_version} differ by {worst:.3g} nats'
-            start = end
+                return f'{of_version.sum()} tokens of version {version} differ by {worst:.3g} nats'
         return ''
 
     def _logprobs(self, params, row):
