@@ -196,15 +196,9 @@ def main(arguments: Sequence[str]) -> int:
     }  # fmt: skip
     if flags.json:
         files.write_json(flags.json, whole)
-    for name in (
-        'counts',
-        'megabytes_a_minute',
-        'scored_answers',
-        'scored_of_several_versions',
-        'slowest_update_s',
-        'events',
-    ):
-        print(f'{name}: {found[name]}')
+    for name, value in found.items():
+        if name != 'faults':
+            print(f'{name}: {value}')
     for fault in found['faults'][:50]:
         print(f'FAULT  {fault}')
     print(f'{len(found["faults"])} faults' + (f'; what the soak left is in {workdir}' if found['faults'] else ''))

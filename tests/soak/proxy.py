@@ -16,7 +16,7 @@ class Proxy:
         self._port = port
         self.bytes_s = 0.0  # 0 = no limit; may be set from any thread
         self._open: set[asyncio.StreamWriter] = set()
-        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f'proxy to {port}', daemon=True)
         self.url = ''
@@ -28,7 +28,7 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(_START_S)
 
     def cut(self) -> None:
@@ -40,11 +40,15 @@ class Proxy:
             writer.transport.abort()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._accept, '127.0.0.1', 0))
-        self.url = f'http://127.0.0.1:{server.sockets[0].getsockname()[1]}'
-        self._started.set()
-        self._loop.run_forever()
+        asyncio.run(self._serve())  # ends with the connections that are open
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with await asyncio.start_server(self._accept, '127.0.0.1', 0) as server:
+            self.url = f'http://127.0.0.1:{server.sockets[0].getsockname()[1]}'
+            self._started.set()
+            await self._end.wait()
+            self._cut()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
