@@ -17,6 +17,7 @@ class Proxy:
         self.bytes_s = 0.0  # 0 = no limit; may be set from any thread
         self._open: set[asyncio.StreamWriter] = set()
         self._end = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f'proxy to {port}', daemon=True)
         self.url = ''
