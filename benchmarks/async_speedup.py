@@ -2,7 +2,7 @@
 
     python -m benchmarks.async_speedup --out=benchmarks/results/async_speedup.json [--lengths=equal,heavy] [--small]
 
-SmolLM2-135M on the quickstart's task, 8 groups of 8 answers an update, every group trained. Lengths of answers are a
+SmolLM2-135M on the quickstart's task, 4 groups of 8 answers an update, every group trained. Lengths of answers are a
 function of draw and sample (drawn_lengths.py), so that every arm does the same work: all 32 tokens ('equal'), or
 lognormal with sigma 1 and at most 192 ('heavy').
 
@@ -39,9 +39,9 @@ ETA = 2.0
 MOST_WAIT = 0.01
 ASYNCHRONOUS, ONE_PROCESS = 'asynchronous', 'one process'
 COMMON = {
-    'rollout.context_tokens': 256, 'rollout.block_tokens': 64, 'rollout.prefill_buckets': '(64,512)',
+    'rollout.context_tokens': 256, 'rollout.block_tokens': 64, 'rollout.prefill_buckets': (64, 512),
     'rollout.max_new_tokens': LONGEST, 'rollout.decode_steps': 8, 'learner.row_tokens': 512,
-    'learner.row_loss_tokens': 448, 'learner.filter_equal_rewards': False, 'evaluation.problems': 0,
+    'learner.row_loss_tokens': 448, 'learner.groups_per_update': 4, 'learner.filter_equal_rewards': False, 'evaluation.problems': 0,
     'checkpoint.every': 0, 'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.progress': False,
 }  # fmt: skip
 SMALL = {'learner.groups_per_update': 2, 'rollout.group_size': 2}
@@ -99,11 +99,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--out', type=pathlib.Path)
     parser.add_argument('--lengths', default='equal,heavy')
     parser.add_argument('--arms', default='', help='only those whose name begins with one of these; all by default')
-    parser.add_argument('--steps', type=int, default=10, help='updates of a run')
+    parser.add_argument('--steps', type=int, default=8, help='updates of a run')
     parser.add_argument('--first', type=int, default=3, help='version from whose publication on is timed')
-    parser.add_argument('--turns', type=int, default=5, help='runs of each arm')
-    parser.add_argument('--slots', type=int, default=32, help='of the asynchronous arms')
-    parser.add_argument('--sync_slots', default='16,32,64', help='of the synchronous arms; the best counts')
+    parser.add_argument('--turns', type=int, default=3, help='runs of each arm')
+    parser.add_argument('--slots', type=int, default=16, help='of the asynchronous arms')
+    parser.add_argument('--sync_slots', default='16,32', help='of the synchronous arms; the best counts')
     parser.add_argument('--small', action='store_true', help='updates of 2 groups of 2: to try the command')
     options = parser.parse_args(arguments)
     options.lengths = options.lengths.split(',')

@@ -14,6 +14,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from areal_jax.app.command_line import load_config
+from areal_jax.config import default_config, flatten
 from areal_jax.events import Event
 from areal_jax.lanes import LEARNER
 from areal_jax.report.lanes import LaneInterval, lane_intervals
@@ -21,6 +23,14 @@ from benchmarks.sides import ROOT, children_cpu_seconds
 
 LOOK_S = 0.05
 END_S = 60.0  # for a server to end
+CONFIG_FILE = """from areal_jax.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.update_from_flattened_dict({values!r})
+    return config
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +50,7 @@ def run(arm: Arm, config: str, overrides: Mapping[str, object], workdir: pathlib
     """
     workdir.mkdir(parents=True)
     values = {**overrides, **arm.overrides}
-    given = [f'--config={config}', f'--workdir={workdir}', *(f'--config.{k}={v}' for k, v in values.items())]
+    given = [f'--config={write_config(workdir, config, values)}', f'--workdir={workdir}']
     began = time.monotonic()
     with contextlib.ExitStack() as parts:
         for number, cores in enumerate(arm.servers):
@@ -54,6 +64,16 @@ def run(arm: Arm, config: str, overrides: Mapping[str, object], workdir: pathlib
     return {'wall_s': time.monotonic() - began, 'cpu_s': cpu, 'checks': checks}
 
 
+def write_config(workdir: pathlib.Path, config: str, overrides: Mapping[str, object]) -> pathlib.Path:
+    """A config file, since a program refuses overrides on its command line that another one reads."""
+    default = dict(flatten(default_config()))
+    loaded = flatten(load_config(str(ROOT / config)).copy_and_resolve_references())
+    changed = {path: value for path, value in loaded if path not in default or value != default[path]}
+    path = workdir / 'config.py'
+    path.write_text(CONFIG_FILE.format(values={**changed, **overrides}))
+    return path
+
+
 @contextlib.contextmanager
 def started(
     module: str, arguments: Sequence[str], cores: Collection[int], log: pathlib.Path
@@ -62,7 +82,8 @@ def started(
     with log.open('wb') as output:
         process = subprocess.Popen(
             [sys.executable, '-m', f'areal_jax.{module}', *arguments], cwd=ROOT, stdout=output, stderr=output,
-            stdin=subprocess.DEVNULL, preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            stdin=subprocess.DEVNULL, env={'JAX_COMPILATION_CACHE_DIR': str(log.parent.parent / 'cache'), **os.environ},
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )  # fmt: skip
     try:
         yield process
