@@ -41,7 +41,8 @@ ASYNCHRONOUS, ONE_PROCESS = 'asynchronous', 'one process'
 COMMON = {
     'rollout.context_tokens': 256, 'rollout.block_tokens': 64, 'rollout.prefill_buckets': (64, 512),
     'rollout.max_new_tokens': LONGEST, 'rollout.decode_steps': 8, 'learner.row_tokens': 512,
-    'learner.row_loss_tokens': 448, 'learner.groups_per_update': 4, 'learner.filter_equal_rewards': False, 'evaluation.problems': 0,
+    'learner.row_loss_tokens': 448, 'learner.groups_per_update': 4, 'learner.filter_equal_rewards': False,
+    'evaluation.problems': 0,
     'checkpoint.every': 0, 'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.progress': False,
 }  # fmt: skip
 SMALL = {'learner.groups_per_update': 2, 'rollout.group_size': 2}
