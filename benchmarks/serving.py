@@ -79,7 +79,9 @@ def against_engine(options: argparse.Namespace, directory: pathlib.Path) -> Entr
 
 
 def update_under_load(options: argparse.Namespace, directory: pathlib.Path) -> Entries:
-    requests, about = draw_requests(options, directory, 'lognormal', SMOLLM2_TOKENS)
+    # also with --small: answers that end within a dispatch would leave nothing to interrupt
+    whole = argparse.Namespace(**{**vars(options), 'small': False})
+    requests, about = draw_requests(whole, directory, 'lognormal', SMOLLM2_TOKENS)
     arguments = {
         'model': save_smollm2(directory), 'engine': engine_sizes(options, SLOTS, CONTEXT_TOKENS),
         'requests': requests, 'clients': CLIENTS * 2, 'updates': options.updates,
@@ -91,7 +93,7 @@ def update_under_load(options: argparse.Namespace, directory: pathlib.Path) -> E
     yield {
         'row': 3, 'cell': 'update under load', 'model': SMOLLM2, 'slots': SLOTS, 'lengths': about['lengths'],
         'dispatches': worst['most_dispatches'], 'bar': MOST_DISPATCHES, 'old_tokens': worst['most_old_tokens'],
-        'rebuild_s': worst['median_rebuild_s'], 'staged_to_swapped_s': worst['median_staged_to_swapped_s'],
+        'interrupted': worst['median_interrupted'], 'rebuild_s': worst['median_rebuild_s'], 'staged_to_swapped_s': worst['median_staged_to_swapped_s'],
         'met': worst['most_dispatches'] <= MOST_DISPATCHES and worst['most_old_tokens'] == 0,
         'calls': [run], 'facts': facts,
     }  # fmt: skip

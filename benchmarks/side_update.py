@@ -51,19 +51,22 @@ class UpdateWatch:
         self._slots = slots
         self._staged_s: float | None = None
         self._swapped_s = 0.0
+        self._interrupted = 0  # requests, by the swap
         self._dispatches = 0
         self._version = 0  # in use
 
     def __call__(self, event: Event) -> None:
         if event['kind'] == 'run_done' and event['work'] == 'load':
-            self._staged_s, self._dispatches = event['time'], 0
+            self._staged_s, self._dispatches, self._interrupted = event['time'], 0, 0
         elif event['kind'] == 'interrupt':
-            self._swapped_s = event['time']
+            self._swapped_s, self._interrupted = event['time'], len(event['requests'])
         elif event['kind'] == 'load':
             assert self._staged_s is not None, 'weights that nobody has fetched'
+            if not self._interrupted:
+                raise RuntimeError('weights were exchanged while no answer was decoded: there was no load')
             self._version = event['version']
             self.updates.append({
-                'dispatches': float(self._dispatches), 'old_tokens': 0.0,
+                'dispatches': float(self._dispatches), 'old_tokens': 0.0, 'interrupted': float(self._interrupted),
                 'staged_to_swapped_s': self._swapped_s - self._staged_s, 'rebuild_s': event['pause_seconds'],
             })  # fmt: skip
             self._staged_s = None

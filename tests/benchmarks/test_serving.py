@@ -29,13 +29,24 @@ def watch(*events):
 
 
 STAGED = {'kind': 'run_done', 'work': 'load', 'time': 3.0}
-SWAPPED = {'kind': 'interrupt', 'time': 4.0}
+SWAPPED = {'kind': 'interrupt', 'time': 4.0, 'requests': ['a']}
 LOADED = {'kind': 'load', 'time': 5.5, 'version': 1, 'pause_seconds': 1.5}
 
 
 def test_dispatches_of_old_weights_are_counted_from_staged_to_loaded():
     [update] = watch(decode(0), STAGED, decode(0), decode(0), SWAPPED, LOADED, decode(1))
-    assert update == {'dispatches': 2.0, 'old_tokens': 0.0, 'staged_to_swapped_s': 1.0, 'rebuild_s': 1.5}
+    assert update == {
+        'dispatches': 2.0,
+        'old_tokens': 0.0,
+        'interrupted': 1.0,
+        'staged_to_swapped_s': 1.0,
+        'rebuild_s': 1.5,
+    }
+
+
+def test_an_update_of_an_idle_server_is_no_measurement():
+    with pytest.raises(RuntimeError, match='no load'):
+        watch(decode(0), STAGED, LOADED)
 
 
 def test_a_token_of_old_weights_after_the_load_is_seen():
