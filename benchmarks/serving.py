@@ -93,7 +93,8 @@ def update_under_load(options: argparse.Namespace, directory: pathlib.Path) -> E
     yield {
         'row': 3, 'cell': 'update under load', 'model': SMOLLM2, 'slots': SLOTS, 'lengths': about['lengths'],
         'dispatches': worst['most_dispatches'], 'bar': MOST_DISPATCHES, 'old_tokens': worst['most_old_tokens'],
-        'interrupted': worst['median_interrupted'], 'rebuild_s': worst['median_rebuild_s'], 'staged_to_swapped_s': worst['median_staged_to_swapped_s'],
+        'interrupted': worst['median_interrupted'],
+        'rebuild_s': worst['median_rebuild_s'], 'staged_to_swapped_s': worst['median_staged_to_swapped_s'],
         'met': worst['most_dispatches'] <= MOST_DISPATCHES and worst['most_old_tokens'] == 0,
         'calls': [run], 'facts': facts,
     }  # fmt: skip
