@@ -13,7 +13,7 @@ def lane(start, end, run, work, name, **detail):
     return [
         {'kind': 'run_start', 'time': start, 'lane': name, 'run': run, 'work': work, 'amount': 1, **detail},
         {'kind': 'run_done', 'time': end, 'lane': name, 'run': run, 'work': work, 'amount': 1, 'started': start,
-         'seconds': end - start},
+         'seconds': end - start, 'seq': run},
     ]  # fmt: skip
 
 
