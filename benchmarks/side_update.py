@@ -122,8 +122,9 @@ def serve_and_update(
     listener = bind('127.0.0.1', 0)
     url = describe_url(listener)
     facts = Facts('m', '', '', '', 0)
+    characters = ''.join(map(chr, range(256, 255 + decoder.config.vocab_size)))  # a text for every id
     served = ServedModel(
-        Texts(CharacterTokenizer('ab')), backend.context_tokens, decoder.config.vocab_size, 0, facts
+        Texts(CharacterTokenizer(characters)), backend.context_tokens, decoder.config.vocab_size, 0, facts
     )  # fmt: skip
     http = HttpThread(service.inbox, served, listener, limits=Limits())
     end, errors = clock.event('the last update'), list[BaseException]()
@@ -134,13 +135,15 @@ def serve_and_update(
     def update() -> None:
         clients = subprocess.Popen(
             [sys.executable, '-m', 'benchmarks.http_clients', url, arguments['requests'], str(arguments['clients'])],
-            cwd=ROOT, stderr=subprocess.DEVNULL,
+            cwd=ROOT,
         )  # fmt: skip
         try:
             if not watch.is_full.wait(UPDATE_S):
                 raise RuntimeError('the clients never filled the slots')
             for version, folder in zip(itertools.count(1), folders, strict=False):
                 time.sleep(STEADY_S)
+                if clients.poll() is not None:
+                    raise RuntimeError('the clients have ended')
                 post(f'{url}/update_weights_from_disk', {'model_path': folder, 'weight_version': str(version)})
             time.sleep(STEADY_S)
         except BaseException as error:
