@@ -226,6 +226,8 @@ class Work:
     amount: float = 1.0  # in the unit of the kind: tokens, steps, bytes, calls
     detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # goes into the event log as it is
     in_background: bool = False  # under the virtual clock it runs beside the lane's other work, not between it
+    # what its price may depend on beside the amount; not logged: events of decoding and prefilling say the same
+    size: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

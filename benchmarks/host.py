@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -35,13 +35,11 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import DISK, LEARNER, REWARD, engine_lane, publish_lane
-from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import GenerationRequest, SamplingParams
-from benchmarks.host_toys import ToyChannel, ToyEngine, ToyLearner, ToyStream, ToyVerifier
+from benchmarks.host_toys import FastBackend, ToyChannel, ToyEngine, ToyLearner, ToyStream, ToyVerifier
 
 ENGINES, OPEN = (2, 32, 256), (64, 512, 4096)
 GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 8, 64, 64
@@ -164,43 +162,6 @@ def measure_trajectories(engines: int, open_requests: int, steps: int, seconds: 
     clock.execute(supervisor.run(program()))
     log.close()
     return 1e6 * (times[-1] - times[0]) / ((len(times) - 1) * batch * GROUP_SIZE)
-
-
-class FastBackend:
-    """Decodes nothing: fixed tokens, no stop token before the limit."""
-
-    context_tokens, block_tokens, largest_piece = 2048, 64, 2048
-    devices = ('none',)
-    state_bytes = 0
-    sampling = SamplingSupport(vocab_size=2, cuts=False, adjusts=False, stop_tokens=4, biased_tokens=0)
-
-    def __init__(self, slots: int):
-        self.slots, self.cache_blocks = slots, slots * self.context_tokens // self.block_tokens
-
-    def prepare(self, weights: int) -> int:
-        return weights
-
-    def initial_state(self) -> int:
-        return 0
-
-    def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
-        tokens = sum(stop - start for start, stop in spans)
-        return PrefillBucket(self.largest_piece, 0) if tokens <= self.largest_piece else None
-
-    def prefill(self, weights: int, state: int, pieces: Sequence[PrefillPiece]) -> int:
-        return state
-
-    def batch_bucket(self, rows: Sequence[DecodeRow]) -> int:
-        return self.slots
-
-    def generate(self, weights: int, state: int, rows: Sequence[DecodeRow], steps: int) -> tuple[int, DecodeOutput]:
-        left = np.array([row.limit - row.position - 1 for row in rows])
-        shape = steps, len(rows)
-        valid = np.arange(steps)[:, None] < left
-        return state, DecodeOutput(np.ones(shape, np.int32), np.full(shape, -1, np.float32), valid)
-
-    def copy(self, state: int, sources: Sequence[int], targets: Sequence[int]) -> int:
-        return state
 
 
 def measure_lag(folder: pathlib.Path, updates: int = 3) -> tuple[float, float]:

@@ -14,6 +14,8 @@ import numpy as np
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import REWARD, engine_lane, publish_lane
 from areal_jax.protocols import Clock
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
+from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.types import (
     EngineCapabilities,
     EngineFinish,
@@ -132,6 +134,46 @@ class ToyEngine:
         finished = [self._open.popitem(last=False)[1] for _ in range(min(FINISHED_A_DISPATCH, len(self._open)))]
         for generation in finished:
             generation.finish(Segment(self._tokens, self._logprobs, version))
+
+
+class FastBackend:
+    """Decodes nothing: fixed tokens, no stop token before the limit."""
+
+    block_tokens = 64
+    devices = ('none',)
+    state_bytes = 0
+    sampling = SamplingSupport(vocab_size=2, cuts=False, adjusts=False, stop_tokens=4, biased_tokens=0)
+
+    def __init__(
+        self, slots: int, context_tokens: int = 2048, *, largest_piece: int = 2048, cache_tokens: int | None = None
+    ):
+        self.slots, self.context_tokens, self.largest_piece = slots, context_tokens, largest_piece
+        self.cache_blocks = (cache_tokens or slots * context_tokens) // self.block_tokens
+
+    def prepare(self, weights: int) -> int:
+        return weights
+
+    def initial_state(self) -> int:
+        return 0
+
+    def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
+        tokens = sum(stop - start for start, stop in spans)
+        return PrefillBucket(self.largest_piece, 0) if tokens <= self.largest_piece else None
+
+    def prefill(self, weights: int, state: int, pieces: Sequence[PrefillPiece]) -> int:
+        return state
+
+    def batch_bucket(self, rows: Sequence[DecodeRow]) -> int:
+        return self.slots
+
+    def generate(self, weights: int, state: int, rows: Sequence[DecodeRow], steps: int) -> tuple[int, DecodeOutput]:
+        left = np.array([row.limit - row.position - 1 for row in rows])
+        shape = steps, len(rows)
+        valid = np.arange(steps)[:, None] < left
+        return state, DecodeOutput(np.ones(shape, np.int32), np.full(shape, -1, np.float32), valid)
+
+    def copy(self, state: int, sources: Sequence[int], targets: Sequence[int]) -> int:
+        return state
 
 
 class ToyLearner:

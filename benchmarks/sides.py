@@ -194,6 +194,11 @@ def cpu_seconds() -> float:
     return own + _descendants_ticks(os.getpid()) / os.sysconf('SC_CLK_TCK')
 
 
+def children_cpu_seconds() -> float:
+    """CPU seconds of the live processes that this one started, directly or not: `cpu_seconds` without its own."""
+    return _descendants_ticks(os.getpid()) / os.sysconf('SC_CLK_TCK')
+
+
 def _descendants_ticks(pid: int) -> int:
     """CPU time of the live descendants of a process and of the children they waited for, from Linux."""
     children: dict[int, list[tuple[int, int]]] = {}  # (process, ticks) by parent

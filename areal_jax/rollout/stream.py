@@ -7,14 +7,14 @@ scheduler.py plans it, and with which weights it runs is said by the owner of th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from areal_jax.control.events import EventLog
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
-from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, State
+from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, Span, State
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.sampling_support import SamplingError
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep, Scheduler
@@ -181,7 +181,8 @@ class DecodeStream:
             self._kinds.prefill, self._engine, engine=self._engine, requests=list(step.requests),
             bucket=step.bucket.tokens, prior=step.bucket.prior, tokens=tokens, rebuilt=rebuilt,
         )  # fmt: skip
-        began_s, work = self._clock.now(), self._work(self._kinds.prefill, step.bucket.tokens, weights)
+        size = {'tokens': tokens, 'positions': sum(_seen_positions(piece.span) for piece in pieces)}
+        began_s, work = self._clock.now(), self._work(self._kinds.prefill, step.bucket.tokens, weights, size)
         self._state = await self._clock.run(self._engine, dispatch, work)
         self._scheduler.note_prefilled(step)
         if tokens:
@@ -201,11 +202,12 @@ class DecodeStream:
         def dispatch() -> tuple[State, DecodeOutput]:
             return backend.generate(weights.params, state, step.rows, steps)
 
-        began_s, work = self._clock.now(), self._work(self._kinds.decode, steps, weights)
+        first = np.array([row.position for row in step.rows]) + 1  # positions that a row's first step sees
+        size = {'rows': len(step.rows), 'positions': int(first.sum())}
+        began_s, work = self._clock.now(), self._work(self._kinds.decode, steps, weights, size)
         self._state, output = await self._clock.run(self._engine, dispatch, work)
         counts = output.counts()
         tokens = int(counts.sum())
-        first = np.array([row.position for row in step.rows]) + 1  # positions that a row's first step sees
         positions = int((counts * first + counts * (counts - 1) // 2).sum())
         self._log.write(
             self._kinds.decode, self._engine, engine=self._engine, dispatch=self._dispatches, slots=slots,
@@ -221,8 +223,8 @@ class DecodeStream:
         self._require_sound(output, current, weights.version)
         self._deliver(output.by_row(), counts.tolist(), current, weights.version)
 
-    def _work(self, kind: str, amount: float, weights: EngineWeights) -> Work:
-        return Work(kind, amount, {'version': weights.version}, self._kinds.in_background)
+    def _work(self, kind: str, amount: float, weights: EngineWeights, size: Mapping[str, float]) -> Work:
+        return Work(kind, amount, {'version': weights.version}, self._kinds.in_background, size)
 
     def _require_sound(self, output: DecodeOutput, current: Sequence[RunningRequest | None], version: int) -> None:
         """Refuses a diverged or broken model here, before equal rewards or a filter can hide it."""
@@ -274,6 +276,11 @@ class DecodeStream:
                 return found[1], found[0] - len(before)
         last = int(tokens[-1])
         return (last if last in params.stop_tokens else None), len(tokens)
+
+
+def _seen_positions(span: Span) -> int:
+    """Over the tokens of the span: itself and those before it."""
+    return (span.stop - span.start) * (span.start + 1 + span.stop) // 2
 
 
 def _tail_copies(requests: Sequence[RunningRequest]) -> tuple[list[int], list[int]]:

@@ -27,10 +27,11 @@ class Rig:
         decode_steps=1,
         decode_text=None,
         receive=lambda published: published.handle,
+        prices=PRICES,
         **backend,
     ):
         self.log = EventLog()
-        self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, self.log, PRICES | {'script': 1.0})
+        self.clock = VirtualClock({'engine/0': 1, 'publish/0': 1, 'script': 1}, self.log, prices | {'script': 1.0})
         self.backend = ToyBackend(slots, **backend)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0),

@@ -296,3 +296,20 @@ def test_two_requests_of_equal_noise_are_told_apart_by_their_names():
         return one[0].tokens.tolist() == two[0].tokens.tolist(), rig.engine.open_requests()
 
     assert Rig().run(script) == (True, [])
+
+
+def test_work_says_how_many_rows_and_positions_it_is():
+    """Two prompts of 3 tokens, of which the last is decoded: a row that has n tokens sees n positions."""
+    sizes = {'decode': [], 'prefill': []}
+    note = lambda work: sizes[work.kind].append((work.amount, *work.size.values())) or 0.01
+
+    async def script(rig):
+        first = rig.engine.generate(request(0, prompt=(1, 2, 3)))
+        second = rig.engine.generate(request(3, prompt=(2, 2, 3)))
+        await collect(first)
+        await collect(second)
+
+    Rig(decode_steps=2, prices={'decode': note, 'prefill': note}).run(script)
+    [(_, tokens, positions)] = sizes['prefill']
+    assert (tokens, positions) == (4, 2 * (1 + 2))
+    assert sizes['decode'] == [(2, 2, 6), (2, 1, 5), (2, 1, 7), (2, 1, 9)]

@@ -18,18 +18,19 @@ from areal_jax.protocols import Event
 from areal_jax.types import Work
 
 NANOSECONDS = 1_000_000_000
+Price = float | Callable[[Work], float]  # seconds per unit of the amount, or the seconds of the work
 _BLOCKED_S = 5.0  # beyond its deadline a call is given up from here: something blocks the I/O loop's own timer
 
 
 class VirtualClock(LoopClock):
     """Deterministic: the interleaving is a function of the program and of the prices of its work.
 
-    `prices` maps a kind of work to seconds per unit of its amount. A `call` runs for real and holds time back at its
-    modelled end until its result is there. Work in the background takes its modelled time and delays no other work of
-    its lane: what runs in the foreground goes on as if it were not there.
+    `prices` maps a kind of work to seconds per unit of its amount, or to a function of the work. A `call` runs for real
+    and holds time back at its modelled end until its result is there. Work in the background takes its modelled time
+    and delays no other work of its lane: what runs in the foreground goes on as if it were not there.
     """
 
-    def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, float], start_s: float = 0.0):
+    def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, Price], start_s: float = 0.0):
         self._now_ns = round(start_s * NANOSECONDS)
         self._prices = dict(prices)
         self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event] | Callable[[], None]]] = []
@@ -46,7 +47,8 @@ class VirtualClock(LoopClock):
         """Modelled seconds of the work."""
         if work.kind not in self._prices:
             raise ValueError(f'work {work.kind!r} has no price under the virtual clock; priced: {sorted(self._prices)}')
-        return self._prices[work.kind] * work.amount
+        price = self._prices[work.kind]
+        return price(work) if callable(price) else price * work.amount
 
     def _lane_of(self, interval: Interval) -> Lane:
         if interval.work.in_background:

@@ -1,0 +1,136 @@
+"""Asynchronous training with a server and a learner on a core each, against synchronous training on both cores.
+
+    python -m benchmarks.async_speedup --out=benchmarks/results/async_speedup.json [--lengths=equal,heavy] [--small]
+
+SmolLM2-135M on the quickstart's task, 4 groups of 8 answers an update, every group trained. Lengths of answers are a
+function of draw and sample (drawn_lengths.py), so that every arm does the same work: all 32 tokens ('equal'), or
+lognormal with sigma 1 and at most 192 ('heavy').
+
+  synchronous    eta 0 in one process on both cores, with each number of slots of --sync_slots; the best one counts
+  one process    eta 2 in one process on both cores
+  asynchronous   eta 2, a server on one core and the learner on the other
+
+Runs are made in turns. Speeds are trained tokens a second from the publication of version --first to the last one;
+`gain` is the median over the turns of the speed over that of the best synchronous arm, less 1, in wall seconds. There
+is no bar. `publication_wait_share` is the part of that time in which the learner waited for publication: it copies the
+weights, and waits while those of the version before have not left; `wait_met` where it is at most a hundredth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_jax.errors import UserError
+from benchmarks.drawn_lengths import LONGEST
+from benchmarks.generation import limit_threads, processor
+from benchmarks.ratios import CLOCKS, Bar, ratio, strongest
+from benchmarks.report import write_report
+from benchmarks.timed_run import Arm, run
+
+CONFIG = 'configs/quickstart.py'
+ETA = 2.0
+MOST_WAIT = 0.01
+ASYNCHRONOUS, ONE_PROCESS = 'asynchronous', 'one process'
+COMMON = {
+    'rollout.context_tokens': 256, 'rollout.block_tokens': 64, 'rollout.prefill_buckets': (64, 512),
+    'rollout.max_new_tokens': LONGEST, 'rollout.decode_steps': 8, 'learner.row_tokens': 512,
+    'learner.row_loss_tokens': 448, 'learner.groups_per_update': 4, 'learner.filter_equal_rewards': False,
+    'evaluation.problems': 0,
+    'checkpoint.every': 0, 'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.progress': False,
+}  # fmt: skip
+SMALL = {'learner.groups_per_update': 2, 'rollout.group_size': 2}
+
+
+def make_arms(options: argparse.Namespace) -> list[Arm]:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise UserError('two cores are needed: one for the server, one for the learner')
+    both = tuple(cores)
+    synchronous = [
+        Arm(f'synchronous, {slots} slots', {'staleness.eta': 0.0, 'rollout.slots': slots}, both)
+        for slots in options.sync_slots
+    ]
+    late = {'staleness.eta': ETA, 'rollout.slots': options.slots}
+    apart = {**late, 'rollout.server': 'own', 'publication.channel': 'files'}
+    arms = [*synchronous, Arm(ONE_PROCESS, late, both), Arm(ASYNCHRONOUS, apart, both[:1], (both[1:],))]
+    return [arm for arm in arms if not options.arms or any(arm.name.startswith(name) for name in options.arms)]
+
+
+def measure(options: argparse.Namespace, lengths: str, directory: pathlib.Path) -> dict[str, Any]:
+    overrides = COMMON | {'run.steps': options.steps, 'rollout.workflow': f'benchmarks/drawn_lengths.py:{lengths}'}
+    overrides |= SMALL if options.small else {}
+    arms = make_arms(options)
+    calls: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+    for turn in range(options.turns):
+        for arm in arms:
+            workdir = directory / f'{lengths}_{turn}_{arm.name.replace(" ", "_")}'
+            calls[arm.name].append(run(arm, CONFIG, overrides, workdir, options.first))
+            print(lengths, arm.name, calls[arm.name][-1], file=sys.stderr, flush=True)
+    row = {'cell': lengths, 'turns': options.turns, **gains(calls), 'calls': calls}
+    if ASYNCHRONOUS in calls:
+        share = statistics.median(call['checks']['publication_wait_share'] for call in calls[ASYNCHRONOUS])
+        row |= {'publication_wait_share': share, 'wait_bar': MOST_WAIT, 'wait_met': share <= MOST_WAIT}
+    return row
+
+
+def gains(calls: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """By clock: the best synchronous arm, and by how much each other arm is faster."""
+    synchronous = {name: runs for name, runs in calls.items() if name.startswith('synchronous')}
+    fields: dict[str, Any] = {}
+    for clock in CLOCKS if synchronous else ():
+        best, short = strongest(synchronous, clock), clock.removesuffix('_s')
+        fields[f'against_{short}'] = best
+        for name in (ONE_PROCESS, ASYNCHRONOUS):
+            if name in calls:
+                found = ratio(calls[name], calls[best], clock, Bar(1.0, True))
+                key = f'{name.replace(" ", "_")}_gain_{short}'
+                fields |= {key: found.median - 1, f'{key}_quartile': found.quartile - 1}
+    return fields
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out', type=pathlib.Path)
+    parser.add_argument('--lengths', default='equal,heavy')
+    parser.add_argument('--arms', default='', help='only those whose name begins with one of these; all by default')
+    parser.add_argument('--steps', type=int, default=8, help='updates of a run')
+    parser.add_argument('--first', type=int, default=3, help='version from whose publication on is timed')
+    parser.add_argument('--turns', type=int, default=3, help='runs of each arm')
+    parser.add_argument('--slots', type=int, default=16, help='of the asynchronous arms')
+    parser.add_argument('--sync_slots', default='16,32', help='of the synchronous arms; the best counts')
+    parser.add_argument('--small', action='store_true', help='updates of 2 groups of 2: to try the command')
+    options = parser.parse_args(arguments)
+    options.lengths = options.lengths.split(',')
+    options.sync_slots = [int(slots) for slots in options.sync_slots.split(',')]
+    options.arms = [name for name in options.arms.split(',') if name]
+    if unknown := [name for name in options.lengths if name not in ('equal', 'heavy')]:
+        raise UserError(f'--lengths has {unknown[0]!r}; there are equal and heavy')
+    if not 1 <= options.first < options.steps:
+        raise UserError(f'--first={options.first} must be at least 1 and below --steps={options.steps}')
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    options = read_options(arguments)
+    limit_threads(2)
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        for lengths in options.lengths:
+            rows.append(measure(options, lengths, pathlib.Path(directory)))
+            print({k: v for k, v in rows[-1].items() if k != 'calls'}, file=sys.stderr, flush=True)
+    command = 'python -m benchmarks.async_speedup ' + ' '.join(sys.argv[1:] if arguments is None else arguments)
+    return write_report({'rows': rows, 'command': command, 'processor': processor()}, options.out)
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f'benchmarks.async_speedup: {error}')

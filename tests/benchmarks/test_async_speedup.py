@@ -1,0 +1,72 @@
+"""benchmarks/async_speedup.py: its work, its arithmetic and what it reads from the log of a run."""
+
+import json
+
+import pytest
+
+from areal_jax.errors import UserError
+from benchmarks import async_speedup, timed_run
+from benchmarks.drawn_lengths import LONGEST, MEAN, SIGMA, draw_length
+
+
+def lane(start, end, run, work, name, **detail):
+    return [
+        {'kind': 'run_start', 'time': start, 'lane': name, 'run': run, 'work': work, 'amount': 1, **detail},
+        {'kind': 'run_done', 'time': end, 'lane': name, 'run': run, 'work': work, 'amount': 1, 'started': start,
+         'seconds': end - start, 'seq': run},
+    ]  # fmt: skip
+
+
+def test_lengths_are_of_draw_and_sample_alone_and_have_the_mean():
+    heavy = [draw_length(draw, sample, SIGMA, LONGEST) for draw in range(200) for sample in range(8)]
+    assert heavy[9] == draw_length(1, 1, SIGMA, LONGEST)
+    assert 1 <= min(heavy) <= max(heavy) == LONGEST
+    assert sum(heavy) / len(heavy) == pytest.approx(MEAN, rel=0.1)
+    assert draw_length(7, 3, 0.0, LONGEST) == MEAN
+
+
+def test_the_learner_waits_for_copies_and_for_the_version_before():
+    """Version 2 is handed over when version 1 is on its way: 5.0; version 3 at once."""
+    events = [
+        *lane(1.0, 2.0, 0, 'snapshot', 'learner', update=1),
+        *lane(4.0, 4.5, 1, 'snapshot', 'learner', update=2),
+        *lane(5.0, 6.0, 2, 'publish', 'publish/0', version=1),
+        *lane(6.0, 7.0, 3, 'publish', 'publish/0', version=2),
+        *lane(9.0, 9.25, 4, 'snapshot', 'learner', update=3),
+    ]
+    events.sort(key=lambda event: event['time'])
+    assert timed_run.publication_wait(events, 0) == pytest.approx(1.0 + 0.5 + 0.5 + 0.25)
+    assert timed_run.publication_wait(events, 2) == pytest.approx(0.25)
+
+
+def test_tokens_are_those_of_the_updates_that_are_timed(tmp_path):
+    events = [
+        *({'kind': 'finish', 'time': 0.0, 'lane': None, 'draw': draw, 'tokens': 10 + draw} for draw in (0, 0, 1, 2)),
+        {'kind': 'consume', 'time': 1.0, 'lane': None, 'update': 1, 'draws': [0]},
+        {'kind': 'publish', 'time': 2.0, 'lane': None, 'version': 1},
+        {'kind': 'consume', 'time': 2.5, 'lane': None, 'update': 2, 'draws': [1, 2]},
+        {'kind': 'publish', 'time': 6.0, 'lane': None, 'version': 2},
+    ]
+    path = tmp_path / 'events.jsonl'
+    path.write_text(''.join(json.dumps(event) + '\n' for event in events))
+    assert timed_run.read_events(path, 1) == (4.0, 23.0, 0.0)
+
+
+def test_the_baseline_is_the_best_synchronous_run():
+    def runs(wall_s, cpu_s):
+        return [{'wall_s': 0, 'cpu_s': 0, 'checks': {'tokens': 1, 'part_wall_s': wall_s, 'part_cpu_s': cpu_s}}] * 3
+
+    found = async_speedup.gains({
+        'synchronous, 8 slots': runs(4.0, 5.0), 'synchronous, 16 slots': runs(3.0, 6.0), 'asynchronous': runs(2.0, 8.0)
+    })  # fmt: skip
+    assert (found['against_wall'], found['against_cpu']) == ('synchronous, 16 slots', 'synchronous, 8 slots')
+    assert found['asynchronous_gain_wall'] == pytest.approx(0.5)
+    assert found['asynchronous_gain_cpu'] == pytest.approx(5 / 8 - 1)
+
+
+@pytest.mark.parametrize(('arguments', 'says'), [
+    (['--lengths=odd'], "'odd'"), (['--steps=2', '--first=2'], '--first=2'),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(arguments, says):
+    with pytest.raises(UserError, match=says):
+        async_speedup.read_options(arguments)

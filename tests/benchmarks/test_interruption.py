@@ -1,0 +1,72 @@
+"""benchmarks/interruption.py: what its policies do with running answers, and its arithmetic."""
+
+import dataclasses
+
+import pytest
+
+from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.events import EventLog
+from benchmarks.host_toys import FastBackend
+from benchmarks.interrupted_engine import InterruptedEngine, Load, gain_over_waiting
+from benchmarks.side_engine import LANES
+
+LOAD = Load(
+    prompt_tokens=8, mean_tokens=64, limit_tokens=256, sigma=0.75, vocabulary=2, seed=0, group_size=1, warm_up=1,
+    updates=4,
+)  # fmt: skip
+STEP_S, TOKEN_S = 0.01, 0.0005
+
+
+def measure(policy, **changes):
+    log = EventLog()
+    prices = {'decode': STEP_S, 'prefill': lambda work: TOKEN_S * work.size['tokens'], 'load': 0.1}
+    run = InterruptedEngine(
+        VirtualClock(LANES, log, prices), log, FastBackend(4, 320), 0, dataclasses.replace(LOAD, **changes), policy,
+        decode_steps=2, interval_s=2 * LOAD.mean_tokens * STEP_S,
+    )  # fmt: skip
+    return run.measure(), log.events
+
+
+def interruptions(events):
+    """How many requests each interrupted."""
+    return [len(event['requests']) for event in events if event['kind'] == 'interrupt']
+
+
+def test_waiting_interrupts_nothing_and_leaves_slots_empty():
+    found, events = measure('wait')
+    assert interruptions(events) == []
+    assert found['held_s'] > 0
+    assert found['occupancy'] < 0.9
+    assert found['rebuilt'] == 0
+
+
+def test_recomputing_keeps_slots_full_and_computes_tokens_again():
+    found, events = measure('recompute')
+    assert interruptions(events)
+    assert found['rebuilt'] > 0
+    assert found['held_s'] == 0
+    assert found['occupancy'] > 0.95
+
+
+def test_keeping_computes_nothing_again():
+    found, events = measure('keep')
+    assert interruptions(events)
+    assert found['rebuilt'] == 0
+    assert found['occupancy'] > 0.95
+
+
+def test_without_new_weights_every_step_decodes_every_slot():
+    found, events = measure('none')
+    assert not any(event['kind'] in ('interrupt', 'load') for event in events)
+    assert found['tokens'] / found['clock_s'] == pytest.approx(4 / STEP_S, rel=0.05)  # but for prompts and last tokens
+
+
+def test_new_weights_come_on_time_whatever_the_engine_does():
+    _, events = measure('recompute')
+    loads = [event['time'] for event in events if event['kind'] == 'load']
+    assert len(loads) == LOAD.warm_up + LOAD.updates
+    assert [round(time / (2 * LOAD.mean_tokens * STEP_S)) for time in loads] == [1, 2, 3, 4, 5]
+
+
+def test_gains_are_over_waiting():
+    assert gain_over_waiting({'none': 4.0, 'wait': 2.0, 'recompute': 3.0}) == {'none': 1.0, 'recompute': 0.5}

@@ -1,0 +1,211 @@
+"""Soak: python -m tests.soak --minutes=10 --seed=0 --json=FILE [--clients=64].
+
+Two servers, as processes, and a pool with 64 clients that uses them through proxies. At random moments, which the seed
+decides, weights change, the pool pauses, calls are aborted, bodies are malformed, oversized, slow or unauthenticated,
+readers hang up, connections are cut or slow, and a server is stopped (SIGSTOP) or killed (kill -9) and started again.
+Servers are killed in the first half of the time alone, so that the memory of one process is seen over the second half.
+One entry of the registry is that of a server that is dead from the beginning.
+
+Exit code 0 only if every answer ended once and was whole, every log-prob is that of its recorded version, every
+abusive request got the right status, nothing hung, every fault happened, and the resident memory of the servers grows
+by less than a megabyte a minute: Theil and Sen's slope over medians of 30 s, in the second half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import pathlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from areal_jax import files
+from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.rollout.registry import Registration
+from tests.soak import abuse
+from tests.soak.checks import AnswerCheck, check_events, count_events
+from tests.soak.load import SoakLoad
+from tests.soak.memory import WINDOW_S, MemoryTrack
+from tests.soak.proxy import Proxy
+from tests.soak.servers import ServerProcess
+
+MOST_MEGABYTES = 1.0  # a minute
+SAMPLE_S = 1.0  # between two looks at the memory
+SLOW_BYTES_S = 2000.0
+FAULTS = ('kill', 'stop', 'slow', 'cut')
+
+
+class Havoc:
+    """Faults and abuse on threads of their own, until `stop`."""
+
+    def __init__(self, servers: Sequence[ServerProcess], proxies: Sequence[Proxy], seed: int, seconds: float):
+        self._servers, self._proxies, self._seed, self._seconds = servers, proxies, seed, seconds
+        self._began_s = time.monotonic()
+        self._stop = threading.Event()
+        self.memory = MemoryTrack()
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.faults: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), daemon=True)
+            for work in (self._break, self._send_abuse, self._sample)
+        ]
+
+    def __enter__(self) -> Havoc:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Returns when every server runs again and no connection is slow."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _guard(self, work: Any) -> None:
+        try:
+            work()
+        except Exception as error:
+            self.faults.append(f'the soak itself: {type(error).__name__}: {error}')
+
+    def _break(self) -> None:
+        chosen = random.Random(f'{self._seed} faults')
+        pause_s = min(8.0, self._seconds / 20)
+        while not self._stop.wait(chosen.uniform(pause_s / 2, 1.5 * pause_s)):
+            kinds = FAULTS if self._elapsed_s < self._seconds / 2 else FAULTS[1:]
+            kind, number = chosen.choice(kinds), chosen.randrange(len(self._servers))
+            if not self.counts['kill']:
+                kind = 'kill'
+            self.counts[kind] += 1
+            self._do(kind, self._servers[number], self._proxies[number], chosen.uniform(1.0, 9.0))
+
+    def _do(self, kind: str, server: ServerProcess, proxy: Proxy, seconds: float) -> None:
+        if kind == 'kill':
+            server.send(signal.SIGKILL)
+            server.restart()
+        elif kind == 'stop':
+            server.send(signal.SIGSTOP)
+            self._stop.wait(seconds)
+            server.send(signal.SIGCONT)
+        elif kind == 'slow':
+            proxy.bytes_s = SLOW_BYTES_S
+            self._stop.wait(seconds)
+            proxy.bytes_s = 0.0
+        else:
+            proxy.cut()
+
+    def _send_abuse(self) -> None:
+        chosen = random.Random(f'{self._seed} abuse')
+        while not self._stop.wait(chosen.uniform(0.0, 0.5)):
+            refusal, server = chosen.choice(abuse.REFUSALS), chosen.choice(self._servers)
+            status = abuse.send(refusal, server.port, chosen)
+            if status is None:
+                self.counts['abuse without an answer'] += 1
+                continue
+            self.counts[f'abuse: {refusal.name}'] += 1
+            if status not in refusal.expected:
+                self.faults.append(f'{refusal.name}: status {status} instead of {refusal.expected}')
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            for server in self._servers:
+                if (size := server.resident_bytes()) is not None:
+                    self.memory.add(f'server {server.number}, start {server.starts}', self._elapsed_s, size)
+
+
+def soak(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, Any]:
+    """Everything that was found; `faults` is empty where all held."""
+    seconds = 60 * flags.minutes
+    Registration(workdir, 'dead', 'http://127.0.0.1:9', 'own')  # nobody listens, no heartbeat follows
+    servers = [ServerProcess(number, workdir) for number in range(2)]
+    with contextlib.ExitStack() as parts:
+        for server in servers:
+            parts.callback(server.end)
+            server.start()
+        for server in servers:
+            server.wait_healthy()
+        proxies = [parts.enter_context(Proxy(server.port)) for server in servers]
+        urls = {server.url: proxy.url for server, proxy in zip(servers, proxies, strict=True)}
+        load = SoakLoad(workdir, urls, flags.seed, seconds, flags.clients)
+        havoc = Havoc(servers, proxies, flags.seed, seconds)
+        calm = threading.Timer(seconds, havoc.stop)  # the last answers end without further faults
+        calm.daemon = True
+        with AnswerCheck(load.answered) as check:
+            calm.start()
+            with havoc:
+                load.run()
+    events = workdir / 'events.jsonl'
+    slopes = havoc.memory.megabytes_a_minute(seconds / 2, min(WINDOW_S, seconds / 20))
+    faults = [*load.faults, *load.lost, *check.faults, *havoc.faults, *check_events(events, load.counts['started'])]
+    faults += memory_faults(slopes, len(servers)) + coverage_faults(havoc.counts, flags.minutes)
+    return {
+        'faults': faults, 'megabytes_a_minute': slopes, 'counts': load.counts | dict(sorted(havoc.counts.items())),
+        'scored_answers': check.scored, 'scored_of_several_versions': check.of_versions,
+        'slowest_update_s': load.slowest_update_s, 'events': count_events(events),
+    }  # fmt: skip
+
+
+def memory_faults(slopes: dict[str, float | None], servers: int) -> list[str]:
+    """What speaks against the memory of the servers that lived at the end."""
+    found = [
+        f'{name} grows by {value:.2f} MB a minute' for name, value in slopes.items() if value and value > MOST_MEGABYTES
+    ]
+    measured = sum(value is not None for value in slopes.values())
+    return (
+        found if measured >= servers else [*found, f'the memory of {measured} servers was measured, not of {servers}']
+    )
+
+
+def coverage_faults(counts: collections.Counter[str], minutes: float) -> list[str]:
+    """Kinds of faults and abuse that never happened; a short soak has no time for all."""
+    if minutes < 5:
+        return []
+    wanted = [*FAULTS, *(f'abuse: {refusal.name}' for refusal in abuse.REFUSALS)]
+    return [f'never happened: {name}' for name in wanted if not counts[name]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog='python -m tests.soak', description=__doc__)
+    parser.add_argument('--minutes', type=float, default=10.0)
+    parser.add_argument('--seed', type=int, default=0, help='of all that is random but the moments at which work ends')
+    parser.add_argument('--clients', type=int, default=64)
+    parser.add_argument('--json', type=pathlib.Path, help='file for what was found')
+    flags = parser.parse_args(arguments)
+    workdir = pathlib.Path(tempfile.mkdtemp(prefix='soak_'))
+    began = time.monotonic()
+    found = soak(flags, workdir)
+    whole = {
+        'command': f'python -m tests.soak {" ".join(arguments)}', 'seed': flags.seed, 'minutes_asked': flags.minutes,
+        'minutes_taken': round((time.monotonic() - began) / 60, 2), **found, 'commit': git_commit(),
+        'versions': package_versions(), 'machine': hardware(),
+    }  # fmt: skip
+    if flags.json:
+        files.write_json(flags.json, whole)
+    for name, value in found.items():
+        if name != 'faults':
+            print(f'{name}: {value}')
+    for fault in found['faults'][:50]:
+        print(f'FAULT  {fault}')
+    print(f'{len(found["faults"])} faults' + (f'; what the soak left is in {workdir}' if found['faults'] else ''))
+    if not found['faults']:
+        shutil.rmtree(workdir, ignore_errors=True)
+    return 1 if found['faults'] else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""What must hold of the answers and of the event log of a soak."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import queue
+import threading
+from collections.abc import Iterable, Mapping
+
+from tests.soak.load import Answered
+from tests.soak.scores import Scores
+
+ONE_IN = 4  # of the answers of one version are scored, of the others all
+
+
+class AnswerCheck:
+    """Scores answers on a thread of its own; a context manager, whose end scores the rest."""
+
+    def __init__(self, answered: queue.SimpleQueue[Answered]):
+        self._answered = answered
+        self.faults: list[str] = []
+        self.scored = self.of_versions = 0  # answers; those of several versions
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name='scores', daemon=True)
+
+    def __enter__(self) -> AnswerCheck:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        scores = Scores()
+        while not self._end.is_set() or not self._answered.empty():
+            try:
+                self._check(scores, self._answered.get(timeout=0.5))
+            except queue.Empty:
+                continue
+
+    def _check(self, scores: Scores, answer: Answered) -> None:
+        tokens = sum(len(segment.tokens) for segment in answer.segments)
+        if tokens != answer.asked_tokens:
+            self.faults.append(f'draw {answer.draw}: {tokens} tokens, and {answer.asked_tokens} were asked for')
+        versions = {segment.policy_version for segment in answer.segments}
+        if len(versions) > 1 or answer.draw % ONE_IN == 0:
+            self.scored += 1
+            self.of_versions += len(versions) > 1
+            if fault := scores.fault(answer.prompt, answer.segments):
+                self.faults.append(f'draw {answer.draw}: {fault}')
+
+
+def check_events(path: pathlib.Path, started: int) -> list[str]:
+    """Faults of the ledger in the event log: every draw ended once, with all of its tokens."""
+    ends: collections.Counter[int] = collections.Counter()
+    received: dict[int, int] = {}  # tokens of a draw that had arrived when it last moved
+    faults = []
+    for event in read_events(path):
+        if event['kind'] == 'move':
+            draw = int(str(event['request']).split('/')[1])
+            if event['tokens'] < received.get(draw, 0):
+                faults.append(f'draw {draw} had {received[draw]} tokens, and {event["tokens"]} later')
+            received[draw] = event['tokens']
+        elif event['kind'] == 'finish':
+            ends[event['draw']] += 1
+            if event['tokens'] < received.get(event['draw'], 0):
+                faults.append(f'draw {event["draw"]} ended with fewer tokens than it had')
+    faults += [f'draw {draw} ended {count} times' for draw, count in ends.items() if count > 1]
+    if missing := sorted(set(range(started)) - set(ends)):
+        faults.append(f'{len(missing)} draws never ended, the first: {missing[:5]}')
+    return faults
+
+
+def count_events(path: pathlib.Path) -> dict[str, int]:
+    """By kind, and for states of engines by state."""
+    counts: collections.Counter[str] = collections.Counter()
+    for event in read_events(path):
+        counts[event['kind']] += 1
+        if event['kind'] == 'engine_state':
+            counts[f'engine_state {event["state"]}'] += 1
+    return dict(sorted(counts.items()))
+
+
+def read_events(path: pathlib.Path) -> Iterable[Mapping]:
+    with path.open() as lines:
+        for line in lines:
+            yield json.loads(line)
