@@ -70,7 +70,7 @@ class LearnerSettings:
     max_token_age: int | None  # with over_age='mask' older tokens leave the loss, not its denominator
     over_age: str
     attention: str  # implementation of packed_attention
-    scores: bool = False  # `warm_up` compiles what SpmdLearner.score runs
+    scores: bool  # `warm_up` compiles what SpmdLearner.score runs
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})

@@ -56,7 +56,10 @@ def test_a_run_trains_with_servers_of_its_own(tmp_path):
     events, metrics = finish(process, tmp_path)
     check_whole(events, metrics, STEPS)
     assert {event['engine'] for event in events if event['kind'] == 'route'} == {'engine/0', 'engine/1'}
-    assert [e['outcome'] for e in events if e['kind'] == 'probe'] == ['passed', 'passed']
+    probes = [event for event in events if event['kind'] == 'probe']
+    assert {event['engine'] for event in probes if event['outcome'] == 'passed'} == {'engine/0', 'engine/1'}
+    # a learner that has moved on can not judge an answer, and a server that was slow to reply is asked again
+    assert {event['outcome'] for event in probes} <= {'passed', 'undecided'}
     for engine in ('engine/0', 'engine/1'):
         loads = [event['version'] for event in events if event['kind'] == 'load' and event['engine'] == engine]
         assert loads == sorted(set(loads))
