@@ -71,6 +71,7 @@ def _find_or_compile(directory: pathlib.Path) -> pathlib.Path:
     try:
         done = subprocess.run([*command, made], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
+        pathlib.Path(made).unlink(missing_ok=True)
         raise NativeError(f'{compiler} does not compile {_SOURCE.name}: {error}') from error
     if done.returncode:
         pathlib.Path(made).unlink(missing_ok=True)

@@ -66,6 +66,17 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, compiler_name, reason):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_compiler_that_takes_too_long_leaves_nothing(tmp_path, compiler, monkeypatch):
+    def wait(command, **options):
+        raise subprocess.TimeoutExpired(command, options['timeout'])
+
+    monkeypatch.setattr(library, '_version', lambda compiler: 'one')
+    monkeypatch.setattr(library.subprocess, 'run', wait)
+    with pytest.raises(library.NativeError, match='timed out'):
+        library._find_or_compile(tmp_path / 'cache')
+    assert list((tmp_path / 'cache').iterdir()) == []
+
+
 def test_without_any_compiler_the_usual_names_are_listed(tmp_path, monkeypatch):
     monkeypatch.delenv('CXX', raising=False)
     monkeypatch.setenv('PATH', str(tmp_path))
