@@ -27,6 +27,10 @@ class Activations(Protocol):
         """A matrix [..., in, out] as `multiply` takes it."""
         ...
 
+    def stored_table(self, table: jax.Array) -> jax.Array:
+        """A table [V, d] as `embed` and `logits` take it."""
+        ...
+
     def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
         """Activations times each of the stored matrices."""
         ...
@@ -36,7 +40,7 @@ class Activations(Protocol):
         ...
 
     def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Activations from rows `tokens` [T] of `table` [V, d]."""
+        """Activations from rows `tokens` [T] of a table, stored or as it was."""
         ...
 
     def split_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
@@ -48,7 +52,7 @@ class Activations(Protocol):
         ...
 
     def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
-        """float32 [T, V] of activations and a head [V, d]."""
+        """float32 [T, V] of activations and a stored head."""
         ...
 
 
@@ -59,6 +63,9 @@ class Rows:
 
     def stored(self, matrix: jax.Array) -> jax.Array:
         return matrix
+
+    def stored_table(self, table: jax.Array) -> jax.Array:
+        return table
 
     def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(x @ matrix for matrix in matrices)
@@ -90,6 +97,9 @@ class Columns:
     def stored(self, matrix: jax.Array) -> jax.Array:
         return matrix.swapaxes(-1, -2)
 
+    def stored_table(self, table: jax.Array) -> jax.Array:
+        return table
+
     def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(matrix @ x for matrix in matrices)
 
@@ -111,29 +121,47 @@ class Columns:
 
 
 class NativeColumns(Columns):
-    """Columns with the products of native/kernels.cc where these are faster: float32, on one device, few columns.
+    """Columns with the products of native/kernels.cc, for float32 on one device. library.register has been called.
 
-    Their order of operations does not depend on the number of columns. library.register has been called.
+    A matrix is stored in panels of 8 rows [out / 8, in, 8], and the head likewise; one that cannot be cut so, or of
+    another dtype, is stored and multiplied as by Columns. The order of operations of a product does not depend on the
+    number of columns.
     """
 
+    def stored(self, matrix: jax.Array) -> jax.Array:
+        return _panels(matrix.swapaxes(-1, -2))
+
+    def stored_table(self, table: jax.Array) -> jax.Array:
+        return _panels(table)
+
+    def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if not _is_in_panels(table):
+            return super().embed(table, tokens)
+        return table[tokens // _PANEL_ROWS, :, tokens % _PANEL_ROWS].T
+
     def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
-        if not _have_native_products(x, *matrices):
-            return super().multiply(x, *matrices)
-        shapes = [jax.ShapeDtypeStruct((len(matrix), x.shape[1]), x.dtype) for matrix in matrices]
-        return tuple(jax.ffi.ffi_call(library.MULTIPLY, shapes)(x, *matrices))
+        panels = [matrix for matrix in matrices if _is_in_panels(matrix)]
+        shapes = [jax.ShapeDtypeStruct((len(matrix) * _PANEL_ROWS, x.shape[1]), x.dtype) for matrix in panels]
+        products = iter(jax.ffi.ffi_call(library.MULTIPLY, shapes)(x, *panels) if panels else ())
+        return tuple(next(products) if _is_in_panels(matrix) else matrix @ x for matrix in matrices)
 
     def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
-        if not _have_native_products(x, head):
-            return super().logits(x, head)
-        return self.multiply(x, head)[0].T
+        return self.multiply(x, head)[0].T if _is_in_panels(head) else super().logits(x, head)
 
 
-def _have_native_products(x: jax.Array, *matrices: jax.Array) -> bool:
-    columns = x.shape[1]
-    are_float32 = all(array.dtype == jnp.float32 for array in (x, *matrices))
-    return columns % 8 == 0 and columns <= _MOST_NATIVE_COLUMNS and are_float32
+_PANEL_ROWS = 8  # of the kernel
 
 
-_MOST_NATIVE_COLUMNS = 64  # with more, what XLA pays to pack both operands no longer counts
+def _panels(matrix: jax.Array) -> jax.Array:
+    """[..., out, in] -> [..., out / 8, in, 8], where this is possible."""
+    *layers, rows, features = matrix.shape
+    if rows % _PANEL_ROWS or matrix.dtype != jnp.float32:
+        return matrix
+    return matrix.reshape(*layers, rows // _PANEL_ROWS, _PANEL_ROWS, features).swapaxes(-1, -2)
+
+
+def _is_in_panels(matrix: jax.Array) -> bool:
+    return matrix.ndim == 3  # inside a layer
+
 
 ACTIVATIONS: dict[str, Activations] = {'rows': Rows(), 'columns': Columns(), 'native_columns': NativeColumns()}

@@ -105,7 +105,9 @@ class Decoder:
 
     def prepare(self, params: Params) -> Params:
         """Published weights in the form in which `hidden` and `logits` take them; inside jax.jit or outside."""
-        return map_matrices(self._table, params, self._form.stored)
+        prepared = map_matrices(self._table, params, self._form.stored)
+        head = 'embedding' if self.config.tie_embeddings else 'head'
+        return {**prepared, head: self._form.stored_table(prepared[head])}
 
     def hidden(
         self,

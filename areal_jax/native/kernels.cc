@@ -1,5 +1,5 @@
-// Kernels of decoding on CPUs: attention over a cache of blocks that is read in place, and products of a matrix with a
-// few columns. library.py compiles this file.
+// Kernels of decoding on CPUs: attention over a cache of blocks that is read in place, and products of matrices. library.py
+// compiles this file.
 //
 // Every number of a result is computed in one order of operations, whatever the threads, the other rows and their number.
 //
@@ -28,7 +28,7 @@ namespace {
 
 constexpr int64_t kUnroll = 4;  // positions whose products are computed together
 constexpr int64_t kAhead = 4;  // tokens whose places in the cache are fetched before they are written
-constexpr int64_t kUnitRows = 96;  // rows of a matrix that a thread takes at a time
+constexpr int64_t kUnitPanels = 12;  // of a matrix that a thread takes at a time
 
 // Calls work(i) for every i < n on the threads of XLA's pool and on the caller's, which returns when all are done.
 template <typename Work>
@@ -212,15 +212,19 @@ ffi::Error Write(Floats keys, Floats values, Floats k, Floats v, Integers blocks
   return ffi::Error::Success();
 }
 
-// Products. A panel keeps kRows x kVectors vectors of the result in registers; the matrix is read once, in place.
+// Products. A matrix is stored in panels of kPanelRows rows, [O / 8, I, 8], which a thread reads as one stream: rows that
+// are read side by side are as many streams, more than the hardware fetches ahead. The result of one or two panels and
+// of a block of columns stays in registers.
+
+constexpr int kPanelRows = 8;
+constexpr int64_t kFetchAhead = 2048 / sizeof(float);
 
 typedef float Half __attribute__((vector_size(32)));
 #ifdef __AVX512F__
 typedef float Whole __attribute__((vector_size(64)));
-constexpr int kAccumulators = 24;  // of 32 registers
+constexpr int64_t kWidest = 48;  // columns whose results fit into 24 of 32 registers
 #else
-typedef Half Whole;
-constexpr int kAccumulators = 12;  // of 16 registers
+constexpr int64_t kWidest = 8;
 #endif
 
 // Columns need not be aligned: that of a template argument is the type's own.
@@ -247,78 +251,122 @@ inline Whole MultiplyAdd(Whole a, Whole b, Whole c) {
 }
 #endif
 
-template <typename Vector, int kVectors, int kRows>
-inline void MultiplyPanel(const float* w, const float* x, int64_t in, int64_t columns, float* out) {
-  constexpr int kWidth = sizeof(Vector) / sizeof(float);
+// A block of columns: `width` of them are computed, one of 8, 16, 24, 32, 48, and `columns` of these wanted.
+struct Block {
+  int64_t first, width, columns;
+  const float* x;  // [I, width]
+};
+
+// `panels` from w on times the block; `out` is the first of their rows, which are `stride` apart.
+template <typename Vector, int kVectors, int kPanels>
+inline void MultiplyPanels(const float* w, const Block& block, int64_t in, float* out, int64_t stride) {
+  constexpr int kLanes = sizeof(Vector) / sizeof(float), kWidth = kVectors * kLanes, kRows = kPanels * kPanelRows;
   Vector sums[kRows][kVectors] = {};
   for (int64_t i = 0; i < in; ++i) {
     Vector entries[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) entries[v] = Load<Vector>(x + i * columns + v * kWidth);
+    for (int v = 0; v < kVectors; ++v) entries[v] = Load<Vector>(block.x + i * kWidth + v * kLanes);
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; ++p) __builtin_prefetch(w + (p * in + i) * kPanelRows + kFetchAhead, 0, 3);
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r) {
-      const Vector weight = w[r * in + i] - Vector{};  // in every place
+      const float entry = w[(r / kPanelRows * in + i) * kPanelRows + r % kPanelRows];
+      const Vector weight = entry - Vector{};  // in every place
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sums[r][v] = MultiplyAdd(weight, entries[v], sums[r][v]);
     }
   }
+  if (block.columns == kWidth) {
 #pragma GCC unroll 32
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) std::memcpy(out + r * columns + v * kWidth, &sums[r][v], sizeof(Vector));
+    for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, sums[r], sizeof sums[r]);
+  } else {
+    for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, sums[r], block.columns * sizeof(float));
   }
 }
 
-// kColumns of the columns of x, from the pointer on.
-template <typename Vector, int kColumns>
-void MultiplyRows(const float* w, const float* x, int64_t in, int64_t columns, float* out, int64_t rows) {
-  constexpr int kVectors = kColumns * sizeof(float) / sizeof(Vector), kRows = kAccumulators / kVectors;
-  int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows) {
-    MultiplyPanel<Vector, kVectors, kRows>(w + r * in, x, in, columns, out + r * columns);
+// Two panels at a time where a block has few columns: one panel's sums would wait for each other.
+template <typename Vector, int kVectors, int kPanels>
+void MultiplyRange(const float* w, const Block& block, int64_t in, float* out, int64_t stride, int64_t panels) {
+  const int64_t panel = in * kPanelRows, rows = kPanelRows * stride;
+  int64_t p = 0;
+  for (; p + kPanels <= panels; p += kPanels) {
+    MultiplyPanels<Vector, kVectors, kPanels>(w + p * panel, block, in, out + p * rows, stride);
   }
-  for (; r < rows; ++r) MultiplyPanel<Vector, kVectors, 1>(w + r * in, x, in, columns, out + r * columns);
+  for (; p < panels; ++p) MultiplyPanels<Vector, kVectors, 1>(w + p * panel, block, in, out + p * rows, stride);
 }
 
-// Rows [first, first + count) of w x.
-void MultiplyUnit(Floats& w, Floats& x, Floats& out, int64_t first, int64_t count) {
-  const int64_t in = w.dimensions()[1], columns = x.dimensions()[1];
-  const float* weights = w.typed_data() + first * in;
-  for (int64_t c = 0; c < columns;) {
-    const float* entries = x.typed_data() + c;
-    float* result = out.typed_data() + first * columns + c;
-    const int64_t left = columns - c;
-    if (left >= 32) {
-      MultiplyRows<Whole, 32>(weights, entries, in, columns, result, count), c += 32;
-    } else if (left >= 24) {
-      MultiplyRows<Half, 24>(weights, entries, in, columns, result, count), c += 24;
-    } else if (left >= 16) {
-      MultiplyRows<Whole, 16>(weights, entries, in, columns, result, count), c += 16;
-    } else {
-      MultiplyRows<Half, 8>(weights, entries, in, columns, result, count), c += 8;
+void MultiplyBlock(const float* w, const Block& block, int64_t in, float* out, int64_t stride, int64_t panels) {
+#ifdef __AVX512F__
+  switch (block.width) {
+    case 48: return MultiplyRange<Whole, 3, 1>(w, block, in, out, stride, panels);
+    case 32: return MultiplyRange<Whole, 2, 1>(w, block, in, out, stride, panels);
+    case 24: return MultiplyRange<Half, 3, 1>(w, block, in, out, stride, panels);
+    case 16: return MultiplyRange<Whole, 1, 2>(w, block, in, out, stride, panels);
+  }
+  return MultiplyRange<Half, 1, 2>(w, block, in, out, stride, panels);
+#else
+  return MultiplyRange<Half, 1, 1>(w, block, in, out, stride, panels);
+#endif
+}
+
+// The blocks of so many columns, the widest first. Only the last one may have columns that are not wanted.
+std::vector<Block> CutColumns(int64_t columns) {
+  std::vector<Block> blocks;
+  for (int64_t first = 0; first < columns;) {
+    const int64_t left = columns - first, rounded = (left + 7) / 8 * 8;
+    const int64_t width = rounded == 40 ? std::min<int64_t>(24, kWidest) : std::min(rounded, kWidest);
+    blocks.push_back({first, width, std::min(left, width), nullptr});
+    first += width;
+  }
+  return blocks;
+}
+
+// The columns of each block side by side, [I, width], with zeros for those that are not wanted.
+void CopyColumns(ffi::ThreadPool& pool, const float* x, int64_t in, int64_t columns, std::vector<Block>& blocks,
+                 float* copies) {
+  for (auto& block : blocks) block.x = copies + block.first * in;
+  ParallelFor(pool, blocks.size(), [&](int64_t b) {
+    const Block& block = blocks[b];
+    float* copy = copies + block.first * in;
+    for (int64_t i = 0; i < in; ++i, copy += block.width) {
+      std::memcpy(copy, x + i * columns + block.first, block.columns * sizeof(float));
+      std::fill(copy + block.columns, copy + block.width, 0.0f);
     }
-  }
+  });
 }
 
-// x [I, columns] and matrices [O, I] -> one [O, columns] for each matrix; columns are a multiple of 8.
+// x [I, columns] and matrices [O / 8, I, 8] -> one [O, columns] for each matrix.
 ffi::Error Multiply(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs matrices, ffi::RemainingRets products) {
-  if (x.dimensions()[1] % 8) return ffi::Error::InvalidArgument("areal_jax_multiply: columns must be a multiple of 8");
   struct Unit {
-    Floats w, out;
-    int64_t first, count;
+    const float* w;
+    float* out;
+    int64_t panels;
   };
+  const int64_t in = x.dimensions()[0], columns = x.dimensions()[1];
   std::vector<Unit> units;
   for (size_t i = 0; i < matrices.size(); ++i) {
     auto w = matrices.get<Floats>(i);
     auto out = products.get<Floats>(i);
     if (!w || !out) return ffi::Error::InvalidArgument("areal_jax_multiply: matrices and products are float32");
-    const int64_t rows = w->dimensions()[0];
-    for (int64_t first = 0; first < rows; first += kUnitRows) {
-      units.push_back({*w, **out, first, std::min(kUnitRows, rows - first)});
+    const int64_t panels = w->dimensions()[0];
+    for (int64_t first = 0; first < panels; first += kUnitPanels) {
+      units.push_back({w->typed_data() + first * in * kPanelRows, (*out)->typed_data() + first * kPanelRows * columns,
+                       std::min(kUnitPanels, panels - first)});
     }
   }
-  ParallelFor(pool, units.size(), [&](int64_t i) {
-    MultiplyUnit(units[i].w, x, units[i].out, units[i].first, units[i].count);
+  std::vector<Block> blocks = CutColumns(columns);
+  static thread_local std::vector<float> copies;  // kept: pages of new memory cost more than the copy
+  if (blocks.size() == 1 && blocks[0].width == columns) {
+    blocks[0].x = x.typed_data();
+  } else {
+    const size_t size = in * (blocks.back().first + blocks.back().width);
+    if (copies.size() < size) copies.resize(size);
+    CopyColumns(pool, x.typed_data(), in, columns, blocks, copies.data());
+  }
+  ParallelFor(pool, units.size(), [&](int64_t u) {
+    for (const Block& block : blocks) {
+      MultiplyBlock(units[u].w, block, in, units[u].out + block.first, columns, units[u].panels);
+    }
   });
   return ffi::Error::Success();
 }
