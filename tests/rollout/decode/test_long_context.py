@@ -83,4 +83,5 @@ def test_log_probs_at_the_far_end_equal_a_forward_pass():
         ]
     for row, tokens, found in zip(rows, np.concatenate(sampled).T, np.concatenate(logprobs).T, strict=True):
         expected = score(decoder, params, np.concatenate([row.request.prompt_tokens, tokens]), new)
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        # sums over 16,384 positions in float32, in another order: 4e-5 were seen
+        np.testing.assert_allclose(found, expected, atol=6e-5)
