@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.rollout.mismatch import MismatchWatch
-from areal_jax.rollout.registry_watch import RegistryWatch
 from areal_jax.rollout.requirements import EngineError
-from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
 from areal_jax.telemetry.values import Line
 
 

@@ -29,11 +29,11 @@ from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.mismatch import MismatchWatch
-from areal_jax.rollout.registry import ServerEntry, read_registry
-from areal_jax.rollout.registry_watch import RegistryWatch
-from areal_jax.rollout.server_pool import ServerPool
-from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
+from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.registry import ServerEntry, read_registry
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from areal_jax.rollout.servers.settings import ProbeSettings, ServerSettings
 from areal_jax.types import PublishedWeights, Work
 
 OWN = 'own'  # kind of an entry in the registry

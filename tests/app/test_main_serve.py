@@ -19,7 +19,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
-from areal_jax.rollout.registry import read_registry
+from areal_jax.rollout.servers.registry import read_registry
 from areal_jax.types import PublishedWeights
 from tests.app.test_main_train import ROOT, environment
 from tests.rollout.decode.examples import DECODER

@@ -29,7 +29,7 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.app.provenance import git_commit, hardware, package_versions
-from areal_jax.rollout.registry import Registration
+from areal_jax.rollout.servers.registry import Registration
 from tests.soak import abuse
 from tests.soak.checks import AnswerCheck, check_events, count_events
 from tests.soak.load import SoakLoad

@@ -18,10 +18,10 @@ from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.registry import ServerEntry, read_registry
-from areal_jax.rollout.registry_watch import RegistryWatch
-from areal_jax.rollout.server_pool import ServerPool
-from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.registry import ServerEntry, read_registry
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from areal_jax.rollout.servers.settings import ProbeSettings, ServerSettings
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.soak.scores import Scores
 from tests.soak.servers import API_KEY, CONTEXT

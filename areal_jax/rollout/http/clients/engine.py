@@ -20,7 +20,7 @@ from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
 from areal_jax.rollout.http.wire.exchange import Answer, FinishWord, ReplyError
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
+from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
 from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, PublishedWeights, Segment
 
 _STRAGGLER_S = 1.0  # a call that reaches the server after its pause is aborted so much later
@@ -82,8 +82,8 @@ class ServerEngine:
         if request.request_id in self._open:
             raise RuntimeError(f'{self.name}: request {request.request_id} is open already')
         found = ServerRequest(request, self._clock, self.name)
-        if not found.remaining:
-            found.finish('length')  # the prefix is the whole answer
+        if not found.room_tokens:
+            found.end('length')  # the prefix is the whole answer
             return found
         self._open[found.request_id] = self._waiting[found.request_id] = found
         self._log.write('arrive', self.name, request=found.request_id)
@@ -94,7 +94,7 @@ class ServerEngine:
         request = self._open.pop(request_id, None)
         if request is None:
             return
-        request.finish('cancelled')
+        request.end('cancelled')
         if self._waiting.pop(request_id, None) is None:
             self._start('abort', self._abort_call(request.wire_id))
 
@@ -184,7 +184,7 @@ class ServerEngine:
 
     async def _call(self, request: ServerRequest) -> None:
         """One call and what it leads to; the request may have been cancelled meanwhile."""
-        before = request.remaining
+        before = request.room_tokens
         try:
             await self._converse(request)
         except ReplyError as error:
@@ -192,7 +192,7 @@ class ServerEngine:
                 del self._open[request.request_id]
                 request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {error}'))
         finally:
-            now_s, new_tokens = self._clock.now(), before - request.remaining
+            now_s, new_tokens = self._clock.now(), before - request.room_tokens
             self._tokens += new_tokens
             fields = {'request': request.request_id, 'tokens': new_tokens}
             self._log.write('receive', self.name, engine=self.name, **fields)
@@ -205,7 +205,7 @@ class ServerEngine:
     async def _converse(self, request: ServerRequest) -> None:
         """Sends a call and takes what it brings; raises ReplyError."""
         version = self._version
-        call = make_call(request.request, request.generated, request.wire_id, seeds=self._server.seeds)
+        call = make_call(request.request, request.tokens, request.wire_id, seeds=self._server.seeds)
         answer = await self._server.generate(call)
         if self._is_open(request):
             self._take(request, answer, version)
@@ -216,23 +216,23 @@ class ServerEngine:
 
     def _take(self, request: ServerRequest, answer: Answer, version: int) -> None:
         """Delivers what a call brought."""
-        if answer.n_tokens > request.remaining:
-            raise ReplyError(f'the server sent {answer.n_tokens} tokens, and {request.remaining} were asked for')
+        if answer.n_tokens > request.room_tokens:
+            raise ReplyError(f'the server sent {answer.n_tokens} tokens, and {request.room_tokens} were asked for')
         for piece in answer.pieces:
             if piece.version and read_version(piece.version) != version:
                 raise ReplyError(f'the server answered under version {piece.version!r}, and {version} was loaded last')
         for piece in answer.pieces:
             if len(piece.tokens):
-                request.deliver(Segment(piece.tokens, piece.logprobs, version))
+                request.take(Segment(piece.tokens, piece.logprobs, version))
         self._settle(request, answer.finish.reason if answer.finish is not None else 'abort', answer.n_tokens)
 
     def _settle(self, request: ServerRequest, reason: FinishWord, new_tokens: int) -> None:
         """The end of a call that brought so many tokens; the rest of an aborted answer waits for the next call."""
-        if reason == 'abort' and not request.remaining:
+        if reason == 'abort' and not request.room_tokens:
             reason = 'length'
         if reason != 'abort':
             del self._open[request.request_id]
-            request.finish(reason)
+            request.end(reason)
             return
         request.vain_calls = 0 if new_tokens or self._is_held else request.vain_calls + 1
         if request.vain_calls == _VAIN_CALLS:

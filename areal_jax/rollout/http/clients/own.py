@@ -22,7 +22,7 @@ from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import ServerLimits, read_version
 from areal_jax.rollout.http.wire.exchange import Piece, ReplyError
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
 from areal_jax.types import (
     NOT_GENERATED,
     EngineCapabilities,
@@ -126,8 +126,8 @@ class OwnEngine(ServerEngine):
 
     async def _converse(self, request: ServerRequest) -> None:
         """Segments are delivered by `_take_arrivals`: all of them before the call ends."""
-        wire_id, before = request.wire_id, request.remaining
-        call = make_own_call(request.request, request.generated, wire_id)
+        wire_id, before = request.wire_id, request.room_tokens
+        call = make_own_call(request.request, request.tokens, wire_id)
         put = lambda pieces: self._arrivals.put(_Arrival(request, wire_id, pieces))
         try:
             reason = await self._clock.call(
@@ -139,7 +139,7 @@ class OwnEngine(ServerEngine):
         except (NoReplyError, StatusError, TimeoutError) as error:
             raise ReplyError(str(error)) from error
         if self._is_open(request):
-            self._settle(request, reason, before - request.remaining)
+            self._settle(request, reason, before - request.room_tokens)
 
     async def _take_arrivals(self) -> None:
         while True:
@@ -149,13 +149,15 @@ class OwnEngine(ServerEngine):
                 continue  # it was cancelled, or has gone on elsewhere
             for piece in arrival.pieces:
                 version = read_version(piece.version)
-                if version == NOT_GENERATED or len(piece.tokens) > request.remaining:
+                if version == NOT_GENERATED or len(piece.tokens) > request.room_tokens:
                     del self._open[request.request_id]
-                    fault = f'{len(piece.tokens)} tokens under version {piece.version!r}, {request.remaining} were left'
+                    fault = (
+                        f'{len(piece.tokens)} tokens under version {piece.version!r}, {request.room_tokens} were left'
+                    )
                     request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
                     self._start('abort', self._abort_call(arrival.wire_id))
                     break
-                request.deliver(Segment(piece.tokens, piece.logprobs, version, piece.sampling_logprobs))
+                request.take(Segment(piece.tokens, piece.logprobs, version, piece.sampling_logprobs))
 
     async def _control(self, lane: str, action: str, act: Callable[[], Awaitable[Result]], work: Work) -> Result:
         """Raises RefusedError for what the server says that it has not done, OutcomeUnknownError without a reply."""

@@ -12,7 +12,7 @@ from areal_jax.rollout.http.clients.calls import make_probe
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.dialect import Dialect, UpdateError
 from areal_jax.rollout.http.wire.exchange import Answer, Call, ReplyError
-from areal_jax.rollout.remote_engine import OutcomeUnknownError, RefusedError
+from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
 Result = TypeVar('Result')

@@ -8,7 +8,7 @@ import socket
 import threading
 import urllib.parse
 
-from areal_jax.rollout.registry import Registration
+from areal_jax.rollout.servers.registry import Registration
 
 KIND = 'own'  # which client speaks to this server
 _PERIOD_S = 1.0

@@ -15,7 +15,6 @@ from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
-from areal_jax.rollout.remote_engine import OutcomeUnknownError, RefusedError, RequestFailedError
 from areal_jax.rollout.requirements import (
     EngineError,
     needs_logprobs,
@@ -25,6 +24,7 @@ from areal_jax.rollout.requirements import (
     needs_update,
     require_capabilities,
 )
+from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError, RequestFailedError
 from areal_jax.types import PublishedWeights, SamplingParams
 from tests.rollout.engine_contract import CHECKS, LONGEST, Bench, Setting, Subject, request
 from tests.rollout.http.clients.fake_server import VOCAB_SIZE, FakeSglang, FakeVllm, write_checkpoint

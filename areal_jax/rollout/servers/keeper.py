@@ -1,6 +1,6 @@
 """Keeps one engine in another process at the newest version: brings it into service and back after it failed.
 
-server_pool.py starts one keeper for each engine. The commit of a version has three parts: the engine stages the weights
+pool.py starts one keeper for each engine. The commit of a version has three parts: the engine stages the weights
 while it decodes, swaps them in between two dispatches, and acknowledges by telling what it holds. After an outcome that
 is not known nothing is sent to the engine but the question what it holds.
 """
@@ -14,10 +14,10 @@ import numpy as np
 
 from areal_jax.control.events import EventLog
 from areal_jax.protocols import Clock
-from areal_jax.rollout.member import Member
-from areal_jax.rollout.probe import ProbeError, Score, answer_probe, compare, make_probe
-from areal_jax.rollout.remote_engine import HeldWeights, RefusedError, RemoteError
-from areal_jax.rollout.server_settings import ServerSettings
+from areal_jax.rollout.servers.member import Member
+from areal_jax.rollout.servers.probe import ProbeError, Score, answer_probe, compare, make_probe
+from areal_jax.rollout.servers.remote_engine import HeldWeights, RefusedError, RemoteError
+from areal_jax.rollout.servers.settings import ServerSettings
 from areal_jax.types import PublishedWeights, concatenate
 
 Result = TypeVar('Result')

@@ -12,13 +12,13 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.files import FileError
-from areal_jax.rollout.registry import Registration, ServerEntry, read_registry
-from areal_jax.rollout.registry_watch import RegistryWatch
-from tests.rollout.server_rig import ServerRig, request
+from areal_jax.rollout.servers.registry import Registration, ServerEntry, read_registry
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from tests.rollout.servers.rig import ServerRig, request
 
 SERVER = """
 import sys, pathlib
-from areal_jax.rollout.registry import Registration
+from areal_jax.rollout.servers.registry import Registration
 server = Registration(pathlib.Path(sys.argv[1]), 'server/0'.replace('/', '-'), 'http://127.0.0.1:1', 'own')
 print(server.entry.incarnation, flush=True)
 sys.stdin.read()

@@ -12,14 +12,14 @@ from typing import Literal
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock
-from areal_jax.rollout.keeper import Keeper
-from areal_jax.rollout.member import Member
-from areal_jax.rollout.moving_request import MovingRequest
-from areal_jax.rollout.placement import Placement
-from areal_jax.rollout.probe import Score
-from areal_jax.rollout.remote_engine import RemoteEngine, RemoteError
 from areal_jax.rollout.requirements import Requirement, require_capabilities
-from areal_jax.rollout.server_settings import ServerSettings
+from areal_jax.rollout.servers.keeper import Keeper
+from areal_jax.rollout.servers.member import Member
+from areal_jax.rollout.servers.moving_request import MovingRequest
+from areal_jax.rollout.servers.placement import Placement
+from areal_jax.rollout.servers.probe import Score
+from areal_jax.rollout.servers.remote_engine import RemoteEngine, RemoteError
+from areal_jax.rollout.servers.settings import ServerSettings
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
 _Withdrawn = Literal['syncing', 'unknown', 'quarantined']

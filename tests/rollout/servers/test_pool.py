@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout import requirements
-from tests.rollout.server_rig import PROBE, PROMPT, ServerRig, request, weights
+from tests.rollout.servers.rig import PROBE, PROMPT, ServerRig, request, weights
 
 
 def check(answer, tokens):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from areal_jax import lanes
 from areal_jax.protocols import Clock
-from areal_jax.rollout.registry import ServerEntry
-from areal_jax.rollout.remote_engine import RemoteEngine
-from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.registry import ServerEntry
+from areal_jax.rollout.servers.remote_engine import RemoteEngine
 from areal_jax.types import Work
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from areal_jax.report.ledger import conservation, ledger
 from areal_jax.report.report import _lost_answers
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
-from areal_jax.rollout.server_pool import ServerPool
-from areal_jax.rollout.server_settings import ServerSettings
-from tests.rollout.server_rig import FAST
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
+from areal_jax.rollout.servers.settings import ServerSettings
+from tests.rollout.servers.rig import FAST
 from tests.toys import ToyRun, length
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
 from areal_jax.types import Segment, Work
 from tests.rollout.toy_engine import ToyEngine, ToyGeneration
 
