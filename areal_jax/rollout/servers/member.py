@@ -29,14 +29,14 @@ class Member:
         self.engine, self.name, self.incarnation = engine, engine.name, incarnation
         self.state: MemberState = 'registered'
         self.version: int | None = None  # that it acknowledged last; None: not known
-        self.swapping_to: int | None = None  # a version that it may decode with already
+        self.swapping_to: int | None = None  # a version that it may decode with before it has acknowledged it
         self.reading: int | None = None  # a version that it may be fetching
         self.settled_version: int | None = None  # the last that it acknowledged, refused or was not there for
         self.pause_s = 0.0  # of its last swap
         self.is_probed = False
         self.is_paused = False
         self.is_leaving = False
-        self.failed_requests = 0  # in a row
+        self.failed_requests = 0  # in a row, each after it was found well
         self.missed_checks = 0  # of its health, in a row
         self.is_suspect = False  # a request failed since it was found well
         self.requests: dict[str, MovingRequest] = {}  # that it has, by id, first come first

@@ -42,6 +42,7 @@ async def answer_probe(member: Member, request: GenerationRequest, version: int)
     return segments
 
 
-def compare(segments: list[Segment], reference: np.ndarray) -> float:
-    """The largest difference between the log-probs of an answer and the learner's, float32 [A]."""
-    return float(np.abs(concatenate([s.behavior_logprobs for s in segments], np.float32) - reference).max())
+def compare(segments: list[Segment], reference: np.ndarray) -> tuple[float, float]:
+    """The largest and the mean difference between the log-probs of an answer and the learner's, float32 [A]."""
+    differences = np.abs(concatenate([s.behavior_logprobs for s in segments], np.float32) - reference)
+    return float(differences.max()), float(differences.mean())

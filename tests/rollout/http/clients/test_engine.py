@@ -131,6 +131,27 @@ def test_a_lost_answer_fails_its_request_and_no_other(factory, server, kind, fau
     assert Bench(factory).run(script) == [LONGEST, LONGEST]
 
 
+def test_what_came_before_a_server_died_is_kept_where_the_protocol_streams(factory, server, kind):
+    async def script(bench):
+        server.faults.append((GENERATE[kind], 'die' if kind == 'vllm' else 'cut'))
+        generation, kept = bench.engine.generate(request(0)), []
+        with pytest.raises(RequestFailedError, match=r'engine/0: request 0/0/0: '):
+            await take_rest(generation, kept)
+        (rest,) = bench.collect(0, prefix=kept)
+        await bench.end_of(rest)
+        return [int(token) for segment in kept for token in segment.tokens], rest.tokens()
+
+    kept, rest = Bench(factory).run(script)
+    assert len(kept) == (1 if kind == 'vllm' else 0)
+    assert kept + rest == [1 + (3 + i) % 9 for i in range(LONGEST)]
+    assert [body['stream'] for body in server.sent(GENERATE[kind])] == [kind == 'vllm'] * 2
+
+
+async def take_rest(generation, kept):
+    async for segment in generation:
+        kept.append(segment)
+
+
 def test_a_dead_server_fails_requests_and_leaves_actions_unknown(factory, server):
     async def script(bench):
         server.__exit__()
