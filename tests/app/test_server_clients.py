@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
+from areal_jax.app.clock import SERVERS_S, build_clock
 from areal_jax.app.servers import ClientMaker, build_server_settings, find_needs
 from areal_jax.config import TrackedConfig
+from areal_jax.control.events import EventLog
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.servers.fit import ServerFacts
@@ -78,6 +80,16 @@ def test_a_server_of_another_kind_is_refused_by_name():
         UserError, match=r"the server a at http://host:1 is of the kind 'vllm', and rollout.server='own'"
     ):
         make_client(entry('vllm'))
+
+
+@pytest.mark.parametrize(('server', 'seconds'), [('in_process', 7.0), ('own', 7.0 + SERVERS_S)])
+def test_with_servers_the_pool_gives_up_before_the_clock(server, seconds):
+    fields = {'run__clock': 'real', 'run__stall_timeout_s': 7.0, 'rollout__server': server}
+    config = TrackedConfig(small_config(**fields))
+    assert build_clock(config, EventLog(), 0.0)._stall_timeout_s == seconds
+    settings = build_server_settings(config, None)
+    assert settings.no_server_s == 7.0
+    assert settings.max_failures * (settings.health_every_s + settings.ask_s) < SERVERS_S  # a dead one is out by then
 
 
 def test_the_probe_keeps_to_the_bound_of_the_mismatch_on_average():

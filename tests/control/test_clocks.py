@@ -401,6 +401,14 @@ def test_looks_at_servers_do_not_hide_a_stall():
         execute(clock, program)
 
 
+def test_a_run_that_nobody_tells_anything_has_stalled_where_it_may_not_idle():
+    async def program(clock, supervisor):
+        await clock.inbox('tokens').take()
+
+    with pytest.raises(StallError, match=r"no completion for 0\.1 s .*'tokens' awaited by main"):
+        execute(real(stall_timeout_s=0.1), program)
+
+
 def test_what_servers_say_is_no_stall_however_little_it_is():
     async def program(clock, supervisor):
         inbox = clock.inbox('tokens')
