@@ -33,6 +33,11 @@ def is_engine_lane(lane: str) -> bool:
     return lane_group(lane) == 'engine'
 
 
+def is_upkeep_lane(lane: str) -> bool:
+    """True for lanes of looks at servers: they go on while nothing else happens, and so do not show that a run does."""
+    return lane_group(lane) in (REGISTRY, 'control')
+
+
 def is_publish_lane(lane: str) -> bool:
     """True for the lane that transfers new weights and for those in which engines fetch them."""
     return lane_group(lane) == PUBLISH

@@ -22,7 +22,8 @@ class EngineStateEvent(Header):
     state: Annotated[
         str,
         'registered, syncing (weights are on their way), probing, serving, draining (gets no further requests), '
-        'unknown (it does not answer, or may hold either of two versions), quarantined (what it said was wrong), gone; '
+        'unknown (it does not answer, or may hold either of two versions), quarantined (what it said was wrong), gone, '
+        'refused (the run cannot use it; `engine` is its name in the registry); '
         'only a serving one gets requests',
     ]
     reason: Annotated[str, 'why']

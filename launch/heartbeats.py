@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from areal_jax.errors import UserError
-from areal_jax.rollout.registry import read_registry
+from areal_jax.rollout.servers.registry import read_registry
 
 PATIENCE_S = 60.0  # a server compiles without its heartbeat stopping for so long
 _LOOK_S = 5.0  # between two looks at the registry

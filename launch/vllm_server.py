@@ -20,7 +20,7 @@ from absl import flags
 from areal_jax.app.ending import end_command
 from areal_jax.errors import UserError
 from areal_jax.publication.versions import keep_while_read, list_versions
-from areal_jax.rollout.registry import Registration
+from areal_jax.rollout.servers.registry import Registration
 from launch.wakeups import Wakeups
 
 PYTHON = 'AREAL_JAX_VLLM_PYTHON'  # environment variable

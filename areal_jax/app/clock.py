@@ -11,6 +11,8 @@ from areal_jax.control.clocks.real import END_OF_WORK_S, RealClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 
+SERVERS_S = 90.0  # in which dead servers are out of service: then the pool, which saves the run's state, ends it first
+
 
 def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_for_work: bool = False) -> LoopClock:
     """The clock of `run.clock`.
@@ -24,7 +26,7 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
         widths[lanes.EVALUATION_REWARD] = 1
     widths |= {lanes.LEARNER: 1, lanes.REWARD: config.task.verifier_workers, lanes.DISK: 1}
     if config.run.clock == 'real':
-        stall_s = config.run.stall_timeout_s
+        stall_s = config.run.stall_timeout_s + (SERVERS_S if uses_servers(config) else 0.0)
         return RealClock(
             widths, log, stall_s, start_s, max(stall_s, END_OF_WORK_S) if waits_for_work else END_OF_WORK_S
         )

@@ -40,6 +40,7 @@ from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, describe_url
 from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.servers.fit import ServerFacts
 from areal_jax.sharding.allocation import allocate_engines
 from areal_jax.sharding.placement import Place, move_to
 from areal_jax.telemetry.progress import StartProgress
@@ -167,6 +168,8 @@ class _Server:
         self.http = self._build_http(listener, api_key)
         self._heartbeat: Heartbeat | None = None
         self._drain_s = config.server.drain_timeout_s
+        rollout = config.rollout
+        self._facts = ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, 'processed')
         config.require_all_read()
         self._warm_up()
 
@@ -181,7 +184,7 @@ class _Server:
                 serving.enter_context(interrupts.deferred(request, then, self.clock.abandon))
             serving.enter_context(self.http)
             if workdir is not None:
-                self._heartbeat = serving.enter_context(Heartbeat(workdir, self.url, name))
+                self._heartbeat = serving.enter_context(Heartbeat(workdir, self.url, name, self._facts))
             print(f'serving {self._name} on {self.url}', flush=True)
             self.clock.execute(self.supervisor.run(self._program(stop)))
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.rollout.mismatch import MismatchWatch
-from areal_jax.rollout.registry_watch import RegistryWatch
-from areal_jax.rollout.requirements import EngineError
-from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.errors import LostPeerError
+from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
 from areal_jax.telemetry.values import Line
 
 
@@ -24,9 +24,9 @@ class EndedBy:
         self._stop()
 
     def require_nothing(self) -> None:
-        """Raises EngineError where the servers ended the run."""
+        """Raises LostPeerError where the servers ended the run."""
         if self._reason:
-            raise EngineError(f'{self._reason}; start servers, and go on with --resume')
+            raise LostPeerError(f'{self._reason}; start servers, and go on with --resume')
 
 
 @dataclasses.dataclass(frozen=True)

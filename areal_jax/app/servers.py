@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -29,11 +30,12 @@ from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.mismatch import MismatchWatch
-from areal_jax.rollout.registry import ServerEntry, read_registry
-from areal_jax.rollout.registry_watch import RegistryWatch
-from areal_jax.rollout.server_pool import ServerPool
-from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
+from areal_jax.rollout.servers.fit import LogprobsMode, ServerFacts, require_fit
+from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.registry import ServerEntry, read_registry
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from areal_jax.rollout.servers.settings import ProbeSettings, ServerSettings
 from areal_jax.types import PublishedWeights, Work
 
 OWN = 'own'  # kind of an entry in the registry
@@ -48,7 +50,7 @@ _OF_SERVERS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 _CONTROL_CALLS = 4  # at the same time, to one server
 _PROBE_TOKENS = 16
-_PROBE_SLACK = 4.0  # the largest of 16 differences against the mean of 500, which is what max_mismatch bounds
+_PROBE_SLACK = 4.0  # the largest of 16 differences against their mean, which is what max_mismatch bounds
 
 
 def find_max_mismatch(config: TrackedConfig) -> float:
@@ -59,11 +61,20 @@ def find_max_mismatch(config: TrackedConfig) -> float:
     return 1e-3 if exact else 5e-2
 
 
+def find_needs(config: TrackedConfig) -> ServerFacts:
+    """What the answers of this run mean; log-probs of temperature 1 are those of either softmax."""
+    rollout = config.rollout
+    mode: LogprobsMode | None = None if rollout.temperature == 1.0 else 'processed'
+    return ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, mode)
+
+
 def build_server_settings(config: TrackedConfig, probe_prompt: np.ndarray) -> ServerSettings:
     """`probe_prompt` int32 [P] is what servers answer before they get work."""
+    most = find_max_mismatch(config)
     probe = ProbeSettings(
         probe_prompt,
-        max_difference=_PROBE_SLACK * find_max_mismatch(config),
+        max_difference=_PROBE_SLACK * most,
+        max_mean=most,
         new_tokens=min(_PROBE_TOKENS, config.rollout.max_new_tokens),
         temperature=config.rollout.temperature,
     )
@@ -93,6 +104,7 @@ def build_servers(
     pool = ServerPool(
         clock, log, supervisor, settings,
         published=published, score=score, on_no_server=ended_by.note, requirements=build_requirements(config),
+        warn=lambda sentence: print(f'warning: {sentence}', file=sys.stderr, flush=True),
     )  # fmt: skip
     read, make = _find_reader(config, workdir), ClientMaker(config, clock, log, supervisor, vocab_size)
     mismatches = MismatchWatch(find_max_mismatch(config), pool.quarantine)
@@ -102,7 +114,8 @@ def build_servers(
 class ClientMaker:
     """Makes the client of each server. Servers are numbered as they come; one that is started again keeps its number.
 
-    Raises UserError, naming the server, for one of another kind than rollout.server says.
+    Raises UserError, naming the server, for one of another kind than rollout.server says, and for one that computes
+    something else than the run means.
     """
 
     def __init__(self, config: TrackedConfig, clock: LoopClock, log: EventLog, supervisor: Supervisor, vocab_size: int):
@@ -112,10 +125,12 @@ class ClientMaker:
         self._api_key = os.environ.get(API_KEY, '')
         slots = min(server.max_streams, server.max_requests) if self._kind == OWN else rollout.slots
         self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens)
+        self._needs = find_needs(config)
         self._numbers: dict[str, int] = {}  # by name in the registry
 
     def __call__(self, entry: ServerEntry) -> ServerEngine:
         self._require_kind(entry)
+        require_fit(f'{entry.name} at {entry.url}', entry.facts, self._needs)
         index = self._numbers.setdefault(entry.name, len(self._numbers))
         self._clock.declare(engine_lane(index), self._limits.slots + 1)
         self._clock.declare(publish_lane(index), 1)

@@ -52,7 +52,7 @@ from areal_jax.report.window import window
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.sharding.allocation import EngineDevices
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier

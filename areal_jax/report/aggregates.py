@@ -6,7 +6,7 @@ import collections
 import statistics
 from collections.abc import Sequence
 
-from areal_jax.report.contents import Ends, MeanMax, Mismatch
+from areal_jax.report.contents import Ends, EngineMismatch, MeanMax, Mismatch
 from areal_jax.report.window import Window
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, counts, number
@@ -67,12 +67,26 @@ def mismatch(metrics: Metrics) -> Mismatch:
     """Mismatch of log-probs over all compared tokens."""
     count = int(total(metrics, names.MISMATCH_COUNT))
     measured = [line for line in metrics if number(line, names.MISMATCH_COUNT)]
-    return {
+    by_engine = _mismatch_by_engine(metrics)
+    found: Mismatch = {
         'mean': weighted_mean(measured, names.MISMATCH_MEAN, names.MISMATCH_COUNT),
         'max': largest(measured, names.MISMATCH_MAX),
         'exact_share': weighted_mean(measured, names.MISMATCH_EXACT, names.MISMATCH_COUNT),
         'n': count,
     }
+    if len(by_engine) > 1:
+        found['by_engine'] = by_engine
+    return found
+
+
+def _mismatch_by_engine(metrics: Metrics) -> dict[str, EngineMismatch]:
+    prefix, suffix = names.MISMATCH_OF, '/n'
+    keys = {key for line in metrics for key in line if key.startswith(prefix) and key.endswith(suffix)}
+    found: dict[str, EngineMismatch] = {}
+    for engine in sorted(key.removeprefix(prefix).removesuffix(suffix) for key in keys):
+        count, mean = f'{prefix}{engine}{suffix}', f'{prefix}{engine}/mean_abs'
+        found[engine] = {'mean': weighted_mean(metrics, mean, count), 'n': int(total(metrics, count))}
+    return found
 
 
 def admission_held(metrics: Metrics, within: Window) -> dict[str, float]:

@@ -67,6 +67,14 @@ class Mismatch(MeanMax):
 
     exact_share: float | None  # tokens whose two log-probs are the same float
     n: int  # tokens
+    by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent where one engine generated all of them
+
+
+class EngineMismatch(TypedDict):
+    """Of the tokens of answers that this engine ended."""
+
+    mean: float | None
+    n: int
 
 
 class LostAnswers(TypedDict):

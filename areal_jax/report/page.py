@@ -132,6 +132,10 @@ def _learning_rows(report: Report) -> list[tuple[str, ...]]:
             f'{format_number(mismatch["mean"])} / {format_number(mismatch["max"])} nats, '
             f'{format_percent(mismatch["exact_share"])} exactly equal (n = {mismatch["n"]})',
         ),
+        *(
+            (f'mean mismatch of {engine}', f'{format_number(of["mean"])} nats (n = {of["n"]})')
+            for engine, of in mismatch.get('by_engine', {}).items()
+        ),
     ]
 
 

@@ -1,4 +1,5 @@
-"""The open requests of a pool with their indices: by id, by group and by engine; used by pool.py and server_pool.py.
+"""The open requests of a pool with their indices: by id, by group and by engine; used by pool.py and
+servers/placement.py.
 
 Every operation takes constant time in the number of open requests, and O(log engines) to keep the engines ranked.
 """

@@ -13,13 +13,15 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.app.command_line import load_config
 from areal_jax.app.model import describe_model
 from areal_jax.app.serve import load_directory
 from areal_jax.config import TrackedConfig
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
-from areal_jax.rollout.registry import read_registry
+from areal_jax.rollout.servers.fit import ServerFacts
+from areal_jax.rollout.servers.registry import read_registry
 from areal_jax.types import PublishedWeights
 from tests.app.test_main_train import ROOT, environment
 from tests.rollout.decode.examples import DECODER
@@ -110,6 +112,9 @@ def test_a_server_of_a_run_serves_a_published_version_and_registers(tmp_path):
         _, info = ask(url, '/model_info')
         [entry] = read_registry(tmp_path)
         assert (entry.url, entry.kind, entry.is_leaving) == (url, 'own', False)
+        config = TrackedConfig(load_config(str(ROOT / CONFIG)))
+        needs = ServerFacts('recompute', config.rollout.context_tokens, config.publication.dtype, 'processed')
+        assert (entry.facts, config.rollout.kv_policy) == (needs, 'recompute')
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert (info['weight_version'], info['manifest_hash']) == ('3', published.manifest_hash)

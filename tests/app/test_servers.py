@@ -11,7 +11,7 @@ import sys
 import time
 
 from areal_jax.report.ledger import conservation
-from areal_jax.rollout.registry import read_registry
+from areal_jax.rollout.servers.registry import read_registry
 from tests.app.test_main_train import ROOT, environment
 
 STEPS = 6

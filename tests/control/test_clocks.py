@@ -354,7 +354,7 @@ def test_work_in_the_background_takes_its_time_and_delays_nothing_in_the_foregro
 
 def test_items_of_other_threads_wake_an_idle_program_in_their_order():
     async def program(clock, supervisor):
-        inbox = clock.inbox('requests')
+        inbox = clock.inbox('requests', may_idle=True)
         thread = threading.Thread(target=lambda: (time.sleep(0.3), [inbox.put(item) for item in range(3)]))
         thread.start()
         found = [await inbox.take() for _ in range(3)]
@@ -367,7 +367,7 @@ def test_items_of_other_threads_wake_an_idle_program_in_their_order():
 
 def test_a_wait_with_a_deadline_may_be_longer_than_a_stall_where_items_may_come():
     async def program(clock, supervisor):
-        clock.inbox('requests')
+        clock.inbox('requests', may_idle=True)
         return await clock.wait(clock.event('never'), 0.3)
 
     assert execute(real(stall_timeout_s=0.1), program) is False
@@ -375,11 +375,50 @@ def test_a_wait_with_a_deadline_may_be_longer_than_a_stall_where_items_may_come(
 
 def test_a_lane_that_hangs_is_a_stall_also_where_items_may_come():
     async def program(clock, supervisor):
-        clock.inbox('requests')
+        clock.inbox('requests', may_idle=True)
         await clock.run('a', lambda: time.sleep(1.0), Work('x'))
 
     with pytest.raises(StallError, match="lane 'a' busy"):
         execute(real(stall_timeout_s=0.1), program)
+
+
+async def look_for_ever(clock):
+    """As at servers: work on a lane of upkeep, and a wait."""
+    while True:
+        await clock.run('registry', lambda: None, Work('registry'))
+        await clock.wait(clock.event('next look'), 0.02)
+
+
+def test_looks_at_servers_do_not_hide_a_stall():
+    async def program(clock, supervisor):
+        inbox = clock.inbox('tokens')
+        supervisor.start('registry', look_for_ever(clock))
+        await inbox.take()
+
+    clock = real(stall_timeout_s=0.3)
+    clock.declare('registry', 1)
+    with pytest.raises(StallError, match=r"no completion for 0\.3 s .*'tokens' awaited by main"):
+        execute(clock, program)
+
+
+def test_a_run_that_nobody_tells_anything_has_stalled_where_it_may_not_idle():
+    async def program(clock, supervisor):
+        await clock.inbox('tokens').take()
+
+    with pytest.raises(StallError, match=r"no completion for 0\.1 s .*'tokens' awaited by main"):
+        execute(real(stall_timeout_s=0.1), program)
+
+
+def test_what_servers_say_is_no_stall_however_little_it_is():
+    async def program(clock, supervisor):
+        inbox = clock.inbox('tokens')
+        supervisor.start('registry', look_for_ever(clock))
+        threading.Thread(target=lambda: [(time.sleep(0.2), inbox.put(item)) for item in range(4)]).start()
+        return [await inbox.take() for _ in range(4)]
+
+    clock = real(stall_timeout_s=0.5)
+    clock.declare('registry', 1)
+    assert execute(clock, program) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize('make', [virtual, real])

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from areal_jax.rollout.registry import Registration
+from areal_jax.rollout.servers.registry import Registration
 from tests.launch.stand_in import StandIn
 
 server = StandIn('server')

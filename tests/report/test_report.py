@@ -110,6 +110,21 @@ def test_mismatch_is_weighted_by_tokens(report: dict[str, Any]):
     assert report['mismatch'] == pytest.approx({'mean': 0.07, 'max': 0.5, 'exact_share': 0.8, 'n': 40})
 
 
+def test_mismatch_by_engine_where_there_are_several():
+    def of(engine: int, n: float, mean: float) -> dict[str, float]:
+        return {f'mismatch/of/engine/{engine}/n': n, f'mismatch/of/engine/{engine}/mean_abs': mean}
+
+    first, second = two_metrics()
+    metrics = [first | of(0, 4, 0.1) | of(1, 6, 0.0), second | of(0, 12, 0.02) | of(1, 18, 0.12)]
+    found = build_report(two_updates(), metrics, two_facts())
+    # (4 * .1 + 12 * .02) / 16 = .04, (6 * 0 + 18 * .12) / 24 = .09
+    assert found['mismatch']['by_engine']['engine/0'] == pytest.approx({'mean': 0.04, 'n': 16})
+    assert found['mismatch']['by_engine']['engine/1'] == pytest.approx({'mean': 0.09, 'n': 24})
+    one = [{key: value for key, value in line.items() if 'engine/1' not in key} for line in metrics]
+    assert 'by_engine' not in build_report(two_updates(), one, two_facts())['mismatch']
+    assert '| mean mismatch of engine/1 | 0.09 nats (n = 24) |' in render_page(found, ())
+
+
 def test_mismatch_of_no_token_is_null():
     metrics = [{**line, 'mismatch/n': 0.0} for line in two_metrics()]
     found = build_report(two_updates(), metrics, two_facts())

@@ -3,12 +3,13 @@
 Two servers, as processes, and a pool with 64 clients that uses them through proxies. At random moments, which the seed
 decides, weights change, the pool pauses, calls are aborted, bodies are malformed, oversized, slow or unauthenticated,
 readers hang up, connections are cut or slow, and a server is stopped (SIGSTOP) or killed (kill -9) and started again.
-Servers are killed in the first half of the time alone, so that the memory of one process is seen over the second half.
+Servers are killed in the first part of the time alone, so that the memory of one process is seen over the second half.
 One entry of the registry is that of a server that is dead from the beginning.
 
 Exit code 0 only if every answer ended once and was whole, every log-prob is that of its recorded version, every
-abusive request got the right status, nothing hung, every fault happened, and the resident memory of the servers grows
-by less than a megabyte a minute: Theil and Sen's slope over medians of 30 s, in the second half.
+abusive request got the right status, no server was taken for a wrong one, nothing took longer than two minutes, and
+the resident memory of the servers grows by less than a megabyte a minute: Theil and Sen's slope over medians of 30 s,
+in the second half. A check of which nothing was seen has failed: every kind of fault and abuse must have happened.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import faulthandler
 import pathlib
 import random
 import shutil
@@ -29,18 +31,28 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.app.provenance import git_commit, hardware, package_versions
-from areal_jax.rollout.registry import Registration
+from areal_jax.rollout.servers.registry import Registration
 from tests.soak import abuse
-from tests.soak.checks import AnswerCheck, check_events, count_events
-from tests.soak.load import SoakLoad
+from tests.soak.checks import (
+    AnswerCheck,
+    check_events,
+    check_memory,
+    check_seconds,
+    check_seen,
+    count_events,
+    find_quarantines,
+)
+from tests.soak.load import END_S, SoakLoad
 from tests.soak.memory import WINDOW_S, MemoryTrack
 from tests.soak.proxy import Proxy
-from tests.soak.servers import ServerProcess
+from tests.soak.servers import START_S, ServerProcess
 
-MOST_MEGABYTES = 1.0  # a minute
+MOST_SECONDS = 120.0  # of an answer, an update and a pause
 SAMPLE_S = 1.0  # between two looks at the memory
 SLOW_BYTES_S = 2000.0
+KILLS = 0.4  # of the time: after that no server is killed, so that both are warm in the second half
 FAULTS = ('kill', 'stop', 'slow', 'cut')
+WANTED = ('started', 'ended', 'updates', 'pauses', *FAULTS, *(f'abuse: {refusal.name}' for refusal in abuse.REFUSALS))
 
 
 class Havoc:
@@ -86,11 +98,10 @@ class Havoc:
     def _break(self) -> None:
         chosen = random.Random(f'{self._seed} faults')
         pause_s = min(8.0, self._seconds / 20)
+        each_once = iter(FAULTS)
         while not self._stop.wait(chosen.uniform(pause_s / 2, 1.5 * pause_s)):
-            kinds = FAULTS if self._elapsed_s < self._seconds / 2 else FAULTS[1:]
-            kind, number = chosen.choice(kinds), chosen.randrange(len(self._servers))
-            if not self.counts['kill']:
-                kind = 'kill'
+            kinds = FAULTS if self._elapsed_s < KILLS * self._seconds else FAULTS[1:]
+            kind, number = next(each_once, None) or chosen.choice(kinds), chosen.randrange(len(self._servers))
             self.counts[kind] += 1
             self._do(kind, self._servers[number], self._proxies[number], chosen.uniform(1.0, 9.0))
 
@@ -111,15 +122,19 @@ class Havoc:
 
     def _send_abuse(self) -> None:
         chosen = random.Random(f'{self._seed} abuse')
-        while not self._stop.wait(chosen.uniform(0.0, 0.5)):
-            refusal, server = chosen.choice(abuse.REFUSALS), chosen.choice(self._servers)
-            status = abuse.send(refusal, server.port, chosen)
-            if status is None:
-                self.counts['abuse without an answer'] += 1
-                continue
-            self.counts[f'abuse: {refusal.name}'] += 1
-            if status not in refusal.expected:
-                self.faults.append(f'{refusal.name}: status {status} instead of {refusal.expected}')
+        while not self._stop.is_set():
+            for refusal in chosen.sample(abuse.REFUSALS, len(abuse.REFUSALS)):
+                self._stop.wait(chosen.uniform(0.0, 0.5))
+                self._send(refusal, chosen)
+
+    def _send(self, refusal: abuse.Refusal, chosen: random.Random) -> None:
+        status = abuse.send(refusal, chosen.choice(self._servers).port, chosen)
+        if status is None:
+            self.counts['abuse without an answer'] += 1
+            return
+        self.counts[f'abuse: {refusal.name}'] += 1
+        if status not in refusal.expected:
+            self.faults.append(f'{refusal.name}: status {status} instead of {refusal.expected}')
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_S):
@@ -149,34 +164,18 @@ def soak(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, Any]:
             calm.start()
             with havoc:
                 load.run()
-    events = workdir / 'events.jsonl'
+    events, counts = workdir / 'events.jsonl', load.counts | dict(sorted(havoc.counts.items()))
     slopes = havoc.memory.megabytes_a_minute(seconds / 2, min(WINDOW_S, seconds / 20))
     faults = [*load.faults, *load.lost, *check.faults, *havoc.faults, *check_events(events, load.counts['started'])]
-    faults += memory_faults(slopes, len(servers)) + coverage_faults(havoc.counts, flags.minutes)
+    scored = {'scored_answers': check.scored, 'scored_of_several_versions': check.of_versions}
+    quarantines = find_quarantines(events)
+    faults += [f'a server that was right was taken for a wrong one: {text}' for text in quarantines]
+    faults += check_memory(slopes, len(servers)) + check_seconds(load.slowest_s, MOST_SECONDS)
+    faults += check_seen(counts | scored, (*WANTED, *scored))
     return {
-        'faults': faults, 'megabytes_a_minute': slopes, 'counts': load.counts | dict(sorted(havoc.counts.items())),
-        'scored_answers': check.scored, 'scored_of_several_versions': check.of_versions,
-        'slowest_update_s': load.slowest_update_s, 'events': count_events(events),
+        'faults': faults, 'megabytes_a_minute': slopes, 'counts': counts, **scored, 'slowest_s': load.slowest_s,
+        'quarantines': quarantines, 'events': count_events(events),
     }  # fmt: skip
-
-
-def memory_faults(slopes: dict[str, float | None], servers: int) -> list[str]:
-    """What speaks against the memory of the servers that lived at the end."""
-    found = [
-        f'{name} grows by {value:.2f} MB a minute' for name, value in slopes.items() if value and value > MOST_MEGABYTES
-    ]
-    measured = sum(value is not None for value in slopes.values())
-    return (
-        found if measured >= servers else [*found, f'the memory of {measured} servers was measured, not of {servers}']
-    )
-
-
-def coverage_faults(counts: collections.Counter[str], minutes: float) -> list[str]:
-    """Kinds of faults and abuse that never happened; a short soak has no time for all."""
-    if minutes < 5:
-        return []
-    wanted = [*FAULTS, *(f'abuse: {refusal.name}' for refusal in abuse.REFUSALS)]
-    return [f'never happened: {name}' for name in wanted if not counts[name]]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -188,7 +187,9 @@ def main(arguments: Sequence[str]) -> int:
     flags = parser.parse_args(arguments)
     workdir = pathlib.Path(tempfile.mkdtemp(prefix='soak_'))
     began = time.monotonic()
+    faulthandler.dump_traceback_later(60 * flags.minutes + END_S + START_S + 120.0, exit=True)  # exit code 1
     found = soak(flags, workdir)
+    faulthandler.cancel_dump_traceback_later()
     whole = {
         'command': f'python -m tests.soak {" ".join(arguments)}', 'seed': flags.seed, 'minutes_asked': flags.minutes,
         'minutes_taken': round((time.monotonic() - began) / 60, 2), **found, 'commit': git_commit(),

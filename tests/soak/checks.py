@@ -7,12 +7,13 @@ import json
 import pathlib
 import queue
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tests.soak.load import Answered
 from tests.soak.scores import Scores
 
 ONE_IN = 4  # of the answers of one version are scored, of the others all
+MOST_MEGABYTES = 1.0  # a minute
 
 
 class AnswerCheck:
@@ -72,6 +73,34 @@ def check_events(path: pathlib.Path, started: int) -> list[str]:
     if missing := sorted(set(range(started)) - set(ends)):
         faults.append(f'{len(missing)} draws never ended, the first: {missing[:5]}')
     return faults
+
+
+def find_quarantines(path: pathlib.Path) -> list[str]:
+    """Each server that was taken for a wrong one, with the reason."""
+    return [
+        f'{event["engine"]} at {event["time"]:.1f} s: {event["reason"]}'
+        for event in read_events(path)
+        if event['kind'] == 'engine_state' and event['state'] == 'quarantined'
+    ]
+
+
+def check_memory(slopes: Mapping[str, float | None], servers: int) -> list[str]:
+    """What speaks against the memory of the servers that lived at the end; `slopes` in megabytes a minute."""
+    known = {name: value for name, value in slopes.items() if value is not None}
+    found = [f'{name} grows by {value:.2f} MB a minute' for name, value in known.items() if not value <= MOST_MEGABYTES]
+    if len(known) < servers:
+        found.append(f'the memory of {len(known)} servers was measured, not of {servers}')
+    return found
+
+
+def check_seconds(slowest_s: Mapping[str, float], most_s: float) -> list[str]:
+    """What hung, by kind."""
+    return [f'the slowest {kind} took {seconds:.0f} s' for kind, seconds in slowest_s.items() if not seconds <= most_s]
+
+
+def check_seen(counts: Mapping[str, int], wanted: Sequence[str]) -> list[str]:
+    """Kinds of work, faults and abuse that never happened: nothing is known of them."""
+    return [f'never happened: {name}' for name in wanted if not counts.get(name)]
 
 
 def count_events(path: pathlib.Path) -> dict[str, int]:

@@ -18,10 +18,10 @@ from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.registry import ServerEntry, read_registry
-from areal_jax.rollout.registry_watch import RegistryWatch
-from areal_jax.rollout.server_pool import ServerPool
-from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.registry import ServerEntry, read_registry
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from areal_jax.rollout.servers.settings import ProbeSettings, ServerSettings
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.soak.scores import Scores
 from tests.soak.servers import API_KEY, CONTEXT
@@ -34,7 +34,7 @@ STALL_S, END_S = 300.0, 120.0  # without any completion; for the last answers
 SETTINGS = ServerSettings(
     max_retries=1000, max_failures=3, stage_s=20.0, swap_s=60.0, pause_s=60.0, ask_s=5.0, probe_s=60.0, drain_s=5.0,
     retry_s=0.5, health_every_s=2.0, no_server_s=240.0,
-    probe=ProbeSettings(np.array([1, 2, 1], np.int32), max_difference=1e-3, again_s=5.0),
+    probe=ProbeSettings(np.array([1, 2, 1], np.int32), max_difference=1e-3, max_mean=1e-3, again_s=5.0),
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ class SoakLoad:
         self.lost: list[str] = []
         self.faults: list[str] = []  # what should not have happened
         self.counts = dict.fromkeys(('started', 'ended', 'tokens', 'updates', 'pauses'), 0)
-        self.slowest_update_s = 0.0
+        self.slowest_s = dict.fromkeys(('answer', 'update', 'pause'), 0.0)
         self._is_ending = False
         self._left = clients
         self._ended, self._never = self._clock.event('the last client'), self._clock.event('time')
@@ -118,13 +118,14 @@ class SoakLoad:
         )
         asked = min(self._random.randint(*NEW_TOKENS), CONTEXT - len(prompt))
         request = GenerationRequest(draw, 0, 0, prompt, SamplingParams(asked, 1.0, 0, 1.0, ()))
-        generation, segments = self._pool.generate(request), []
+        generation, segments, began_s = self._pool.generate(request), [], self._clock.now()
         try:
             async for segment in generation:
                 segments.append(segment)
         except RequestLostError as error:
             self.lost.append(f'draw {draw}: {error}')
             return
+        self._note_end('answer', began_s)
         tokens = sum(len(segment.tokens) for segment in segments)
         self.log.write(
             'finish', draw=draw, sample=0, tokens=tokens, reason=generation.finish_reason,
@@ -134,6 +135,9 @@ class SoakLoad:
         self.counts['tokens'] += tokens
         self.answered.put(Answered(draw, prompt, asked, segments))
 
+    def _note_end(self, kind: str, began_s: float) -> None:
+        self.slowest_s[kind] = max(self.slowest_s[kind], self._clock.now() - began_s)
+
     async def _update(self) -> None:
         version = 0
         while not self._is_ending:
@@ -141,14 +145,16 @@ class SoakLoad:
             version += 1
             published, began_s = await self._publish(version), self._clock.now()
             await self._pool.load_weights(published)
-            self.slowest_update_s = max(self.slowest_update_s, self._clock.now() - began_s)
+            self._note_end('update', began_s)
             self._channel.release(version, self._pool.pinned_versions())
             self.counts['updates'] += 1
 
     async def _pause(self) -> None:
         while not self._is_ending:
             await self._clock.wait(self._never, self._random.uniform(5.0, 15.0))
+            began_s = self._clock.now()
             await self._pool.pause()
+            self._note_end('pause', began_s)
             await self._clock.wait(self._never, self._random.uniform(0.0, 0.5))
             self._pool.resume()
             self.counts['pauses'] += 1

@@ -38,7 +38,10 @@ class DeadlockError(RuntimeError):
 
 
 class StallError(UserError, RuntimeError):
-    """Nothing has completed for longer than run.stall_timeout_s; the message names waits and busy lanes."""
+    """Nothing has completed for longer than run.stall_timeout_s; the message names waits and busy lanes.
+
+    Looks at servers (lanes.is_upkeep_lane) and ends of waits do not count: they come for ever.
+    """
 
 
 class CallDeadlineError(UserError, RuntimeError):
@@ -93,6 +96,7 @@ class LoopClock(abc.ABC):
         self._early_signals: list[tuple[signal.Signals, protocols.Event]] = []
         self._is_abandoned = False
         self._takes_arrivals = False  # an inbox was made: what wakes the program may come from outside
+        self._may_idle = False  # for ever, without that being a stall
         self._signal_lock = threading.Lock()
         log.start(self.now)
 
@@ -105,13 +109,14 @@ class LoopClock(abc.ABC):
     def event(self, name: str) -> Event:
         return Event(name)
 
-    def inbox(self, name: str) -> Inbox[Any]:
+    def inbox(self, name: str, *, may_idle: bool = False) -> Inbox[Any]:
         """Where other threads put items for the program.
 
-        From then on the real clock takes a program that waits and does nothing for an idle one, not for a stalled one.
+        From then on the real clock takes a program that waits and does nothing for an idle one, where it `may_idle`:
+        a server that nobody asks is none that has stalled, and a run that waits for the words of a server is.
         Under the virtual clock only the program itself may put items: the time of others would not be repeatable.
         """
-        self._takes_arrivals = True
+        self._takes_arrivals, self._may_idle = True, self._may_idle or may_idle
         return Inbox(Event(name), self._post_arrival, self.wait)
 
     async def run(self, lane: str, fn: Callable[[], _Result], work: Work) -> _Result:

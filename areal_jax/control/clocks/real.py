@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
 from areal_jax.control.events import EventLog
+from areal_jax.lanes import is_upkeep_lane
 from areal_jax.protocols import Event
 
 END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
@@ -40,7 +41,7 @@ class RealClock(LoopClock):
         self._stall_timeout_s = stall_timeout_s
         self._fifo: collections.deque[tuple[float, _Posted]] = collections.deque()
         self._queues: dict[str, queue.SimpleQueue[Interval | None]] = {}
-        self._last_release = time.monotonic()
+        self._last_progress = time.monotonic()  # a completion that was no mere look at a server
         self._threads: list[threading.Thread] = []
         self._end_of_work_s = end_of_work_s
         self.max_lag_s = 0.0  # longest wait of a completion for its release: the loop's lag
@@ -53,7 +54,7 @@ class RealClock(LoopClock):
     def restart(self) -> None:
         """Continue from the current time: the seconds since the clock was made (building, compiling) do not count."""
         self._origin = time.monotonic() - self._now
-        self._last_release = time.monotonic()
+        self._last_progress = time.monotonic()
         self.max_lag_s, self.longest_lag_work = 0.0, ''
 
     def _begin(self, interval: Interval) -> None:
@@ -108,14 +109,14 @@ class RealClock(LoopClock):
             self._release(*self._fifo.popleft())
             return []
         deadline = self._next_deadline()
-        is_idle = self._takes_arrivals and not self._busy  # whatever wakes the program may come late
-        if deadline is None and not self._busy and not is_idle:
+        is_idle = self._may_idle and not self._busy
+        if deadline is None and not self._busy and not self._takes_arrivals:
             raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
-        ends = [] if is_idle else [self._last_release + self._stall_timeout_s]
+        ends = [] if is_idle else [self._last_progress + self._stall_timeout_s]
         if deadline is not None:
             ends.append(deadline[0])
         ready = block(max(0.0, min(ends) - time.monotonic()) if ends else None)
-        silent_s = time.monotonic() - self._last_release
+        silent_s = time.monotonic() - self._last_progress
         if not ready and not self._fifo and not is_idle and silent_s >= self._stall_timeout_s:
             self._end_of_work_s = _END_OF_STALLED_WORK_S
             raise StallError(
@@ -130,7 +131,9 @@ class RealClock(LoopClock):
 
     def _release(self, posted: float, item: _Posted) -> None:
         now = time.monotonic()
-        self._now, self._last_release = now - self._origin, now
+        self._now = now - self._origin
+        if _is_progress(item):
+            self._last_progress = now
         if now - posted > self.max_lag_s:
             self.max_lag_s = now - posted
             self.longest_lag_work = item.work.kind if isinstance(item, Interval) else 'deadline, signal or arrival'
@@ -154,3 +157,9 @@ class RealClock(LoopClock):
         end = time.monotonic() + self._end_of_work_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+
+def _is_progress(item: _Posted) -> bool:
+    if isinstance(item, Interval):
+        return not is_upkeep_lane(item.lane)
+    return not isinstance(item, Deadline)

@@ -101,7 +101,7 @@ class GenerationService:
         model_path: str = '',
         digest: str = '',
     ):
-        self.inbox = clock.inbox('requests of the server')
+        self.inbox = clock.inbox('requests of the server', may_idle=True)
         self._engine, self._clock, self._supervisor = engine, clock, supervisor
         self._version = engine.status().policy_version
         self._labels = {self._version: label}

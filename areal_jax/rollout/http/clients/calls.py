@@ -13,7 +13,7 @@ from areal_jax.types import GenerationRequest, concatenate
 _SEED_MASK = 2**31 - 1  # what every server takes
 
 
-def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *, seeds: bool) -> Call:
+def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *, seeds: bool, streams: bool) -> Call:
     """The call for what is left of the answer; `generated` int32 [n] is the answer so far, its prefix included.
 
     A seed is of the request and of the position: with the request's alone, the rest of an answer would be drawn with
@@ -34,6 +34,7 @@ def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *
         prompt_field='prompt',
         sampling=(parameters,),
         request_ids=(wire_id,),
+        stream=streams,
         logprobs=('behavior',),
     )
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from areal_jax.rollout.http.clients.connection import Connection
-from areal_jax.rollout.http.wire.exchange import Answer, Call
+from areal_jax.rollout.http.wire.exchange import Answer, Call, FinishWord, Piece
 from areal_jax.types import EngineCapabilities
 
 # Whatever protocol the server speaks, the engine pauses it in the mode that returns what was generated, and sends the
-# rest again afterwards: answers are cut into one segment a version, and their KV is rebuilt. The weights of a version
+# rest again afterwards: no call goes on under other weights, and the KV of answers is rebuilt. The weights of a version
 # are loaded in the pause, none are kept beside them, and a cut softmax has no log-probs of its own in the replies.
 CAPABILITIES = EngineCapabilities(
     logprobs=('behavior',),
@@ -29,13 +30,23 @@ class UpdateError(Exception):
 class Dialect(Protocol):
     """One protocol. Every method raises connection.NoReplyError and StatusError.
 
-    `seeds`: whether noise can be seeded for each request.
+    `seeds`: noise can be seeded for each request. `streams`: what came of an answer outlives its server.
     """
 
     seeds: bool
+    streams: bool
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
         """The one answer of the call; raises wire.exchange.ReplyError where its tokens cannot be trusted."""
+        ...
+
+    async def stream(
+        self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
+    ) -> FinishWord:
+        """Calls `deliver` with what comes of the answer, in parts or at once; returns how it ended.
+
+        Raises ReplyError where what was not delivered cannot be trusted.
+        """
         ...
 
     async def abort(self, connection: Connection, request_id: str) -> None:

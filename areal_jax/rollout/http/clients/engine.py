@@ -7,8 +7,10 @@ is of the version that was in use when its call was sent, and the server's own w
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -19,9 +21,20 @@ from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
-from areal_jax.rollout.http.wire.exchange import Answer, FinishWord, ReplyError
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
+from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
+from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
 from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, PublishedWeights, Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """Tokens that a server has sent, on their way from the I/O loop."""
+
+    request: ServerRequest
+    wire_id: str
+    version: int  # of the weights in use when the call was sent
+    pieces: Sequence[Piece]
+
 
 _STRAGGLER_S = 1.0  # a call that reaches the server after its pause is aborted so much later
 _VAIN_CALLS = 3
@@ -68,10 +81,13 @@ class ServerEngine:
         self._is_held = False  # no call is sent: the server is paused, or about to be, or its weights are unknown
         self._is_paused = self._is_swapping = False  # why
         self._idle = clock.event(f'{self.name}: no call under way')
+        self._arrivals = clock.inbox(f'{self.name}: streamed tokens')
+        self._taker: asyncio.Task[None] | None = None
         self._tokens, self._busy_s, self._busy_from_s = 0, 0.0, 0.0
 
     def start(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+        self._taker = supervisor.start(f'{self.name}: streamed tokens', self._take_arrivals())
 
     # What the pool calls; protocols.RolloutEngine and remote_engine.RemoteEngine have the docstrings.
 
@@ -82,8 +98,8 @@ class ServerEngine:
         if request.request_id in self._open:
             raise RuntimeError(f'{self.name}: request {request.request_id} is open already')
         found = ServerRequest(request, self._clock, self.name)
-        if not found.remaining:
-            found.finish('length')  # the prefix is the whole answer
+        if not found.room_tokens:
+            found.end('length')  # the prefix is the whole answer
             return found
         self._open[found.request_id] = self._waiting[found.request_id] = found
         self._log.write('arrive', self.name, request=found.request_id)
@@ -94,7 +110,7 @@ class ServerEngine:
         request = self._open.pop(request_id, None)
         if request is None:
             return
-        request.finish('cancelled')
+        request.end('cancelled')
         if self._waiting.pop(request_id, None) is None:
             self._start('abort', self._abort_call(request.wire_id))
 
@@ -163,6 +179,8 @@ class ServerEngine:
         await self._go_on()
 
     async def close(self) -> None:
+        if self._taker is not None:
+            self._taker.cancel()
         await self._server.close()
 
     # Calls.
@@ -184,7 +202,7 @@ class ServerEngine:
 
     async def _call(self, request: ServerRequest) -> None:
         """One call and what it leads to; the request may have been cancelled meanwhile."""
-        before = request.remaining
+        before = request.room_tokens
         try:
             await self._converse(request)
         except ReplyError as error:
@@ -192,7 +210,7 @@ class ServerEngine:
                 del self._open[request.request_id]
                 request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {error}'))
         finally:
-            now_s, new_tokens = self._clock.now(), before - request.remaining
+            now_s, new_tokens = self._clock.now(), before - request.room_tokens
             self._tokens += new_tokens
             fields = {'request': request.request_id, 'tokens': new_tokens}
             self._log.write('receive', self.name, engine=self.name, **fields)
@@ -203,36 +221,55 @@ class ServerEngine:
         self._send_waiting()
 
     async def _converse(self, request: ServerRequest) -> None:
-        """Sends a call and takes what it brings; raises ReplyError."""
-        version = self._version
-        call = make_call(request.request, request.generated, request.wire_id, seeds=self._server.seeds)
-        answer = await self._server.generate(call)
+        """One call. `_take_arrivals` delivers what it brings, all of it before the call ends. Raises ReplyError."""
+        wire_id, version, before = request.wire_id, self._version, request.room_tokens
+        put = lambda pieces: self._arrivals.put(Arrival(request, wire_id, version, pieces))
+        reason = await self._server.stream(self._make_call(request), put)
         if self._is_open(request):
-            self._take(request, answer, version)
+            self._settle(request, reason, before - request.room_tokens)
+
+    def _make_call(self, request: ServerRequest) -> Call:
+        seeds, streams = self._server.seeds, self._server.streams
+        return make_call(request.request, request.tokens, request.wire_id, seeds=seeds, streams=streams)
 
     def _is_open(self, request: ServerRequest) -> bool:
         """False after a `cancel` or a `fence`, also where the same request has come again."""
         return self._open.get(request.request_id) is request
 
-    def _take(self, request: ServerRequest, answer: Answer, version: int) -> None:
-        """Delivers what a call brought."""
-        if answer.n_tokens > request.remaining:
-            raise ReplyError(f'the server sent {answer.n_tokens} tokens, and {request.remaining} were asked for')
-        for piece in answer.pieces:
-            if piece.version and read_version(piece.version) != version:
-                raise ReplyError(f'the server answered under version {piece.version!r}, and {version} was loaded last')
-        for piece in answer.pieces:
-            if len(piece.tokens):
-                request.deliver(Segment(piece.tokens, piece.logprobs, version))
-        self._settle(request, answer.finish.reason if answer.finish is not None else 'abort', answer.n_tokens)
+    async def _take_arrivals(self) -> None:
+        while True:
+            arrival = await self._arrivals.take()
+            request = arrival.request
+            for piece in arrival.pieces:
+                if not self._is_open(request) or request.wire_id != arrival.wire_id:
+                    break  # it was cancelled, or has gone on elsewhere
+                version = self._read_version(piece, arrival.version)
+                if fault := self._find_fault(piece, version, arrival):
+                    del self._open[request.request_id]
+                    request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
+                    self._start('abort', self._abort_call(arrival.wire_id))
+                elif len(piece.tokens):
+                    request.take(Segment(piece.tokens, piece.logprobs, version, piece.sampling_logprobs))
+
+    def _read_version(self, piece: Piece, sent_under: int) -> int:
+        """That of a piece: no call goes on under other weights than those that it was sent under."""
+        return read_version(piece.version) if piece.version else sent_under
+
+    def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:
+        """What is wrong with a piece, '' for nothing."""
+        if len(piece.tokens) > arrival.request.room_tokens:
+            return f'the server sent {len(piece.tokens)} tokens, and {arrival.request.room_tokens} were left'
+        if version != arrival.version:
+            return f'the server answered under version {piece.version!r}, and {arrival.version} was loaded last'
+        return ''
 
     def _settle(self, request: ServerRequest, reason: FinishWord, new_tokens: int) -> None:
         """The end of a call that brought so many tokens; the rest of an aborted answer waits for the next call."""
-        if reason == 'abort' and not request.remaining:
+        if reason == 'abort' and not request.room_tokens:
             reason = 'length'
         if reason != 'abort':
             del self._open[request.request_id]
-            request.finish(reason)
+            request.end(reason)
             return
         request.vain_calls = 0 if new_tokens or self._is_held else request.vain_calls + 1
         if request.vain_calls == _VAIN_CALLS:

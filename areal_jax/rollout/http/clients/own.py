@@ -6,43 +6,30 @@ it has streamed is delivered at once, so that it is kept when the server dies.
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from areal_jax.control.events import EventLog
-from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import control_lane, publish_lane
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_own_call, require_fit, require_own
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
-from areal_jax.rollout.http.clients.engine import ServerEngine
+from areal_jax.rollout.http.clients.engine import Arrival, ServerEngine
 from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import ServerLimits, read_version
-from areal_jax.rollout.http.wire.exchange import Piece, ReplyError
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.rollout.http.wire.exchange import Call, Piece
+from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError
 from areal_jax.types import (
     NOT_GENERATED,
     EngineCapabilities,
     GenerationRequest,
     KvPolicy,
     PublishedWeights,
-    Segment,
     Work,
 )
 
 Result = TypeVar('Result')
-
-
-@dataclasses.dataclass(frozen=True)
-class _Arrival:
-    """Tokens that a server has streamed, on their way from the I/O loop."""
-
-    request: ServerRequest
-    wire_id: str
-    pieces: Sequence[Piece]
 
 
 class OwnEngine(ServerEngine):
@@ -75,12 +62,6 @@ class OwnEngine(ServerEngine):
             pinned=False,
         )
         self._control_lane, self._publish_lane = control_lane(index), publish_lane(index)
-        self._arrivals = clock.inbox(f'{self.name}: streamed tokens')
-        self._taker: asyncio.Task[None] | None = None
-
-    def start(self, supervisor: Supervisor) -> None:
-        super().start(supervisor)
-        self._taker = supervisor.start(f'{self.name}: streamed tokens', self._take_arrivals())
 
     async def stage(self, published: PublishedWeights) -> None:
         directory = self._locate(published)
@@ -109,11 +90,6 @@ class OwnEngine(ServerEngine):
         self._send_waiting()
         return HeldWeights(self._version, digest or None)
 
-    async def close(self) -> None:
-        if self._taker is not None:
-            self._taker.cancel()
-        await super().close()
-
     def _require_servable(self, request: GenerationRequest) -> None:
         require_fit(request, self.name, self._limits.vocab_size, self._limits.context_tokens)
         require_own(request, self.name)
@@ -124,38 +100,17 @@ class OwnEngine(ServerEngine):
             versions = {'from_version': self._version, 'to_version': version}
             self._log.write('interrupt', self.name, engine=self.name, requests=requests, **versions)
 
-    async def _converse(self, request: ServerRequest) -> None:
-        """Segments are delivered by `_take_arrivals`: all of them before the call ends."""
-        wire_id, before = request.wire_id, request.remaining
-        call = make_own_call(request.request, request.generated, wire_id)
-        put = lambda pieces: self._arrivals.put(_Arrival(request, wire_id, pieces))
-        try:
-            reason = await self._clock.call(
-                self.name,
-                lambda: self._dialect.stream(self._connection, call, self._limits.vocab_size, put),
-                Work('generate', before),
-                self._limits.request_s,
-            )
-        except (NoReplyError, StatusError, TimeoutError) as error:
-            raise ReplyError(str(error)) from error
-        if self._is_open(request):
-            self._settle(request, reason, before - request.remaining)
+    def _make_call(self, request: ServerRequest) -> Call:
+        return make_own_call(request.request, request.tokens, request.wire_id)
 
-    async def _take_arrivals(self) -> None:
-        while True:
-            arrival = await self._arrivals.take()
-            request = arrival.request
-            if not self._is_open(request) or request.wire_id != arrival.wire_id:
-                continue  # it was cancelled, or has gone on elsewhere
-            for piece in arrival.pieces:
-                version = read_version(piece.version)
-                if version == NOT_GENERATED or len(piece.tokens) > request.remaining:
-                    del self._open[request.request_id]
-                    fault = f'{len(piece.tokens)} tokens under version {piece.version!r}, {request.remaining} were left'
-                    request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
-                    self._start('abort', self._abort_call(arrival.wire_id))
-                    break
-                request.deliver(Segment(piece.tokens, piece.logprobs, version, piece.sampling_logprobs))
+    def _read_version(self, piece: Piece, sent_under: int) -> int:
+        return read_version(piece.version)
+
+    def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:
+        room = arrival.request.room_tokens
+        if version == NOT_GENERATED or len(piece.tokens) > room:
+            return f'{len(piece.tokens)} tokens under version {piece.version!r}, {room} were left'
+        return ''
 
     async def _control(self, lane: str, action: str, act: Callable[[], Awaitable[Result]], work: Work) -> Result:
         """Raises RefusedError for what the server says that it has not done, OutcomeUnknownError without a reply."""

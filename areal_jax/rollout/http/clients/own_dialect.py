@@ -1,15 +1,14 @@
-"""The protocol of our own servers, for a client: vLLM's, with staged weights and answers that are streamed."""
+"""The protocol of our own servers, for a client: vLLM's, with staged weights and a version in each event."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
-from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
-from areal_jax.rollout.http.clients.vllm import VllmDialect
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.vllm import VllmDialect, stream_deltas
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.events import parse_event
-from areal_jax.rollout.http.wire.exchange import Call, Finish, FinishWord, Piece
+from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece
 
 
 class OwnDialect(VllmDialect):
@@ -18,24 +17,13 @@ class OwnDialect(VllmDialect):
     async def stream(
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
     ) -> FinishWord:
-        """Calls `deliver` with what each event adds; returns how the answer ended. Raises ReplyError."""
-        received, ended = 0, cast(Finish | None, None)
+        """Delivers what each event adds."""
 
-        def take(line: str) -> None:
-            nonlocal received, ended
-            if (event := parse_event(line)) is None:
-                return
-            for delta in vllm.parse_event(event, call, [received], vocab_size):
-                pieces = [piece for piece in delta.pieces if len(piece.tokens)]
-                if pieces:
-                    deliver(pieces)
-                received += sum(len(piece.tokens) for piece in pieces)
-                ended = delta.finish or ended
+        def take(delta: vllm.Delta, event: JsonObject) -> None:
+            if delta.pieces:
+                deliver(delta.pieces)
 
-        await connection.stream(vllm.PATH, vllm.render_request(call), take)
-        if ended is None:
-            raise NoReplyError(f'POST {vllm.PATH}: the stream ended after {received} tokens, and the answer did not')
-        return ended.reason
+        return await stream_deltas(connection, call, vocab_size, take)
 
     async def stage(self, connection: Connection, directory: str) -> None:
         """Returns when the server has loaded the weights, beside those that it decodes with."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_probe
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.dialect import Dialect, UpdateError
-from areal_jax.rollout.http.wire.exchange import Answer, Call, ReplyError
-from areal_jax.rollout.remote_engine import OutcomeUnknownError, RefusedError
+from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
+from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
 Result = TypeVar('Result')
@@ -49,21 +49,24 @@ class Server:
         control_lane: str,
         load_lane: str,
     ):
-        self.url, self.seeds, self.limits = connection.url, dialect.seeds, limits
+        self.url, self.seeds, self.streams, self.limits = connection.url, dialect.seeds, dialect.streams, limits
         self._dialect, self._connection, self._clock = dialect, connection, clock
         self._lane, self._control_lane, self._load_lane = lane, control_lane, load_lane
 
-    async def generate(self, call: Call) -> Answer:
-        """Raises ReplyError, also without a reply: no token of the call can be used."""
+    async def stream(self, call: Call, deliver: Callable[[Sequence[Piece]], None]) -> FinishWord:
+        """See Dialect.stream. Raises ReplyError where the rest of the answer is lost; what was delivered is right."""
+        stream = lambda: self._dialect.stream(self._connection, call, self.limits.vocab_size, deliver)
+        work = Work('generate', call.sampling[0].max_new_tokens or 1)
         try:
-            return await self._generate(call, self.limits.request_s)
+            return await self._clock.call(self._lane, stream, work, self.limits.request_s)
         except _TROUBLE as error:
             raise ReplyError(str(error)) from error
 
     async def probe(self) -> str:
         """What it calls the weights of one token that it generates now: other replies may outlive its engine."""
+        generate = lambda: self._dialect.generate(self._connection, make_probe(), self.limits.vocab_size)
         try:
-            answer = await self._generate(make_probe(), self.limits.control_s)
+            answer = await self._clock.call(self._lane, generate, Work('generate'), self.limits.control_s)
         except (*_TROUBLE, ReplyError) as error:
             raise OutcomeUnknownError(f'{self._lane}: one token, to see that it serves: {error}') from error
         return answer.pieces[-1].version if answer.pieces else ''
@@ -109,15 +112,6 @@ class Server:
 
     async def close(self) -> None:
         await self._clock.call(self._control_lane, self._connection.close, Work('control'), self.limits.control_s)
-
-    async def _generate(self, call: Call, deadline_s: float) -> Answer:
-        tokens = call.sampling[0].max_new_tokens or 1
-        return await self._clock.call(
-            self._lane,
-            lambda: self._dialect.generate(self._connection, call, self.limits.vocab_size),
-            Work('generate', tokens),
-            deadline_s,
-        )
 
     async def _act(self, action: str, act: Callable[[], Awaitable[Result]]) -> Result:
         try:

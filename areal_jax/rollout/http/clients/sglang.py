@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.clients.connection import Connection, StatusError
 from areal_jax.rollout.http.clients.dialect import UpdateError
 from areal_jax.rollout.http.wire import sglang
-from areal_jax.rollout.http.wire.exchange import Answer, Call
+from areal_jax.rollout.http.wire.exchange import Answer, Call, FinishWord, Piece
 
 _VERSION_PATHS = ('/model_info', '/get_weight_version', '/get_model_info')  # the newest first
 
 
 class SglangDialect:
-    """Implements dialect.Dialect.
+    """Implements dialect.Dialect. Answers are not streamed.
+
+    Every event repeats all tokens so far, so a stream of n tokens carries n^2 / 2 of them, and SGLang-JAX breaks off
+    streams with log-probs (--disable-overlap-schedule) and dies of it.
 
     Args:
       seeds: the server takes `sampling_seed`: SGLang does with --enable-deterministic-inference.
     """
+
+    streams = False
 
     def __init__(self, seeds: bool = False):
         self.seeds = seeds
@@ -30,6 +36,13 @@ class SglangDialect:
         reply = await connection.require('POST', '/generate', sglang.render_request(call))
         (answer,) = sglang.parse_reply(reply.content, call, vocab_size)
         return answer
+
+    async def stream(
+        self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
+    ) -> FinishWord:
+        answer = await self.generate(connection, call, vocab_size)
+        deliver(answer.pieces)
+        return 'abort' if answer.finish is None else answer.finish.reason
 
     async def abort(self, connection: Connection, request_id: str) -> None:
         body: JsonObject = {'rid': request_id} if request_id else {'abort_all': True}

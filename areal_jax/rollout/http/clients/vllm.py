@@ -6,24 +6,55 @@ The server is started with --enable-scale-out, --logprobs-mode processed_logprob
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from areal_jax.rollout.http.clients.dialect import UpdateError
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.exchange import Answer, Call
+from areal_jax.rollout.http.wire.events import parse_event
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece
+from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans
+from areal_jax.types import concatenate
 
+TakeDelta = Callable[[vllm.Delta, JsonObject], None]  # what an event adds, and the event
 _PREFIX = 'generate-tokens-'  # what the server puts before our ids
 
 
 class VllmDialect:
-    """Implements dialect.Dialect."""
+    """Implements dialect.Dialect. Events have log-probs; the versions of all tokens are in the last one."""
 
-    seeds = True
+    seeds = streams = True
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
-        reply = await connection.require('POST', '/inference/v1/generate', vllm.render_request(call))
+        reply = await connection.require('POST', vllm.PATH, vllm.render_request(call))
         (answer,) = vllm.parse_reply(reply.content, call, vocab_size)
         return answer
+
+    async def stream(
+        self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
+    ) -> FinishWord:
+        """Delivers at the end, which tells the versions of all tokens, or where the stream is cut off: what came until
+        then is right, as long as nobody else gives the server weights.
+        """
+        pieces: list[Piece] = []
+        last: JsonObject = {}
+
+        def take(delta: vllm.Delta, event: JsonObject) -> None:
+            nonlocal last
+            last = event
+            pieces.extend(delta.pieces)
+
+        try:
+            reason = await stream_deltas(connection, call, vocab_size, take)
+        except NoReplyError:
+            deliver([Piece(piece.tokens, piece.logprobs, '') for piece in pieces])
+            raise
+        deliver(_cut_by_versions(last, pieces))
+        return reason
 
     async def abort(self, connection: Connection, request_id: str) -> None:
         ids = [_PREFIX + request_id] if request_id else []
@@ -49,3 +80,30 @@ class VllmDialect:
     async def ask_version(self, connection: Connection) -> str:
         reply = await connection.require('GET', '/weight_info')
         return str(reply.fields().get('weight_version', ''))
+
+
+async def stream_deltas(connection: Connection, call: Call, vocab_size: int, take: TakeDelta) -> FinishWord:
+    """Calls `take` for each event; returns how the answer ended. Raises ReplyError, NoReplyError and StatusError."""
+    received, ended = 0, cast(Finish | None, None)
+
+    def take_line(line: str) -> None:
+        nonlocal received, ended
+        if (event := parse_event(line)) is None:
+            return
+        for delta in vllm.parse_event(event, call, [received], vocab_size):
+            received += sum(len(piece.tokens) for piece in delta.pieces)
+            ended = delta.finish or ended
+            take(delta, event)
+
+    await connection.stream(vllm.PATH, vllm.render_request(call), take_line)
+    if ended is None:
+        raise NoReplyError(f'POST {vllm.PATH}: the stream ended after {received} tokens, and the answer did not')
+    return ended.reason
+
+
+def _cut_by_versions(last_event: JsonObject, pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces of an answer by the versions that the last event tells of all its tokens; raises ReplyError."""
+    (choice,) = Reply(last_event, 'event').entries('choices', 1)
+    tokens = concatenate([piece.tokens for piece in pieces], np.int32)
+    logprobs = concatenate([piece.logprobs for piece in pieces], np.float32)
+    return cut_by_spans(Reply(choice, 'choice'), tokens, logprobs)

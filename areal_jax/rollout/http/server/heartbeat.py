@@ -8,7 +8,8 @@ import socket
 import threading
 import urllib.parse
 
-from areal_jax.rollout.registry import Registration
+from areal_jax.rollout.servers.fit import SAYS_NOTHING, ServerFacts
+from areal_jax.rollout.servers.registry import Registration
 
 KIND = 'own'  # which client speaks to this server
 _PERIOD_S = 1.0
@@ -20,8 +21,8 @@ class Heartbeat:
     Raises UserError where a server of this name lives.
     """
 
-    def __init__(self, workdir: pathlib.Path, url: str, name: str | None = None):
-        self._registration = Registration(workdir, name or name_server(url), reachable(url), KIND)
+    def __init__(self, workdir: pathlib.Path, url: str, name: str | None = None, facts: ServerFacts = SAYS_NOTHING):
+        self._registration = Registration(workdir, name or name_server(url), reachable(url), KIND, facts)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name='heartbeat', daemon=True)
 

@@ -29,6 +29,10 @@ def find_exchange(name, **request):
     )
 
 
+def noted(name, note):
+    return next(exchange for exchange in read_exchanges(name) if exchange['note'] == note)
+
+
 def write_checkpoint(directory, w):
     directory.mkdir(parents=True, exist_ok=True)
     (directory / 'config.json').write_text(json.dumps({'w': w}))
@@ -42,10 +46,11 @@ class Job:
     def __init__(self, prompt, limit, stop):
         self.prompt, self.limit, self.stop = prompt, limit, stop
         self.tokens, self.versions, self.reason = [], [], None
-        self.ended = asyncio.Event()
+        self.ended, self.news = asyncio.Event(), asyncio.Event()
 
     def end(self, reason):
         self.reason = reason
+        self.news.set()
         self.ended.set()
 
     def spans(self):
@@ -58,8 +63,8 @@ class FakeServer:
     """Decodes `slots` jobs at a time, a token of each every `token_s`.
 
     `faults` is a list of (path, fault), each used once: 'drop' does nothing and cuts the connection, 'cut' cuts it
-    after the request was served, 'garbage' answers with half a body, an int is a status. `spans` and `moves` say
-    whether replies name versions, and whether an update changes the weights.
+    after the request was served, 'garbage' answers with half a body, 'die' cuts a stream after its first tokens, an int
+    is a status. `spans` and `moves` say whether replies name versions, and whether an update changes the weights.
     """
 
     def __init__(self, slots=2, token_s=0.01):
@@ -113,6 +118,7 @@ class FakeServer:
             for name, job in list(self._jobs.items())[: 0 if self.is_paused else self.slots]:
                 job.tokens.append(1 + (7 * self.w + len(job.prompt) + len(job.tokens)) % 9)
                 job.versions.append(self.version)
+                job.news.set()
                 if job.tokens[-1] in job.stop or len(job.tokens) == job.limit:
                     del self._jobs[name]
                     job.end('stop' if job.tokens[-1] in job.stop else 'length')
@@ -125,6 +131,8 @@ class FakeServer:
             self.faults.remove((request.path, fault))
         if isinstance(fault, int):
             return web.json_response({'error': {'message': 'a fault', 'code': fault}}, status=fault)
+        if fault not in ('drop', 'cut', 'garbage') and body and body.get('stream'):
+            return await self._stream(request, body, fault)
         if fault != 'drop':
             status, content = await self.serve(request.method, request.path, request.path_qs, body)
         if fault in ('drop', 'cut'):
@@ -171,9 +179,42 @@ class FakeVllm(FakeServer):
         found = find_exchange('vllm/control', method=method, path=path_qs)['response']
         return found['status'], found['json']
 
-    async def _generate(self, body):
-        sampling, name = body['sampling_params'], f'generate-tokens-{body.get("request_id", "none")}'
+    def _read(self, body):
+        """The name of the request, and its job."""
+        sampling = body['sampling_params']
         job = Job(body['token_ids'], sampling['max_tokens'], sampling.get('stop_token_ids', []))
+        return f'generate-tokens-{body.get("request_id", "none")}', job
+
+    async def _stream(self, request, body, fault):
+        """As recorded: versions, of all tokens, are in the last event alone."""
+        name, job = self._read(body)
+        recorded = [line.removeprefix('data: ') for line in noted('vllm/generate', 'stream')['response']['sse']]
+        self._jobs[name], sent = job, 0
+        response = web.StreamResponse(headers={'Content-Type': 'text/event-stream'})
+        await response.prepare(request)
+        while sent < len(job.tokens) or not job.ended.is_set():
+            await job.news.wait()
+            job.news.clear()
+            is_last, tokens = job.ended.is_set(), job.tokens[sent:]
+            event = json.loads(recorded[-2 if is_last else 0])
+            (choice,) = event['choices']
+            entry, sent = choice['logprobs']['content'][0], len(job.tokens)
+            choice |= {
+                'token_ids': tokens, 'finish_reason': job.reason,
+                'logprobs': {'content': [entry | {'token_id': token, 'logprob': -1.0} for token in tokens]},
+                'weight_versions': job.spans() if is_last and self.spans else None,
+            }  # fmt: skip
+            await response.write(f'data: {json.dumps(event | {"request_id": name})}\n\n'.encode())
+            if is_last:
+                break
+            if fault == 'die':
+                request.transport.abort()
+                return response
+        await response.write(b'data: [DONE]\n\n')
+        return response
+
+    async def _generate(self, body):
+        name, job = self._read(body)
         await self._run_job(name, job)
         content = copy.deepcopy(read_exchanges('vllm/generate')[0]['response']['json'])
         (choice,) = content['choices']

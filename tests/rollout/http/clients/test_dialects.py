@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.clients.connection import Reply, StatusError
+from areal_jax.rollout.http.clients.connection import NoReplyError, Reply, StatusError
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyError
-from tests.rollout.http.clients.fake_server import find_exchange, read_exchanges
+from tests.rollout.http.clients.fake_server import find_exchange, noted, read_exchanges
 
 
 class Replayed:
@@ -42,10 +43,6 @@ def generate(dialect, exchange, n=300, vocab_size=512, **fields):
     return asyncio.run(dialect.generate(Replayed(exchange), call(n, **fields), vocab_size))
 
 
-def noted(name, note):
-    return next(exchange for exchange in read_exchanges(name) if exchange['note'] == note)
-
-
 @pytest.mark.parametrize(
     ('name', 'note', 'tokens', 'reason', 'spans'),
     [
@@ -66,6 +63,55 @@ def test_answers_of_vllm_are_read(name, note, tokens, reason, spans):
     assert answer.logprobs.tolist() == [np.float32(entry['logprob']) for entry in choice['logprobs']['content']]
     assert (answer.n_tokens, answer.finish.reason) == (tokens, reason)
     assert [(span.version, span.start, span.end) for span in answer.spans] == spans
+
+
+class ReplayedStream:
+    """A connection on which a recorded stream comes line by line, and breaks off after `events`."""
+
+    def __init__(self, lines, events=None):
+        self._lines, self._events = lines, events
+
+    async def stream(self, path, body, take):
+        assert (path, body['stream']) == ('/inference/v1/generate', True)
+        for line in self._lines[: self._events]:
+            take(line)
+        if self._events is not None:
+            raise NoReplyError('the stream broke off')
+
+
+def stream(lines, events=None):
+    """(the pieces that were delivered, how the answer ended)."""
+    delivered = []
+    asked = dataclasses.replace(call(5), stream=True)
+    try:
+        connection = ReplayedStream(lines, events)
+        reason = asyncio.run(VllmDialect().stream(connection, asked, 512, delivered.extend))
+    except (NoReplyError, ReplyError) as error:
+        reason = type(error)
+    return [(piece.tokens.tolist(), piece.version) for piece in delivered], reason
+
+
+def test_a_stream_of_vllm_is_read_with_the_versions_of_its_last_event():
+    lines = noted('vllm/generate', 'stream')['response']['sse']
+    assert stream(lines) == ([([184, 225, 463, 284, 284], 'default')], 'length')
+    spans = '[{"version":"3","start":0,"end":2},{"version":"4","start":2,"end":5}]'
+    moved = [line.replace('[{"version":"default","start":0,"end":5}]', spans) for line in lines]
+    assert stream(moved) == ([([184, 225], '3'), ([463, 284, 284], '4')], 'length')
+
+
+def test_what_came_of_a_stream_of_vllm_outlives_it():
+    lines = noted('vllm/generate', 'stream')['response']['sse']
+    assert stream(lines, 3) == ([([184], ''), ([225], ''), ([463], '')], NoReplyError)
+    assert stream(lines[:3]) == ([([184], ''), ([225], ''), ([463], '')], NoReplyError)  # it ends, the answer does not
+    assert stream([*lines[:2], 'data: {"choi']) == ([], ReplyError)  # a server that writes this is not believed
+
+
+def test_an_answer_of_sglang_comes_at_once():
+    exchange, delivered = find_exchange('sglang/generate_pause_abort', path='/generate'), []
+    dialect = SglangDialect()
+    reason = asyncio.run(dialect.stream(Replayed(exchange), call(300), 512, delivered.extend))
+    assert (reason, dialect.streams) == ('abort', False)
+    assert sum(len(piece.tokens) for piece in delivered) > 0
 
 
 def test_a_token_outside_the_vocabulary_is_not_used():

@@ -15,7 +15,6 @@ from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
-from areal_jax.rollout.remote_engine import OutcomeUnknownError, RefusedError, RequestFailedError
 from areal_jax.rollout.requirements import (
     EngineError,
     needs_logprobs,
@@ -25,6 +24,7 @@ from areal_jax.rollout.requirements import (
     needs_update,
     require_capabilities,
 )
+from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError, RequestFailedError
 from areal_jax.types import PublishedWeights, SamplingParams
 from tests.rollout.engine_contract import CHECKS, LONGEST, Bench, Setting, Subject, request
 from tests.rollout.http.clients.fake_server import VOCAB_SIZE, FakeSglang, FakeVllm, write_checkpoint
@@ -129,6 +129,27 @@ def test_a_lost_answer_fails_its_request_and_no_other(factory, server, kind, fau
         return [len(one.tokens()) for one in (again, other)]
 
     assert Bench(factory).run(script) == [LONGEST, LONGEST]
+
+
+def test_what_came_before_a_server_died_is_kept_where_the_protocol_streams(factory, server, kind):
+    async def script(bench):
+        server.faults.append((GENERATE[kind], 'die' if kind == 'vllm' else 'cut'))
+        generation, kept = bench.engine.generate(request(0)), []
+        with pytest.raises(RequestFailedError, match=r'engine/0: request 0/0/0: '):
+            await take_rest(generation, kept)
+        (rest,) = bench.collect(0, prefix=kept)
+        await bench.end_of(rest)
+        return [int(token) for segment in kept for token in segment.tokens], rest.tokens()
+
+    kept, rest = Bench(factory).run(script)
+    assert len(kept) == (1 if kind == 'vllm' else 0)
+    assert kept + rest == [1 + (3 + i) % 9 for i in range(LONGEST)]
+    assert [body['stream'] for body in server.sent(GENERATE[kind])] == [kind == 'vllm'] * 2
+
+
+async def take_rest(generation, kept):
+    async for segment in generation:
+        kept.append(segment)
 
 
 def test_a_dead_server_fails_requests_and_leaves_actions_unknown(factory, server):

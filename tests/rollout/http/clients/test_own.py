@@ -12,7 +12,7 @@ from areal_jax.errors import UserError
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.remote_engine import HeldWeights, RefusedError, RequestFailedError
+from areal_jax.rollout.servers.remote_engine import HeldWeights, RefusedError, RequestFailedError
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment
 from tests.rollout.engine_contract import CHECKS, LONGEST, PROMPT, SAMPLING, Bench, Setting, Subject, request
 from tests.rollout.http.server.rig import CONTEXT, ToyServer, write_weights

@@ -21,7 +21,7 @@ from areal_jax.rollout.http.clients.address import open_address
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.remote_engine import OutcomeUnknownError
+from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError
 from areal_jax.types import PublishedWeights
 from tests.rollout.decode.examples import whole_attention
 from tests.rollout.engine_contract import CHECKS, Bench, Setting, Subject

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
 from areal_jax.types import Segment, Work
 from tests.rollout.toy_engine import ToyEngine, ToyGeneration
 
@@ -30,7 +30,7 @@ class ToyServer(ToyEngine):
         super().__init__(index, clock, version=0)
         self.step_s, self.trouble, self.digest, self.calls = step_s, set(), 'none', []
         self._healed, self._alive = clock.event('healed'), True
-        self.fenced, self.closed = 0, False
+        self.fenced, self.closed, self.ask_s = 0, False, 0.001
 
     def heal(self):
         self.trouble = set()
@@ -40,6 +40,10 @@ class ToyServer(ToyEngine):
     def die(self):
         """As by kill -9: open requests are cut, nothing answers."""
         self.trouble = {'dead'}
+        self.cut()
+
+    def cut(self):
+        """The connections of open requests."""
         for generation in self._open.values():
             generation.error = RequestFailedError(f'{self.name}: the connection was cut')
             generation.deliver()
@@ -54,7 +58,7 @@ class ToyServer(ToyEngine):
     async def _reach(self, action):
         """What every call to the server goes through."""
         self.calls.append(action)
-        await self._clock.run('time', lambda: None, Work('time', 0.001))
+        await self._clock.run('time', lambda: None, Work('time', self.ask_s if action == 'ask' else 0.001))
         if 'dead' in self.trouble:
             raise OutcomeUnknownError(f'{self.name}: {action}: connection refused')
         while self.trouble & {'hangs', f'{action} hangs'}:

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from areal_jax.rollout.member import Member
-from areal_jax.rollout.moving_request import find_fault
-from areal_jax.rollout.remote_engine import RemoteError
-from areal_jax.rollout.server_settings import ProbeSettings
+from areal_jax.rollout.servers.member import Member
+from areal_jax.rollout.servers.moving_request import find_fault
+from areal_jax.rollout.servers.remote_engine import RemoteError
+from areal_jax.rollout.servers.settings import ProbeSettings
 from areal_jax.types import GenerationRequest, SamplingParams, Segment, concatenate
 
 PROBE_DRAW = 2**31 - 1  # no draw of a prompt stream is that high
@@ -42,6 +42,7 @@ async def answer_probe(member: Member, request: GenerationRequest, version: int)
     return segments
 
 
-def compare(segments: list[Segment], reference: np.ndarray) -> float:
-    """The largest difference between the log-probs of an answer and the learner's, float32 [A]."""
-    return float(np.abs(concatenate([s.behavior_logprobs for s in segments], np.float32) - reference).max())
+def compare(segments: list[Segment], reference: np.ndarray) -> tuple[float, float]:
+    """The largest and the mean difference between the log-probs of an answer and the learner's, float32 [A]."""
+    differences = np.abs(concatenate([s.behavior_logprobs for s in segments], np.float32) - reference)
+    return float(differences.max()), float(differences.mean())

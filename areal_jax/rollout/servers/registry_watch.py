@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from areal_jax import lanes
+from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
-from areal_jax.rollout.registry import ServerEntry
-from areal_jax.rollout.remote_engine import RemoteEngine
-from areal_jax.rollout.server_pool import ServerPool
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.registry import ServerEntry
+from areal_jax.rollout.servers.remote_engine import RemoteEngine
 from areal_jax.types import Work
 
 
@@ -33,7 +34,8 @@ class RegistryWatch:
 
     Args:
       read: gives the entries; runs on the lane.
-      make_engine: the client of a server; later servers of the same name get a client of the same name.
+      make_engine: the client of a server; later servers of the same name get a client of the same name. Raises
+        UserError for a server that the run cannot use.
       patience_s: a server whose heartbeat does not change for so long gets no requests until it answers.
     """
 
@@ -50,10 +52,15 @@ class RegistryWatch:
         self._clock, self._pool, self._read, self._make_engine = clock, pool, read, make_engine
         self._every_s, self._patience_s = every_s, patience_s
         self._seen: dict[str, _Seen] = {}
+        self._refused: tuple[UserError, float] | None = None  # the first server that was, and when
         self._never = clock.event('next look at the registry')
 
     async def run(self) -> None:
-        """Looks for ever."""
+        """Looks for ever.
+
+        A server that the run cannot use is refused: the pool is told, and it gets no work. Where no other one has come
+        after the patience, the UserError that names the first of them is raised.
+        """
         while True:
             entries = await self._clock.run(lanes.REGISTRY, self._read, Work('registry'))
             for entry in entries:
@@ -63,6 +70,7 @@ class RegistryWatch:
                 if name not in names and not seen.is_gone:
                     seen.is_gone = True
                     self._pool.leave(seen.engine, 'its entry in the registry is gone')
+            self._require_usable()
             await self._clock.wait(self._never, self._every_s)
 
     def _note(self, entry: ServerEntry) -> None:
@@ -83,9 +91,22 @@ class RegistryWatch:
 
     def _note_new(self, entry: ServerEntry, now_s: float) -> None:
         """An entry may be the rest of a dead server: it joins, and gets work when it has answered."""
+        seen = self._seen[entry.name] = _Seen('', entry.incarnation, entry.heartbeat, now_s, is_gone=True)
         if entry.is_leaving:
-            self._seen[entry.name] = _Seen('', entry.incarnation, entry.heartbeat, now_s, is_gone=True)
             return
-        engine = self._make_engine(entry)
-        self._seen[entry.name] = _Seen(engine.name, entry.incarnation, entry.heartbeat, now_s)
-        self._pool.join(engine, entry.incarnation, entry.url)
+        try:
+            engine = self._make_engine(entry)
+            self._pool.join(engine, entry.incarnation, entry.url)
+        except UserError as error:
+            self._pool.note_refused(entry.name, str(error))
+            self._refused = self._refused or (error, now_s)
+        else:
+            seen.engine, seen.is_gone = engine.name, False
+
+    def _require_usable(self) -> None:
+        """Raises the error of a refused server where there was never one that the run can use."""
+        if self._refused is None or any(seen.engine for seen in self._seen.values()):
+            return
+        error, since_s = self._refused
+        if self._clock.now() - since_s >= self._patience_s:
+            raise error

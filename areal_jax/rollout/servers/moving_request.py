@@ -1,54 +1,36 @@
-"""A request that goes on elsewhere when its engine fails: what was received of it, and the iterator that delivers it.
-
-server_pool.py places and ends it; workflows iterate over it.
-"""
+"""A request that goes on elsewhere when its engine fails. placement.py moves and ends it; workflows iterate over it."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 
 import numpy as np
 
 from areal_jax.protocols import Clock
 from areal_jax.rollout.ledger import Entry
+from areal_jax.rollout.servers.answer import GrowingAnswer
 from areal_jax.types import LARGEST_LOGPROB, EngineFinish, GenerationRequest, Segment
 
 
-class MovingRequest:
+class MovingRequest(GrowingAnswer):
     """Implements protocols.Generation; `engine` is the last one that it was sent to, '' before the first."""
 
     def __init__(self, request: GenerationRequest, clock: Clock):
-        self.request = request
+        super().__init__(request, clock)
         self.engine = ''
-        self.finish_reason: EngineFinish | None = None
         self.attempts = 0  # engines that failed it
         self.entry: Entry | None = None  # in the ledger, while an engine has it
         self.pump: asyncio.Task[None] | None = None  # takes what the engine delivers
         self.lowest_version = 0  # that the engine can generate with since it has the request
         self.taken_here = 0  # tokens from the engine that has it
-        self.received_tokens = sum(len(segment.tokens) for segment in request.prefix)
-        self._received = list(request.prefix)
-        self._undelivered: collections.deque[Segment] = collections.deque()
-        self._error: Exception | None = None
-        self._clock, self._news = clock, clock.event(f'segments of request {request.request_id}')
+
+    def __aiter__(self) -> MovingRequest:
+        return self
 
     def take(self, segment: Segment) -> None:
-        self.received_tokens += len(segment.tokens)
         self.taken_here += len(segment.tokens)
-        self._received.append(segment)
-        self._undelivered.append(segment)
-        self._news.set()
-
-    def end(self, reason: EngineFinish) -> None:
-        self.finish_reason = reason
-        self._news.set()
-
-    def fail(self, error: Exception) -> None:
-        """The iteration raises the error, after what was received."""
-        self._error = error
-        self._news.set()
+        super().take(segment)
 
     def rest(self) -> GenerationRequest:
         """The request with everything received as its prefix."""
@@ -60,24 +42,6 @@ class MovingRequest:
         if self._received and int(self._received[-1].tokens[-1]) in sampling.stop_tokens:
             return 'stop'
         return 'length' if self.room_tokens <= 0 else None
-
-    @property
-    def room_tokens(self) -> int:
-        """How many more tokens the answer may have."""
-        return self.request.sampling.max_new_tokens - self.received_tokens
-
-    def __aiter__(self) -> MovingRequest:
-        return self
-
-    async def __anext__(self) -> Segment:
-        while not self._undelivered:
-            if self._error is not None:
-                raise self._error
-            if self.finish_reason is not None:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._clock.wait(self._news)
-        return self._undelivered.popleft()
 
 
 def find_fault(segment: Segment, lowest_version: int, highest_version: int, room_tokens: int) -> str:

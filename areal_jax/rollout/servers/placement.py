@@ -1,6 +1,6 @@
 """Where each request is: sends requests to serving engines in other processes, and on to others when one fails.
 
-server_pool.py says which engines serve. The unit that waits, moves and is retried is the request.
+pool.py says which engines serve. The unit that waits, moves and is retried is the request.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from areal_jax.control.failures import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Generation
 from areal_jax.rollout.ledger import Entry, Ledger
-from areal_jax.rollout.member import Member
-from areal_jax.rollout.moving_request import MovingRequest, find_fault
-from areal_jax.rollout.remote_engine import RemoteError
+from areal_jax.rollout.servers.member import Member
+from areal_jax.rollout.servers.moving_request import MovingRequest, find_fault
+from areal_jax.rollout.servers.remote_engine import RemoteError
 from areal_jax.types import EngineFinish, GenerationRequest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -12,13 +13,15 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.files import FileError
-from areal_jax.rollout.registry import Registration, ServerEntry, read_registry
-from areal_jax.rollout.registry_watch import RegistryWatch
-from tests.rollout.server_rig import ServerRig, request
+from areal_jax.rollout.requirements import needs_spans
+from areal_jax.rollout.servers.fit import ServerFacts, require_fit
+from areal_jax.rollout.servers.registry import Registration, ServerEntry, read_registry
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from tests.rollout.servers.rig import ServerRig, request
 
 SERVER = """
 import sys, pathlib
-from areal_jax.rollout.registry import Registration
+from areal_jax.rollout.servers.registry import Registration
 server = Registration(pathlib.Path(sys.argv[1]), 'server/0'.replace('/', '-'), 'http://127.0.0.1:1', 'own')
 print(server.entry.incarnation, flush=True)
 sys.stdin.read()
@@ -73,7 +76,10 @@ def watch(rig, looks, script, **settings):
     """Runs the script while the watch reads the entries in the list `looks`."""
 
     async def program(rig):
-        made = lambda one: rig.servers[int(one.name.split('/')[1])]
+        def made(one):
+            require_fit(one.name, one.facts, ServerFacts(context_tokens=2))
+            return rig.servers[int(one.name.split('/')[1])]
+
         watcher = RegistryWatch(rig.clock, rig.pool, lambda: list(looks), made, every_s=0.1, **settings)
         rig.supervisor.start('registry', watcher.run())
         return await script(rig)
@@ -133,3 +139,77 @@ def test_an_entry_without_a_heartbeat_is_never_silent():
         assert rig.pool.states() == {'engine/0': 'serving'}
 
     watch(ServerRig(1), [entry(0, heartbeat=None)], script, patience_s=1.0)
+
+
+def test_what_a_server_says_of_itself_is_read_again(tmp_path):
+    facts = ServerFacts('keep', 512, 'bfloat16', 'processed')
+    with contextlib.closing(Registration(tmp_path, 'a', 'http://host:1', 'own', facts)):
+        assert read_registry(tmp_path)[0].facts == facts
+
+
+RUN = ServerFacts('recompute', 512, 'float32', 'processed')
+
+
+@pytest.mark.parametrize(('change', 'says'), [
+    ({'kv_policy': 'keep'}, "kv_policy='keep', and this run needs 'recompute' (rollout.kv_policy)"),
+    ({'context_tokens': 511}, 'context_tokens=511, and this run needs 512 (rollout.context_tokens)'),
+    ({'dtype': 'bfloat16'}, "dtype='bfloat16', and this run needs 'float32' (publication.dtype)"),
+    ({'logprobs_mode': 'raw'}, "logprobs_mode='raw', and this run needs 'processed' (rollout.temperature)"),
+])  # fmt: skip
+def test_a_server_that_computes_something_else_is_refused_by_name_with_both_values(change, says):
+    with pytest.raises(UserError) as refused:
+        require_fit('a at http://host:1', dataclasses.replace(RUN, **change), RUN)
+    assert str(refused.value) == f'the server a at http://host:1 has {says}: start it with the config of the run'
+    require_fit('a', RUN, dataclasses.replace(RUN, **dict.fromkeys(change)))  # the run has no need of it
+
+
+def test_a_longer_context_fits_and_so_does_what_is_not_said():
+    require_fit('a', dataclasses.replace(RUN, context_tokens=4096), RUN)
+    require_fit('a', ServerFacts(), RUN)
+
+
+def misfit(index):
+    """An entry that the maker of `watch` refuses."""
+    return dataclasses.replace(entry(index), facts=ServerFacts(context_tokens=1))
+
+
+def test_a_server_that_does_not_fit_ends_the_run_where_there_is_no_other():
+    async def script(rig):
+        await rig.pass_time(100.0)
+
+    rig = ServerRig(1)
+    with pytest.raises(UserError, match='the server engine/0 has context_tokens=1'):
+        watch(rig, [misfit(0)], script, patience_s=1.0)
+    assert 1.0 <= rig.clock.now() < 2.0
+    assert len(rig.warnings) == 1
+
+
+@pytest.mark.parametrize('others', [[entry(1)], []])
+def test_beside_another_one_it_is_named_and_gets_no_work(others):
+    looks = [misfit(0), *others]
+
+    async def script(rig):
+        await rig.pass_time(0.5)
+        looks[1:] = [entry(1)]
+        await rig.until(lambda: rig.pool.states() == {'engine/1': 'serving'})
+        await rig.pass_time(3.0)
+
+    rig = ServerRig(2)
+    watch(rig, looks, script, patience_s=1.0)
+    ((state, reason),) = rig.reasons('engine/0')
+    assert (state, rig.warnings) == ('refused', [f'a server is refused: {reason}'])
+    assert 'context_tokens=1, and this run needs 2' in reason
+
+
+def test_a_server_without_a_capability_is_refused_like_one_that_does_not_fit():
+    async def script(rig):
+        await rig.until(lambda: rig.pool.states() == {'engine/1': 'serving'})
+        assert rig.servers[0].closed
+
+    rig = ServerRig(2, requirements=[needs_spans('learning')])
+    rig.servers[0].capabilities = dataclasses.replace(rig.servers[0].capabilities, spans=False)
+    watch(rig, [entry(0), entry(1)], script)
+    assert rig.warnings == [
+        'a server is refused: engine/0 cannot tell the version of each token after a swap, which learning needs: '
+        'change that setting or use other engines'
+    ]

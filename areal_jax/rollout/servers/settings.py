@@ -12,7 +12,8 @@ class ProbeSettings:
     """The request that an engine answers before it gets work."""
 
     prompt_tokens: np.ndarray  # int32 [P]
-    max_difference: float  # between its log-probs and those of the learner
+    max_difference: float  # of one token, between its log-probs and those of the learner
+    max_mean: float  # the same on average: what an engine must keep to that was taken out for its mismatch
     new_tokens: int = 16
     temperature: float = 0.0  # that of the learner's log-probs; 0 = greedy, for those of temperature 1
     again_s: float = 60.0  # from a failed probe to the next
@@ -23,7 +24,9 @@ class ServerSettings:
     """Deadlines and waits are seconds of the clock."""
 
     max_retries: int = 3  # of a request given up by engines that failed; then its group is dropped
-    max_failures: int = 3  # of requests and health checks in a row; then the engine gets no requests
+    # health checks in a row without an answer, or requests that failed, each after it was found well; then the engine
+    # is out of service
+    max_failures: int = 3
     max_versions_behind: int = 1  # of an engine that refuses new weights and goes on decoding
     stage_s: float = 600.0
     swap_s: float = 120.0

@@ -15,6 +15,7 @@ import pathlib
 
 from areal_jax import files
 from areal_jax.errors import UserError
+from areal_jax.rollout.servers.fit import SAYS_NOTHING, ServerFacts
 
 REGISTRY = 'registry'  # in the workdir
 _ENTRY = 'server.json'
@@ -32,6 +33,7 @@ class ServerEntry:
     process: int
     is_leaving: bool = False  # it takes no further requests
     heartbeat: int | None = None  # changes while the server lives; None: it has none (rollout.urls)
+    facts: ServerFacts = SAYS_NOTHING
 
 
 class Registration:
@@ -40,7 +42,7 @@ class Registration:
     Raises UserError where another server has the name.
     """
 
-    def __init__(self, workdir: pathlib.Path, name: str, url: str, kind: str):
+    def __init__(self, workdir: pathlib.Path, name: str, url: str, kind: str, facts: ServerFacts = SAYS_NOTHING):
         directory = workdir / REGISTRY / name
         try:
             self._lock = files.DirectoryLock(directory)
@@ -49,7 +51,7 @@ class Registration:
         self._path = directory / _ENTRY
         earlier = read_entry(self._path)
         incarnation = 1 if earlier is None else earlier.incarnation + 1
-        self.entry = ServerEntry(name, incarnation, url, kind, os.getpid())
+        self.entry = ServerEntry(name, incarnation, url, kind, os.getpid(), facts=facts)
         self._write()
 
     def beat(self) -> None:
@@ -79,12 +81,14 @@ def read_entry(path: pathlib.Path) -> ServerEntry | None:
         heartbeat = path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-    fields = files.read_json(path, _FIX)
+    fields = {'facts': {}} | files.read_json(path, _FIX)
     types = {'name': str, 'incarnation': int, 'url': str, 'kind': str, 'process': int, 'is_leaving': bool}
-    for name, kind in types.items():
+    for name, kind in (types | {'facts': dict}).items():
         if type(fields.get(name)) is not kind:
             raise files.FileError(f'{path} has {name}={fields.get(name)!r}, where {kind.__name__} is expected; {_FIX}')
-    return ServerEntry(**{name: fields[name] for name in types}, heartbeat=heartbeat)
+    known = {field.name for field in dataclasses.fields(ServerFacts)}
+    facts = ServerFacts(**{name: value for name, value in fields['facts'].items() if name in known})
+    return ServerEntry(**{name: fields[name] for name in types}, heartbeat=heartbeat, facts=facts)
 
 
 def read_registry(workdir: pathlib.Path) -> list[ServerEntry]:

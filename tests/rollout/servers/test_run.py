@@ -8,70 +8,11 @@ import pytest
 
 from areal_jax.report.ledger import conservation, ledger
 from areal_jax.report.report import _lost_answers
-from areal_jax.rollout.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
-from areal_jax.rollout.server_pool import ServerPool
-from areal_jax.rollout.server_settings import ServerSettings
-from tests.rollout.server_rig import FAST
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.settings import ServerSettings
+from tests.rollout.servers.local_server import LocalServer
+from tests.rollout.servers.rig import FAST
 from tests.toys import ToyRun, length
-
-
-class CutGeneration:
-    """Fails after its first segment."""
-
-    def __init__(self, generation):
-        self._generation, self.engine, self.finish_reason = generation, generation.engine, None
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        raise RequestFailedError('status 500')
-
-
-class LocalServer:
-    """The engine of this process behind calls that may fail."""
-
-    def __init__(self, engine, bad_draws=()):
-        self._engine, self.name, self.capabilities, self._bad_draws = (
-            engine,
-            engine.name,
-            engine.capabilities,
-            bad_draws,
-        )
-        self.cancel, self.resume, self.open_requests = engine.cancel, engine.resume, engine.open_requests
-        self.status, self.is_dead = engine.status, False
-
-    def _reach(self):
-        if self.is_dead:
-            raise OutcomeUnknownError(f'{self.name}: connection refused')
-
-    def generate(self, request):
-        generation = self._engine.generate(request)
-        return CutGeneration(generation) if request.draw in self._bad_draws else generation
-
-    async def stage(self, published):
-        self._reach()
-        await self._engine.stage(published)
-
-    async def swap(self, version):
-        self._reach()
-        return await self._engine.swap(version)
-
-    async def pause(self):
-        self._reach()
-        await self._engine.pause()
-
-    async def ask(self):
-        self._reach()
-        return HeldWeights(self._engine.status().policy_version)
-
-    async def fence(self):
-        self._reach()
-        for request in self._engine.open_requests():
-            self._engine.cancel(request.request_id)
-        self._engine.resume()
-
-    async def close(self): ...
 
 
 class ServerRun(ToyRun):

@@ -9,14 +9,14 @@ from areal_jax.control.events import EventLog, check_types
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
-from areal_jax.rollout.server_pool import ServerPool
-from areal_jax.rollout.server_settings import ProbeSettings, ServerSettings
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.settings import ProbeSettings, ServerSettings
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
-from tests.rollout.toy_server import ToyServer
+from tests.rollout.servers.toy_server import ToyServer
 from tests.toys import PRICES
 
 PROMPT = np.array([1, 2, 3], np.int32)
-PROBE = ProbeSettings(PROMPT, max_difference=1e-3, new_tokens=4, again_s=5.0)
+PROBE = ProbeSettings(PROMPT, max_difference=1e-3, max_mean=1e-3, new_tokens=4, again_s=5.0)
 FAST = {
     'stage_s': 2.0, 'swap_s': 2.0, 'pause_s': 2.0, 'ask_s': 0.5, 'probe_s': 2.0, 'drain_s': 1.0, 'retry_s': 0.2,
     'health_every_s': 0.5, 'no_server_s': 20.0,
@@ -65,7 +65,7 @@ class ServerRig:
         self.supervisor = Supervisor(self.clock)
         speeds = [*step_s, *[0.01] * (servers - len(step_s))]
         self.servers = [ToyServer(index, self.clock, step_s=speeds[index]) for index in range(servers)]
-        self.no_server = []
+        self.no_server, self.warnings = [], []
 
         async def truth(version, prompt, tokens):
             return -np.ones(len(tokens), np.float32)
@@ -73,6 +73,7 @@ class ServerRig:
         self.pool = ServerPool(
             self.clock, self.log, self.supervisor, ServerSettings(**FAST | {'probe': probe} | settings),
             published=weights(0), score=score or truth, on_no_server=self.no_server.append, requirements=requirements,
+            warn=self.warnings.append,
         )  # fmt: skip
 
     def run(self, script, join=True):

@@ -12,14 +12,14 @@ from typing import Literal
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock
-from areal_jax.rollout.keeper import Keeper
-from areal_jax.rollout.member import Member
-from areal_jax.rollout.moving_request import MovingRequest
-from areal_jax.rollout.placement import Placement
-from areal_jax.rollout.probe import Score
-from areal_jax.rollout.remote_engine import RemoteEngine, RemoteError
-from areal_jax.rollout.requirements import Requirement, require_capabilities
-from areal_jax.rollout.server_settings import ServerSettings
+from areal_jax.rollout.requirements import EngineError, Requirement, require_capabilities
+from areal_jax.rollout.servers.keeper import Keeper
+from areal_jax.rollout.servers.member import Member
+from areal_jax.rollout.servers.moving_request import MovingRequest
+from areal_jax.rollout.servers.placement import Placement
+from areal_jax.rollout.servers.probe import Score
+from areal_jax.rollout.servers.remote_engine import RemoteEngine, RemoteError
+from areal_jax.rollout.servers.settings import ServerSettings
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
 _Withdrawn = Literal['syncing', 'unknown', 'quarantined']
@@ -36,6 +36,7 @@ class ServerPool:
       score: see probe.Score.
       on_no_server: called with a sentence when no engine has served for `settings.no_server_s`.
       requirements: what every engine must be able to do; `join` raises EngineError, naming it, where one cannot.
+      warn: called with a sentence for the user.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class ServerPool:
         score: Score,
         on_no_server: Callable[[str], None],
         requirements: Sequence[Requirement] = (),
+        warn: Callable[[str], None] = lambda sentence: None,
     ):
         self._clock, self._log, self._supervisor, self._settings = clock, log, supervisor, settings
-        self._score, self._on_no_server, self._requirements = score, on_no_server, requirements
+        self._score, self._on_no_server, self._requirements, self._warn = score, on_no_server, requirements, warn
         self.target = published
         self._members: dict[str, Member] = {}
+        self._refused: dict[str, str] = {}  # servers that the run cannot use: why, by their name in the registry
         self._placement = Placement(
             clock, log, supervisor, members=self._members, max_retries=settings.max_retries,
             distrust=lambda member, fault: self.withdraw(member, 'quarantined', fault), note_failure=self._note_failure,
@@ -76,8 +79,12 @@ class ServerPool:
             if incarnation <= known.incarnation:
                 return
             self.remove(engine.name, f'it was started again (incarnation {incarnation})')
-        require_capabilities([engine], self._requirements)
         name = engine.name
+        try:
+            require_capabilities([engine], self._requirements)
+        except EngineError:
+            self._supervisor.start(f'{name}: close', engine.close())
+            raise
         self._log.write('register', name, engine=name, incarnation=incarnation, url=url)
         member = self._members[name] = Member(engine, incarnation, self._clock, self._log, self._supervisor)
         keeper = Keeper(member, self, self._clock, self._log, self._settings, self._score)
@@ -108,6 +115,12 @@ class ServerPool:
         if member.keeper is not None:
             member.keeper.cancel()
         self._supervisor.start(f'{name}: close', member.engine.close())
+
+    def note_refused(self, name: str, reason: str) -> None:
+        """The run cannot use the server that registered as `name`."""
+        self._refused[name] = reason
+        self._log.write('engine_state', engine=name, state='refused', reason=reason)
+        self._warn(f'a server is refused: {reason}')
 
     def suspect(self, name: str, reason: str) -> None:
         """The engine is silent: it gets no requests until it answers."""
@@ -233,13 +246,18 @@ class ServerPool:
         self._placement.add_engine(member)
 
     def _note_failure(self, member: Member, reason: str) -> None:
-        """Of a request. Others go elsewhere until the keeper has asked the engine how it is."""
+        """Of a request. Others go elsewhere until the keeper has asked the engine how it is.
+
+        Requests that fail until then count as one: a lost connection fails all that it carries. No failure is a sign of
+        wrong answers: an engine that fails too often is asked, fenced and probed, not suspected of a lie.
+        """
+        if member.state != 'serving' or member.is_suspect:
+            return
         member.failed_requests += 1
         if member.failed_requests >= self._settings.max_failures:
-            self.withdraw(
-                member, 'quarantined', f'{member.failed_requests} requests in a row failed, the last: {reason}'
-            )
-        elif member.state == 'serving':
+            times = f'requests failed {member.failed_requests} times, and it said each time that it is well'
+            self.withdraw(member, 'unknown', f'{times}; the last: {reason}')
+        else:
             member.is_suspect = True
             self._placement.withdraw_engine(member)
             member.news.set()
@@ -272,4 +290,6 @@ class ServerPool:
                 return
 
     def _describe(self) -> str:
-        return ', '.join(f'{name} is {state}' for name, state in self.states().items()) or 'none has registered'
+        found = [f'{name} is {state}' for name, state in self.states().items()]
+        found += [f'{name} is refused' for name in self._refused]
+        return ', '.join(found) or 'none has registered'

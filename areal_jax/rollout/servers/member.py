@@ -1,6 +1,6 @@
 """An engine in another process, as the pool knows it: its state, what it holds and how it has behaved.
 
-keeper.py drives it from state to state, server_pool.py sends it requests while it serves.
+keeper.py drives it from state to state, pool.py sends it requests while it serves.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Literal, TypeVar
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Event
-from areal_jax.rollout.moving_request import MovingRequest
-from areal_jax.rollout.remote_engine import OutcomeUnknownError, RemoteEngine, RemoteError
-from areal_jax.rollout.speed import SpeedMeter
+from areal_jax.rollout.servers.moving_request import MovingRequest
+from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RemoteEngine, RemoteError
+from areal_jax.rollout.servers.speed import SpeedMeter
 
 MemberState = Literal[
     'registered', 'syncing', 'probing', 'serving', 'draining', 'unknown', 'quarantined', 'gone'
@@ -29,14 +29,14 @@ class Member:
         self.engine, self.name, self.incarnation = engine, engine.name, incarnation
         self.state: MemberState = 'registered'
         self.version: int | None = None  # that it acknowledged last; None: not known
-        self.swapping_to: int | None = None  # a version that it may decode with already
+        self.swapping_to: int | None = None  # a version that it may decode with before it has acknowledged it
         self.reading: int | None = None  # a version that it may be fetching
         self.settled_version: int | None = None  # the last that it acknowledged, refused or was not there for
         self.pause_s = 0.0  # of its last swap
         self.is_probed = False
         self.is_paused = False
         self.is_leaving = False
-        self.failed_requests = 0  # in a row
+        self.failed_requests = 0  # in a row, each after it was found well
         self.missed_checks = 0  # of its health, in a row
         self.is_suspect = False  # a request failed since it was found well
         self.requests: dict[str, MovingRequest] = {}  # that it has, by id, first come first

@@ -1,0 +1,131 @@
+"""Whole runs whose engines fail and drift like servers in other processes, and one whose servers never come."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from areal_jax.app.ending import end_command
+from areal_jax.app.engines import build_channel
+from areal_jax.app.served import EndedBy, Servers
+from areal_jax.app.servers import build_server_settings, find_max_mismatch
+from areal_jax.app.session import Session
+from areal_jax.app.workdir import CHECKPOINTS
+from areal_jax.errors import ExitCode
+from areal_jax.lanes import LEARNER
+from areal_jax.report.ledger import conservation
+from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.types import Work
+from tests.app import small
+from tests.rollout.servers.local_server import LocalServer
+
+FAST = {'health_every_s': 0.05, 'retry_s': 0.02, 'ask_s': 1.0}
+
+
+class Joins:
+    """In the place of the registry: every server joins at once, and engine/1 drifts from a version on."""
+
+    def __init__(self, clock, pool, servers, drift):
+        self._clock, self._pool, self._servers, (self._from_version, self._bias) = clock, pool, servers, drift
+
+    async def run(self):
+        for server in self._servers:
+            self._pool.join(server, 1, 'local')
+        while self._pool.target.version < self._from_version:
+            await self._clock.wait(self._clock.event('look at the version'), 0.01)
+        self._servers[1].bias = self._bias
+
+
+class ServedSession(Session):
+    """Under the virtual clock, with engines of this process behind ServerPool."""
+
+    bad_draws, drift = (), (10**9, 0.0)
+
+    def _build_pool(self, task, checkpoint, snapshot):
+        config, learner = self.config, self.learner
+        self._channel = build_channel(config, self.workdir, self._model, self.allocation)
+        self._newest = published = self._channel.transfer(0, learner.publish(0))
+        self._engines = self._build_engines(published)
+        self.clock._prices['score'] = 0.001
+
+        async def score(version, prompt, answer):
+            return await self.clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
+
+        settings = build_server_settings(config, task.prompts('train', 0).draw().tokens)
+        pool = ServerPool(
+            self.clock, self.log, self.supervisor, dataclasses.replace(settings, **FAST),
+            published=published, score=score, on_no_server=pytest.fail,
+        )  # fmt: skip
+        servers = [LocalServer(engine, self.bad_draws) for engine in self._engines]
+        joins = Joins(self.clock, pool, servers, self.drift)
+        watch = MismatchWatch(find_max_mismatch(config), pool.quarantine)
+        self._servers = Servers(pool, joins, watch, EndedBy(pytest.fail))
+        return None, pool
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """Trains with two servers; returns the run."""
+
+    def run(bad_draws=(), drift=(10**9, 0.0), **fields):
+        session = type('Served', (ServedSession,), {'bad_draws': bad_draws, 'drift': drift})
+        monkeypatch.setattr(small, 'Session', session)
+        return small.SmallRun(tmp_path, cluster__engines='2 x shared', **fields).train()
+
+    return run
+
+
+def test_an_engine_whose_logprobs_drift_is_taken_out_and_named(train, tmp_path):
+    large = {'learner__groups_per_update': 16, 'rollout__max_running_groups': 16, 'staleness__eta': 0.0}
+    run = train(drift=(1, -0.05), run__steps=8, **large)
+    states = [e for e in run.events if e['kind'] == 'engine_state' and e['state'] == 'quarantined']
+    assert {e['engine'] for e in states} == {'engine/1'}
+    first = states[0]
+    assert first['reason'].startswith("its log-probs differ from the learner's by 0.05 on average over ")
+    assert first['reason'].endswith(' tokens (rollout.max_mismatch=0.001)')
+    tokens = int(first['reason'].split(' tokens')[0].split()[-1])
+    assert tokens >= 500
+    later = [e for e in run.events if e['seq'] > first['seq']]
+    assert {e['engine'] for e in later if e['kind'] == 'route'} == {'engine/0'}
+    assert {e['outcome'] for e in later if e['kind'] == 'probe'} == {'failed'}
+    assert conservation(run.events) == []
+    assert run.report['finished']
+    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    drifted = [line['mismatch/of/engine/1/mean_abs'] for line in lines if 'mismatch/of/engine/1/n' in line]
+    assert drifted[0] < 1e-4
+    assert max(drifted) == pytest.approx(0.05, rel=0.01)
+    of = run.report['mismatch']['by_engine']
+    assert of['engine/0']['mean'] < 1e-4
+    assert of['engine/1']['mean'] > 0.01
+
+
+def test_a_group_that_no_server_finishes_is_dropped_and_the_lengths_are_reported(train, tmp_path):
+    run = train(bad_draws=(3,), rollout__max_retries=2)
+    (drop,) = [e for e in run.events if e['kind'] == 'drop']
+    assert (drop['draw'], drop['reason']) == (3, 'engine_lost')
+    assert run.report['groups']['dropped'] == {'engine_lost': 1}
+    lost = run.report['groups']['lost']
+    assert (lost['lost'], lost['lost_tokens_mean']) == (4, 0.0)
+    assert lost['finished_tokens_mean'] > 1
+    assert '| answers that no engine finished | 4, 0 tokens on average |' in (tmp_path / 'report.md').read_text()
+    attempts = [e['attempt'] for e in run.events if e['kind'] == 'move' and e['request'] == '0/3/0']
+    assert attempts[-1] == 3
+    assert conservation(run.events) == []
+
+
+def test_a_run_whose_servers_never_come_saves_its_state_and_ends_as_after_a_lost_peer(tmp_path, capsys):
+    served = {'run__clock': 'real', 'rollout__server': 'own', 'publication__channel': 'files'}
+    run = small.SmallRun(tmp_path, run__stall_timeout_s=0.5, **served)
+    code = end_command(lambda: run.train() and 0, doing='training')
+    assert code == ExitCode.STOPPED
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        'error: no server has served for 0.5 s (run.stall_timeout_s): none has registered; see their logs; start '
+        'servers, and go on with --resume'
+    )
+    assert (tmp_path / CHECKPOINTS / 'step_00000000').is_dir()
+    again = small.SmallRun(tmp_path, resume=True, run__stall_timeout_s=0.5, **served)
+    assert again.session.version_at_start == 0
+    again.session.close()

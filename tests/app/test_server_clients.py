@@ -1,0 +1,97 @@
+"""Which servers a run takes: those of its kind that compute what it means."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from areal_jax.app.clock import SERVERS_S, build_clock
+from areal_jax.app.servers import ClientMaker, build_server_settings, find_needs
+from areal_jax.config import TrackedConfig
+from areal_jax.control.events import EventLog
+from areal_jax.errors import UserError
+from areal_jax.rollout.http.clients.own import OwnEngine
+from areal_jax.rollout.servers.fit import ServerFacts
+from areal_jax.rollout.servers.registry import ServerEntry
+from tests.app.small import small_config
+
+
+class Clock:
+    """What a client uses of a clock before it speaks to its server."""
+
+    def __init__(self):
+        self.widths = {}
+
+    def declare(self, lane, width):
+        self.widths[lane] = width
+
+    def event(self, name): ...
+
+    def inbox(self, name): ...
+
+
+class Supervisor:
+    def start(self, name, coroutine):
+        coroutine.close()
+
+
+def make_client(entry, **fields):
+    config = TrackedConfig(small_config(rollout__server='own', **fields))
+    clock = Clock()
+    return ClientMaker(config, clock, None, Supervisor(), vocab_size=16)(entry), clock
+
+
+def entry(kind='own', **facts):
+    return ServerEntry('a', 1, 'http://host:1', kind, 7, facts=ServerFacts(**facts))
+
+
+def test_a_server_that_fits_gets_its_client_and_its_lanes():
+    facts = dataclasses.asdict(find_needs(TrackedConfig(small_config(rollout__temperature=0.7))))
+    assert facts == {
+        'kv_policy': 'recompute', 'context_tokens': 16, 'dtype': 'float32', 'logprobs_mode': 'processed',
+    }  # fmt: skip
+    client, clock = make_client(entry(**facts), rollout__temperature=0.7)
+    assert isinstance(client, OwnEngine)
+    assert set(clock.widths) == {'engine/0', 'publish/0', 'control/0'}
+
+
+@pytest.mark.parametrize(('facts', 'fields', 'says'), [
+    ({'kv_policy': 'keep'}, {}, "kv_policy='keep', and this run needs 'recompute' (rollout.kv_policy)"),
+    ({'context_tokens': 8}, {}, 'context_tokens=8, and this run needs 16 (rollout.context_tokens)'),
+    ({'dtype': 'bfloat16'}, {}, "dtype='bfloat16', and this run needs 'float32' (publication.dtype)"),
+    (
+        {'logprobs_mode': 'raw'}, {'rollout__temperature': 0.7},
+        "logprobs_mode='raw', and this run needs 'processed' (rollout.temperature)",
+    ),
+])  # fmt: skip
+def test_a_server_that_does_not_fit_is_refused_by_name(facts, fields, says):
+    with pytest.raises(UserError) as refused:
+        make_client(entry(**facts), **fields)
+    assert str(refused.value) == f'the server a at http://host:1 has {says}: start it with the config of the run'
+
+
+def test_at_temperature_one_either_softmax_has_the_same_logprobs():
+    make_client(entry(logprobs_mode='raw'))
+
+
+def test_a_server_of_another_kind_is_refused_by_name():
+    with pytest.raises(
+        UserError, match=r"the server a at http://host:1 is of the kind 'vllm', and rollout.server='own'"
+    ):
+        make_client(entry('vllm'))
+
+
+@pytest.mark.parametrize(('server', 'seconds'), [('in_process', 7.0), ('own', 7.0 + SERVERS_S)])
+def test_with_servers_the_pool_gives_up_before_the_clock(server, seconds):
+    fields = {'run__clock': 'real', 'run__stall_timeout_s': 7.0, 'rollout__server': server}
+    config = TrackedConfig(small_config(**fields))
+    assert build_clock(config, EventLog(), 0.0)._stall_timeout_s == seconds
+    settings = build_server_settings(config, None)
+    assert settings.no_server_s == 7.0
+    assert settings.max_failures * (settings.health_every_s + settings.ask_s) < SERVERS_S  # a dead one is out by then
+
+
+def test_the_probe_keeps_to_the_bound_of_the_mismatch_on_average():
+    probe = build_server_settings(TrackedConfig(small_config(rollout__max_mismatch=0.01)), None).probe
+    assert (probe.max_mean, probe.max_difference) == (0.01, 0.04)
