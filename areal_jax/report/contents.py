@@ -195,6 +195,19 @@ class Generation(TypedDict):
     kv_cache_bytes: int | None  # of one engine; None where it is unknown
 
 
+class ServerRow(TypedDict):
+    """One server that answers came from."""
+
+    engine: str
+    url: str  # where it served last
+    starts: int  # times that it registered
+    tokens: int  # received, those of evaluations and probes included
+    mismatch_mean: float | None  # of its log-probs against the learner's, in nats; None where none was compared
+    mismatch_n: int  # tokens
+    failures: int  # times that it was taken out of service
+    last_failure: str  # why, the last time; '' = never
+
+
 class Report(BesideTraining, Generation):
     steps: int  # updates published
     planned_steps: int | None
@@ -220,6 +233,7 @@ class Report(BesideTraining, Generation):
     admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
     publish_pause_seconds: MedianMax  # of an engine
     mismatch: Mismatch
+    servers: list[ServerRow]  # empty where engines were in the process of the run
     throughput: Throughput
     busy: Busy
     time: Time

@@ -27,6 +27,7 @@ from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
 from areal_jax.report.page import render_page
 from areal_jax.report.plots import write_plots
+from areal_jax.report.servers import server_rows
 from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval
 from areal_jax.report.timeline import write_timeline
 from areal_jax.report.window import Window, window
@@ -94,6 +95,7 @@ def build_report(
         'publish_pause_seconds': _pauses(training),
         **_generation(training, facts),
         'mismatch': aggregates.mismatch(metrics),
+        'servers': server_rows(events, metrics),
         'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
         'time': as_report(limit),

@@ -16,7 +16,9 @@ from areal_jax.app.serve import serve_model
 from areal_jax.config import TrackedConfig
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.models.decoder import Decoder
+from areal_jax.publication.export import export_hf
 from areal_jax.rollout.http.server.thread import bind, describe_url
+from areal_jax.tasks.tokenizer import GgufTokenizer
 from tests.app.small import SmallRun, small_config
 from tests.app.test_main_serve import plain_logprobs
 from tests.formats.test_gguf import file_tensors, write
@@ -84,31 +86,35 @@ def check(found, decoder, params):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    fields = {'run__steps': 2, 'run__export': True, 'checkpoint__every': 1}
-    return SmallRun(tmp_path_factory.mktemp('run'), **fields).train()
+    return SmallRun(tmp_path_factory.mktemp('run'), run__steps=2, checkpoint__every=1).train()
 
 
-@pytest.mark.parametrize(
-    ('place', 'updates', 'version'),
-    [('', 2, '2'), ('checkpoints/step_00000001', 1, '1'), ('export', 2, '0')],
-    ids=['run', 'checkpoint', 'directory'],
-)
-def test_a_run_one_of_its_checkpoints_and_its_export_are_served(run, place, updates, version):
+@pytest.mark.parametrize(('place', 'updates'), [('', 2), ('checkpoints/step_00000001', 1)])
+def test_a_run_and_one_of_its_checkpoints_are_served(run, place, updates):
     found = answer(run.workdir / place)
     check(found, describe_model(TrackedConfig(small_config())).decoder, run.weights[updates])
-    assert found[2:] == (version, (run.workdir / place).name)
+    assert found[2:] == (str(updates), (run.workdir / place).name)
 
 
-@pytest.mark.parametrize('packed', [False, True], ids=['file', 'package'])
-def test_a_gguf_file_is_served_by_its_path_or_from_a_package(tmp_path, monkeypatch, packed):
+@pytest.fixture
+def gguf(tmp_path, monkeypatch):
+    """The path of a file in a package that must not be imported."""
     folder = tmp_path / 'served_weights'
     folder.mkdir()
+    (folder / '__init__.py').write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
     tensors, _ = file_tensors()
-    path = write(folder / 'tiny.gguf', tensors)
-    if packed:
-        (folder / '__init__.py').write_text("raise AssertionError('imported')")
-        monkeypatch.syspath_prepend(tmp_path)
-    found = answer('package:served_weights/tiny.gguf' if packed else path)
-    shape, params, _ = load_gguf(path)
+    return write(folder / 'tiny.gguf', tensors)
+
+
+@pytest.mark.parametrize('kind', ['file', 'package', 'directory'])
+def test_a_gguf_file_and_a_directory_are_served(gguf, tmp_path, kind):
+    shape, params, fields = load_gguf(gguf)
+    model = {'file': gguf, 'package': 'package:served_weights/tiny.gguf', 'directory': tmp_path / 'exported'}[kind]
+    if kind == 'directory':
+        export_hf(model, params, shape, dtype='float32')
+        for name, content in GgufTokenizer(fields).hf_files().items():
+            (model / name).write_text(content)
+    found = answer(model)
     check(found, Decoder(shape), params)
-    assert found[2:] == ('0', 'tiny.gguf')
+    assert found[2:] == ('0', 'exported' if kind == 'directory' else 'tiny.gguf')
