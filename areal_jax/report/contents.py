@@ -202,8 +202,6 @@ class ServerRow(TypedDict):
     url: str  # where it served last
     starts: int  # times that it registered
     tokens: int  # received, those of evaluations and probes included
-    mismatch_mean: float | None  # of its log-probs against the learner's, in nats; None where none was compared
-    mismatch_n: int  # tokens
     failures: int  # times that it was taken out of service
     last_failure: str  # why, the last time; '' = never
 

@@ -95,7 +95,7 @@ def build_report(
         'publish_pause_seconds': _pauses(training),
         **_generation(training, facts),
         'mismatch': aggregates.mismatch(metrics),
-        'servers': server_rows(events, metrics),
+        'servers': server_rows(events),
         'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
         'time': as_report(limit),

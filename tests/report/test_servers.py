@@ -15,29 +15,24 @@ ENTRIES = [
     (5, 'register', {'engine': 'engine/1', 'incarnation': 8, 'url': 'http://a:3'}),
     (6, 'engine_state', {'engine': 'engine/1', 'state': 'quarantined', 'reason': 'its log-probs differ'}),
 ]
-METRICS = [
-    {'mismatch/of/engine/1/n': 2.0, 'mismatch/of/engine/1/mean_abs': 0.5},
-    {'mismatch/of/engine/1/n': 0.0},
-    {'mismatch/of/engine/1/n': 6.0, 'mismatch/of/engine/1/mean_abs': 0.1},
-]
 
 
-def test_each_server_has_its_tokens_its_mismatch_and_its_failures():
-    idle, busy = server_rows(event_log(*ENTRIES), METRICS)
-    assert (idle['engine'], idle['tokens'], idle['mismatch_mean'], idle['failures']) == ('engine/0', 0, None, 0)
+def test_each_server_has_its_tokens_its_starts_and_its_failures():
+    idle, busy = server_rows(event_log(*ENTRIES))
+    assert (idle['engine'], idle['tokens'], idle['failures']) == ('engine/0', 0, 0)
     assert busy == {
-        'engine': 'engine/1', 'url': 'http://a:3', 'starts': 2, 'tokens': 11, 'mismatch_mean': 0.2, 'mismatch_n': 8,
-        'failures': 2, 'last_failure': 'its log-probs differ',
+        'engine': 'engine/1', 'url': 'http://a:3', 'starts': 2, 'tokens': 11, 'failures': 2,
+        'last_failure': 'its log-probs differ',
     }  # fmt: skip
-    assert describe_servers([busy]) == [
-        ('engine/1', 'http://a:3', '11', '0.2 nats (8)', '2', '2, the last time: its log-probs differ')
+    assert describe_servers([busy, idle]) == [
+        ('engine/1', 'http://a:3', '11', '2', '2, the last time: its log-probs differ'),
+        ('engine/0', 'http://a:2', '0', '1', '0'),
     ]
-    assert describe_servers([idle]) == [('engine/0', 'http://a:2', '0', '- nats (0)', '1', '0')]
 
 
 def test_the_page_names_servers_where_there_were_some():
     alone = build_report(two_updates(), two_metrics(), two_facts())
     assert alone['servers'] == []
-    assert 'log-prob mismatch, mean (n)' not in render_page(alone, [])
-    served = alone | {'servers': server_rows(event_log(*ENTRIES), METRICS)}
+    assert 'tokens received' not in render_page(alone, [])
+    served = alone | {'servers': server_rows(event_log(*ENTRIES))}
     assert '| engine/1 | http://a:3 | 11 |' in render_page(served, [])
