@@ -185,16 +185,6 @@ class BesideTraining(TypedDict):
     evaluation_cache_bytes: int | None  # of the slots for them, over all engines
 
 
-class Generation(TypedDict):
-    """Of the engines in training."""
-
-    request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
-    engine_work: EngineWork
-    attention_positions: AttentionPositions | None  # None where the log does not have them
-    preemptions: Preemptions | None  # None without any
-    kv_cache_bytes: int | None  # of one engine; None where it is unknown
-
-
 class ServerRow(TypedDict):
     """One server that answers came from."""
 
@@ -204,6 +194,17 @@ class ServerRow(TypedDict):
     tokens: int  # received, those of evaluations and probes included
     failures: int  # times that it was taken out of service
     last_failure: str  # why, the last time; '' = never
+
+
+class Generation(TypedDict):
+    """Of the engines in training."""
+
+    request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
+    engine_work: EngineWork
+    attention_positions: AttentionPositions | None  # None where the log does not have them
+    preemptions: Preemptions | None  # None without any
+    kv_cache_bytes: int | None  # of one engine; None where it is unknown
+    servers: list[ServerRow]  # empty where engines were in the process of the run
 
 
 class Report(BesideTraining, Generation):
@@ -231,7 +232,6 @@ class Report(BesideTraining, Generation):
     admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
     publish_pause_seconds: MedianMax  # of an engine
     mismatch: Mismatch
-    servers: list[ServerRow]  # empty where engines were in the process of the run
     throughput: Throughput
     busy: Busy
     time: Time

@@ -93,9 +93,8 @@ def build_report(
         'steps_with_interruption': len({event['to_version'] for event in interruptions}),
         'admission_held': aggregates.admission_held(metrics, within),
         'publish_pause_seconds': _pauses(training),
-        **_generation(training, facts),
+        **_generation(events, training, facts),
         'mismatch': aggregates.mismatch(metrics),
-        'servers': server_rows(events),
         'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
         'time': as_report(limit),
@@ -135,13 +134,14 @@ def _beside_training(
     }
 
 
-def _generation(training: Sequence[Event], facts: RunFacts) -> contents.Generation:
+def _generation(events: Sequence[Event], training: Sequence[Event], facts: RunFacts) -> contents.Generation:
     return {
         'request_pause_seconds': generation.request_pauses(training),
         'engine_work': generation.engine_work(training),
         'attention_positions': generation.attention_positions(training),
         'preemptions': generation.preemptions(training),
         'kv_cache_bytes': facts.kv_cache_bytes,
+        'servers': server_rows(events),
     }
 
 
