@@ -39,8 +39,9 @@ class Message:
 
     def describe(self) -> JsonObject:
         """As chat templates have it."""
-        more = {'tool_calls': list(self.tool_calls), 'tool_call_id': self.tool_call_id, 'name': self.name}
-        return {'role': self.role, 'content': self.content} | {name: value for name, value in more.items() if value}
+        optional = {'tool_calls': list(self.tool_calls), 'tool_call_id': self.tool_call_id, 'name': self.name}
+        turn: JsonObject = {'role': self.role, 'content': self.content}
+        return turn | {name: value for name, value in optional.items() if value}
 
 
 Prompt = np.ndarray | str | tuple[Message, ...]  # token ids int32 [P], P >= 1; or what a tokenizer makes ids of
