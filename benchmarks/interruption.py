@@ -15,8 +15,8 @@ the policies. Speeds are tokens a second, from weights in use to weights in use;
         gets emptier then gets as much faster as it reads less). All of it was fixed before a run, from sources that
         benchmarks/README.md names. Judged are the cells with the published overhead, each by itself: 'recompute'
         gains a tenth or more. Those without are shown, and `met` is null there.
-  cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; each
-        policy is a process, asked in turns. Reported; no bar.
+  cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; one
+        process, whose calls are those of the policies in turns. Reported; no bar.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
@@ -48,10 +47,10 @@ from benchmarks.options import Row, add_engine, make_parser, read_buckets, repor
 from benchmarks.ratios import Bar, compare
 from benchmarks.roofline import H800, R1_DISTILL_1_5B, Reached, Roofline, step_overhead_s
 from benchmarks.side_engine import LANES
-from benchmarks.sides import Run, Side, ask_in_turns
+from benchmarks.side_interruption import MEAN_LENGTHS, two_mean_lengths_s
+from benchmarks.sides import Run, Side
 
 GAIN = 0.1  # bar of 'recompute' under H800 prices
-MEAN_LENGTHS = 2  # between two updates
 H800_STEPS, H800_PREFILL = 16, 16384  # tokens of a row in a dispatch, tokens of a prefill
 JUDGED = 'published'  # of OVERHEADS
 OVERHEADS = (JUDGED, 'none')
@@ -106,10 +105,6 @@ def run_h800(options: argparse.Namespace, roofline: Roofline, slots: int, seed: 
     return found
 
 
-def two_mean_lengths_s(load: Load, slots: int, tokens_s: float) -> float:
-    return MEAN_LENGTHS * load.mean_tokens * slots / tokens_s
-
-
 def measure_cpu(options: argparse.Namespace) -> Iterator[Row]:
     mean, limit, sigma = LENGTHS['lognormal']
     load = Load(
@@ -122,14 +117,12 @@ def measure_cpu(options: argparse.Namespace) -> Iterator[Row]:
     sizes = engine_sizes(options, slots, CONTEXT_TOKENS, prefill_buckets=read_buckets(options))
     with tempfile.TemporaryDirectory() as directory:
         arguments = {
-            'model': save_smollm2(pathlib.Path(directory)), 'engine': sizes,
-            'load': dataclasses.asdict(load),
+            'model': save_smollm2(pathlib.Path(directory)), 'engine': sizes, 'load': dataclasses.asdict(load),
+            'first_interval_s': options.first_interval_s,
         }  # fmt: skip
-        [alone] = ask({'none': {**arguments, 'policy': 'none', 'interval_s': options.first_interval_s}}, 1)['none']
-        tokens_s = alone['checks']['tokens'] / alone['checks']['part_wall_s']
-        interval_s = two_mean_lengths_s(load, slots, tokens_s)
-        sides = {policy: {**arguments, 'policy': policy, 'interval_s': interval_s} for policy in POLICIES}
-        calls = ask(sides, options.turns)
+        with Side(sys.executable, 'benchmarks.side_interruption', arguments) as side:
+            facts = side.facts()
+            calls = ask(side, options.turns)
     compared = {
         policy: compare(calls[policy], {'wait': calls['wait']}, Bar(1.0, True), ())
         for policy in POLICIES
@@ -140,19 +133,19 @@ def measure_cpu(options: argparse.Namespace) -> Iterator[Row]:
         del ratio['met']  # there is no bar
     yield {
         'cell': 'cpu', 'clock': 'real', 'model': SMOLLM2, 'slots': slots, 'load': dataclasses.asdict(load),
-        'interval_s': interval_s, 'turns': options.turns, 'gain': gain, 'against_wait': compared, 'calls': calls,
+        'interval_s': facts['interval_s'], 'turns': options.turns, 'gain': gain, 'facts': facts,
+        'against_wait': compared, 'calls': calls,
     }  # fmt: skip
 
 
-def ask(arguments: dict[str, dict[str, Any]], turns: int) -> dict[str, list[Run]]:
-    sides: dict[str, Side] = {}
-    try:
-        for name, given in arguments.items():
-            sides[name] = Side(sys.executable, 'benchmarks.side_interruption', given)
-        return ask_in_turns(sides, turns)
-    finally:
-        for side in sides.values():
-            side.close()
+def ask(side: Side, turns: int) -> dict[Policy, list[Run]]:
+    """Calls of each policy, in turns."""
+    calls: dict[Policy, list[Run]] = {policy: [] for policy in POLICIES}
+    for _ in range(turns):
+        for policy, found in calls.items():
+            found.append(side.call())
+            print(policy, found[-1], file=sys.stderr, flush=True)
+    return calls
 
 
 CELLS = {'h800': measure_h800, 'cpu': measure_cpu}
