@@ -69,14 +69,10 @@ def _define_flags() -> flags.FlagValues:
     """The flags of this command, beside --config."""
     from absl import flags
 
+    from areal_jax.app.command_line import define_model
+
     values = flags.FlagValues()
-    flags.DEFINE_string(
-        'model',
-        None,
-        'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
-        'package:NAME/FILE; without it the model of the config.',
-        flag_values=values,
-    )
+    define_model(values)
     flags.DEFINE_string('workdir', None, 'Directory for answers.jsonl and results.json.', flag_values=values)
     flags.DEFINE_bool('resume', False, 'Go on after the problems complete in the workdir.', flag_values=values)
     flags.DEFINE_string(

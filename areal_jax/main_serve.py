@@ -66,14 +66,10 @@ def _define_flags() -> flags.FlagValues:
     """The flags of this command, beside --config."""
     from absl import flags
 
+    from areal_jax.app.command_line import define_model
+
     values = flags.FlagValues()
-    flags.DEFINE_string(
-        'model',
-        None,
-        'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
-        'package:NAME/FILE; without it the model of the config.',
-        flag_values=values,
-    )
+    define_model(values)
     flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 = all.', flag_values=values)
     flags.DEFINE_integer(
         'port', None, 'Port to listen on; 0 = a free one.', lower_bound=0, upper_bound=65535, flag_values=values

@@ -2,7 +2,7 @@
 
     python -m benchmarks.async_speedup --out=benchmarks/results/async_speedup.json [--lengths=equal,heavy] [--small]
 
-SmolLM2-135M on the quickstart's task, 4 groups of 8 answers an update, every group trained. Lengths of answers are a
+SmolLM2-135M on the quickstart's task, --groups groups of 8 answers an update, all trained. Lengths of answers are a
 function of draw and sample (drawn_lengths.py), so that every arm does the same work: all 32 tokens ('equal'), or
 lognormal with sigma 1 and at most 192 ('heavy').
 
@@ -13,7 +13,9 @@ lognormal with sigma 1 and at most 192 ('heavy').
 Runs are made in turns. Speeds are trained tokens a second from the publication of version --first to the last one;
 `gain` is the median over the turns of the speed over that of the best synchronous arm, less 1, in wall seconds. There
 is no bar. `publication_wait_share` is the part of that time in which the learner waited for publication: it copies the
-weights, and waits while those of the version before have not left; `wait_met` where it is at most a hundredth.
+weights, and waits while those of the version before have not left; `wait_met` where it is at most a hundredth. The copy
+takes as long whatever an update has to learn from, so that share says something for updates of a size that a run has:
+--groups=8, the quickstart's, or more.
 """
 
 from __future__ import annotations
@@ -29,28 +31,28 @@ from typing import Any
 
 from areal_jax.errors import UserError
 from benchmarks.drawn_lengths import LONGEST
-from benchmarks.generation import limit_threads, processor
+from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.ratios import CLOCKS, Bar, ratio, strongest
-from benchmarks.report import write_report
-from benchmarks.timed_run import Arm, run
+from benchmarks.timed_run import Arm, run_arm
 
 CONFIG = 'configs/quickstart.py'
 ETA = 2.0
 MOST_WAIT = 0.01
+CORES = 2
 ASYNCHRONOUS, ONE_PROCESS = 'asynchronous', 'one process'
 COMMON = {
     'rollout.context_tokens': 256, 'rollout.block_tokens': 64, 'rollout.prefill_buckets': (64, 512),
     'rollout.max_new_tokens': LONGEST, 'rollout.decode_steps': 8, 'learner.row_tokens': 512,
-    'learner.row_loss_tokens': 448, 'learner.groups_per_update': 4, 'learner.filter_equal_rewards': False,
+    'learner.row_loss_tokens': 448, 'learner.filter_equal_rewards': False,
     'evaluation.problems': 0,
     'checkpoint.every': 0, 'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.progress': False,
 }  # fmt: skip
-SMALL = {'learner.groups_per_update': 2, 'rollout.group_size': 2}
+SMALL = {'learner.groups_per_update': 2, 'rollout.group_size': 2}  # whatever --groups says
 
 
 def make_arms(options: argparse.Namespace) -> list[Arm]:
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
+    cores = sorted(os.sched_getaffinity(0))[:CORES]
+    if len(cores) < CORES:
         raise UserError('two cores are needed: one for the server, one for the learner')
     both = tuple(cores)
     synchronous = [
@@ -63,17 +65,17 @@ def make_arms(options: argparse.Namespace) -> list[Arm]:
     return [arm for arm in arms if not options.arms or any(arm.name.startswith(name) for name in options.arms)]
 
 
-def measure(options: argparse.Namespace, lengths: str, directory: pathlib.Path) -> dict[str, Any]:
+def measure_lengths(options: argparse.Namespace, lengths: str, directory: pathlib.Path) -> Row:
     overrides = COMMON | {'run.steps': options.steps, 'rollout.workflow': f'benchmarks/drawn_lengths.py:{lengths}'}
-    overrides |= SMALL if options.small else {}
+    overrides |= SMALL if options.small else {'learner.groups_per_update': options.groups}
     arms = make_arms(options)
     calls: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     for turn in range(options.turns):
         for arm in arms:
             workdir = directory / f'{lengths}_{turn}_{arm.name.replace(" ", "_")}'
-            calls[arm.name].append(run(arm, CONFIG, overrides, workdir, options.first))
+            calls[arm.name].append(run_arm(arm, CONFIG, overrides, workdir, options.first))
             print(lengths, arm.name, calls[arm.name][-1], file=sys.stderr, flush=True)
-    row = {'cell': lengths, 'turns': options.turns, **gains(calls), 'calls': calls}
+    row = {'cell': lengths, 'turns': options.turns, 'overrides': overrides, **gains(calls), 'calls': calls}
     if ASYNCHRONOUS in calls:
         share = statistics.median(call['checks']['publication_wait_share'] for call in calls[ASYNCHRONOUS])
         row |= {'publication_wait_share': share, 'wait_bar': MOST_WAIT, 'wait_met': share <= MOST_WAIT}
@@ -96,41 +98,38 @@ def gains(calls: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=pathlib.Path)
+    parser = make_parser(__doc__, turns=3)
     parser.add_argument('--lengths', default='equal,heavy')
     parser.add_argument('--arms', default='', help='only those whose name begins with one of these; all by default')
     parser.add_argument('--steps', type=int, default=8, help='updates of a run')
     parser.add_argument('--first', type=int, default=3, help='version from whose publication on is timed')
-    parser.add_argument('--turns', type=int, default=3, help='runs of each arm')
+    parser.add_argument('--groups', type=int, default=4, help='of 8 answers, in an update')
     parser.add_argument('--slots', type=int, default=16, help='of the asynchronous arms')
     parser.add_argument('--sync_slots', default='16,32', help='of the synchronous arms; the best counts')
-    parser.add_argument('--small', action='store_true', help='updates of 2 groups of 2: to try the command')
     options = parser.parse_args(arguments)
-    options.lengths = options.lengths.split(',')
+    options.lengths = split_choices('lengths', options.lengths, ('equal', 'heavy'))
     options.sync_slots = [int(slots) for slots in options.sync_slots.split(',')]
     options.arms = [name for name in options.arms.split(',') if name]
-    if unknown := [name for name in options.lengths if name not in ('equal', 'heavy')]:
-        raise UserError(f'--lengths has {unknown[0]!r}; there are equal and heavy')
     if not 1 <= options.first < options.steps:
         raise UserError(f'--first={options.first} must be at least 1 and below --steps={options.steps}')
+    if options.threads != CORES:
+        raise UserError(f'--threads={options.threads}: the arms share {CORES} cores; leave it out')
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    options = read_options(arguments)
-    limit_threads(2)
+def measure(options: argparse.Namespace) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for lengths in options.lengths:
-            rows.append(measure(options, lengths, pathlib.Path(directory)))
-            print({k: v for k, v in rows[-1].items() if k != 'calls'}, file=sys.stderr, flush=True)
-    command = 'python -m benchmarks.async_speedup ' + ' '.join(sys.argv[1:] if arguments is None else arguments)
-    return write_report({'rows': rows, 'command': command, 'processor': processor()}, options.out)
+            rows.append(measure_lengths(options, lengths, pathlib.Path(directory)))
+            show(rows[-1])
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> Row:
+    options = read_options(arguments)
+    return report('async_speedup', arguments, options, lambda: measure(options))
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f'benchmarks.async_speedup: {error}')
+    run('async_speedup', main)

@@ -12,9 +12,11 @@ the policies. Speeds are tokens a second, from weights in use to weights in use;
         with sigma 0.75, for each of --slots. Shares of the peaks are published ones, once those that favour waiting
         most (fast decode, slow prefill), once those that do least. A step also takes what one row takes longer than
         the weights are read ('published' overhead), or nothing beside its work ('none', a lower bound: a batch that
-        gets emptier then gets as much faster as it reads less). `met`: 'recompute' gains a tenth or more.
-  cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; each
-        policy is a process, asked in turns. Reported; no bar.
+        gets emptier then gets as much faster as it reads less). All of it was fixed before a run, from sources that
+        benchmarks/README.md names. Judged are the cells with the published overhead, each by itself: 'recompute'
+        gains a tenth or more. Those without are shown, and `met` is null there.
+  cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; one
+        process, whose calls are those of the policies in turns. Reported; no bar.
 """
 
 from __future__ import annotations
@@ -27,12 +29,9 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
-from areal_jax.errors import UserError
-from benchmarks.generation import limit_threads, processor
 from benchmarks.generation_cells import (
     CONTEXT_TOKENS,
     LENGTHS,
@@ -44,15 +43,17 @@ from benchmarks.generation_cells import (
 )
 from benchmarks.host_toys import FastBackend
 from benchmarks.interrupted_engine import POLICIES, InterruptedEngine, Load, Policy, gain_over_waiting
+from benchmarks.options import Row, add_engine, make_parser, read_buckets, report, run, show, split_choices
 from benchmarks.ratios import Bar, compare
-from benchmarks.report import write_report
 from benchmarks.roofline import H800, R1_DISTILL_1_5B, Reached, Roofline, step_overhead_s
 from benchmarks.side_engine import LANES
-from benchmarks.sides import Run, Side, ask_in_turns
+from benchmarks.side_interruption import MEAN_LENGTHS, two_mean_lengths_s
+from benchmarks.sides import Run, Side
 
 GAIN = 0.1  # bar of 'recompute' under H800 prices
-MEAN_LENGTHS = 2  # between two updates
 H800_STEPS, H800_PREFILL = 16, 16384  # tokens of a row in a dispatch, tokens of a prefill
+JUDGED = 'published'  # of OVERHEADS
+OVERHEADS = (JUDGED, 'none')
 REACHED = {'favours waiting': Reached(bandwidth=0.85, prefill=0.5), 'favours interruption': Reached(0.6, 0.73)}
 H800_LOAD = Load(
     prompt_tokens=512, mean_tokens=9000, limit_tokens=27648, sigma=0.75, vocabulary=2, seed=0, group_size=16,
@@ -60,9 +61,9 @@ H800_LOAD = Load(
 )  # fmt: skip
 
 
-def measure_h800(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure_h800(options: argparse.Namespace) -> Iterator[Row]:
     for slots, overhead, (name, reached) in itertools.product(options.slots, options.overheads, REACHED.items()):
-        overhead_s = step_overhead_s(H800, R1_DISTILL_1_5B, reached) if overhead == 'published' else 0.0
+        overhead_s = step_overhead_s(H800, R1_DISTILL_1_5B, reached) if overhead == JUDGED else 0.0
         roofline = Roofline(H800, R1_DISTILL_1_5B, reached, overhead_s)
         runs = [run_h800(options, roofline, slots, seed) for seed in range(options.seed, options.seed + options.seeds)]
         gains = [gain_over_waiting({policy: found['tokens_s'] for policy, found in run.items()}) for run in runs]
@@ -72,7 +73,7 @@ def measure_h800(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             'step_overhead_ms': 1e3 * overhead_s, 'reached': dataclasses.asdict(reached),
             'chip': dataclasses.asdict(roofline.chip), 'model': dataclasses.asdict(roofline.model),
             'load': dataclasses.asdict(h800_load(options, options.seed)), 'gain': middle, 'bar': GAIN,
-            'met': middle['recompute'] >= GAIN, 'gains': gains, 'runs': runs,
+            'met': middle['recompute'] >= GAIN if overhead == JUDGED else None, 'gains': gains, 'runs': runs,
         }  # fmt: skip
 
 
@@ -104,11 +105,7 @@ def run_h800(options: argparse.Namespace, roofline: Roofline, slots: int, seed: 
     return found
 
 
-def two_mean_lengths_s(load: Load, slots: int, tokens_s: float) -> float:
-    return MEAN_LENGTHS * load.mean_tokens * slots / tokens_s
-
-
-def measure_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure_cpu(options: argparse.Namespace) -> Iterator[Row]:
     mean, limit, sigma = LENGTHS['lognormal']
     load = Load(
         prompt_tokens=64, mean_tokens=mean, limit_tokens=limit, sigma=sigma, vocabulary=SMOLLM2_TOKENS,
@@ -117,16 +114,15 @@ def measure_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if options.small:
         load = dataclasses.replace(load, mean_tokens=8, limit_tokens=32, updates=1)
     slots = 4 if options.small else SLOTS
+    sizes = engine_sizes(options, slots, CONTEXT_TOKENS, prefill_buckets=read_buckets(options))
     with tempfile.TemporaryDirectory() as directory:
         arguments = {
-            'model': save_smollm2(pathlib.Path(directory)), 'engine': engine_sizes(options, slots, CONTEXT_TOKENS),
-            'load': dataclasses.asdict(load),
+            'model': save_smollm2(pathlib.Path(directory)), 'engine': sizes, 'load': dataclasses.asdict(load),
+            'first_interval_s': options.first_interval_s,
         }  # fmt: skip
-        [alone] = ask({'none': {**arguments, 'policy': 'none', 'interval_s': options.first_interval_s}}, 1)['none']
-        tokens_s = alone['checks']['tokens'] / alone['checks']['part_wall_s']
-        interval_s = two_mean_lengths_s(load, slots, tokens_s)
-        sides = {policy: {**arguments, 'policy': policy, 'interval_s': interval_s} for policy in POLICIES}
-        calls = ask(sides, options.turns)
+        with Side(sys.executable, 'benchmarks.side_interruption', arguments) as side:
+            facts = side.facts()
+            calls = ask(side, options.turns)
     compared = {
         policy: compare(calls[policy], {'wait': calls['wait']}, Bar(1.0, True), ())
         for policy in POLICIES
@@ -137,65 +133,53 @@ def measure_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         del ratio['met']  # there is no bar
     yield {
         'cell': 'cpu', 'clock': 'real', 'model': SMOLLM2, 'slots': slots, 'load': dataclasses.asdict(load),
-        'interval_s': interval_s, 'turns': options.turns, 'gain': gain, 'against_wait': compared, 'calls': calls,
+        'interval_s': facts['interval_s'], 'turns': options.turns, 'gain': gain, 'facts': facts,
+        'against_wait': compared, 'calls': calls,
     }  # fmt: skip
 
 
-def ask(arguments: dict[str, dict[str, Any]], turns: int) -> dict[str, list[Run]]:
-    sides: dict[str, Side] = {}
-    try:
-        for name, given in arguments.items():
-            sides[name] = Side(sys.executable, 'benchmarks.side_interruption', given)
-        return ask_in_turns(sides, turns)
-    finally:
-        for side in sides.values():
-            side.close()
+def ask(side: Side, turns: int) -> dict[Policy, list[Run]]:
+    """Calls of each policy, in turns."""
+    calls: dict[Policy, list[Run]] = {policy: [] for policy in POLICIES}
+    for _ in range(turns):
+        for policy, found in calls.items():
+            found.append(side.call())
+            print(policy, found[-1], file=sys.stderr, flush=True)
+    return calls
 
 
 CELLS = {'h800': measure_h800, 'cpu': measure_cpu}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=pathlib.Path)
+    parser = make_parser(__doc__, turns=5)
+    add_engine(parser, prefill_buckets='80,160,320,1024')
     parser.add_argument('--cells', default='h800,cpu')
     parser.add_argument('--updates', type=int, default=8, help='measured intervals of a run')
-    parser.add_argument('--seed', type=int, default=0, help='of lengths, prompts and noise')
     parser.add_argument('--seeds', type=int, default=1, help='h800: runs, each with the lengths of another seed')
     parser.add_argument('--slots', default='256', help='h800: of the engines')
     parser.add_argument('--overheads', default='published,none', help='h800: of a decode step, beside its work')
-    parser.add_argument('--turns', type=int, default=5, help='cpu: calls of each policy')
-    parser.add_argument('--threads', type=int, default=2, help='cpu: cores')
-    parser.add_argument('--small', action='store_true', help='a fraction of the work: to try the command')
     parser.add_argument('--first_interval_s', type=float, default=10.0, help='cpu: of the run that finds the speed')
-    parser.add_argument('--block_tokens', type=int, default=64, help='cpu: positions of a block of the cache')
-    parser.add_argument('--decode_steps', type=int, default=8, help='cpu: tokens of a row in one dispatch')
-    parser.add_argument('--prefill_buckets', default='64,512', help='cpu: tokens of packed prefills')
     options = parser.parse_args(arguments)
-    options.cells = options.cells.split(',')
-    options.overheads = options.overheads.split(',')
+    options.cells = split_choices('cells', options.cells, tuple(CELLS))
+    options.overheads = split_choices('overheads', options.overheads, OVERHEADS)
     options.slots = [int(slots) for slots in options.slots.split(',')]
-    if unknown := [cell for cell in options.cells if cell not in CELLS]:
-        raise UserError(f'--cells has {unknown[0]!r}; there are {", ".join(CELLS)}')
-    if unknown := [overhead for overhead in options.overheads if overhead not in ('published', 'none')]:
-        raise UserError(f'--overheads has {unknown[0]!r}; there are published and none')
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    options = read_options(arguments)
-    limit_threads(options.threads)
+def measure(options: argparse.Namespace) -> list[Row]:
     rows = []
     for cell in options.cells:
         for row in CELLS[cell](options):
             rows.append(row)
-            print({key: row.get(key) for key in ('cell', 'gain', 'met')}, file=sys.stderr, flush=True)
-    command = 'python -m benchmarks.interruption ' + ' '.join(sys.argv[1:] if arguments is None else arguments)
-    return write_report({'rows': rows, 'command': command, 'processor': processor()}, options.out)
+            show({key: row.get(key) for key in ('cell', 'gain', 'met')})
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> Row:
+    options = read_options(arguments)
+    return report('interruption', arguments, options, lambda: measure(options))
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f'benchmarks.interruption: {error}')
+    run('interruption', main)

@@ -24,15 +24,15 @@ import argparse
 import pathlib
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_jax.errors import UserError
-from benchmarks.generation import limit_threads, processor, run_cell
+from benchmarks.generation import run_cell
 from benchmarks.generation_cells import (
     CONTEXT_TOKENS,
     GGUF,
+    LENGTHS,
     SLOTS,
     SMOLLM2,
     SMOLLM2_TOKENS,
@@ -44,38 +44,36 @@ from benchmarks.generation_cells import (
     save_smollm2,
 )
 from benchmarks.http_clients import MODEL
+from benchmarks.options import Row, add_engine, make_parser, read_buckets, report, run, show, split_choices
 from benchmarks.ratios import Bar
-from benchmarks.report import write_report
 from benchmarks.side_http import PORT
 from benchmarks.sides import Side
 
-CLIENTS = SLOTS
+CLIENTS, ALL_AT_ONCE = SLOTS, 64
 MOST_DISPATCHES = 2  # from staged to loaded
-Entries = Iterator[dict[str, Any]]
+Entries = Iterator[Row]
+VLLM_MODES = ('eager', 'compiled')
+HTTP_BAR, PROCESS_BAR = Bar(1.2, True), Bar(1.08, False)
 
 
 def against_vllm(options: argparse.Namespace, directory: pathlib.Path) -> Entries:
     model = save_smollm2(directory)
-    for lengths, bar in (('equal', 1.2), ('lognormal', 1.2)):
+    for lengths in options.lengths:
         requests, about = draw_requests(options, directory, lengths, SMOLLM2_TOKENS)
-        theirs = {
-            mode: vllm_server(options, model, requests, mode) for mode in options.vllm_modes.split(',')
-        }  # fmt: skip
+        theirs = {mode: vllm_server(options, model, requests, mode) for mode in options.vllm_modes}
         ours = our_server(options, requests, CLIENTS)
-        yield from run_cell(Cell(1, lengths, ours, theirs, Bar(bar, True), model=SMOLLM2, **about), options.turns)
+        yield from run_cell(Cell(1, lengths, ours, theirs, HTTP_BAR, model=SMOLLM2, **about), options.turns)
 
 
 def against_engine(options: argparse.Namespace, directory: pathlib.Path) -> Entries:
     """Both get all requests at once."""
     model = save_smollm2(directory)
-    for lengths in ('equal', 'lognormal'):
+    for lengths in options.lengths:
         requests, about = draw_requests(options, directory, lengths, SMOLLM2_TOKENS)
         about['judged'] = ('cpu_s',)
         engine = {'in process': our_answers(options, model, requests)}
-        server = our_server(options, requests, 64)
-        yield from run_cell(
-            Cell(2, lengths, server, engine, Bar(1.08, False), model=SMOLLM2, **about), options.turns
-        )  # fmt: skip
+        server = our_server(options, requests, ALL_AT_ONCE)
+        yield from run_cell(Cell(2, lengths, server, engine, PROCESS_BAR, model=SMOLLM2, **about), options.turns)
 
 
 def update_under_load(options: argparse.Namespace, directory: pathlib.Path) -> Entries:
@@ -83,7 +81,7 @@ def update_under_load(options: argparse.Namespace, directory: pathlib.Path) -> E
     whole = argparse.Namespace(**{**vars(options), 'small': False})
     requests, about = draw_requests(whole, directory, 'lognormal', SMOLLM2_TOKENS)
     arguments = {
-        'model': save_smollm2(directory), 'engine': engine_sizes(options, SLOTS, CONTEXT_TOKENS),
+        'model': save_smollm2(directory), 'engine': our_sizes(options),
         'requests': requests, 'clients': CLIENTS * 2, 'updates': options.updates,
     }  # fmt: skip
     with Side(sys.executable, 'benchmarks.side_update', arguments) as side:
@@ -100,12 +98,16 @@ def update_under_load(options: argparse.Namespace, directory: pathlib.Path) -> E
     }  # fmt: skip
 
 
+def our_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    return engine_sizes(options, SLOTS, CONTEXT_TOKENS, prefill_buckets=read_buckets(options))
+
+
 def our_server(options: argparse.Namespace, requests: str, clients: int) -> Program:
-    sizes = engine_sizes(options, SLOTS, CONTEXT_TOKENS)
-    sizes['prefill_buckets'] = f'({options.prefill_buckets})'
+    sizes = our_sizes(options)
+    flags = sizes | {'prefill_buckets': f'({options.prefill_buckets})'}
     command = [
         sys.executable, '-m', 'areal_jax.main_serve', '--config=configs/default.py', f'--model={GGUF}',
-        f'--port={PORT}', *(f'--config.rollout.{name}={value}' for name, value in sizes.items()),
+        f'--port={PORT}', *(f'--config.rollout.{name}={value}' for name, value in flags.items()),
     ]  # fmt: skip
     return http_side(command, {}, requests, clients, flush='/flush_cache', engine=sizes)
 
@@ -115,10 +117,13 @@ def vllm_server(options: argparse.Namespace, model: str, requests: str, mode: st
         options.vllm_python, '-m', 'vllm.entrypoints.openai.api_server', '--model', model,
         '--served-model-name', MODEL, '--dtype', 'float32', '--max-model-len', str(CONTEXT_TOKENS),
         '--max-num-seqs', str(SLOTS), '--enable-scale-out', '--logprobs-mode', 'processed_logprobs',
-        '--skip-tokenizer-init', '--no-enable-prefix-caching', '--host', '127.0.0.1', '--port', PORT,
-        *(['--enforce-eager'] if mode == 'eager' else []),
+        '--skip-tokenizer-init', '--no-enable-prefix-caching', '--disable-uvicorn-access-log', '--disable-log-stats',
+        '--host', '127.0.0.1', '--port', PORT, *(['--enforce-eager'] if mode == 'eager' else []),
     ]  # fmt: skip
-    environment = {'VLLM_CPU_KVCACHE_SPACE': '2', 'HF_HUB_OFFLINE': '1', 'VLLM_NO_USAGE_STATS': '1'}
+    environment = {
+        'VLLM_CPU_KVCACHE_SPACE': '2', 'HF_HUB_OFFLINE': '1', 'VLLM_NO_USAGE_STATS': '1',
+        'VLLM_CPU_OMP_THREADS_BIND': 'nobind',  # else its server keeps one of two cores from its threads
+    }  # fmt: skip
     return http_side(command, environment, requests, CLIENTS, flush='', mode=mode)
 
 
@@ -134,48 +139,36 @@ ROWS: Mapping[int, Make] = {1: against_vllm, 2: against_engine, 3: update_under_
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=pathlib.Path)
+    parser = make_parser(__doc__, turns=5)
+    add_engine(parser, prefill_buckets='80,160,320,1024')
     parser.add_argument('--rows', default='1,2,3')
-    parser.add_argument('--turns', type=int, default=5, help='calls of each side')
+    parser.add_argument('--lengths', default='equal,lognormal', help='rows 1 and 2')
     parser.add_argument('--updates', type=int, default=20, help='row 3')
-    parser.add_argument('--seed', type=int, default=0, help='of prompts and lengths')
     parser.add_argument('--vllm_python', help='interpreter of an environment with vllm-cpu; see benchmarks/README.md')
     parser.add_argument('--vllm_modes', default='eager,compiled', help='the better one counts')
-    parser.add_argument('--threads', type=int, default=2, help='cores that every side may use, its clients included')
-    parser.add_argument('--small', action='store_true', help='a fraction of the work: to try the command')
-    parser.add_argument('--block_tokens', type=int, default=64, help='positions of a block of our cache')
-    parser.add_argument('--decode_steps', type=int, default=8, help='tokens of a row in one dispatch of ours')
-    parser.add_argument('--prefill_buckets', default='64,512', help='tokens of our packed prefills')
     options = parser.parse_args(arguments)
-    options.rows = [int(row) for row in options.rows.split(',')]
-    if unknown := [row for row in options.rows if row not in ROWS]:
-        raise UserError(f'--rows has {unknown[0]}; there are rows {min(ROWS)} to {max(ROWS)}')
+    options.rows = [int(row) for row in split_choices('rows', options.rows, [str(row) for row in ROWS])]
+    options.lengths = split_choices('lengths', options.lengths, tuple(LENGTHS))
+    options.vllm_modes = split_choices('vllm_modes', options.vllm_modes, VLLM_MODES)
     if 1 in options.rows and options.vllm_python is None:
         raise UserError('row 1 needs --vllm_python=PYTHON; benchmarks/README.md says how to make one')
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    options = read_options(arguments)
-    limit_threads(options.threads)
-    began, rows = time.monotonic(), []
+def measure(options: argparse.Namespace) -> list[Row]:
+    rows = []
     with tempfile.TemporaryDirectory() as directory:
         for row in options.rows:
             for entry in ROWS[row](options, pathlib.Path(directory)):
                 rows.append(entry)
-                print({k: v for k, v in entry.items() if k not in ('calls', 'facts')}, file=sys.stderr, flush=True)
-    numbers = {
-        'rows': rows,
-        'command': 'python -m benchmarks.serving ' + ' '.join(sys.argv[1:] if arguments is None else arguments),
-        'minutes': (time.monotonic() - began) / 60,
-        'processor': processor(),
-    }
-    return write_report(numbers, options.out)
+                show(entry)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> Row:
+    options = read_options(arguments)
+    return report('serving', arguments, options, lambda: measure(options))
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f'benchmarks.serving: {error}')
+    run('serving', main)

@@ -7,7 +7,6 @@ clients are a process of their own and keep every slot busy.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import statistics
 import subprocess
@@ -39,6 +38,7 @@ from benchmarks.sides import ROOT, Call, Start, serve
 
 STEADY_S = 3.0  # from the first full dispatch to the first update, and between two updates
 UPDATE_S = 600.0
+VERSIONS = 2  # on the disk, loaded again and again
 FOUND = 'found'  # key of the lists in `facts`
 
 
@@ -92,7 +92,7 @@ def prepare(arguments: dict[str, Any]) -> Start:
                 channel = FilesChannel(directory, decoder.config, verify=True)
                 folders = [
                     channel.transfer(version, jax.tree.map(lambda leaf: leaf * (1 + 1e-4 * version), weights)).handle
-                    for version in range(1, 1 + arguments['updates'])
+                    for version in range(1, 1 + min(VERSIONS, arguments['updates']))
                 ]
                 updates = serve_and_update(backend, decoder, weights, folders, arguments)
             found.extend(updates)
@@ -108,7 +108,7 @@ def prepare(arguments: dict[str, Any]) -> Start:
 def serve_and_update(
     backend: Any, decoder: Any, weights: Any, folders: list[str], arguments: Mapping[str, Any]
 ) -> list[dict[str, float]]:
-    """Serves, keeps the slots busy, and loads one folder after the other."""
+    """Serves, keeps the slots busy, and loads one folder after the other, from the first again after the last."""
     log, watch = EventLog(keeps=False), UpdateWatch(backend.slots)
     log.listeners.append(watch)
     clock = RealClock(LANES, log, STALL_S)
@@ -140,11 +140,13 @@ def serve_and_update(
         try:
             if not watch.is_full.wait(UPDATE_S):
                 raise RuntimeError('the clients never filled the slots')
-            for version, folder in zip(itertools.count(1), folders, strict=False):
+            for number in range(arguments['updates']):
                 time.sleep(STEADY_S)
                 if clients.poll() is not None:
                     raise RuntimeError('the clients have ended')
-                post(f'{url}/update_weights_from_disk', {'model_path': folder, 'weight_version': str(version)})
+                version = number % len(folders)
+                update = {'model_path': folders[version], 'weight_version': str(1 + version)}
+                post(f'{url}/update_weights_from_disk', update)
             time.sleep(STEADY_S)
         except BaseException as error:
             errors.append(error)

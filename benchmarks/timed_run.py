@@ -43,7 +43,9 @@ class Arm:
     servers: tuple[tuple[int, ...], ...] = ()
 
 
-def run(arm: Arm, config: str, overrides: Mapping[str, object], workdir: pathlib.Path, first: int) -> dict[str, Any]:
+def run_arm(
+    arm: Arm, config: str, overrides: Mapping[str, object], workdir: pathlib.Path, first: int
+) -> dict[str, Any]:
     """From the publication of version `first` to that of the last one, as sides.py has a call.
 
     Raises RuntimeError with the last words of the trainer where it fails.

@@ -12,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from areal_jax.app.interrupt import SIGNALS
 from areal_jax.errors import ExitCode
 from areal_jax.tasks.descendants import adopt_orphans, die_with_parent, end_descendants
-from launch.wakeups import STOPS, Wakeups
+from launch.wakeups import Wakeups
 
 SIGNALLED = 128  # + number: exit code of a keeper whose command was ended by that signal, as in a shell
 _KILL_S = 5.0
@@ -24,7 +25,7 @@ def keep(command: Sequence[str]) -> int:
     """The exit code of the command, which gets the stop signals that this process gets."""
     adopt_orphans()
     with Wakeups() as wakeups:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the launcher blocks them until there are handlers
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until there are handlers
         try:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
         except OSError as error:

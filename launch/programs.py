@@ -13,9 +13,9 @@ import time
 from collections.abc import Collection, Sequence
 from typing import IO
 
+from areal_jax.app.interrupt import SIGNALS
 from areal_jax.tasks.descendants import end_processes, list_descendants, list_marked
 from launch.keeper import SIGNALLED, describe_code
-from launch.wakeups import STOPS
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _STEADY_S = 60.0  # a server that lived so long has started well
@@ -37,7 +37,7 @@ class Program:
     def __init__(self, command: Sequence[str], log: IO[bytes] | None = None):
         path = os.pathsep.join(entry for entry in (str(_ROOT), os.environ.get('PYTHONPATH', '')) if entry)
         self._mark = secrets.token_hex(8)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until the keeper has handlers
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the keeper has handlers
         self._keeper = subprocess.Popen(
             [sys.executable, '-m', 'launch.keeper', *command],
             stdin=subprocess.PIPE,  # closed by the kernel when this process dies

@@ -2,7 +2,7 @@
 
 It starts from the newest published version, waiting for the first one, and is in the registry of the run while it
 answers. AREAL_JAX_VLLM_PYTHON names the interpreter that has vLLM; without it that of .venv-vllm is taken, which
-launch/test_external.sh makes.
+launch/vllm_environment.sh makes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _ENVIRONMENT = {
     'VLLM_SERVER_DEV_MODE': '1',  # the routes that control it
     'VLLM_CPU_KVCACHE_SPACE': '1',  # GiB
     'HF_HUB_OFFLINE': '1',
+    'VLLM_NO_USAGE_STATS': '1',  # it sends nothing anywhere
 }
 
 
@@ -65,7 +66,7 @@ def find_python() -> str:
     if not python.is_file():
         raise UserError(
             f"rollout.server='vllm' needs an interpreter that has vLLM, and {python} is none: make one with `bash "
-            f'launch/test_external.sh vllm`, or name one in {PYTHON}'
+            f'launch/vllm_environment.sh`, or name one in {PYTHON}'
         )
     return str(python)
 

@@ -34,7 +34,7 @@ _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'
 _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
 # of the commands, beside --config
-_FLAGS = ('workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port')
+_FLAGS = ('workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port', 'name')
 
 Result = TypeVar('Result')
 
@@ -96,6 +96,17 @@ def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
     if len(left) > 1:
         raise CommandLineError(f'unexpected argument {left[1]!r}: flags are written --name=value')
     return CommandLine(config, source, overrides)
+
+
+def define_model(values: flags.FlagValues) -> None:
+    """Adds --model, for commands that load weights (origin.choose_source)."""
+    flags.DEFINE_string(
+        'model',
+        None,
+        'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
+        'package:NAME/FILE; without it the model of the config.',
+        flag_values=values,
+    )
 
 
 def load_config(source: str) -> config_dict.ConfigDict:

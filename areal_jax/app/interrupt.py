@@ -1,6 +1,6 @@
 """Requests to stop a run: what a run expects of them, and signals as such requests, for every long-running command.
 
-run_thread.py has those of a program that calls the library.
+run_thread.py has those of a program that calls the library, launch/wakeups.py the signals of a launcher.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -19,6 +19,24 @@ from areal_jax.errors import ExitCode
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Request = Callable[[signal.Signals], None]
+
+
+@contextlib.contextmanager
+def written_signals(descriptor: int, numbers: Sequence[signal.Signals]) -> Iterator[frozenset[signal.Signals]]:
+    """Inside, each of these signals only writes its number, a byte, to the descriptor, which must not block.
+
+    Gives those that do: a signal that is ignored stays ignored (nohup). For the main thread.
+    """
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    # a handler must be set, or Python does not write to the descriptor
+    before = {number: signal.signal(number, _ignore) for number in heeded}
+    descriptor_before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    try:
+        yield frozenset(before)
+    finally:
+        signal.set_wakeup_fd(descriptor_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequests(Protocol):
@@ -61,10 +79,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
-        self._before = {n: signal.getsignal(n) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
-        for number in self._before:
-            signal.signal(number, _ignore)  # a handler must be set, or Python does not write to the descriptor
-        self._descriptor_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._signals = contextlib.ExitStack()
+        self._heeded = self._signals.enter_context(written_signals(self._sender.fileno(), SIGNALS))
         self._thread = threading.Thread(target=self._receive, name='signals', daemon=True)
         self._thread.start()
         return self
@@ -72,9 +88,7 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.set_wakeup_fd(self._descriptor_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._signals.close()
         self._sender.close()
         self._thread.join()
         self._receiver.close()
@@ -96,7 +110,7 @@ class Interrupts:
     def _receive(self) -> None:
         while numbers := self._receiver.recv(64):
             for number in numbers:
-                if number in self._before:
+                if number in self._heeded:
                     self._handle(signal.Signals(number))
 
     def _handle(self, number: signal.Signals) -> None:
@@ -119,7 +133,7 @@ def ignore_signals() -> None:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Does nothing: the thread of Interrupts handles the signal."""
+    """Does nothing: whoever reads the descriptor handles the signal."""
 
 
 def _leave_terminal() -> None:

@@ -355,7 +355,7 @@ class Session(Run):
             alone_seconds=alone_seconds(lane_intervals(events), window(events), config.run.steps),
             cpu_seconds=None if self._resume else self.observer.cpu_seconds_in_window,
             cores=hardware()['cores'],
-            kv_cache_bytes=next((backend.state_bytes for backend in self._backends.values()), 0),
+            kv_cache_bytes=next((backend.state_bytes for backend in self._backends.values()), None),
             lanes_own_devices=self.allocation.lanes_own_devices,
             devices=self.allocation.describe(),
             problems=self._problems,

@@ -193,6 +193,17 @@ class BesideTraining(TypedDict):
     evaluation_cache_bytes: int | None  # of the slots for them, over all engines
 
 
+class ServerRow(TypedDict):
+    """One server that answers came from."""
+
+    engine: str
+    url: str  # where it served last
+    starts: int  # times that it registered
+    tokens: int  # received, those of evaluations and probes included
+    failures: int  # times that it was taken out of service
+    last_failure: str  # why, the last time; '' = never
+
+
 class Generation(TypedDict):
     """Of the engines in training."""
 
@@ -201,6 +212,7 @@ class Generation(TypedDict):
     attention_positions: AttentionPositions | None  # None where the log does not have them
     preemptions: Preemptions | None  # None without any
     kv_cache_bytes: int | None  # of one engine; None where it is unknown
+    servers: list[ServerRow]  # empty where engines were in the process of the run
 
 
 class Report(BesideTraining, Generation):

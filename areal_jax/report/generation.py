@@ -94,7 +94,8 @@ def work_rows(work: contents.EngineWork) -> list[tuple[str, str, str]]:
         'prompts prefilled': work['prefilled'],
         'rebuilt after an interruption or a preemption': work['rebuilt'],
     }
-    return [(name, str(kind['tokens']), format_number(kind['seconds'])) for name, kind in kinds.items() if kind]
+    seconds = lambda kind: format_number(kind['seconds'] or None)  # those of servers are not known here
+    return [(name, str(kind['tokens']), seconds(kind)) for name, kind in kinds.items() if kind]
 
 
 def describe_attention(positions: contents.AttentionPositions | None) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from areal_jax.report.contents import Groups, Interval, Report, Time
 from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.report.generation import describe_attention, work_rows
+from areal_jax.report.servers import HEAD as SERVERS_HEAD
+from areal_jax.report.servers import describe_servers
 from areal_jax.telemetry.numerals import format_bytes, format_number, format_percent
 
 
@@ -32,6 +34,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
         f'Ideal by the rule "{report["time"]["ideal_rule"]}".',
         _table(('work of the engines', 'tokens', 'lane seconds'), work_rows(report['engine_work'])),
         _table(('', ''), _rate_rows(report)),
+        _table(SERVERS_HEAD, describe_servers(report['servers'])),
         '## Groups',
         _table(('', 'groups'), _group_rows(report['groups'])),
         _describe_problems(report['problems']),

@@ -27,6 +27,7 @@ from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
 from areal_jax.report.page import render_page
 from areal_jax.report.plots import write_plots
+from areal_jax.report.servers import server_rows
 from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval
 from areal_jax.report.timeline import write_timeline
 from areal_jax.report.window import Window, window
@@ -92,7 +93,7 @@ def build_report(
         'steps_with_interruption': len({event['to_version'] for event in interruptions}),
         'admission_held': aggregates.admission_held(metrics, within),
         'publish_pause_seconds': _pauses(training),
-        **_generation(training, facts),
+        **_generation(events, training, facts),
         'mismatch': aggregates.mismatch(metrics),
         'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
@@ -133,13 +134,14 @@ def _beside_training(
     }
 
 
-def _generation(training: Sequence[Event], facts: RunFacts) -> contents.Generation:
+def _generation(events: Sequence[Event], training: Sequence[Event], facts: RunFacts) -> contents.Generation:
     return {
         'request_pause_seconds': generation.request_pauses(training),
         'engine_work': generation.engine_work(training),
         'attention_positions': generation.attention_positions(training),
         'preemptions': generation.preemptions(training),
         'kv_cache_bytes': facts.kv_cache_bytes,
+        'servers': server_rows(events),
     }
 
 

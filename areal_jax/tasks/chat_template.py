@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 
-Messages = Sequence[Mapping[str, str]]  # {'role': 'system' | 'user' | 'assistant', 'content': text}
+Messages = Sequence[Mapping[str, object]]  # {'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text, ...}
+Tools = Sequence[JsonObject]  # {'type': 'function', 'function': {'name': ..., ...}}, as OpenAI's chat has them
 
 _RENDERER = pathlib.Path(__file__).with_name('template_renderer.py')
 _LARGEST_SOURCE = 2**18  # characters; the templates of known models have less than 2**15
@@ -63,19 +64,20 @@ class ChatTemplate:
             raise TokenizerError(
                 f'{place}: the chat template has {len(source)} characters, more than {_LARGEST_SOURCE}; is it one?'
             )
-        _parse(source, place)
+        self.takes_tools = _parse(source, place)  # whether it reads `tools`
 
-    def render(self, conversations: Sequence[Messages]) -> list[str]:
+    def render(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[str]:
         """The prompt of each conversation, up to where the answer begins; raises ConversationError."""
         if not conversations:
             return []
         cpu_seconds = self._cpu_seconds + len(conversations) // _CONVERSATIONS_PER_CPU_SECOND
         messages = [[dict(message) for message in conversation] for conversation in conversations]
         length = sum(len(str(text)) for conversation in messages for m in conversation for text in m.values())
+        length += len(conversations) * len(str(tools))
         characters = _CHARACTERS + _CHARACTERS_EACH * len(messages) + _CHARACTERS_PER_CHARACTER * length
         request = {
             'source': self._source,
-            'values': self._values,
+            'values': self._values | ({'tools': list(tools)} if tools else {}),
             'conversations': messages,
             'characters': characters,
             'memory_bytes': _MEMORY_BYTES + 16 * length + 4 * characters,
@@ -92,14 +94,16 @@ class ChatTemplate:
         )
 
 
-def _parse(source: str, place: str) -> None:
-    from jinja2 import TemplateSyntaxError
+def _parse(source: str, place: str) -> bool:
+    """Whether the template reads `tools`; raises TokenizerError."""
+    from jinja2 import TemplateSyntaxError, nodes
 
     from areal_jax.tasks.template_renderer import make_environment
 
     try:
         # Parsing evaluates nothing. Compiling would: jinja2 computes constant expressions.
-        make_environment().parse(source)
+        names = make_environment().parse(source).find_all(nodes.Name)
+        return any(name.name == 'tools' and name.ctx == 'load' for name in names)
     except TemplateSyntaxError as error:
         raise TokenizerError(f'{place}: the chat template cannot be read: line {error.lineno}: {error}') from error
     except RecursionError as error:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError
+from areal_jax.tasks.bpe import build_bpe, naming, require_id, require_tokens
+from areal_jax.tasks.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError, Tools
 from areal_jax.tasks.tokenizer_files import CONFIG, TOKENIZER, describe_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
-
-# GGUF token types
-_CONTROL = 3
-_USER_DEFINED = 4
 
 _BATCH = 1024  # texts encoded at once: bounds memory
 _HF_TEMPLATE = 'chat_template.jinja'
@@ -38,10 +33,15 @@ class Tokenizer(Protocol):
         """int32 [n], nothing added."""
         ...
 
-    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat form shows tools."""
+        ...
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
 
-        Raises ConversationError for the first one that has no such form.
+        `tools` are for forms that show them. Raises ConversationError for the first one that has no such form.
         """
         ...
 
@@ -76,7 +76,12 @@ class _SizedTokenizer:
                 'tokens beyond the model would read garbage. Use the tokenizer that belongs to the model'
             )
 
-    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat form shows tools."""
+        return False
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         raise NotImplementedError
 
     def encode_chat(self, messages: Messages) -> np.ndarray:
@@ -101,13 +106,17 @@ class _BpeTokenizer(_SizedTokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], nothing added; the text of a special token becomes that token."""
-        with _naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
+        with naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
             return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+    @property
+    def takes_tools(self) -> bool:
+        return self._template is not None and self._template.takes_tools
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError."""
         assert self._template is not None
-        texts = self._template.render(conversations)
+        texts = self._template.render(conversations, tools)
         for index, text in enumerate(texts):
             try:
                 text.encode()
@@ -122,7 +131,7 @@ class _BpeTokenizer(_SizedTokenizer):
         return found
 
     def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        with _naming(f'{self.source}: the prompts cannot be encoded'):
+        with naming(f'{self.source}: the prompts cannot be encoded'):
             found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in found]
 
@@ -152,15 +161,15 @@ class GgufTokenizer(_BpeTokenizer):
         if missing := [name for name in required if fields.get(name) in (None, '', [])]:
             raise TokenizerError(f'{source}: its metadata lacks {missing}; a chat model with byte-level BPE has them')
         self.source = source
-        tokens = _require_tokens(fields, source)
+        tokens = require_tokens(fields, source)
         self.vocab_size = len(tokens)
-        self.eos_id = _require_id('eos_id', fields['eos_id'], tokens, source)
+        self.eos_id = require_id('eos_id', fields['eos_id'], tokens, source)
         self.special_ids = {'eos': self.eos_id}  # by role, see tokenizer_files.describe_tokenizer
         for role in ('bos', 'pad', 'unk'):
             if fields.get(f'{role}_id') is not None:
-                self.special_ids[role] = _require_id(f'{role}_id', fields[f'{role}_id'], tokens, source)
+                self.special_ids[role] = require_id(f'{role}_id', fields[f'{role}_id'], tokens, source)
         self._fields = fields
-        self._bpe = _build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
+        self._bpe = build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
         bos = tokens[self.special_ids['bos']] if 'bos' in self.special_ids else ''
         values = {'bos_token': bos, 'eos_token': tokens[self.eos_id]}
         self._template = ChatTemplate(fields['chat_template'], values, source)
@@ -204,14 +213,14 @@ class HfTokenizer(_BpeTokenizer):
         self.vocab_size = 1 + max(self._bpe.get_vocab(with_added_tokens=True).values())
         self._template = _hf_template(directory, fields, {**specials, 'tools': None, 'documents': None})
 
-    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         if self._template is None:
             raise ConversationError(
                 0,
                 f'{pathlib.Path(self.source).parent} has a chat template neither in {_HF_TEMPLATE} nor in '
                 f'{CONFIG}: its model was not trained to chat, or the file was not copied',
             )
-        return super().encode_chats(conversations)
+        return super().encode_chats(conversations, tools)
 
 
 class CharacterTokenizer(_SizedTokenizer):
@@ -234,12 +243,12 @@ class CharacterTokenizer(_SizedTokenizer):
             raise TokenizerError(f'{text!r} has characters {unknown} that are not among {self.characters!r}')
         return np.asarray([self._ids[character] for character in text], np.int32)
 
-    def encode_chats(self, conversations: Sequence[Messages]) -> list[np.ndarray]:
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the contents one after the other, since such a model has no chat form."""
         found = []
         for index, messages in enumerate(conversations):
             try:
-                found.append(self.encode(''.join(message['content'] for message in messages)))
+                found.append(self.encode(''.join(str(message['content']) for message in messages)))
             except TokenizerError as error:
                 raise ConversationError(index, str(error)) from error
         return found
@@ -253,86 +262,11 @@ class CharacterTokenizer(_SizedTokenizer):
         return frozenset({self.eos_id})
 
 
-@contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Turn every exception of the library tokenizers into a TokenizerError."""
-    try:
-        yield
-    except Exception as error:  # the library raises nothing narrower
-        raise TokenizerError(f'{what}: {_one_line(error)}') from error
-    except BaseException as error:
-        if type(error).__name__ != 'PanicException':  # of Rust; no Exception, and its class cannot be imported
-            raise
-        raise TokenizerError(f'{what}: {_one_line(error)}') from error
-
-
-def _one_line(error: BaseException) -> str:
-    text = ' '.join(str(error).split())
-    return f'{text[:200]}...' if len(text) > 200 else text
-
-
-def _require_tokens(fields: JsonObject, source: str) -> list[str]:
-    """The tokens, each once, with a type each; and merges and pre are of the right kind."""
-    tokens, types, merges, pre = (fields[name] for name in ('tokens', 'token_types', 'merges', 'pre'))
-    for name, values in (('tokens', tokens), ('merges', merges)):
-        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise TokenizerError(f'{source}: {name} must be a list of texts')
-    if not isinstance(types, list) or not all(isinstance(value, int) for value in types):
-        raise TokenizerError(f'{source}: token_types must be a list of integers')
-    if len(types) != len(tokens):
-        raise TokenizerError(f'{source}: it has {len(tokens)} tokens and {len(types)} token_types; each has one')
-    if len(known := set(tokens)) < len(tokens):
-        (twice, count) = collections.Counter(tokens).most_common(1)[0]
-        raise TokenizerError(f'{source}: the token {twice!r} has {count} ids')
-    for index, merge in enumerate(merges):
-        left, _, right = merge.partition(' ')
-        if not {left, right, left + right} <= known:
-            raise TokenizerError(
-                f'{source}: merges[{index}]={merge!r} must be two tokens with a blank between, which make a third'
-            )
-    if not isinstance(pre, str):
-        raise TokenizerError(f'{source}: pre={pre!r} must be the name of a pre-tokenizer')
-    return tokens
-
-
-def _require_id(name: str, value: object, tokens: Sequence[str], source: str) -> int:
-    if not isinstance(value, int) or not 0 <= value < len(tokens):
-        raise TokenizerError(f'{source}: {name}={value!r} is not an id of the {len(tokens)} tokens')
-    return value
-
-
-def _build_bpe(
-    tokens: list[str], merges: list[str], token_types: list[int], pre: str, source: str
-) -> tokenizers.Tokenizer:
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Bpe
-
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # the regular expression of GPT-2
-    known = {
-        'gpt-2': words,
-        'smollm': pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words]),
-    }
-    if pre not in known:
-        raise TokenizerError(
-            f'{source}: pre-tokenizer pre={pre!r} is not known, so texts would be cut in the wrong places; known: '
-            f'{sorted(known)}'
-        )
-    pairs = [(left, right) for left, _, right in (merge.partition(' ') for merge in merges)]
-    with _naming(f'{source}: the vocabulary cannot be used'):
-        bpe = Bpe(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
-    bpe.pre_tokenizer = known[pre]
-    bpe.decoder = decoders.ByteLevel()
-    kinds = list(zip(tokens, token_types, strict=True))
-    bpe.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, kind in kinds if kind == _CONTROL])
-    bpe.add_tokens([AddedToken(t, normalized=False) for t, kind in kinds if kind == _USER_DEFINED])
-    return bpe
-
-
 def _read_hf_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Reader
 
     text = _read_text(path)
-    with _naming(f'{path} describes no tokenizer'):
+    with naming(f'{path} describes no tokenizer'):
         tokenizer = Reader.from_str(text)
         if not tokenizer.get_vocab(with_added_tokens=True):
             raise ValueError('it has no tokens')
@@ -379,7 +313,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Pa
         if tokenizer.token_to_id(text) is None:
             chosen = {flag: fields[flag] for flag in flags if flag in fields} if isinstance(fields, dict) else {}
             add = tokenizer.add_special_tokens if chosen.get('special') else tokenizer.add_tokens
-            with _naming(f'{path}: added_tokens_decoder.{number} cannot be added'):
+            with naming(f'{path}: added_tokens_decoder.{number} cannot be added'):
                 add([AddedToken(text, **chosen)])
         if tokenizer.token_to_id(text) != int(number):
             raise TokenizerError(

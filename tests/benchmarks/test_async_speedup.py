@@ -65,8 +65,25 @@ def test_the_baseline_is_the_best_synchronous_run():
 
 
 @pytest.mark.parametrize(('arguments', 'says'), [
-    (['--lengths=odd'], "'odd'"), (['--steps=2', '--first=2'], '--first=2'),
+    (['--lengths=odd'], "'odd'"), (['--steps=2', '--first=2'], '--first=2'), (['--threads=4'], '--threads=4'),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(arguments, says):
     with pytest.raises(UserError, match=says):
         async_speedup.read_options(arguments)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'groups', 'size'), [(['--groups=8'], 8, None), (['--groups=8', '--small'], 2, 2)]
+)
+def test_every_arm_gets_updates_of_so_many_groups(monkeypatch, tmp_path, arguments, groups, size):
+    seen = []
+
+    def run_arm(arm, config, overrides, workdir, first):
+        seen.append((arm.name, overrides['learner.groups_per_update'], overrides.get('rollout.group_size')))
+        return {'wall_s': 1, 'cpu_s': 1, 'checks': {'tokens': 1, 'publication_wait_share': 0.02}}
+
+    monkeypatch.setattr(async_speedup, 'run_arm', run_arm)
+    options = async_speedup.read_options([*arguments, '--turns=1', '--arms=asynchronous'])
+    row = async_speedup.measure_lengths(options, 'equal', tmp_path)
+    assert seen == [('asynchronous', groups, size)]
+    assert (row['publication_wait_share'], row['wait_met']) == (0.02, False)

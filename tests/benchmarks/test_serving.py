@@ -1,6 +1,5 @@
 """benchmarks/serving.py: what it counts in the event log while weights are exchanged, its clients, and its options."""
 
-import argparse
 import asyncio
 import itertools
 
@@ -73,18 +72,22 @@ def test_clients_share_the_bodies():
         assert asyncio.run(ask_all(server.url, bodies, 4))['answers'] == 9.0
 
 
-@pytest.mark.parametrize(('arguments', 'says'), [(['--rows=4'], '4'), (['--rows=1'], '--vllm_python')])
+@pytest.mark.parametrize(
+    ('arguments', 'says'), [(['--rows=4'], '4'), (['--rows=1'], '--vllm_python'), (['--vllm_modes=fast'], 'fast')]
+)
 def test_options_that_cannot_be_are_refused(arguments, says):
     with pytest.raises(UserError, match=says):
         serving.read_options(arguments)
 
 
 def test_both_servers_get_the_sizes_of_the_engine():
-    options = argparse.Namespace(block_tokens=64, decode_steps=8, prefill_buckets='64,512', vllm_python='v')
+    options = serving.read_options(['--prefill_buckets=64,512', '--vllm_python=v'])
     ours = serving.our_server(options, 'requests', 32).arguments
     theirs = serving.vllm_server(options, 'model', 'requests', 'eager').arguments
     assert {'--config.rollout.slots=32', '--config.rollout.context_tokens=640'} <= set(ours['command'])
     assert ours['command'].count('--config.rollout.prefill_buckets=(64,512)') == 1
+    assert ours['engine']['prefill_buckets'] == [64, 512]
     assert (ours['flush'], theirs['flush']) == ('/flush_cache', '')
-    assert '--enforce-eager' in theirs['command']
+    assert {'--enforce-eager', '--no-enable-prefix-caching'} <= set(theirs['command'])
+    assert theirs['environment']['VLLM_CPU_OMP_THREADS_BIND'] == 'nobind'
     assert theirs['command'][theirs['command'].index('--max-num-seqs') + 1] == '32'

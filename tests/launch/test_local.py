@@ -308,3 +308,11 @@ def test_a_run_that_cannot_start_is_refused_by_name(tmp_path, flag, sentence):
 
 def test_the_package_is_installed():
     assert 'launch' in re.findall(r"find_packages\(include=\[.*'([\w.]+)'\]\)", (ROOT / 'setup.py').read_text())
+
+
+def test_no_module_of_the_package_imports_jax():
+    names = [f'launch.{path.stem}' for path in (ROOT / 'launch').glob('*.py')]
+    program = f'import sys\nfor name in {names}: __import__(name)\nprint({{"jax", "flax"}} & set(sys.modules))'
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == 'set()\n'
+    assert len(names) > 6

@@ -23,6 +23,18 @@ def test_conversations_keep_their_order_and_every_character():
     assert ChatTemplate(PLAIN, {}, 'f').render([]) == []
 
 
+SHOWS_TOOLS = '{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[0].tool_calls[0].function.arguments }}'
+
+
+def test_tools_are_shown_by_a_template_that_names_them():
+    tools = [{'type': 'function', 'function': {'name': name}} for name in ('add', 'multiply')]
+    call = {'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'a': 1}}}]}
+    template = ChatTemplate(SHOWS_TOOLS, {'tools': None}, 'f')
+    assert (template.takes_tools, ChatTemplate(PLAIN, {}, 'f').takes_tools) == (True, False)
+    assert template.render([[call]], tools) == ["add multiply {'a': 1}"]
+    assert not ChatTemplate('{% set tools = 1 %}{{ messages[0].tools }}', {}, 'f').takes_tools
+
+
 def test_many_conversations_cost_one_process():
     texts = render(PLAIN, *map(str, range(3000)), cpu_seconds=10)
     assert texts == [f'{n}<e>' for n in range(3000)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class Connection:
         self.url = url.rstrip('/')
         self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._guard: asyncio.Task[None] | None = None
         self._is_closed = False
 
     async def request(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
@@ -103,12 +105,23 @@ class Connection:
                 timeout=aiohttp.ClientTimeout(total=None),
                 connector=aiohttp.TCPConnector(limit=0),  # the engine bounds them
             )
+            self._guard = asyncio.create_task(_close_at_end(self._session), name=f'guard of {self.url}')
         return self._session
 
     async def close(self) -> None:
         self._is_closed, session, self._session = True, self._session, None
+        if self._guard is not None:
+            self._guard.cancel()
         if session is not None:
             await session.close()
+
+
+async def _close_at_end(session: aiohttp.ClientSession) -> None:
+    """Closes what nobody has closed when the loop ends, which cancels its tasks."""
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        await session.close()
 
 
 def _read(status: int, text: str) -> Reply:

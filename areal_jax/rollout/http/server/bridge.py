@@ -17,7 +17,7 @@ from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server.limits import Limits, Load
 from areal_jax.rollout.http.server.texts import Texts
-from areal_jax.rollout.http.service import Action, Delivery, GenerationService, Submission
+from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -72,6 +72,10 @@ class Bridge:
         self._inbox.put(Action(name, run, lambda result, error: self._call_back(settle, result, error)))
         async with asyncio.timeout(deadline_s):
             return cast(Result, await future)
+
+    async def look(self) -> ServiceStatus:
+        """How the service is; raises TimeoutError where the host's loop does not answer soon."""
+        return await self.act('look', lambda service: service.look(), self.limits.reply_s)
 
     async def tokenize(self, call: Call) -> Call:
         """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""

@@ -137,14 +137,12 @@ async def resume(request: web.Request) -> web.Response:
 
 
 async def is_paused(request: web.Request) -> web.Response:
-    bridge = request.app[BRIDGE]
-    status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
+    status = await request.app[BRIDGE].look()
     return web.json_response({'is_paused': status.pause is not None})
 
 
 async def weight_info(request: web.Request) -> web.Response:
-    bridge = request.app[BRIDGE]
-    status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
+    status = await request.app[BRIDGE].look()
     return web.json_response({'weight_version': status.weight_version, 'manifest_hash': status.digest or None})
 
 
@@ -194,9 +192,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
     label = fields.take_text('weight_version') or None
     fields.finish()
     await _swap(request, label, flush=True, cancel=False)
-    bridge = request.app[BRIDGE]
-    status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
-    pause_s = status.update_pause_s
+    pause_s = (await request.app[BRIDGE].look()).update_pause_s
     return web.json_response({'message': 'Weight update finished', 'weight_version': label, 'pause_seconds': pause_s})
 
 
@@ -232,9 +228,8 @@ async def _load(request: web.Request, path: str, label: str = '') -> None:
 async def _swap(request: web.Request, label: str | None, *, flush: bool, cancel: bool) -> None:
     """What is paused in place keeps its KV unless the cache is to be flushed; else the engine's own way holds."""
     bridge = request.app[BRIDGE]
-    status = await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
     policy: KvPolicy | None = None
-    if status.pause == 'in_place':
+    if (await bridge.look()).pause == 'in_place':
         policy = 'recompute' if flush else 'keep'
     await bridge.act('swap', lambda service: service.swap(label, kv_policy=policy, cancel=cancel))
 

@@ -8,7 +8,6 @@ import numpy as np
 from aiohttp import web
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.replies import BRIDGE
 from areal_jax.rollout.http.service import ServiceStatus
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyInfo
@@ -82,7 +81,7 @@ async def models(request: web.Request) -> web.Response:
 
 
 async def model_info(request: web.Request) -> web.Response:
-    facts, status = request.app[FACTS], await _look(request.app[BRIDGE])
+    facts, status = request.app[FACTS], await request.app[BRIDGE].look()
     return web.json_response({
         'model_path': status.model_path,
         'tokenizer_path': facts.model_path,
@@ -96,7 +95,7 @@ async def model_info(request: web.Request) -> web.Response:
 
 async def server_info(request: web.Request) -> web.Response:
     facts, bridge = request.app[FACTS], request.app[BRIDGE]
-    status = await _look(bridge)
+    status = await bridge.look()
     return web.json_response({
         'model_path': status.model_path,
         'served_model_name': facts.model,
@@ -119,7 +118,7 @@ async def world_size(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """In the text format of Prometheus."""
     bridge = request.app[BRIDGE]
-    status = await _look(bridge)
+    status = await bridge.look()
     engine = status.engine
     lines = [
         *_metric('requests_running', 'gauge', 'requests in slots', engine.running),
@@ -169,13 +168,9 @@ def _waiting(status: ServiceStatus) -> int:
     return status.engine.waiting + status.held
 
 
-async def _look(bridge: Bridge) -> ServiceStatus:
-    return await bridge.act('look', lambda service: service.look(), bridge.limits.reply_s)
-
-
 async def _answers(request: web.Request) -> bool:
     try:
-        await _look(request.app[BRIDGE])
+        await request.app[BRIDGE].look()
     except TimeoutError:
         return False
     return True

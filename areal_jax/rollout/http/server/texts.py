@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import CallSampling, Message
 from areal_jax.rollout.http.wire.text import AnswerText
+from areal_jax.rollout.http.wire.tools import require_shown
 from areal_jax.tasks.tokenizer import Tokenizer
 
 
@@ -24,9 +26,14 @@ class Texts:
         """int32 [n]."""
         return self._tokenizer.encode(text)
 
-    def apply_template(self, messages: Sequence[Message]) -> np.ndarray:
-        """int32 [P]; takes about 0.1 s, since templates run in a process of their own."""
-        return self._tokenizer.encode_chats([[{'role': m.role, 'content': m.content} for m in messages]])[0]
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> np.ndarray:
+        """int32 [P]; takes about 0.1 s, since templates run in a process of their own.
+
+        Raises RequestError for tools that the template of the model does not show.
+        """
+        if not self._tokenizer.takes_tools:
+            require_shown(messages, tools)
+        return self._tokenizer.encode_chats([[message.describe() for message in messages]], tools)[0]
 
     def decode(self, tokens: np.ndarray, *, skip_special: bool) -> str:
         """Of int32 [n]."""

@@ -1,17 +1,19 @@
-"""OpenAI's POST /v1/chat/completions without tools: request and reply."""
+"""OpenAI's POST /v1/chat/completions: request and reply. Calls of tools in an answer stay text."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import openai
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
 from areal_jax.rollout.http.wire.fields import Fields
+from areal_jax.rollout.http.wire.tools import read_tools
 
 _ROUTE = openai.Route('chatcmpl-', 'chat.completion', 'chat.completion.chunk')
 _UNSERVED = (
-    'tools', 'functions', 'function_call', 'audio', 'prediction', 'web_search_options', 'top_logprobs', 'echo',
+    'functions', 'function_call', 'audio', 'prediction', 'web_search_options', 'top_logprobs', 'echo',
     'prompt_logprobs', 'chat_template', 'chat_template_kwargs', 'structured_outputs', 'continue_final_message',
     'reasoning_effort', 'verbosity',
 )  # fmt: skip
@@ -31,11 +33,13 @@ def parse(body: object) -> Call:
     limit = fields.take_optional_integer('max_completion_tokens', least=1)
     older_limit = fields.take_optional_integer('max_tokens', least=1)
     wants_logprobs = fields.take_flag('logprobs')
-    _read_tool_choice(fields)
+    tools = read_tools(fields)
+    _read_format(fields)
     fields.take_unserved(*_UNSERVED)
-    fields.take_ignored('parallel_tool_calls', 'add_generation_prompt')
+    fields.take_ignored('add_generation_prompt')
     field = 'messages' if ids is None else 'input_ids'
-    return openai.read_call(fields, (prompt,), field, older_limit if limit is None else limit, wants_logprobs)
+    call = openai.read_call(fields, (prompt,), field, older_limit if limit is None else limit, wants_logprobs)
+    return dataclasses.replace(call, tools=tools)
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
@@ -65,9 +69,8 @@ def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes
     return openai.render_usage(call, answers, info, _ROUTE)
 
 
-def _read_tool_choice(fields: Fields) -> None:
-    """Settings that change nothing without tools, and the format that is none."""
-    fields.take_choice('tool_choice', ('none', 'auto'))
+def _read_format(fields: Fields) -> None:
+    """The format that is none."""
     for field in ('response_format', 'modalities'):
         given = fields.take(field)
         if given not in (None, {'type': 'text'}, ['text']):

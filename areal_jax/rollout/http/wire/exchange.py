@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
 from areal_jax.types import LogprobKind, concatenate
 
 FinishWord = Literal['stop', 'length', 'abort']
@@ -30,8 +31,17 @@ class ReplyError(UserError):
 class Message:
     """One turn of a conversation."""
 
-    role: str  # 'system', 'user', 'assistant', ...: the chat template knows them
+    role: str  # 'system', 'user', 'assistant', 'tool': the chat template knows them
     content: str
+    tool_calls: tuple[JsonObject, ...] = ()  # of an assistant; their arguments are objects
+    tool_call_id: str = ''  # of a tool: the call that it answers, and the name of the function
+    name: str = ''
+
+    def describe(self) -> JsonObject:
+        """As chat templates have it."""
+        optional = {'tool_calls': list(self.tool_calls), 'tool_call_id': self.tool_call_id, 'name': self.name}
+        turn: JsonObject = {'role': self.role, 'content': self.content}
+        return turn | {name: value for name, value in optional.items() if value}
 
 
 Prompt = np.ndarray | str | tuple[Message, ...]  # token ids int32 [P], P >= 1; or what a tokenizer makes ids of
@@ -67,6 +77,7 @@ class Call:
     prompt_field: str  # what the dialect calls the prompt, for errors
     sampling: tuple[CallSampling, ...]  # one a prompt
     request_ids: tuple[str, ...]  # one an answer; '' = the server finds one
+    tools: tuple[JsonObject, ...] = ()  # that the chat template shows to the model
     model: str = ''  # echoed
     n: int = 1
     is_batch: bool = False  # the prompts came in a list, also where it has one entry
@@ -244,13 +255,14 @@ def count_usage(call: Call, answers: Sequence[Answer]) -> dict[str, int]:
 def tokenize_call(
     call: Call,
     encode: Callable[[str], Sequence[int] | np.ndarray],
-    apply_template: Callable[[Sequence[Message]], Sequence[int] | np.ndarray],
+    apply_template: Callable[[Sequence[Message], Sequence[JsonObject]], Sequence[int] | np.ndarray],
 ) -> Call:
     """The call with token ids in the place of texts and messages; RequestError where nothing is left of one."""
     prompts = []
     for prompt in call.prompts:
         if not isinstance(prompt, np.ndarray):
-            prompt = np.asarray(encode(prompt) if isinstance(prompt, str) else apply_template(prompt), np.int32)
+            ids = encode(prompt) if isinstance(prompt, str) else apply_template(prompt, call.tools)
+            prompt = np.asarray(ids, np.int32)
         if not len(prompt):
             raise RequestError(call.prompt_field, f'{call.prompt_field} has no token: send at least one')
         prompts.append(prompt)

@@ -23,6 +23,7 @@ from areal_jax.rollout.http.wire.exchange import (
 )
 from areal_jax.rollout.http.wire.fields import Fields
 from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling
+from areal_jax.rollout.http.wire.tools import read_calls
 from areal_jax.types import LogprobKind
 
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
@@ -83,7 +84,7 @@ def read_call(
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
-    """The turns of a conversation without tools, at least one."""
+    """The turns of a conversation, at least one."""
     given = fields.take('messages')
     if not isinstance(given, list) or not given:
         raise fields.refuse('messages', given, 'must be a list of one or more messages')
@@ -160,21 +161,22 @@ def _read_meta(fields: Fields, stream: bool) -> bool:
 
 
 def _read_message(fields: Fields) -> Message:
-    role = fields.take_choice('role', ('system', 'developer', 'user', 'assistant'), default='')
+    role = fields.take_choice('role', ('system', 'developer', 'user', 'assistant', 'tool'), default='')
     if not role:
-        raise fields.refuse('role', None, "is missing: use 'system', 'user' or 'assistant'")
+        raise fields.refuse('role', None, "is missing: use 'system', 'user', 'assistant' or 'tool'")
+    calls = read_calls(fields) if role == 'assistant' else ()
     if isinstance(content := fields.peek('content'), list):
         fields.take('content')
         text = ''.join(_read_part(Fields(part, fields.name(f'content[{i}]'))) for i, part in enumerate(content))
-    elif content is None:
+    elif content is None and not calls:
         raise fields.refuse('content', None, 'is missing: send a string or a list of text parts')
     else:
         text = fields.take_text('content')
-    fields.take_unserved('tool_calls', 'function_call', 'tool_call_id', fix='is not served: leave tools out')
-    fields.take_unserved('refusal', 'audio')
+    answers = (fields.take_text('tool_call_id'), fields.take_text('name')) if role == 'tool' else ('', '')
+    fields.take_unserved('refusal', 'audio', 'function_call', 'tool_calls', 'tool_call_id')
     fields.take_ignored('name', 'reasoning_content', 'reasoning')
     fields.finish()
-    return Message('system' if role == 'developer' else role, text)  # templates know the older name of the role
+    return Message('system' if role == 'developer' else role, text, calls, *answers)  # templates know the older name
 
 
 def _read_part(fields: Fields) -> str:

@@ -51,7 +51,7 @@ class SlowBackend(ToyBackend):
 class ToyServer:
     """Inside, it serves; `url` is its address."""
 
-    def __init__(self, *, slots=4, limits=None, api_key=''):
+    def __init__(self, *, slots=4, limits=None, api_key='', tokenizer=None):
         self.log = EventLog()
         self.clock = RealClock({'engine/0': 1, 'publish/0': 1}, self.log, stall_timeout_s=30.0)
         self.backend = SlowBackend(slots, context_tokens=CONTEXT, largest_piece=CONTEXT)
@@ -62,7 +62,7 @@ class ToyServer:
         self.supervisor = Supervisor(self.clock)
         self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy')
         self.end = self.clock.event('end')
-        texts = Texts(CharacterTokenizer('abcdefghi'))
+        texts = Texts(tokenizer or CharacterTokenizer('abcdefghi'))
         facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
         model = ServedModel(texts, CONTEXT, 10, 7, facts)
         listener = bind('127.0.0.1', 0)

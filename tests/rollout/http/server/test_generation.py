@@ -147,6 +147,57 @@ def test_the_tokens_of_a_prompt_that_was_there_are_told_and_salts_share_nothing(
     assert server.run(script) == [0, 5, 0]
 
 
+TOOL = {'type': 'function', 'function': {'name': 'add', 'parameters': {}}}
+CALL = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': '{}'}}
+USER = {'role': 'user', 'content': 'abc'}
+
+
+@pytest.mark.parametrize(
+    ('asked', 'field'),
+    [
+        ({'messages': [USER], 'tools': [TOOL]}, 'tools'),
+        ({'messages': [USER, {'role': 'assistant', 'tool_calls': [CALL]}]}, 'messages[1].tool_calls'),
+        ({'messages': [USER, {'role': 'tool', 'content': 'a'}]}, 'messages[1].role'),
+    ],
+)
+def test_tools_are_refused_by_a_model_whose_template_has_none(server, asked, field):
+    status, reply = server.run(lambda client: client.post('/v1/chat/completions', asked))
+    assert (status, reply['error']['param']) == (400, field)
+    assert 'the chat template of this model has no place for tools' in reply['error']['message']
+
+
+class ToolTokenizer(CharacterTokenizer):
+    """Its chats begin with a letter for each tool."""
+
+    takes_tools = True
+
+    def encode_chats(self, conversations, tools=()):
+        assert all(turn.get('tool_calls', [TOOL])[0]['function']['name'] == 'add' for turn in conversations[0])
+        [tokens] = super().encode_chats(conversations)
+        return [np.concatenate([self.encode('a' * len(tools)), tokens])]
+
+
+def test_tools_are_shown_by_a_model_whose_template_has_them_and_answers_stay_text():
+    asked = {'messages': [USER, {'role': 'assistant', 'tool_calls': [CALL]}, {'role': 'tool', 'content': 'i'}]}
+    asked |= {'tools': [TOOL, TOOL], 'max_tokens': 3, 'ignore_eos': True, 'seed': 0, 'return_token_ids': True}
+    with ToyServer(tokenizer=ToolTokenizer('abcdefghi')) as server:
+        status, reply = server.run(lambda client: client.post('/v1/chat/completions', asked))
+    assert (status, reply['prompt_token_ids']) == (200, [1, 1, 1, 2, 3, 9])
+    choice = reply['choices'][0]
+    assert (choice['finish_reason'], len(choice['message']['content'])) == ('length', 3)
+    assert choice['message'].keys() == {'role', 'content'}
+
+
+@pytest.mark.parametrize('path', ['/v1/completions', '/v1/chat/completions'])
+def test_a_stream_carries_the_ids_of_what_each_event_adds(server, path):
+    asked = {'messages': [USER]} if 'chat' in path else {'prompt': 'abc'}
+    asked |= {'max_tokens': 5, 'ignore_eos': True, 'seed': 0, 'return_token_ids': True, 'stream': True}
+    *events, _ = server.run(lambda client: client.events(path, asked))
+    choices = [event['choices'][0] for event in events]
+    assert [token for choice in choices for token in choice['token_ids']] == expected(5)
+    assert [choice.get('prompt_token_ids') for choice in choices] == [PROMPT] + [None] * (len(choices) - 1)
+
+
 def test_what_came_while_a_reader_was_slow_is_one_piece(server):
     async def script(_):
         exchange = Exchange(Bridge(Inbox(), Texts(CharacterTokenizer('abcdefghi')), Limits(), context_tokens=400,

@@ -70,6 +70,9 @@ def test_refusals_are_the_errors_of_the_package(server, client, openai):
     with pytest.raises(openai.BadRequestError, match='temperature') as refused:
         client.chat.completions.create(messages=MESSAGES, temperature=-1, **ASKED)
     assert refused.value.param == 'temperature'
+    tool = {'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object'}}}
+    with pytest.raises(openai.BadRequestError, match='no place for tools'):
+        client.chat.completions.create(messages=MESSAGES, tools=[tool], **ASKED)
     with pytest.raises(openai.BadRequestError, match='context of 400 tokens'):
         client.completions.create(prompt=[1] * 400, **ASKED)
     with pytest.raises(openai.AuthenticationError):

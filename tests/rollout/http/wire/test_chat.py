@@ -8,6 +8,13 @@ from tests.rollout.http.wire.calls import INFO, answer, stream
 
 MESSAGES = [{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'hi'}]
 BODY = {'model': 'm', 'messages': MESSAGES}
+TOOL = {'type': 'function', 'function': {'name': 'add', 'description': 'a sum', 'parameters': {'type': 'object'}}}
+
+
+def asking(**function):
+    """A turn in which the assistant calls a tool."""
+    call = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'} | function}
+    return {'role': 'assistant', 'content': None, 'tool_calls': [call]}
 
 
 def test_messages_are_given_to_the_template_of_the_caller():
@@ -15,8 +22,8 @@ def test_messages_are_given_to_the_template_of_the_caller():
     assert call.prompts == ((Message('system', 'be brief'), Message('user', 'hi')),)
     assert (call.prompt_field, call.sampling) == ('messages', (CallSampling(None),))
     seen = []
-    ids = tokenize_call(call, lambda text: [], lambda turns: seen.append(turns) or [5, 6]).prompts[0]
-    assert (ids.tolist(), seen) == ([5, 6], [call.prompts[0]])
+    ids = tokenize_call(call, lambda text: [], lambda *turns: seen.append(turns) or [5, 6]).prompts[0]
+    assert (ids.tolist(), seen) == ([5, 6], [(call.prompts[0], ())])
 
 
 def test_content_may_come_in_parts_and_the_role_under_its_newer_name():
@@ -24,6 +31,23 @@ def test_content_may_come_in_parts_and_the_role_under_its_newer_name():
     given = [{'role': 'developer', 'content': 'x'}, {'role': 'assistant', 'content': '', 'refusal': None}]
     call = chat.parse(BODY | {'messages': [*given, {'role': 'user', 'content': parts, 'name': 'n'}]})
     assert call.prompts == ((Message('system', 'x'), Message('assistant', ''), Message('user', 'ab')),)
+
+
+def test_tools_calls_and_results_go_to_the_template():
+    result = {'role': 'tool', 'tool_call_id': 'c', 'name': 'add', 'content': '3'}
+    call = chat.parse(BODY | {'messages': [*MESSAGES, asking(), result], 'tools': [TOOL], 'tool_choice': 'auto'})
+    assert call.tools == (TOOL,)
+    told = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}
+    assert [turn.describe() for turn in call.prompts[0][2:]] == [
+        {'role': 'assistant', 'content': '', 'tool_calls': [told]}, result,
+    ]  # fmt: skip
+    seen = []
+    tokenize_call(call, lambda text: [], lambda turns, tools: seen.append(tools) or [5])
+    assert seen == [(TOOL,)]
+
+
+def test_tools_that_shall_not_be_called_are_not_shown():
+    assert chat.parse(BODY | {'tools': [TOOL], 'tool_choice': 'none'}).tools == ()
 
 
 def test_ids_stand_in_place_of_the_template():
@@ -52,16 +76,27 @@ def test_what_agent_programs_send_without_a_meaning_here_is_accepted():
         ({'messages': 'hi'}, 'messages'),
         ({'messages': ['hi']}, 'messages[0]'),
         ({'messages': [{'content': 'x'}]}, 'messages[0].role'),
-        ({'messages': [{'role': 'tool', 'content': 'x'}]}, 'messages[0].role'),
+        ({'messages': [{'role': 'function', 'content': 'x'}]}, 'messages[0].role'),
         ({'messages': [{'role': 'user'}]}, 'messages[0].content'),
         ({'messages': [{'role': 'user', 'content': 3}]}, 'messages[0].content'),
         ({'messages': [{'role': 'user', 'content': '\ud800'}]}, 'messages[0].content'),
         ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 'messages[0].content[0].type'),
-        ({'messages': [{'role': 'assistant', 'content': '', 'tool_calls': [{}]}]}, 'messages[0].tool_calls'),
+        ({'messages': [{'role': 'user', 'content': '', 'tool_calls': [{}]}]}, 'messages[0].tool_calls'),
+        ({'messages': [{'role': 'user', 'content': '', 'tool_call_id': 'c'}]}, 'messages[0].tool_call_id'),
+        ({'messages': [{'role': 'assistant', 'content': None}]}, 'messages[0].content'),
+        ({'messages': [asking(name='')]}, 'messages[0].tool_calls[0].function.name'),
+        ({'messages': [asking(arguments='{')]}, 'messages[0].tool_calls[0].function.arguments'),
+        ({'messages': [asking(arguments='[1]')]}, 'messages[0].tool_calls[0].function.arguments'),
+        ({'messages': [asking(arguments=3)]}, 'messages[0].tool_calls[0].function.arguments'),
         ({'messages': [{'role': 'user', 'content': 'x', 'more': 1}]}, 'messages[0].more'),
         ({'input_ids': [-1]}, 'input_ids'),
-        ({'tools': [{'type': 'function'}]}, 'tools'),
-        ({'tool_choice': 'required'}, 'tool_choice'),
+        ({'tools': 'add'}, 'tools'),
+        ({'tools': ['add']}, 'tools[0]'),
+        ({'tools': [{'type': 'function'}]}, 'tools[0].function.name'),
+        ({'tools': [{'type': 'custom', 'custom': {'name': 'add'}}]}, 'tools[0].type'),
+        ({'tools': [TOOL | {'function': {'name': 'add', 'parameters': 'x'}}]}, 'tools[0].function.parameters'),
+        ({'tools': [TOOL], 'tool_choice': 'required'}, 'tool_choice'),
+        ({'tools': [TOOL], 'tool_choice': {'type': 'function', 'function': {'name': 'add'}}}, 'tool_choice'),
         ({'response_format': {'type': 'json_object'}}, 'response_format'),
         ({'top_logprobs': 5}, 'top_logprobs'),
         ({'logprobs': 1}, 'logprobs'),

@@ -53,11 +53,11 @@ def test_answers_without_an_id_get_one():
 
 def test_texts_and_messages_become_ids():
     prompts = (PROMPT, 'ab', (Message('user', 'c'),))
-    found = tokenize_call(call(prompts), lambda text: list(text.encode()), lambda turns: [len(turns), 7])
+    found = tokenize_call(call(prompts), lambda text: list(text.encode()), lambda turns, tools: [len(turns), 7])
     assert [prompt.tolist() for prompt in found.prompts] == [[11, 12, 13], [97, 98], [1, 7]]
     assert {prompt.dtype for prompt in found.prompts} == {np.dtype(np.int32)}
 
 
 def test_a_text_without_a_token_is_refused():
     with pytest.raises(RequestError, match=r'^prompt has no token: send at least one$'):
-        tokenize_call(call((' ',)), lambda text: [], lambda turns: [])
+        tokenize_call(call((' ',)), lambda text: [], lambda turns, tools: [])

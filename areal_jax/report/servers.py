@@ -1,0 +1,47 @@
+"""The servers that a run generated with: where each was, what it delivered, how often it failed.
+
+Used by report.py and page.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_jax.events import Event
+from areal_jax.report.contents import ServerRow
+
+HEAD = ('engine', 'server', 'tokens received', 'starts', 'taken out of service')
+_OUT = ('unknown', 'quarantined')
+
+
+def server_rows(events: Sequence[Event]) -> list[ServerRow]:
+    """One for each engine in another process, in the order of their names; none where the run had no servers."""
+    found: dict[str, ServerRow] = {}
+    for event in events:
+        if event['kind'] == 'register':
+            row = found.setdefault(event['engine'], _new_row(event['engine']))
+            row['url'], row['starts'] = event['url'], row['starts'] + 1
+        elif event['kind'] == 'receive':
+            found[event['engine']]['tokens'] += event['tokens']
+        elif event['kind'] == 'engine_state' and event['state'] in _OUT:
+            row = found[event['engine']]
+            row['failures'], row['last_failure'] = row['failures'] + 1, event['reason']
+    return [found[engine] for engine in sorted(found)]
+
+
+def _new_row(engine: str) -> ServerRow:
+    return {'engine': engine, 'url': '', 'starts': 0, 'tokens': 0, 'failures': 0, 'last_failure': ''}
+
+
+def describe_servers(rows: Sequence[ServerRow]) -> list[tuple[str, ...]]:
+    """Of the page's table."""
+    return [
+        (
+            row['engine'],
+            row['url'],
+            str(row['tokens']),
+            str(row['starts']),
+            f'{row["failures"]}, the last time: {row["last_failure"]}' if row['failures'] else '0',
+        )
+        for row in rows
+    ]

@@ -1,0 +1,120 @@
+"""Every kind of --model behind HTTP: a directory, a GGUF file, one in a package, a run, a checkpoint."""
+
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+from areal_jax.app.model import describe_model
+from areal_jax.app.run_thread import CallerInterrupts
+from areal_jax.app.serve import serve_model
+from areal_jax.config import TrackedConfig
+from areal_jax.formats.gguf import load_gguf
+from areal_jax.models.decoder import Decoder
+from areal_jax.publication.export import export_hf
+from areal_jax.rollout.http.server.thread import bind, describe_url
+from areal_jax.tasks.tokenizer import GgufTokenizer
+from tests.app.small import SmallRun, small_config
+from tests.app.test_main_serve import plain_logprobs
+from tests.formats.test_gguf import file_tensors, write
+
+PROMPT = [1, 2, 1]
+GREEDY = {'temperature': 0, 'max_new_tokens': 5, 'ignore_eos': True}
+
+
+@contextlib.contextmanager
+def serving(model):
+    """The URL of a server in a thread of this process."""
+    interrupts, listener, errors = CallerInterrupts(), bind('127.0.0.1', 0), []
+    config = small_config(run__clock='real')
+
+    def serve():
+        try:
+            serve_model(config, listener, model=str(model), interrupts=interrupts)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        url, end_s = describe_url(listener), time.monotonic() + 60
+        while not is_healthy(url):
+            assert thread.is_alive(), errors
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        yield url
+    finally:
+        interrupts.note()
+        thread.join(30)
+    assert errors == []
+    assert not thread.is_alive()
+
+
+def is_healthy(url):
+    with contextlib.suppress(urllib.error.URLError, OSError):
+        return ask(url, '/health') == (200, None)
+    return False
+
+
+def ask(url, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=30) as reply:
+        return reply.status, json.loads(reply.read() or b'null')
+
+
+def answer(model):
+    """(tokens, log-probs, weight version, name of the model) of a greedy answer."""
+    with serving(model) as url:
+        _, reply = ask(url, '/generate', {'input_ids': PROMPT, 'sampling_params': GREEDY, 'return_logprob': True})
+        _, models = ask(url, '/v1/models')
+    logprobs, tokens, _ = zip(*reply['meta_info']['output_token_logprobs'], strict=True)
+    return list(tokens), logprobs, reply['meta_info']['weight_version'], models['data'][0]['id']
+
+
+def check(found, decoder, params):
+    """The answer is that of these weights."""
+    tokens, logprobs, _, _ = found
+    assert len(tokens) == 5
+    whole = np.array([*PROMPT, *tokens])
+    np.testing.assert_allclose(logprobs, plain_logprobs(decoder, params, whole, len(PROMPT)), atol=1e-5)
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    return SmallRun(tmp_path_factory.mktemp('run'), run__steps=2, checkpoint__every=1).train()
+
+
+@pytest.mark.parametrize(('place', 'updates'), [('', 2), ('checkpoints/step_00000001', 1)])
+def test_a_run_and_one_of_its_checkpoints_are_served(run, place, updates):
+    found = answer(run.workdir / place)
+    check(found, describe_model(TrackedConfig(small_config())).decoder, run.weights[updates])
+    assert found[2:] == (str(updates), (run.workdir / place).name)
+
+
+@pytest.fixture
+def gguf(tmp_path, monkeypatch):
+    """The path of a file in a package that must not be imported."""
+    folder = tmp_path / 'served_weights'
+    folder.mkdir()
+    (folder / '__init__.py').write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    tensors, _ = file_tensors()
+    return write(folder / 'tiny.gguf', tensors)
+
+
+@pytest.mark.parametrize('kind', ['file', 'package', 'directory'])
+def test_a_gguf_file_and_a_directory_are_served(gguf, tmp_path, kind):
+    shape, params, fields = load_gguf(gguf)
+    model = {'file': gguf, 'package': 'package:served_weights/tiny.gguf', 'directory': tmp_path / 'exported'}[kind]
+    if kind == 'directory':
+        export_hf(model, params, shape, dtype='float32')
+        for name, content in GgufTokenizer(fields).hf_files().items():
+            (model / name).write_text(content)
+    found = answer(model)
+    check(found, Decoder(shape), params)
+    assert found[2:] == ('0', 'exported' if kind == 'directory' else 'tiny.gguf')
