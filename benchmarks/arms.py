@@ -63,7 +63,8 @@ def make_arms(count: int, updates: int, *, minibatches: int, small: bool) -> dic
     }  # fmt: skip
     arms: dict[str, Fields] = {}
     for number in range(count):
-        seed, lag, centre = number, LAGS[number % len(LAGS)], CENTRES[number % len(CENTRES)]
+        seed, lag = number, LAGS[number % len(LAGS)]
+        centre = CENTRES[(number // len(LAGS) + number) % len(CENTRES)]
         rate = (5e-4, 1e-3, 2e-3)[number // 2 % 3]
         own = {
             'run.seed': seed, 'staleness.schedule': f'fixed({lag})', 'loss.proximal': centre,
