@@ -4,6 +4,7 @@
     setting.py     what they share, and the constants that each has of its own
     problems.py    the prompts of every update, from the task's stream
     generation.py  answers to the prompts of a batch
+    forward.py     log-probs of the answers of a batch
     update.py      a batch becomes rewards, advantages, minibatches and optimizer steps
     program.py     updates in a loop on the device, arms side by side
     series.py      the metrics of every update, in the form of a run

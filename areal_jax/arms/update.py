@@ -2,7 +2,7 @@
 
 The arithmetic is that of a single run (learning/), with arrays in the place of what a single run decides on the host.
 Used by program.py, under a vmap over arms. Shapes: B, G, P, A as in __init__.py; M minibatches of at most E groups
-each, whose rows have T = P + G * (A - 1) tokens, the prompt once, and N = G * A loss tokens.
+each; N = G * A loss tokens of a group.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.arms.forward import answer_logprobs
 from areal_jax.arms.generation import Answers
 from areal_jax.arms.setting import Constants, Setting
 from areal_jax.learning.advantages import ESTIMATORS, STD_FLOOR
-from areal_jax.learning.forward import Rows, forward
 from areal_jax.learning.losses import decoupled_ppo_loss, entropy_bonus, masked_sum
 from areal_jax.learning.proximal import KINDS, proximal_logprobs
 from areal_jax.types import Tree
 
+Rows = Mapping[str, jax.Array]  # see `make_rows`
 Sums = dict[str, jax.Array]  # float32 scalars: what `series.py` makes the metrics of an update from
 
 
@@ -99,34 +100,18 @@ def split_groups(setting: Setting, kept: jax.Array) -> _Minibatches:
 def make_rows(
     batch: Batch, values: jax.Array, policy_version: jax.Array, minibatches: _Minibatches
 ) -> dict[str, jax.Array]:
-    """Rows as forward.forward and the loss read them, a group each: leaves [M, E, T] and [M, E, N]."""
-    (_, prompt), (_, size, answer) = batch.prompts.shape, batch.answers.tokens.shape
-    shape = minibatches.groups.shape
-    of_groups = lambda x: x[minibatches.groups].reshape(*shape, -1)
-    inputs = jnp.concatenate([of_groups(batch.prompts), of_groups(batch.answers.tokens[..., :-1])], axis=-1)
-    constant = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), (*shape, len(x)))
+    """The groups in their minibatches, leaves [M, E, ...]; what the loss reads is [M, E, N]."""
+    _, size, answer = batch.answers.tokens.shape
+    of_groups = lambda x: x[minibatches.groups]
+    by_token = lambda x: of_groups(x).reshape(*minibatches.groups.shape, -1)
     mask = jnp.repeat(minibatches.filled[..., None], size * answer, axis=-1)
     return {
-        'tokens': inputs,
-        **{name: constant(x) for name, x in _places(prompt, size, answer).items()},
-        'targets': of_groups(batch.answers.tokens),
+        'prompts': of_groups(batch.prompts),
+        'answers': of_groups(batch.answers.tokens),
         'loss_mask': mask,
-        'behavior_logprobs': of_groups(batch.answers.behavior_logprobs),
-        'advantages': of_groups(jnp.repeat(values[..., None], answer, axis=-1)),
+        'behavior_logprobs': by_token(batch.answers.behavior_logprobs),
+        'advantages': by_token(jnp.repeat(values[..., None], answer, axis=-1)),
         'policy_versions': jnp.broadcast_to(policy_version, mask.shape),
-    }
-
-
-def _places(prompt: int, size: int, answer: int) -> dict[str, np.ndarray]:
-    """What is the same for every group: int [T] each, and 'sources' [N]."""
-    read = answer - 1  # the last token of an answer is predicted and never read
-    own = np.repeat(np.arange(size), read)
-    after = prompt + read * np.arange(size)[:, None] + np.arange(read)  # [G, A - 1]
-    return {
-        'positions': np.concatenate([np.arange(prompt), np.tile(prompt + np.arange(read), size)]),
-        'segment_ids': np.concatenate([np.full(prompt, 1), own + 2]),
-        'parent_ids': np.ones(prompt + size * read, int),
-        'sources': np.concatenate([np.full((size, 1), prompt - 1), after], axis=1).ravel(),
     }
 
 
@@ -137,17 +122,13 @@ def _denominator_scale(setting: Setting, constants: Constants, kept: jax.Array) 
 
 def _recompute(setting: Setting, constants: Constants, params: Tree, rows: Rows) -> jax.Array:
     """float32 [M, E, N]: log-probs under the weights before the update, where a later step needs them, else 0."""
-    zeros = jnp.zeros(rows['targets'].shape, jnp.float32)
+    zeros = jnp.zeros_like(rows['behavior_logprobs'])
     first = 0 if setting.epochs > 1 else 1  # the first step computes those of its own minibatch
     if not setting.recomputes or first == setting.minibatches:
         return zeros
-    later = {name: array[first:].reshape(-1, *array.shape[2:]) for name, array in rows.items()}
-    logprobs, _ = _forward(setting, constants, params, later)
+    later = (rows[name][first:].reshape(-1, *rows[name].shape[2:]) for name in ('prompts', 'answers'))
+    logprobs, _ = answer_logprobs(setting, params, *later, constants.temperature)
     return zeros.at[first:].set(logprobs.reshape(zeros[first:].shape))
-
-
-def _forward(setting: Setting, constants: Constants, params: Tree, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    return forward(setting.decoder, params, rows, constants.temperature, attention='dense')
 
 
 def _step(
@@ -185,7 +166,7 @@ def _loss(
     setting: Setting, constants: Constants, params: Tree, rows: Rows, scalars: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
     """(loss of the minibatch, (sums, log-probs [E, N])), as train_step.Programs has it."""
-    policy_logprobs, entropy = _forward(setting, constants, params, rows)
+    policy_logprobs, entropy = answer_logprobs(setting, params, rows['prompts'], rows['answers'], constants.temperature)
     centres = [
         proximal_logprobs(
             kind,
