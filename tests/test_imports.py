@@ -27,6 +27,7 @@ LAYERS = [
     {'rollout', 'learning', 'publication', 'checkpoint'},
     {'distributed', 'simulation', 'evaluation', 'report'},
     {'app'},
+    {'arms'},
     {'main'},
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]

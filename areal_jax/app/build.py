@@ -138,7 +138,7 @@ def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParam
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
-        stop_tokens=(tokenizer.eos_id,),
+        stop_tokens=() if rollout.ignore_eos else (tokenizer.eos_id,),
     )
 
 

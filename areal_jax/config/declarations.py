@@ -129,6 +129,7 @@ SECTIONS: Mapping[str, Section] = {
         group_size=Integer(8, COUNT, 'answers per prompt'),
         max_running_groups=Integer(16, COUNT, 'groups admitted and unfinished; bounds memory whatever eta is'),
         max_new_tokens=Integer(16, COUNT, 'tokens of an answer, its stop token included'),
+        ignore_eos=Flag(False, 'EOS ends no answer, so that each has rollout.max_new_tokens tokens'),
         temperature=Real(1.0, POSITIVE, 'of sampling, and part of the policy in all log-probs'),
         top_k=Integer(0, COUNT_OR_OFF, '0 = off; training with a cut needs loss.truncated_sampling'),
         top_p=Real(1.0, SHARE_ABOVE_ZERO, '1 = off; training with a cut needs loss.truncated_sampling'),

@@ -22,12 +22,12 @@ Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup]], list[np.ndarray]]  
 
 _FIELD = 'loss.advantage'
 _LARGEST_REWARD = 1e30
-_STD_FLOOR = 1e-4  # keeps the advantage finite where the rewards of a group hardly differ
+STD_FLOOR = 1e-4  # keeps the advantage finite where the rewards of a group hardly differ
 
 
 def group_normalized(rewards: np.ndarray) -> np.ndarray:
     """(r - mean) / (std + 1e-4) with the population's standard deviation (DeepSeekMath, arXiv 2402.03300)."""
-    return (rewards - rewards.mean()) / (rewards.std() + _STD_FLOOR)
+    return (rewards - rewards.mean()) / (rewards.std() + STD_FLOOR)
 
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:

@@ -120,11 +120,17 @@ def make_optimizer(settings: OptimizerSettings) -> Optimizer:
 
 def step_metrics(steps: Sequence[Mapping[str, SupportsFloat]]) -> dict[str, float]:
     """The metrics of an update, from those that `Optimizer.apply` returned for each of its steps."""
-    skipped = sum(float(s['skip_count']) for s in steps)
-    metrics = {'update/optimizer_steps': len(steps) - skipped, 'update/skipped_steps': skipped}
-    if len(steps) > skipped:
-        metrics['update/grad_norm'] = sum(float(s['grad_norm']) for s in steps) / (len(steps) - skipped)
-        metrics['update/learning_rate'] = float(steps[-1]['learning_rate'])
+    total = lambda name: sum(float(step[name]) for step in steps)
+    rate = float(steps[-1]['learning_rate']) if steps else 0.0
+    return mean_step_metrics(len(steps), total('skip_count'), total('grad_norm'), rate)
+
+
+def mean_step_metrics(made: float, skipped: float, grad_norms: float, last_rate: float) -> dict[str, float]:
+    """The same from the number of steps, those skipped among them, the sum of their norms and the last rate."""
+    metrics = {'update/optimizer_steps': made - skipped, 'update/skipped_steps': skipped}
+    if made > skipped:
+        metrics['update/grad_norm'] = grad_norms / (made - skipped)
+        metrics['update/learning_rate'] = last_rate
     return metrics
 
 

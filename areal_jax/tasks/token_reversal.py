@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from areal_jax.tasks.task import ListedTask, Problem, TaskError, hash_fraction
-from areal_jax.tasks.tokenizer import Tokenizer
+from areal_jax.tasks.tokenizer import CharacterTokenizer, Tokenizer
 from areal_jax.types import FinishReason
 
 ALPHABET = 'abcdefgh'
@@ -49,10 +49,12 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> fl
     """Fraction of positions where the answer is right; the end counts as a position.
 
     The denominator is the length of the longer of answer and truth. The reward is dense, so that a random policy gets
-    a signal; it is 1 only for the exact answer that ends by itself.
+    a signal; it is 1 only for the exact answer that ends by itself. An EOS that did not end the answer
+    (rollout.ignore_eos) is one wrong symbol.
     """
     truth = [*problem['answer'], 'end']
-    answer = [*answer_text, 'end'] if finish_reason == 'stop' else list(answer_text)
+    symbols = answer_text.replace(CharacterTokenizer.eos_text, '\0')
+    answer = [*symbols, 'end'] if finish_reason == 'stop' else list(symbols)
     right = sum(a == b for a, b in zip(truth, answer, strict=False))
     return right / max(len(truth), len(answer))
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.build import build_ring
+from areal_jax.app.build import build_ring, build_sampling
 from areal_jax.app.learner import build_learner
 from areal_jax.app.model import build_model
 from areal_jax.app.session import Session
@@ -23,6 +23,12 @@ from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.tokenizer import CharacterTokenizer
 from tests.app.small import SmallRun, small_config
 from tests.tasks import hf_directory
+
+
+@pytest.mark.parametrize(('ignore', 'stops'), [(False, (0,)), (True, ())])
+def test_eos_ends_an_answer_where_it_is_not_ignored(ignore, stops):
+    config = TrackedConfig(small_config(rollout__ignore_eos=ignore))
+    assert build_sampling(config, CharacterTokenizer('ab=')).stop_tokens == stops
 
 
 def test_a_hugging_face_directory_becomes_a_sharded_learner(tmp_path):

@@ -46,6 +46,7 @@ def test_prompt_and_answer_by_hand():
         ('', 'stop', 0.0),
         ('b' * 16, 'length', 3 / 16),
         ('b=ba', 'stop', 4 / 5),
+        ('b<eos>ba', 'length', 3 / 5),  # an EOS that ends nothing is one wrong symbol
     ],
 )
 def test_reward_by_hand(text, finish_reason, reward):
