@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import pathlib
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from areal_jax import events as schema
 from areal_jax import files
 
+OUTSIDE = ('reply', 'failure')  # fields with the outcome of a call, of `run_done`
+_MEASURED = ('time', 'started', 'seconds', *OUTSIDE)
 _FIX = 'restore the file as the run wrote it, or start anew in another --workdir'
 _WRITTEN_HERE = schema.HEADER.allowed | {'kind'}
 _REQUIRED = {kind: record.required - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
@@ -74,6 +77,11 @@ class EventLog:
         if self._file:
             self._file.close()
             self._file = None
+
+
+def check_of(event: Mapping[str, object]) -> int:
+    """CRC-32 of what the clock measured or got from outside: what a replay takes from the log and cannot recompute."""
+    return zlib.crc32(json.dumps([event.get(name) for name in _MEASURED]).encode())
 
 
 def check_types(event: Mapping[str, object]) -> None:

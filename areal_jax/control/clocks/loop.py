@@ -250,17 +250,29 @@ class LoopClock(abc.ABC):
         lane.n_busy -= 1
         del self._busy[interval]
         if interval.is_call:
-            interval.take_outcome()
+            self._take_outcome(interval)
+        work, measured = interval.work, {'started': interval.started_s, 'seconds': interval.seconds}
         self.log.write(
-            'run_done', interval.lane, run=interval.number, work=interval.work.kind, amount=interval.work.amount,
-            started=interval.started_s, seconds=interval.seconds,
+            'run_done', interval.lane, run=interval.number, work=work.kind, amount=work.amount, **measured,
+            **self._seal(**measured, **self._outcome_from_outside(interval)),
         )  # fmt: skip
         interval.deliver()
         self._start(lane)
 
+    def _take_outcome(self, interval: Interval) -> None:
+        interval.take_outcome()
+
+    def _outcome_from_outside(self, interval: Interval) -> dict[str, object]:
+        """What the log keeps of the outcome of a call, for a replay; nothing under a clock that repeats itself."""
+        return {}
+
+    def _seal(self, **measured: object) -> dict[str, object]:
+        """What the log has on a completion beside the fields that every clock writes."""
+        return {}
+
     def _expire(self, deadline: Deadline) -> None:
         if not deadline.future.done():
-            self.log.write('deadline', wait=deadline.event.name)
+            self.log.write('deadline', wait=deadline.event.name, **self._seal())
             deadline.future.set_result(False)
 
     def _next_deadline(self) -> tuple[float, int, Deadline] | None:

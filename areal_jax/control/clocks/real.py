@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import heapq
+import json
 import queue
 import signal
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
-from areal_jax.control.events import EventLog
+from areal_jax.control.events import OUTSIDE, EventLog, check_of
 from areal_jax.protocols import Event
 
 END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
@@ -141,8 +142,18 @@ class RealClock(LoopClock):
         elif callable(item):
             item()
         else:
-            self.log.write('signal', name=item[0].name)
+            self.log.write('signal', name=item[0].name, **self._seal())
             item[1].set()
+
+    def _outcome_from_outside(self, interval: Interval) -> dict[str, object]:
+        if not interval.work.recorded:
+            return {}
+        error = interval.error
+        return {'reply': json.dumps(interval.result)} if error is None else {'failure': type(error).__name__}
+
+    def _seal(self, **measured: object) -> dict[str, object]:
+        outside = {name: measured[name] for name in OUTSIDE if name in measured}
+        return {**outside, 'check': check_of({'time': self._now, **measured})}
 
     def _close(self) -> None:
         for name, intervals in self._queues.items():
