@@ -71,10 +71,8 @@ def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
     found = replay(run, out, paths, lambda sentence: print(sentence, flush=True))
     if copy:
         write_json(copy, found)
-    same = (
-        f'the weights, sha256 {found["weights_sha256"]}' if found['finished'] else f'all of the log; {found["ended"]}'
-    )
-    print(f'equal: {found["events"]} events of {found["starts"]} starts, and {same}')
+    print(f'equal: {found["events"]} events of {found["starts"]} starts')
+    print(f'equal: weights_sha256 {found["weights_sha256"]}' if found['finished'] else found['ended'])
     return ExitCode.FINISHED
 
 

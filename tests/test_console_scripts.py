@@ -10,7 +10,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-SCRIPTS = dict(re.findall(r"'(areal-\w+)=([\w.]+:\w+)'", (ROOT / 'setup.py').read_text()))
+SCRIPTS = dict(re.findall(r"'(areal-[\w-]+)=([\w.]+:\w+)'", (ROOT / 'setup.py').read_text()))
 
 
 def test_every_command_has_a_script():

@@ -113,7 +113,7 @@ def read_log(path: pathlib.Path) -> Log:
         config = file.parent / CONFIG
         if not config.is_file():
             raise files.FileError(
-                f'{file} has no {CONFIG} beside it, which says what the log must keep: check it in the workdir of its run'
+                f'{file} has no {CONFIG} beside it, which says what the log must keep: check it in its own workdir'
             )
         log = Log(str(file), parse_events(content, str(file)), str(config), files.read_json(config, _FIX))
     if not log.events:

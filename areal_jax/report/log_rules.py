@@ -218,8 +218,8 @@ class LogRules:
             yield f'run {event["run"]} ends, and it is not under way'
         elif began != (event['lane'], event['work'], event['amount']):
             yield (
-                f'run {event["run"]} ends as {event["work"]!r} of {event["amount"]:g} on {event["lane"]!r}, and began as '
-                f'{began[1]!r} of {began[2]:g} on {began[0]!r}'
+                f'run {event["run"]} ends as {event["work"]!r} of {event["amount"]:g} on {event["lane"]!r}, and began '
+                f'as {began[1]!r} of {began[2]:g} on {began[0]!r}'
             )
         if event['started'] + event['seconds'] > event['time'] + 1e-6:
             yield f'run {event["run"]} took until {event["started"] + event["seconds"]}, after its end in the log'
