@@ -15,9 +15,7 @@ WorkKind = Annotated[
     'evaluation_prefill, pin; with a server of others generate and control',
 ]
 Check = Annotated[
-    int,
-    'CRC-32 of the JSON list [time, started, seconds, reply, failure], null for what the event lacks; of the real '
-    'clock, from version 6 of the log on',
+    int, 'CRC-32 of the other fields as JSON with sorted keys; of the real clock, from version 6 of the log on'
 ]
 Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
 

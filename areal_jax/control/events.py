@@ -15,8 +15,6 @@ from typing import cast
 from areal_jax import events as schema
 from areal_jax import files
 
-OUTSIDE = ('reply', 'failure')  # fields with the outcome of a call, of `run_done`
-_MEASURED = ('time', 'started', 'seconds', *OUTSIDE)
 _FIX = 'restore the file as the run wrote it, or start anew in another --workdir'
 _WRITTEN_HERE = schema.HEADER.allowed | {'kind'}
 _REQUIRED = {kind: record.required - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
@@ -80,8 +78,9 @@ class EventLog:
 
 
 def check_of(event: Mapping[str, object]) -> int:
-    """CRC-32 of what the clock measured or got from outside: what a replay takes from the log and cannot recompute."""
-    return zlib.crc32(json.dumps([event.get(name) for name in _MEASURED]).encode())
+    """The check sum of an event, over all its fields but `check`."""
+    fields = {name: value for name, value in event.items() if name != 'check'}
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 def check_types(event: Mapping[str, object]) -> None:

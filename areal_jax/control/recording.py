@@ -116,7 +116,7 @@ def find_edit(event: Event, before: Event | None) -> str:
     if before is not None and event['time'] < before['time']:
         return f'has time={event["time"]}, before {before["time"]} of the line above'
     if 'check' in event and event['check'] != check_of(event):
-        return f'has check={event["check"]}, and what it checks gives {check_of(event)}'
+        return f'has check={event["check"]}, and its other fields give {check_of(event)}'
     return ''
 
 

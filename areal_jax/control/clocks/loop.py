@@ -251,10 +251,9 @@ class LoopClock(abc.ABC):
         del self._busy[interval]
         if interval.is_call:
             self._take_outcome(interval)
-        work, measured = interval.work, {'started': interval.started_s, 'seconds': interval.seconds}
-        self.log.write(
-            'run_done', interval.lane, run=interval.number, work=work.kind, amount=work.amount, **measured,
-            **self._seal(**measured, **self._outcome_from_outside(interval)),
+        self._write_completion(
+            'run_done', interval.lane, interval, run=interval.number, work=interval.work.kind,
+            amount=interval.work.amount, started=interval.started_s, seconds=interval.seconds,
         )  # fmt: skip
         interval.deliver()
         self._start(lane)
@@ -262,17 +261,15 @@ class LoopClock(abc.ABC):
     def _take_outcome(self, interval: Interval) -> None:
         interval.take_outcome()
 
-    def _outcome_from_outside(self, interval: Interval) -> dict[str, object]:
-        """What the log keeps of the outcome of a call, for a replay; nothing under a clock that repeats itself."""
-        return {}
-
-    def _seal(self, **measured: object) -> dict[str, object]:
-        """What the log has on a completion beside the fields that every clock writes."""
-        return {}
+    def _write_completion(
+        self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
+    ) -> None:
+        """Logs that a completion is released: that of the interval, a deadline or a signal."""
+        self.log.write(kind, lane, **fields)
 
     def _expire(self, deadline: Deadline) -> None:
         if not deadline.future.done():
-            self.log.write('deadline', wait=deadline.event.name, **self._seal())
+            self._write_completion('deadline', wait=deadline.event.name)
             deadline.future.set_result(False)
 
     def _next_deadline(self) -> tuple[float, int, Deadline] | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
-from areal_jax.control.events import OUTSIDE, EventLog, check_of
+from areal_jax.control.events import EventLog, check_of
 from areal_jax.protocols import Event
 
 END_OF_WORK_S = 20.0  # the end of the program waits so long for work under way, and no longer: a lane may hang
@@ -142,18 +142,19 @@ class RealClock(LoopClock):
         elif callable(item):
             item()
         else:
-            self.log.write('signal', name=item[0].name, **self._seal())
+            self._write_completion('signal', name=item[0].name)
             item[1].set()
 
-    def _outcome_from_outside(self, interval: Interval) -> dict[str, object]:
-        if not interval.work.recorded:
-            return {}
-        error = interval.error
-        return {'reply': json.dumps(interval.result)} if error is None else {'failure': type(error).__name__}
-
-    def _seal(self, **measured: object) -> dict[str, object]:
-        outside = {name: measured[name] for name in OUTSIDE if name in measured}
-        return {**outside, 'check': check_of({'time': self._now, **measured})}
+    def _write_completion(
+        self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
+    ) -> None:
+        """With what a replay needs: the outcome of a call, and a check sum of what cannot be computed again."""
+        if interval is not None and interval.work.recorded:
+            error = interval.error
+            outcome = {'reply': json.dumps(interval.result)} if error is None else {'failure': type(error).__name__}
+            fields |= outcome
+        event = {'seq': self.log.next_seq, 'time': self._now, 'lane': lane, 'kind': kind, **fields}
+        self.log.write(kind, lane, **fields, check=check_of(event))
 
     def _close(self) -> None:
         for name, intervals in self._queues.items():

@@ -12,11 +12,12 @@ from typing import NoReturn
 
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready
-from areal_jax.control.events import OUTSIDE, EventLog
+from areal_jax.control.events import EventLog
 from areal_jax.control.recording import Recording
 from areal_jax.events import DeadlineEvent, RunDoneEvent, SignalEvent
 from areal_jax.protocols import Event
 
+_TAKEN = ('reply', 'failure', 'check')  # fields that the log alone has
 Failure = Callable[[str], Exception]  # from a message
 
 
@@ -80,13 +81,13 @@ class ReplayClock(LoopClock):
             return interval.describe_lateness()
         return self._failures.get(name, RuntimeError)(f'{interval.describe()} failed with {name} in the run')
 
-    def _outcome_from_outside(self, interval: Interval) -> dict[str, object]:
-        return {}
-
-    def _seal(self, **measured: object) -> dict[str, object]:
+    def _write_completion(
+        self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
+    ) -> None:
         released = self._released
         assert released is not None
-        return {name: value for name, value in released.items() if name in (*OUTSIDE, 'check')}
+        taken = {name: value for name, value in released.items() if name in _TAKEN}
+        self.log.write(kind, lane, **fields, **taken)
 
     def _note_end_of_call(self, interval: Interval) -> None:
         """Never: no call is made."""
@@ -123,7 +124,7 @@ class ReplayClock(LoopClock):
             if self.stop_requested is None:
                 self._refuse_unknown(seq, f'{event["kind"]!r}', 'takes no signals')
             self._released = event
-            self.log.write('signal', name=event['name'], **self._seal())
+            self._write_completion('signal', name=event['name'])
             self.stop_requested.set()
         return []
 
