@@ -227,7 +227,7 @@ def test_an_editor_who_knows_the_check_sums_is_found_out(events):
         assert find_line(twice) >= index + 1
         if events[index]['kind'] not in COMPLETIONS:
             swapped = [*events[:index], events[index + 1], events[index], *events[index + 2 :]]
-            assert find_line(renumbered(swapped)) == index + 1
+            assert find_line(renumbered(swapped)) in (index + 1, index + 2)  # the second where time would go back
     reward = next(index for index, event in enumerate(events) if event.get('reply'))
     edited = copy.deepcopy(events)
     edited[reward]['reply'] = json.dumps({'reward': 7.0})
