@@ -75,6 +75,8 @@ setup(
             'areal-export=areal_jax.main_export:run',
             'areal-report=areal_jax.main_report:run',
             'areal-serve=areal_jax.main_serve:run',
+            'areal-replay=areal_jax.main_replay:run',
+            'areal-check-log=areal_jax.main_check_log:run',
         ]
     },
 )

@@ -14,6 +14,9 @@ WorkKind = Annotated[
     'kind of work: decode, prefill, train, snapshot, publish, load, reward, save; beside training evaluation_decode, '
     'evaluation_prefill, pin; with a server of others generate and control',
 ]
+Check = Annotated[
+    int, 'CRC-32 of the other fields as JSON with sorted keys; of the real clock, from version 6 of the log on'
+]
 Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, NotRequired
 from areal_jax import files, records
 from areal_jax.event_fields import (
     Amount,
+    Check,
     Draw,
     Engine,
     Header,
@@ -34,9 +35,10 @@ from areal_jax.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 4: no engines in other processes; 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither
-# evaluation beside training nor `audit`; 1: no event `log`, each start counts its runs from 0
-VERSION = 5
+# 5: nothing for a replay; 4: no engines in other processes; 3: no `preempt`, and a dispatch does not say what it
+# rebuilds and reads; 2: neither evaluation beside training nor `audit`; 1: no event `log`, each start counts its runs
+# from 0
+VERSION = 6
 
 
 class LogEvent(Header):
@@ -227,6 +229,9 @@ class RunDoneEvent(Header):
     amount: Amount
     started: Annotated[float, 'clock seconds at which the work began']
     seconds: Annotated[float, 'how long it took, on the clock']
+    reply: NotRequired[Annotated[str, 'of a worker process, as JSON (reward); from version 6 of the log on']]
+    failure: NotRequired[Annotated[str, 'type of the exception instead of a reply; from version 6 of the log on']]
+    check: NotRequired[Check]
 
 
 class DeadlineEvent(Header):
@@ -234,6 +239,7 @@ class DeadlineEvent(Header):
 
     kind: Literal['deadline']
     wait: Annotated[str, 'name of the wait']
+    check: NotRequired[Check]
 
 
 class SignalEvent(Header):
@@ -241,6 +247,7 @@ class SignalEvent(Header):
 
     kind: Literal['signal']
     name: Annotated[str, 'SIGTERM, SIGINT, SIGHUP']
+    check: NotRequired[Check]
 
 
 class SaveEvent(Header):

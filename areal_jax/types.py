@@ -228,6 +228,7 @@ class Work:
     in_background: bool = False  # under the virtual clock it runs beside the lane's other work, not between it
     # what its price may depend on beside the amount; not logged: events of decoding and prefilling say the same
     size: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    recorded: bool = False  # of a call whose result is JSON: the real clock logs it, for a replay
 
 
 @dataclasses.dataclass(frozen=True)

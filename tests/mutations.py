@@ -655,6 +655,55 @@ MUTATIONS = [
         'not params.cuts and',
         'tests/rollout/decode/test_adjustments.py',
     ),
+    Mutation(
+        'replay: release the run that began first',
+        'areal_jax/control/clocks/replay.py',
+        "interval = self._by_number.pop(event['run'], None)",
+        'interval = self._by_number.pop(min(self._by_number), None)',
+        'tests/control/test_replay.py',
+    ),
+    Mutation(
+        'replay: the time of an event is not that of the log',
+        'areal_jax/control/clocks/replay.py',
+        "self._now = event['time']",
+        "self._now = event['time'] + 1e-9",
+        'tests/control/test_replay.py',
+    ),
+    Mutation(
+        'replay: any reply is as good',
+        'areal_jax/control/clocks/replay.py',
+        "interval.result = json.loads(event['reply'])",
+        "interval.result = {'reward': 0.0}",
+        'tests/control/test_replay.py',
+    ),
+    Mutation(
+        'replay: check no event',
+        'areal_jax/control/recording.py',
+        'if ours == theirs:',
+        'if ours:',
+        'tests/control/test_replay.py',
+    ),
+    Mutation(
+        'replay: drop no start that was cut off',
+        'areal_jax/app/starts.py',
+        "kept = [earlier for earlier in before if earlier['seq'] < seq]",
+        'kept = before',
+        'tests/app/test_replay.py -k noted',
+    ),
+    Mutation(
+        'log rules: any draws are trained',
+        'areal_jax/report/log_rules.py',
+        'if draws != lowest:',
+        'if len(draws) != len(lowest):',
+        'tests/report/test_log_rules.py',
+    ),
+    Mutation(
+        'log rules: a draw that is dropped stays counted',
+        'areal_jax/report/log_rules.py',
+        'self._admitted -= 1',
+        'self._admitted -= 0',
+        'tests/report/test_log_rules.py',
+    ),
 ]
 
 

@@ -10,11 +10,12 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-SCRIPTS = dict(re.findall(r"'(areal-\w+)=([\w.]+:\w+)'", (ROOT / 'setup.py').read_text()))
+SCRIPTS = dict(re.findall(r"'(areal-[\w-]+)=([\w.]+:\w+)'", (ROOT / 'setup.py').read_text()))
 
 
 def test_every_command_has_a_script():
-    assert sorted(SCRIPTS) == ['areal-eval', 'areal-export', 'areal-report', 'areal-serve', 'areal-train']
+    names = ['check-log', 'eval', 'export', 'replay', 'report', 'serve', 'train']
+    assert sorted(SCRIPTS) == [f'areal-{name}' for name in names]
     with_run = {path.stem for path in (ROOT / 'areal_jax').glob('main_*.py') if has_run(path)}
     assert {target.removeprefix('areal_jax.').removesuffix(':run') for target in SCRIPTS.values()} == with_run
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from areal_jax.control.clocks.lanes import Lane
+from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.events import EventLog, check_types
@@ -259,9 +260,11 @@ class ToyVerifier:
 
     async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: str) -> Verdict:
         amount = self._delays[(prompt.draw * 7 + len(answer_tokens)) % len(self._delays)]
-        work = Work('reward', amount)
-        verdict = Verdict(0.0, 2, 'crash') if prompt.draw in self._fail else Verdict(float(answer_tokens.sum() % 2))
-        return await self._clock.call(self._lane, lambda: _ready(verdict), work, 10.0)
+        work = Work('reward', amount, recorded=True)
+        reply: dict[str, Any] = {'reward': float(answer_tokens.sum() % 2)}
+        if prompt.draw in self._fail:
+            reply = {'reward': 0.0, 'attempts': 2, 'label': 'crash'}
+        return Verdict(**await self._clock.call(self._lane, lambda: _ready(reply), work, 10.0))
 
 
 async def _ready(value: Any) -> Any:
@@ -297,6 +300,7 @@ class ToyRun:
         max_filtered: int = 0,  # above 0: groups with equal rewards are dropped, at most so many in a row
         resume: Mapping[str, Any] | None = None,
         log: EventLog | None = None,
+        make_clock: Callable[[Mapping[str, int], EventLog, float], LoopClock] | None = None,  # of lanes, log, start_s
     ):
         state = resume['run_state'] if resume else None
         self.log = log or (EventLog(next_seq=state['next_seq'], next_run=state['next_run']) if state else EventLog())
@@ -305,7 +309,9 @@ class ToyRun:
         self.checkpoints: list[dict[str, Any]] = []
         lanes = {'learner': 1, 'reward': 2, 'disk': 1}
         lanes |= {lane(i): 1 for i in range(engines) for lane in (engine_lane, publish_lane)}
-        self.clock = VirtualClock(lanes, self.log, prices, start_s=state['clock_s'] if state else 0.0)
+        start_s = state['clock_s'] if state else 0.0
+        make = make_clock or (lambda lanes, log, start_s: VirtualClock(lanes, log, prices, start_s=start_s))
+        self.clock = make(lanes, self.log, start_s)
         self.supervisor = Supervisor(self.clock)
         self.learner, self.channel = ToyLearner(), ToyChannel()
         channel = self.channel

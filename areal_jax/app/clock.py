@@ -21,10 +21,7 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
       waits_for_work: at the end, wait for work under way as long as it is not taken to hang (run.stall_timeout_s): the
         process goes on after the run, and a thread left behind would write into a workdir that is free again.
     """
-    widths = _engine_lanes(config)
-    if config.evaluation.every:
-        widths[lanes.EVALUATION_REWARD] = 1
-    widths |= {lanes.LEARNER: 1, lanes.REWARD: config.task.verifier_workers, lanes.DISK: 1}
+    widths = lane_widths(config)
     if config.run.clock == 'real':
         stall_s = config.run.stall_timeout_s + (SERVERS_S if uses_servers(config) else 0.0)
         return RealClock(
@@ -40,6 +37,13 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
         'save': prices.save_s,
     }
     return VirtualClock(widths, log, per_unit, start_s)
+
+
+def lane_widths(config: TrackedConfig) -> dict[str, int]:
+    """The lanes of a run, with what each does at once."""
+    beside = {lanes.EVALUATION_REWARD: 1} if config.evaluation.every else {}
+    others = {lanes.LEARNER: 1, lanes.REWARD: config.task.verifier_workers, lanes.DISK: 1}
+    return _engine_lanes(config) | beside | others
 
 
 def _engine_lanes(config: TrackedConfig) -> dict[str, int]:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -29,11 +30,13 @@ from areal_jax.app.provenance import hardware
 from areal_jax.app.run import Checkpoint, Run, State
 from areal_jax.app.scores import Scores
 from areal_jax.app.served import Servers
+from areal_jax.app.starts import note_start
 from areal_jax.app.task import build_task, build_verifier
 from areal_jax.app.workdir import CHECKPOINTS, Report
 from areal_jax.app.workflow import build_workflow
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import Controller
 from areal_jax.control.events import EventLog, truncate_events
@@ -90,12 +93,12 @@ class Session(Run):
             return
         start_s = snapshot['clock_s'] if snapshot else 0.0
         self.log = self._open_log(*((snapshot['next_seq'], snapshot['next_run']) if snapshot else (0, 0)))
-        self.clock = build_clock(config, self.log, start_s, waits_for_work=not self._ends_process())
-        self.verifier = self._own(
-            build_verifier(config, self.clock, task, model.tokenizer.decode, workdir=self.workdir)
+        self.clock = self._build_clock(start_s)
+        self.verifier = self._launch_verifier(task, model, workdir=self.workdir)
+        # of the evaluation beside training: its answers wait for no worker that scores those of training
+        self._beside_verifier = (
+            self._launch_verifier(task, model, workers=1, lane=EVALUATION_REWARD) if config.evaluation.every else None
         )
-        self.verifier.launch()
-        self._beside_verifier = self._launch_beside_verifier(task, model)
         self.supervisor = Supervisor(self.clock)
         self._build_learner(model, checkpoint)
         self.verifier.start()
@@ -126,12 +129,11 @@ class Session(Run):
         self._compilation_budget = config.run.compilation_budget
         self._require_all_read()
 
-    def _launch_beside_verifier(self, task: Task, model: Model) -> ProcessVerifier | InlineVerifier | None:
-        """Of the evaluation beside training: its answers wait for no worker that scores those of training."""
-        if not self.config.evaluation.every:
-            return None
-        decode = model.tokenizer.decode
-        verifier = self._own(build_verifier(self.config, self.clock, task, decode, workers=1, lane=EVALUATION_REWARD))
+    def _build_clock(self, start_s: float) -> LoopClock:
+        return build_clock(self.config, self.log, start_s, waits_for_work=not self._ends_process())
+
+    def _launch_verifier(self, task: Task, model: Model, **settings: Any) -> ProcessVerifier | InlineVerifier:
+        verifier = self._own(build_verifier(self.config, self.clock, task, model.tokenizer.decode, **settings))
         verifier.launch()
         return verifier
 
@@ -145,7 +147,7 @@ class Session(Run):
         return snapshot
 
     def _open_log(self, next_seq: int, next_run: int) -> EventLog:
-        path = self.workdir / EVENTS
+        path, self._first_seq = self.workdir / EVENTS, next_seq
         truncate_events(path, next_seq)
         return self._own(EventLog(path, next_seq, next_run))
 
@@ -262,6 +264,7 @@ class Session(Run):
 
     def _run(self) -> bool:
         try:
+            note_start(self.workdir, self._first_seq, self.config, self._model.source)
             self._warm_up()
             if isinstance(self.clock, RealClock):
                 self.clock.restart()

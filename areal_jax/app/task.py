@@ -18,10 +18,11 @@ from areal_jax.plugins import absolute_spec, is_own, load_function
 from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.audit import Audit
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
+from areal_jax.tasks.process import WorkerProcess
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.task import Scorer, Split, Task, TaskError
 from areal_jax.tasks.tokenizer import Tokenizer
-from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
+from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier, StartWorker
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
@@ -72,17 +73,21 @@ def build_verifier(
     workers: int | None = None,
     lane: str = lanes.REWARD,
     workdir: pathlib.Path | None = None,
+    start_worker: StartWorker = WorkerProcess,
 ) -> ProcessVerifier | InlineVerifier:
     """The verifier of the task's answers, which are scored by task.reward where that is set.
 
     An own scorer is called once, with an empty answer, when the verifier starts. A verifier that compares some answers
-    twice writes to WORKDIR/audit.jsonl. `workers`: None = task.verifier_workers.
+    twice writes to WORKDIR/audit.jsonl. `workers`: None = task.verifier_workers. A `start_worker` that starts no
+    process scores nothing, so the scorer is not tried out.
     Raises UserError for a scorer that workers cannot load, and at the start for one that fails.
     """
     reward = config.task.reward
     own = reward or is_own(config.task.name)
     side: Split = 'train' if task.sizes()['train'] else 'held_out'
     trial = dict(task.prompts(side, config.run.seed).draw().problem) if own else None
+    if start_worker is not WorkerProcess and config.task.verifier == 'process':
+        trial = None
     if config.task.verifier == 'inline':
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)
@@ -100,6 +105,7 @@ def build_verifier(
         lane=lane,
         trial=trial,
         audit=_build_audit(config, workdir),
+        start_worker=start_worker,
     )
 
 

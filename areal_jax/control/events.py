@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
@@ -74,6 +75,12 @@ class EventLog:
         if self._file:
             self._file.close()
             self._file = None
+
+
+def check_of(event: Mapping[str, object]) -> int:
+    """The check sum of an event, over all its fields but `check`."""
+    fields = {name: value for name, value in event.items() if name != 'check'}
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 def check_types(event: Mapping[str, object]) -> None:

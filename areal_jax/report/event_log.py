@@ -11,21 +11,26 @@ from typing import cast
 
 from areal_jax import files
 from areal_jax.events import Event, find_fault, require_known_version
-from areal_jax.telemetry.json_lines import read_json_lines
+from areal_jax.telemetry.json_lines import parse_json_lines
 
 
 def load_events(path: pathlib.Path | str) -> list[Event]:
-    """The events of an events.jsonl; a torn last line is left out, no file is an empty list.
-
-    A log without the event `log` has version 1. Raises FileError, naming file and line, for a line that is no event of
-    the schema, and for a log that a later program wrote.
-    """
+    """`parse_events` of an events.jsonl; no file is an empty list."""
     path = pathlib.Path(path)
-    events = read_json_lines(path)
+    return parse_events(path.read_bytes(), str(path)) if path.exists() else []
+
+
+def parse_events(content: bytes, name: str) -> list[Event]:
+    """The events in the bytes of an event log; a torn last line is left out.
+
+    A log without the event `log` has version 1. Raises FileError, which begins with `name` and the line, for a line
+    that is no event of the schema, and for a log that a later program wrote.
+    """
+    events = parse_json_lines(content, name)
     for number, event in enumerate(events, start=1):
-        require_known_version(event, f'{path}: line {number}')
+        require_known_version(event, f'{name}: line {number}')
         if fault := find_fault(event):
-            raise files.FileError(f'{path}: line {number} {fault}: it was edited or is of another program; remove it')
+            raise files.FileError(f'{name}: line {number} {fault}: it was edited or is of another program; remove it')
     return cast(list[Event], events)
 
 

@@ -82,6 +82,7 @@ class WorkerProcess:
                 raise WorkerDiedError(f'the worker for {self.scorer!r} replied to another request')
             if self._pipes.received:
                 raise WorkerDiedError(f'the worker for {self.scorer!r} replied more than once')
+            del reply['id']
             return reply
 
     def ask_at_once(self, request: JsonObject, end_s: float) -> JsonObject:

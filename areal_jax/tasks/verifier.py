@@ -35,6 +35,7 @@ _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
 _log = logging.getLogger(__name__)
 
 Decode = Callable[[np.ndarray], str]
+StartWorker = Callable[[str, int], WorkerProcess]  # (scorer, memory_mb)
 
 
 class VerifierError(UserError, RuntimeError):
@@ -126,6 +127,7 @@ class ProcessVerifier:
         lane: str = LANE,
         trial: Problem | None = None,
         audit: Audit | None = None,
+        start_worker: StartWorker = WorkerProcess,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
             raise TaskError(
@@ -144,6 +146,7 @@ class ProcessVerifier:
         self._memory_mb = memory_mb
         self._trial = trial
         self._audit = audit
+        self._start_worker = start_worker
         self._workers: list[WorkerProcess] = []  # every process that may still be in the process table
         self._free: collections.deque[_Slot] = collections.deque()
         self._queue: collections.deque[_Ticket] = collections.deque()
@@ -253,16 +256,18 @@ class ProcessVerifier:
         if slot.worker.is_killed:
             slot.worker = self._spawn()
         if not slot.worker.is_ready:
-            start = Work('reward', 0.0, {**detail, 'worker': 'start'})
+            start = Work('reward', 0.0, {**detail, 'worker': 'start'}, recorded=True)
             await self._clock.call(self._lane, slot.worker.become_ready, start, self._start_deadline_s)
+            slot.worker.is_ready = True  # also that of a replay, which has no process
         ask = functools.partial(slot.worker.ask, request)
-        return await self._clock.call(self._lane, ask, Work('reward', 1.0, detail), self._deadline_s)
+        work = Work('reward', 1.0, detail, recorded=True)
+        return await self._clock.call(self._lane, ask, work, self._deadline_s)
 
     def _spawn(self) -> WorkerProcess:
         self._workers = [worker for worker in self._workers if not worker.is_gone()]
         if self._is_closed:
             raise VerifierError('the verifier was closed while an answer was being scored')
-        self._workers.append(WorkerProcess(self._scorer, self._memory_mb))
+        self._workers.append(self._start_worker(self._scorer, self._memory_mb))
         return self._workers[-1]
 
     async def _take_slot(self) -> _Slot:

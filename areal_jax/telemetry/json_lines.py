@@ -15,21 +15,26 @@ from areal_jax import files
 
 
 def read_json_lines(path: pathlib.Path) -> list[dict[str, object]]:
+    """`parse_json_lines` of a file; no file is an empty list."""
+    return parse_json_lines(path.read_bytes(), str(path)) if path.exists() else []
+
+
+def parse_json_lines(content: bytes, name: str) -> list[dict[str, object]]:
     """One dict per line; a last line that was cut off by the death of its writer is left out.
 
     Raises:
         FileError: a line before the last is not a JSON object, or the last is complete and not an object; the message
-            names file and line.
+            begins with `name` and the line.
     """
-    if not path.exists():
+    if not content:
         return []
-    lines = path.read_bytes().split(b'\n')
+    lines = content.split(b'\n')
     ended = not lines[-1]
     lines = lines[:-1] if ended else lines
     records: list[dict[str, object]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(files.parse_object(line, f'{path}: line {number} of {len(lines)}', 'restore or remove it'))
+            records.append(files.parse_object(line, f'{name}: line {number} of {len(lines)}', 'restore or remove it'))
         except files.FileError:
             if number == len(lines) and _is_torn(line):
                 break

@@ -40,7 +40,11 @@ class Interval:
         assert self.call is not None
         self.result, self.error = self.call.result, self.call.error
         if self.call.is_late:
-            self.error = TimeoutError(f'{self.describe()} exceeded its deadline of {self.deadline_s} s')
+            self.error = self.describe_lateness()
+
+    def describe_lateness(self) -> TimeoutError:
+        """The error of a call that hit its deadline."""
+        return TimeoutError(f'{self.describe()} exceeded its deadline of {self.deadline_s} s')
 
     def deliver(self) -> None:
         """Give result or error to the coroutine that waits, unless it was cancelled."""

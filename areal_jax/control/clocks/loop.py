@@ -255,17 +255,26 @@ class LoopClock(abc.ABC):
         lane.n_busy -= 1
         del self._busy[interval]
         if interval.is_call:
-            interval.take_outcome()
-        self.log.write(
-            'run_done', interval.lane, run=interval.number, work=interval.work.kind, amount=interval.work.amount,
-            started=interval.started_s, seconds=interval.seconds,
+            self._take_outcome(interval)
+        self._write_completion(
+            'run_done', interval.lane, interval, run=interval.number, work=interval.work.kind,
+            amount=interval.work.amount, started=interval.started_s, seconds=interval.seconds,
         )  # fmt: skip
         interval.deliver()
         self._start(lane)
 
+    def _take_outcome(self, interval: Interval) -> None:
+        interval.take_outcome()
+
+    def _write_completion(
+        self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
+    ) -> None:
+        """Logs that a completion is released: that of the interval, a deadline or a signal."""
+        self.log.write(kind, lane, **fields)
+
     def _expire(self, deadline: Deadline) -> None:
         if not deadline.future.done():
-            self.log.write('deadline', wait=deadline.event.name)
+            self._write_completion('deadline', wait=deadline.event.name)
             deadline.future.set_result(False)
 
     def _next_deadline(self) -> tuple[float, int, Deadline] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import heapq
+import json
 import queue
 import signal
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
-from areal_jax.control.events import EventLog
+from areal_jax.control.events import EventLog, check_of
 from areal_jax.lanes import is_upkeep_lane
 from areal_jax.protocols import Event
 
@@ -144,8 +145,19 @@ class RealClock(LoopClock):
         elif callable(item):
             item()
         else:
-            self.log.write('signal', name=item[0].name)
+            self._write_completion('signal', name=item[0].name)
             item[1].set()
+
+    def _write_completion(
+        self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
+    ) -> None:
+        """With what a replay needs: the outcome of a call, and a check sum of what cannot be computed again."""
+        if interval is not None and interval.work.recorded:
+            error = interval.error
+            outcome = {'reply': json.dumps(interval.result)} if error is None else {'failure': type(error).__name__}
+            fields |= outcome
+        event = {'seq': self.log.next_seq, 'time': self._now, 'lane': lane, 'kind': kind, **fields}
+        self.log.write(kind, lane, **fields, check=check_of(event))
 
     def _close(self) -> None:
         for name, intervals in self._queues.items():

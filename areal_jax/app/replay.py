@@ -1,0 +1,262 @@
+"""Replay: a run of the real clock once more, from its config and its log, with every event and weight compared.
+
+Used by main_replay.py. Each start of the program is replayed as it was: the first from update 0, the others from the
+checkpoints that the replay itself writes at the same events. control/clocks/replay.py has the clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from ml_collections import config_dict
+
+from areal_jax.app.clock import lane_widths
+from areal_jax.app.environment import describe_differences, read_environment
+from areal_jax.app.model import Model
+from areal_jax.app.own_code import load_own_code
+from areal_jax.app.recorded_run import RecordedRun
+from areal_jax.app.session import Session
+from areal_jax.app.starts import FILE as STARTS
+from areal_jax.app.starts import MODEL, SCHEDULE, TASK, Start, data_files, digest, restore_config
+from areal_jax.app.task import build_verifier
+from areal_jax.app.workdir import Report, sample_digest
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.clocks.replay import EndOfLogError, ReplayClock
+from areal_jax.control.events import truncate_events
+from areal_jax.control.recording import Recording, ReplayError, find_starts, require_whole
+from areal_jax.errors import UserError
+from areal_jax.events import FILE as EVENTS
+from areal_jax.events import ErrorEvent, Event
+from areal_jax.files import FileError
+from areal_jax.tasks.process import WorkerDiedError
+from areal_jax.tasks.recorded_worker import RecordedWorker
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
+from areal_jax.telemetry.facts import FILE as FACTS
+
+_QUIET = {
+    'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.hook': '', 'telemetry.profile_steps': (),
+    'run.export': False,
+}  # fmt: skip
+Paths = Mapping[str, str]  # where the files of a config field lie here: {'task.path': 'data/train.jsonl'}
+
+
+class Outcome(TypedDict):
+    """What a replay found; everything was equal."""
+
+    events: int
+    starts: int
+    finished: bool  # as the run
+    ended: str  # how an unfinished run ended, in words; '' for a finished one
+    weights_sha256: str | None  # None: the run has not finished; the events hold the digest of every version
+
+
+class ReplaySession(Session):
+    """One start of a run, in the order of its log."""
+
+    def __init__(
+        self, config: config_dict.ConfigDict, workdir: pathlib.Path, recording: Recording, start: Start, *, resume: bool
+    ):
+        self._recording, self._weights = recording, start['data'].get(MODEL)
+        super().__init__(config, workdir, resume=resume, source='a replay')
+
+    def _load_model(self) -> Model:
+        model = super()._load_model()
+        if self._weights and model.source is not None and sample_digest(model.source) != self._weights['sha256']:
+            raise UserError(
+                f'{MODEL}: {model.source} holds other weights than those that the run began from '
+                f'({self._weights["path"]}); say where these are with --data={MODEL}=PATH'
+            )
+        return model
+
+    def _build_clock(self, start_s: float) -> LoopClock:
+        failures = {'WorkerDiedError': WorkerDiedError}
+        return ReplayClock(lane_widths(self.config), self.log, self._recording, start_s=start_s, failures=failures)
+
+    def _launch_verifier(self, task: Task, model: Model, **settings: Any) -> ProcessVerifier | InlineVerifier:
+        settings['start_worker'] = RecordedWorker
+        verifier = self._own(build_verifier(self.config, self.clock, task, model.tokenizer.decode, **settings))
+        verifier.launch()
+        return verifier
+
+    def _run(self) -> bool:
+        assert isinstance(self.clock, ReplayClock)
+        self.clock.stop_requested = self.controller.stop_requested
+        return super()._run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One start of a run and its events, `first` to `end` - 1."""
+
+    start: Start
+    first: int
+    end: int
+
+
+def replay(run: RecordedRun, out: pathlib.Path, paths: Paths, say: Callable[[str], None]) -> Outcome:
+    """Replays the run into the directory `out`, which must be new or empty.
+
+    Args:
+      paths: where files lie that the config names elsewhere.
+      say: called with each sentence for the user.
+
+    Raises ReplayError for the first event that differs, with its line; UserError for a run that cannot be replayed.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f'--out={out} exists and is not empty: a replay writes nothing over; name another directory')
+    require_replayable(run)
+    require_whole(run.events, run.where(EVENTS))
+    parts = _split(run)
+    configs = [_prepare(run, part.start, paths) for part in parts]
+    for sentence in describe_environment(run, [part.start for part in parts]):
+        say(sentence)
+    for number, (part, config) in enumerate(zip(parts, configs, strict=True), start=1):
+        if len(parts) > 1:
+            say(f'start {number} of {len(parts)}: events {part.first} to {part.end - 1}')
+        outcome = _replay_part(run, part, config, out, is_last=number == len(parts))
+    return {**outcome, 'events': parts[-1].end, 'starts': len(parts)}
+
+
+def require_replayable(run: RecordedRun) -> None:
+    """Raises UserError for a run whose numbers its log does not determine, or need not."""
+    values, where = run.config, run.name
+    if values.get('loss', {}).get('objective') == 'sft':
+        raise UserError(f'{where}: supervised training has no event log; the same command repeats it')
+    if (server := values.get('rollout', {}).get('server')) != 'in_process':
+        raise UserError(
+            f'{where} has rollout.server={server!r}: the tokens of servers come from outside and are not in the log, '
+            "so only runs with rollout.server='in_process' are replayed"
+        )
+    if (clock := values.get('run', {}).get('clock')) != 'real':
+        raise UserError(f'{where} has run.clock={clock!r}, under which the same command repeats the run bit for bit')
+    if (processes := values.get('distributed', {}).get('processes')) != 1:
+        raise UserError(f'{where} has distributed.processes={processes}: only runs of one process are replayed')
+    if not run.starts:
+        raise FileError(f'{where} has no {STARTS}, which says how each start was made: restore the file')
+
+
+def describe_environment(run: RecordedRun, starts: Sequence[Start]) -> list[str]:
+    """One sentence for what is another one here than where the run was made: environment and own functions."""
+    here = read_environment()
+    found = [difference for start in starts for difference in describe_differences(start['environment'], here)]
+    own = load_own_code(restore_config(starts[-1]['config'], run.where(STARTS))) if run.own_code else {}
+    for field, noted in run.own_code.items():
+        if field not in own or own[field]['sha256'] != noted['sha256']:
+            found.append(f'{field} {noted["function"]} (the file was changed)')
+    if not found:
+        return []
+    return [
+        f'warning: this is not where the run was made ({"; ".join(dict.fromkeys(found))}): equal numbers are promised '
+        'only where all of that is equal'
+    ]
+
+
+def _split(run: RecordedRun) -> list[_Part]:
+    """The starts with their events; one that was killed before it began to compile has none to replay."""
+    firsts = find_starts(run.events)
+    noted = {start['seq']: start for start in run.starts}
+    ends = [*firsts[1:], len(run.events)]
+    if firsts and firsts[-1] not in noted and len(firsts) > 1:
+        firsts, ends = firsts[:-1], ends[:-1]
+    if missing := [seq for seq in firsts if seq not in noted]:
+        raise ReplayError(
+            f'{run.where(EVENTS)}: line {missing[0] + 1} begins a start that {STARTS} does not know: a line was added, '
+            'or the files are of two runs'
+        )
+    if lost := [seq for seq in noted if seq not in firsts]:
+        raise ReplayError(
+            f"{run.where(EVENTS)}: line {lost[0] + 1} is not the event 'log' of a start, as {STARTS} says: a line was "
+            'lost, or the files are of two runs'
+        )
+    return [_Part(noted[first], first, end) for first, end in zip(firsts, ends, strict=True)]
+
+
+def _prepare(run: RecordedRun, start: Start, paths: Paths) -> config_dict.ConfigDict:
+    """The config of a start, with its files where they lie here; raises UserError for one that is missing or other."""
+    config = restore_config(start['config'], run.where(STARTS))
+    for field, path in paths.items():
+        if field not in (TASK, SCHEDULE, MODEL):
+            raise UserError(f'--data={field}={path}: {field} names no data; use {TASK}, {SCHEDULE} or {MODEL}')
+        config.update_from_flattened_dict({field: f'trace({path})' if field == SCHEDULE else path})
+    for field, file in data_files(config.to_dict()).items():
+        noted = start['data'].get(field)
+        if not file.is_file():
+            raise UserError(f'{field}: the run read {file}, which is not here: give it with --data={field}=FILE')
+        if noted and digest(file) != noted['sha256']:
+            raise UserError(
+                f'{field}: {file} is not the file that the run read (sha256 {noted["sha256"][:12]}...): give that one '
+                f'with --data={field}=FILE'
+            )
+    config.update_from_flattened_dict(_QUIET)
+    return config
+
+
+def _replay_part(
+    run: RecordedRun, part: _Part, config: config_dict.ConfigDict, out: pathlib.Path, *, is_last: bool
+) -> Outcome:
+    """Replays one start; raises ReplayError where it differs from its log."""
+    end, error_event = _cut_error(run.events, part)
+    recording = Recording(run.events, part.first, end, run.where(EVENTS))
+    raised: BaseException | None = None
+    report: Report | None = None
+    try:
+        with ReplaySession(config, out, recording, part.start, resume=part.first > 0) as session:
+            report = session.train()
+    except BaseException as error:
+        if recording.fault:
+            raise recording.fault from error
+        raised = error
+    same_error = error_event is not None and raised is not None and _message(raised) == error_event['message']
+    if raised is not None and not isinstance(raised, EndOfLogError) and not same_error:
+        raise raised
+    if recording.checked < end:
+        raise recording.refuse(recording.checked, f'{run.events[recording.checked]["kind"]!r}', 'has ended')
+    if not is_last:
+        return {'events': end, 'starts': 0, 'finished': False, 'ended': '', 'weights_sha256': None}
+    return _conclude(run, recording, report, error_event, out)
+
+
+def _conclude(
+    run: RecordedRun,
+    recording: Recording,
+    report: Report | None,
+    error_event: ErrorEvent | None,
+    out: pathlib.Path,
+) -> Outcome:
+    """Compares how the last start ended, and its weights."""
+    end = recording.end
+    if run.weights_sha256 is not None:
+        if error_event is not None:
+            raise recording.refuse(end, "'error'", f'goes on, and the run too, since it left {FACTS}')
+        if report is None or recording.beyond is not None:
+            further = f' with {recording.beyond["kind"]!r}' if recording.beyond else ''
+            raise ReplayError(
+                f'{run.where(EVENTS)} ends with line {end}, and the replay goes on{further}: its last lines were lost'
+            )
+    if report is None or error_event is not None or recording.beyond is not None:
+        truncate_events(out / EVENTS, end)  # what the replay did at the end of the log, before it waited
+        how = 'the run was stopped or killed there'
+        if error_event is not None:
+            how = f'the run ended there with {error_event["message"]}'
+        return {'events': end, 'starts': 0, 'finished': False, 'ended': how, 'weights_sha256': None}
+    found = str(report['weights_sha256'])
+    if run.weights_sha256 is not None and found != run.weights_sha256:
+        raise ReplayError(
+            f'{run.where(FACTS)} has weights_sha256={run.weights_sha256!r}, where the replay ends with {found!r}'
+        )
+    return {'events': end, 'starts': 0, 'finished': True, 'ended': '', 'weights_sha256': found}
+
+
+def _cut_error(events: Sequence[Event], part: _Part) -> tuple[int, ErrorEvent | None]:
+    """(end, the event `error` with which the start ended, or None): what ended it may have come from outside."""
+    last = events[part.end - 1]
+    return (part.end - 1, last) if last['kind'] == 'error' else (part.end, None)
+
+
+def _message(error: BaseException) -> str:
+    """As Session logs it."""
+    return f'{type(error).__name__}: {error}'

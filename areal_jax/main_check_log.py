@@ -1,0 +1,48 @@
+"""Check an event log against the rules of the loop: python -m areal_jax.main_check_log FILE.
+
+FILE is the events.jsonl in a workdir, the workdir itself, or a run that main_replay packed. The first line that breaks
+a rule is named, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from areal_jax.app.ending import end_command
+from areal_jax.errors import ExitCode, UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, check, say what was found; returns the exit code."""
+    parser = argparse.ArgumentParser(prog='areal_jax.main_check_log', description=__doc__)
+    parser.add_argument('file', metavar='FILE', help='events.jsonl, a --workdir, or a file of main_replay --portable')
+    options = parser.parse_args(arguments)
+    return end_command(lambda: _check(pathlib.Path(options.file)), doing=f'reading {options.file}')
+
+
+def _check(path: pathlib.Path) -> int:
+    from areal_jax.app.recorded_run import read_log
+    from areal_jax.report.log_rules import Limits, find_violation
+
+    log = read_log(path)
+    try:
+        limits = Limits.of(log.config)
+    except (KeyError, TypeError, ValueError) as error:
+        sentence = f'{log.config_name} is of no run of asynchronous RL ({type(error).__name__}: {error})'
+        raise UserError(f'{sentence}: restore the file as the run wrote it') from error
+    if found := find_violation(log.events, limits):
+        raise UserError(f'{log.name}: line {found[0]}: {found[1]}')
+    print(f'{log.name}: {len(log.events)} events keep every rule')
+    return ExitCode.FINISHED
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    sys.exit(main())
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,93 @@
+"""Replay a run of the real clock from its log: python -m areal_jax.main_replay --workdir=RUN | --from=FILE [--out=DIR].
+
+The replay ends with the weights of the run, or names the first event that differs. --portable=FILE packs a run into one
+file, which --from replays elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from areal_jax.app.ending import ProcessEnd, end_command
+from areal_jax.errors import ExitCode, UserError
+
+# Slow imports come after the command line is parsed.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, replay or pack, say what was found; returns the exit code."""
+    parser = argparse.ArgumentParser(prog='areal_jax.main_replay', description=__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--workdir', help='work directory of the run to replay')
+    source.add_argument('--from', dest='packed', metavar='FILE', help='a run that --portable packed')
+    parser.add_argument('--out', help='directory of the replay, new or empty; default: RUN.replay beside the run')
+    parser.add_argument('--portable', metavar='FILE', help='pack the run into this file instead of replaying it')
+    parser.add_argument(
+        '--data', action='append', default=[], metavar='FIELD=PATH',
+        help='where a file that the config names lies here: task.path=FILE, model.path=PATH, staleness.schedule=FILE',
+    )  # fmt: skip
+    parser.add_argument('--json', default='', metavar='FILE', help='write what was found there too')
+    options = parser.parse_args(arguments)
+    source_path = pathlib.Path(options.workdir or options.packed)
+    out = pathlib.Path(options.out) if options.out else source_path.with_name(f'{source_path.name}.replay')
+    command = (lambda: _pack(options)) if options.portable else (lambda: _replay(options, out))
+    return end_command(command, doing=f'writing to {options.portable or out}')
+
+
+def _pack(options: argparse.Namespace) -> int:
+    from areal_jax.app.recorded_run import pack, read_workdir
+    from areal_jax.app.replay import require_replayable
+
+    if options.packed:
+        raise UserError(f'--portable={options.portable} packs a workdir: use --workdir instead of --from')
+    run = read_workdir(pathlib.Path(options.workdir))
+    require_replayable(run)
+    size = pack(run, pathlib.Path(options.portable))
+    print(f'{options.portable}: {len(run.events)} events in {size / 1e6:.2f} MB')
+    return ExitCode.FINISHED
+
+
+def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
+    from areal_jax.app.noise import silence_libraries
+
+    silence_libraries()
+
+    from areal_jax.app.memory import return_freed_memory
+
+    return_freed_memory()  # before jax is imported
+
+    from areal_jax.app.recorded_run import read_packed, read_workdir
+    from areal_jax.app.replay import replay
+    from areal_jax.files import write_json
+
+    paths = dict(_parse_path(text) for text in options.data)
+    copy = pathlib.Path(options.json) if options.json else None
+    if copy and (copy.is_dir() or not copy.absolute().parent.is_dir()):
+        raise UserError(f'--json={copy} is a directory, or in none; name a file in a directory that exists')
+    run = read_packed(pathlib.Path(options.packed)) if options.packed else read_workdir(pathlib.Path(options.workdir))
+    found = replay(run, out, paths, lambda sentence: print(sentence, flush=True))
+    if copy:
+        write_json(copy, found)
+    print(f'equal: {found["events"]} events of {found["starts"]} starts')
+    print(f'equal: weights_sha256 {found["weights_sha256"]}' if found['finished'] else found['ended'])
+    return ExitCode.FINISHED
+
+
+def _parse_path(text: str) -> tuple[str, str]:
+    field, equals, path = text.partition('=')
+    if not equals or not path:
+        raise UserError(f'--data={text} must be FIELD=PATH, e.g. --data=task.path=data/train.jsonl')
+    return field, path
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    end = ProcessEnd()
+    sys.exit(end.note(main()))
+
+
+if __name__ == '__main__':
+    run()

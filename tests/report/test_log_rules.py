@@ -1,0 +1,213 @@
+"""The rules of a log: good logs keep them all, and each kind of wrong log breaks one, at its line."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.report.log_rules import Limits, find_violation
+from tests.toys import ToyRun
+
+LIMITS = Limits(
+    groups_per_update=3, eta=2, in_order=True, max_running=8, buffer_capacity=64, max_admitted=18, in_process=True
+)
+
+
+def log_of(run):
+    return [json.loads(json.dumps(event)) for event in run.log.events]
+
+
+def real_clock(lanes, log, start_s):
+    return RealClock(lanes, log, 30.0, start_s)
+
+
+@pytest.fixture(scope='module')
+def events():
+    """Of a run with two engines, interruptions and drops."""
+    return log_of(ToyRun(engines=2, checkpoint_every=2, max_token_age=1, over_age='drop', decode_steps=1).run())
+
+
+GOOD = {
+    'interruptions': {},
+    'eta 0': {'eta': 0},
+    'drops': {'engines': 2, 'max_token_age': 0, 'over_age': 'drop', 'decode_steps': 1},
+    'evaluation': {'engines': 2, 'evaluation_every': 2},
+    'filter': {'max_filtered': 30},
+    'failed': {'fail': (1, 4)},
+    'real clock': {'engines': 2, 'checkpoint_every': 2, 'make_clock': real_clock},
+}
+
+
+@pytest.mark.parametrize('fields', GOOD.values(), ids=GOOD)
+def test_a_good_log_keeps_every_rule(fields):
+    limits = Limits(3, fields.get('eta', 2), True, 8, 64, 18, True)
+    assert find_violation(log_of(ToyRun(**fields).run()), limits) is None
+
+
+@pytest.mark.parametrize(('schedule', 'delay'), [('fixed(2)', 2), ('uniform(0,3)', 3)])
+def test_a_good_log_in_lock_step_keeps_every_rule(schedule, delay):
+    config = {
+        'staleness': {'schedule': schedule, 'eta': 4}, 'learner': {'groups_per_update': 3}, 'run': {'steps': 6},
+        'rollout': {'max_running_groups': 8, 'server': 'in_process'}, 'buffer': {'capacity': 64},
+    }  # fmt: skip
+    limits = Limits.of(config)
+    assert (limits.eta, limits.in_order) == (delay, False)
+    run = log_of(ToyRun(schedule=schedule).run())
+    assert find_violation(run, limits) is None
+    assert 'Eq. 3' in find_violation(run, Limits(3, 0, False, 8, 64, 18, True))[1]
+
+
+def test_a_good_log_of_a_resumed_run_keeps_every_rule():
+    first = ToyRun(engines=2, checkpoint_every=2).run()
+    saved = first.checkpoints[0]
+    second = ToyRun(engines=2, checkpoint_every=2, resume=saved).run()
+    log = log_of(first)[: saved['run_state']['next_seq']] + log_of(second)
+    assert find_violation(log, LIMITS) is None
+    assert [event['kind'] for event in log].count('log') == 2
+
+
+def test_the_bounds_of_the_config_are_kept(events):
+    tighter = {'eta': 0, 'max_running': 2, 'buffer_capacity': 4, 'max_admitted': 9, 'groups_per_update': 4}
+    words = ('Eq. 3', 'max_running_groups', 'buffer.capacity', 'run.steps trains 9', 'learner.groups_per_update')
+    for (field, value), word in zip(tighter.items(), words, strict=True):
+        limits = {**LIMITS.__dict__, field: value}
+        if field == 'groups_per_update':
+            limits |= {'eta': 99}
+        line, broken = find_violation(events, Limits(**limits))
+        assert word in broken, (field, broken)
+        assert events[line - 1]['kind'] == ('consume' if field == 'groups_per_update' else 'admit')
+
+
+def find(events, kind, number=0, **fields):
+    """The index of an event."""
+    found = [
+        index
+        for index, event in enumerate(events)
+        if event['kind'] == kind and all(event[name] == value for name, value in fields.items())
+    ]
+    return found[number]
+
+
+def without(kind, number=0):
+    def mutate(events):
+        del events[find(events, kind, number)]
+        return renumbered(events)
+
+    return mutate
+
+
+def edited(kind, number=0, **fields):
+    def mutate(events):
+        events[find(events, kind, number)] |= fields
+        return events
+
+    return mutate
+
+
+def doubled(kind, number=0):
+    def mutate(events):
+        index = find(events, kind, number)
+        return renumbered([*events[: index + 1], copy.deepcopy(events[index]), *events[index + 1 :]])
+
+    return mutate
+
+
+def swapped(kind, number=0):
+    """An event and the next one of its kind exchange what they say, not their numbers and times."""
+
+    def mutate(events):
+        a, b = find(events, kind, number), find(events, kind, number + 1)
+        for name in events[a].keys() - {'seq', 'time'}:
+            events[a][name], events[b][name] = events[b][name], events[a][name]
+        return events
+
+    return mutate
+
+
+def renumbered(events):
+    return [{**event, 'seq': seq} for seq, event in enumerate(events)]
+
+
+MUTANTS = {
+    'a lost line': (lambda events: [*events[:40], *events[41:]], 'has seq=41, where 40 is due'),
+    'an added line': (lambda events: [*events[:40], events[39], *events[40:]], 'has seq=39, where 40 is due'),
+    'time that goes back': (edited('publish', 2, time=0.0), 'has time=0.0, before '),
+    'a lost draw': (without('draw', 3), 'draw 3 goes from unknown to running'),
+    'a draw out of turn': (edited('draw', 3, draw=7), 'draw 7 is taken, where 3 is the next of the stream'),
+    'a lost admission': (without('admit', 3), 'draw 3 goes from pending to '),
+    'a group admitted twice': (doubled('admit', 3), 'draw 3 goes from running to running'),
+    'batches in another order': (swapped('consume'), 'goes from running to trained'),
+    'an update left out': (edited('consume', 1, update=3), 'the batch of update 3 is formed after that of 1'),
+    'a group trained twice': (
+        lambda events: edited('consume', 1, draws=events[find(events, 'consume')]['draws'])(events),
+        'goes from trained to trained',
+    ),
+    'a lost group in the buffer': (without('buffer', 4), 'from running to trained'),
+    'a lost batch': (without('consume', 1), 'is published, and 1 batches were formed'),
+    'a version left out': (edited('publish', 1, version=3), 'version 3 is published after 1'),
+    'a version published twice': (doubled('publish', 1), 'version 2 is published after 2'),
+    'a version loaded early': (edited('load', 0, version=5), 'loads version 5, and '),
+    'a version loaded twice': (doubled('load', 2), ' after '),
+    'decoding with other weights': (edited('decode', 5, version=9), 'decodes with version 9, and it has loaded '),
+    'an interruption of other weights': (edited('interrupt', 0, from_version=9), 'is interrupted in version 9'),
+    'tokens of the future': (edited('finish', 2, versions=[9]), 'has tokens of versions [9]'),
+    'tokens out of order': (edited('finish', -1, versions=[1, 0]), 'which are not in order'),
+    'a lost answer': (without('finish', 4), 'is scored before it was finished'),
+    'a score given twice': (doubled('reward', 4), 'is scored a second time'),
+    'a run begun twice': (doubled('run_start', 7), 'begins a second time'),
+    'a run ended twice': (doubled('run_done', 7), 'ends, and it is not under way'),
+    'a run that becomes another': (edited('run_done', 7, work='pin'), "ends as 'pin' of "),
+    'a run that ends after its end': (edited('run_done', 7, seconds=1e6), 'after its end in the log'),
+}
+
+
+@pytest.mark.parametrize(('mutate', 'words'), MUTANTS.values(), ids=MUTANTS)
+def test_a_wrong_log_breaks_a_rule(events, mutate, words):
+    assert find_violation(events, LIMITS) is None
+    wrong = mutate(copy.deepcopy(events))
+    line, broken = find_violation(wrong, LIMITS)
+    assert words in broken
+    assert find_violation(wrong[: line - 1], LIMITS) is None
+
+
+def test_batches_take_the_lowest_draws(events):
+    at, waiting = find(events, 'consume', 1), set()
+    for event in events[:at]:
+        waiting |= {event['draw']} if event['kind'] == 'buffer' else set()
+        waiting -= set(event['draws']) if event['kind'] == 'consume' else set()
+        waiting -= {event['draw']} if event['kind'] == 'drop' else set()
+    others = sorted(waiting - set(events[at]['draws']))
+    wrong = copy.deepcopy(events)
+    if others:
+        wrong[at]['draws'] = [*wrong[at]['draws'][:-1], others[-1]]
+    else:
+        wrong[at]['draws'] = wrong[at]['draws'][::-1]
+    line, broken = find_violation(wrong, LIMITS)
+    assert line == at + 1
+    assert 'where the lowest in the buffer are' in broken
+
+
+def test_eq_3_counts_published_versions(events):
+    """A group that is admitted before its version is published."""
+    line = next(
+        index
+        for index, event in enumerate(events)
+        if event['kind'] == 'admit' and any(e['kind'] == 'publish' for e in events[:index])
+    )
+    late = [event for event in events[:line] if event['kind'] not in ('publish', 'load', 'interrupt', 'decode')]
+    rest = [event for event in events[line:] if event['kind'] in ('draw', 'admit')]
+    wrong = renumbered([*late, *rest])
+    found, broken = find_violation(wrong, LIMITS)
+    assert 'is admitted against Eq. 3: floor((' in broken
+    assert wrong[found - 1]['kind'] == 'admit'
+
+
+def test_a_changed_completion_of_the_real_clock_has_another_check_sum():
+    events = log_of(ToyRun(make_clock=real_clock).run())
+    wrong = edited('run_done', 3, seconds=0.0)(copy.deepcopy(events))
+    line, broken = find_violation(wrong, LIMITS)
+    assert line == find(events, 'run_done', 3) + 1
+    assert 'its other fields give' in broken
