@@ -265,8 +265,8 @@ MUTATIONS = [
     Mutation(
         'look at the tokens of a finished answer one by one',
         'areal_jax/control/groups.py',
-        'tokens = sum(len(segment.tokens) for segment in episode.segments)',
-        'tokens = sum(1 for segment in episode.segments for _ in segment.tokens)',
+        'lengths = [len(segment.tokens) for segment in episode.segments]',
+        'lengths = [sum(1 for _ in segment.tokens) for segment in episode.segments]',
         'tests/control/test_work_per_token.py',
     ),
     Mutation(
