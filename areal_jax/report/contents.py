@@ -252,6 +252,7 @@ class Causes(TypedDict):
     token_fates: TokenFates | None  # None where an earlier program wrote a part of the run, as the next
     censoring: Censoring | None
     token_age_steps: MeanMax  # of the trained tokens, in optimizer steps
+    mismatch: Mismatch
     ratios_by_age: list[AgeRow]
     ratio_split: RatioSplit | None  # None where it was not measured
 
@@ -299,7 +300,6 @@ class Report(BesideTraining, Generation, Causes):
     steps_with_interruption: int
     admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
     publish_pause_seconds: MedianMax  # of an engine
-    mismatch: Mismatch
     throughput: Throughput
     busy: Busy
     time: Time

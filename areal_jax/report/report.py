@@ -97,7 +97,6 @@ def build_report(
         'publish_pause_seconds': _pauses(training),
         **_generation(training, facts),
         **_causes(events, metrics, facts),
-        'mismatch': aggregates.mismatch(metrics),
         'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
         'time': as_report(limit),
@@ -153,6 +152,7 @@ def _causes(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> conte
         'token_fates': token_fates(events, metrics, finished=facts.finished),
         'censoring': censoring(events, metrics),
         'token_age_steps': {'mean': steps, 'max': aggregates.largest(metrics, names.STEP_AGE_MAX)},
+        'mismatch': aggregates.mismatch(metrics),
         'ratios_by_age': ratios_by_age(metrics),
         'ratio_split': ratio_split(metrics),
     }

@@ -72,6 +72,8 @@ def test_an_effective_sample_size_by_hand():
     assert found['by_age/0/tokens'] == 2
     np.testing.assert_allclose(found['by_age/0/effective_sample_size'], (1 + e) ** 2 / (2 * (1 + e**2)), rtol=1e-6)
     np.testing.assert_allclose(found['by_age/1/effective_sample_size'], 1.0)
+    capped = metrics_by_age(learner_settings(behavior_weight_cap=2.0), [batch], [result], [KnownLogprobs()], 7)
+    np.testing.assert_allclose(capped['by_age/0/effective_sample_size'], (1 + 2) ** 2 / (2 * (1 + 2**2)), rtol=1e-6)
     np.testing.assert_allclose(found['by_age/1/kl'], np.expm1(-1) + 1, rtol=1e-6)
     assert found['by_age/0/clip_fraction'] == 0  # one step: policy and proximal are the same weights
 

@@ -209,6 +209,36 @@ def test_it_closes_at_a_stop_with_answers_under_way():
     assert run.fault() is None
 
 
+def test_it_closes_where_requests_are_cancelled_in_a_dispatch():
+    run = CountedRun(steps=4, eta=3)
+    run.controller._on_step = lambda record, inner=run.controller._on_step: (
+        inner(record),
+        run.pool.cancel_all() if record.step == 2 else None,
+    )
+    run.run()
+    assert any(e.get('discarded') for e in run.log.events if e['kind'] == 'decode')
+    assert run.ledger.tokens('dropped/cancelled') > 0
+    assert run.fault() is None
+
+
+@pytest.mark.parametrize(('label', 'reason'), [('timeout', 'verifier_failed'), ('ok', 'cancelled')])
+def test_an_answer_that_its_group_goes_on_without_is_dropped(label, reason):
+    ledger = TokenLedger()
+    for event in event_log(
+        decode(7, 0),
+        finish(0, 0, [0], [3]),
+        reward(0, 0),
+        finish(0, 1, [0], [4], 'stop' if label == 'timeout' else 'cancelled'),
+        *([reward(0, 1, label)] if label == 'timeout' else []),
+        (0, 'buffer', {'draw': 0, 'partial': True}),
+        (0, 'consume', {'update': 1, 'draws': [0]}),
+    ):
+        ledger.apply(event)
+    ledger.note_update(1, fates(trained=[3]))
+    assert ledger.tokens(f'dropped/{reason}') == 4
+    ledger.require_closed({})
+
+
 def test_a_token_that_is_lost_is_found():
     run = CountedRun(steps=4)
     write = run.log.write
