@@ -24,22 +24,16 @@ _ROUNDING = 1e-6  # nats: a larger difference between a log-ratio and the sum of
 
 def ratios_by_age(metrics: Metrics) -> list[contents.AgeRow]:
     """One row for each range of ages, the youngest first."""
-    rows: list[contents.AgeRow] = []
-    for label in _labels(metrics, names.BY_AGE):
-        tokens = f'{names.BY_AGE}{label}/tokens'
-        mean = lambda of, label=label, tokens=tokens: aggregates.weighted_mean(
-            metrics, f'{names.BY_AGE}{label}/{of}', tokens
-        )
-        rows.append(
-            {
-                'age': label,
-                'tokens': int(aggregates.total(metrics, tokens)),
-                'effective_sample_size': mean('effective_sample_size'),
-                'clip_fraction': mean('clip_fraction'),
-                'kl': mean('kl'),
-            }
-        )
-    return rows
+    return [
+        {
+            'age': label,
+            'tokens': int(aggregates.total(metrics, f'{names.BY_AGE}{label}/tokens')),
+            'effective_sample_size': _of_age(metrics, label, 'effective_sample_size'),
+            'clip_fraction': _of_age(metrics, label, 'clip_fraction'),
+            'kl': _of_age(metrics, label, 'kl'),
+        }
+        for label in _labels(metrics, names.BY_AGE)
+    ]
 
 
 def ratio_split(metrics: Metrics) -> contents.RatioSplit | None:
@@ -126,6 +120,10 @@ def _rows(metrics: Metrics, prefix: str, parts: Iterable[str]) -> list[contents.
         found = {part: _part(metrics, f'{prefix}{label}/{part}', tokens) for part in parts}
         rows.append({'of': label, 'tokens': int(aggregates.total(metrics, tokens)), 'parts': found})
     return rows
+
+
+def _of_age(metrics: Metrics, label: str, name: str) -> float | None:
+    return aggregates.weighted_mean(metrics, f'{names.BY_AGE}{label}/{name}', f'{names.BY_AGE}{label}/tokens')
 
 
 def _labels(metrics: Metrics, prefix: str) -> list[str]:

@@ -39,8 +39,11 @@ IN_BATCH: Mapping[str, names.Metric] = {  # fate of a token that reached a batch
 }
 DROPPED = 'dropped/'  # prefix of a fate; what follows is the reason
 UNFINISHED = 'unfinished'
+GIVEN_UP = f'{DROPPED}given_up'  # by a pool of servers: received, and generated anew elsewhere
 UNVERSIONED = -2  # in place of a policy version: servers do not say in `receive` which versions they answered with
+UNKNOWN_AGE = -1  # of tokens without a version
 FIRST_VERSION = 6  # of the event log, with the lengths of segments
+_PROBE_DRAW = 2**31 - 1  # of requests that the pool of servers probes engines with: no draw of a run is that high
 _SCORED = ('ok', 'unparsed')  # labels of answers with a reward
 _LOST = {'cancelled': 'cancelled', 'lost': 'engine_lost'}  # reason of a finish without an answer -> of the drop
 
@@ -58,20 +61,26 @@ class LedgerState(TypedDict):
     groups: dict[str, _GroupState]
     batches: dict[str, list[int]]
     trained_version: int
+    from_servers: bool
+    credits: dict[str, int]
     violations: list[str]
 
 
 class _GroupState(TypedDict):
     answers: dict[str, dict[str, int]]
     failed: dict[str, str]
+    received: dict[str, int]
 
 
 @dataclasses.dataclass
 class _Group:
-    """The ended answers of a draw whose fate is open."""
+    """A draw whose fate is open."""
 
-    answers: dict[int, Counts] = dataclasses.field(default_factory=dict)  # sample -> tokens by policy version
+    answers: dict[int, Counts] = dataclasses.field(
+        default_factory=dict
+    )  # of those that ended: sample -> tokens by policy version
     failed: dict[int, str] = dataclasses.field(default_factory=dict)  # sample -> reason of the drop
+    received: Counts = dataclasses.field(default_factory=collections.Counter)  # of the others, from servers, by sample
 
 
 class TokenLedger:
@@ -90,6 +99,10 @@ class TokenLedger:
         self._groups: dict[int, _Group] = {}  # by draw
         self._batches: dict[int, list[int]] = {}  # update -> draws
         self._trained_version = 0  # updates that the learner has made
+        self._from_servers = False
+        self._credits: collections.Counter[str] = (
+            collections.Counter()
+        )  # DRAW/SAMPLE -> tokens counted before `receive`
         self._evaluating = False
 
     @property
@@ -109,8 +122,12 @@ class TokenLedger:
         elif event['kind'] == 'decode':
             self._generate(event['version'], event['tokens'])
             self._decide(f'{DROPPED}cancelled', {event['version']: event.get('discarded', 0)}, self._trained_version)
+        elif event['kind'] == 'register':
+            self._from_servers = True
         elif event['kind'] == 'receive':
-            self._generate(UNVERSIONED, event['tokens'])
+            self._receive(event['request'], event['tokens'])
+        elif event['kind'] == 'admit':
+            self._groups[event['draw']] = _Group()
         elif event['kind'] == 'finish':
             self._end_answer(event)
         elif event['kind'] == 'reward':
@@ -157,8 +174,8 @@ class TokenLedger:
         if self.violations:
             raise LedgerError(f'the token ledger does not close: {self.violations[0]}')
         found, wanted = self._open_versions(), {version: n for version, n in rest.items() if n}
-        if UNVERSIONED in self._open:
-            found, wanted = {UNVERSIONED: self.unfinished}, {UNVERSIONED: sum(rest.values())}
+        if self._from_servers:  # calls that are cut off have not said yet what they brought
+            found = {UNVERSIONED: self.unfinished} if self.unfinished and not wanted else wanted
         if found != wanted:
             raise LedgerError(
                 f'the token ledger does not close: {_describe(found)} tokens by version have no fate, and the loop '
@@ -177,6 +194,8 @@ class TokenLedger:
             'groups': {str(draw): _group_state(group) for draw, group in self._groups.items()},
             'batches': {str(update): list(draws) for update, draws in self._batches.items()},
             'trained_version': self._trained_version,
+            'from_servers': self._from_servers,
+            'credits': dict(self._credits),
             'violations': list(self.violations),
         }
 
@@ -187,10 +206,39 @@ class TokenLedger:
         self._groups = {int(draw): _read_group(group) for draw, group in state['groups'].items()}
         self._batches = {int(update): list(draws) for update, draws in state['batches'].items()}
         self._trained_version, self.violations = state['trained_version'], list(state['violations'])
+        self._from_servers, self._credits = state['from_servers'], collections.Counter(state['credits'])
 
     def _generate(self, version: int, tokens: int) -> None:
         self.generated += tokens
         self._open[version] += tokens
+
+    def _receive(self, request: str, tokens: int) -> None:
+        """A call to a server ended. What the pool has lost or refused of it shows when the answer ends."""
+        self._from_servers = True
+        _, draw, sample = request.split('/')
+        if int(draw) == _PROBE_DRAW:
+            return
+        counted = min(tokens, self._credits[f'{draw}/{sample}'])
+        self._credits -= collections.Counter({f'{draw}/{sample}': counted})
+        self._generate(UNVERSIONED, tokens - counted)
+        group = self._groups.get(int(draw))
+        if group is None or int(sample) in group.answers:
+            self._give_up(tokens - counted)
+        else:
+            group.received[int(sample)] += tokens - counted
+
+    def _give_up(self, tokens: int) -> None:
+        if tokens:
+            self.fates.setdefault(GIVEN_UP, collections.Counter())[UNKNOWN_AGE] += tokens
+            self._open[UNVERSIONED] -= tokens
+
+    def _settle(self, event: FinishEvent, group: _Group, tokens: int) -> None:
+        """An answer of servers has so many tokens: more were received, or a call that brought some has not ended."""
+        surplus = group.received.pop(event['sample'], 0) - tokens
+        self._give_up(max(surplus, 0))
+        if surplus < 0:
+            self._generate(UNVERSIONED, -surplus)
+            self._credits[f'{event["draw"]}/{event["sample"]}'] -= surplus
 
     def _end_answer(self, event: FinishEvent) -> None:
         tokens: Counts = collections.Counter()
@@ -199,6 +247,8 @@ class TokenLedger:
                 tokens[version] += length
         group = self._groups.setdefault(event['draw'], _Group())
         group.answers[event['sample']] = tokens
+        if self._from_servers:
+            self._settle(event, group, sum(tokens.values()))
         if reason := _LOST.get(event['reason']):
             group.failed[event['sample']] = reason
 
@@ -210,7 +260,8 @@ class TokenLedger:
         """Those answers of a group that do not enter the buffer with it."""
         group = self._groups.get(draw, _Group())
         for sample, reason in group.failed.items():
-            self._decide(f'{DROPPED}{reason}', group.answers.pop(sample, {}), self._trained_version)
+            self._decide(f'{DROPPED}{reason}', group.answers.get(sample, {}), self._trained_version)
+            group.answers[sample] = collections.Counter()
         group.failed = {}
 
     def _decide(self, fate: str, tokens: Mapping[int, int], version: int) -> None:
@@ -238,7 +289,10 @@ def tell_fates(metrics: Sequence[Line]) -> bool:
 
 
 def _total(group: _Group) -> Counts:
-    return sum(group.answers.values(), collections.Counter())
+    total: Counts = collections.Counter()
+    for tokens in group.answers.values():
+        total.update(tokens)
+    return total
 
 
 def _describe(tokens: Mapping[int, int]) -> str:
@@ -254,10 +308,14 @@ def _as_counts(tokens: Mapping[str, int]) -> Counts:
 
 
 def _group_state(group: _Group) -> _GroupState:
-    answers = {str(sample): _as_text(tokens) for sample, tokens in group.answers.items()}
-    return {'answers': answers, 'failed': {str(sample): reason for sample, reason in group.failed.items()}}
+    return {
+        'answers': {str(sample): _as_text(tokens) for sample, tokens in group.answers.items()},
+        'failed': {str(sample): reason for sample, reason in group.failed.items()},
+        'received': _as_text(group.received),
+    }
 
 
 def _read_group(state: _GroupState) -> _Group:
     answers = {int(sample): _as_counts(tokens) for sample, tokens in state['answers'].items()}
-    return _Group(answers, {int(sample): reason for sample, reason in state['failed'].items()})
+    failed = {int(sample): reason for sample, reason in state['failed'].items()}
+    return _Group(answers, failed, _as_counts(state['received']))

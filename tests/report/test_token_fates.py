@@ -86,7 +86,7 @@ def test_a_log_of_an_earlier_program_has_no_table():
 
 
 def test_servers_do_not_say_versions():
-    received = event_log((0, 'receive', {'engine': 's', 'request': '0/0/0', 'tokens': 1}))
+    received = event_log((0, 'admit', {'draw': 9}), (0, 'receive', {'engine': 's', 'request': '0/9/0', 'tokens': 1}))
     found = token_fates([*run(), *received], rows(), finished=False)
     assert found is not None
     assert found['by_version'] is None

@@ -108,20 +108,46 @@ def test_a_state_survives_json():
     assert other.metrics() == ledger.metrics()
 
 
-def test_answers_of_servers_close_in_sum():
+def receive(tokens, draw=0, sample=0):
+    return (0, 'receive', {'engine': 's', 'request': f'0/{draw}/{sample}', 'tokens': tokens})
+
+
+def from_servers(*entries):
     ledger = TokenLedger()
-    for event in event_log(
-        (0, 'receive', {'engine': 's', 'request': '0/0/0', 'tokens': 4}),
-        (0, 'receive', {'engine': 's', 'request': '0/0/0', 'tokens': 3}),
-        finish(0, 0, [0, 1], [4, 1]),
-        (0, 'consume', {'update': 2, 'draws': [0]}),
-    ):
+    for event in event_log((0, 'register', {'engine': 's', 'incarnation': 1, 'url': ''}), *entries):
         ledger.apply(event)
+    return ledger
+
+
+ADMIT, CONSUME = (0, 'admit', {'draw': 0}), (0, 'consume', {'update': 2, 'draws': [0]})
+
+
+@pytest.mark.parametrize(
+    ('entries', 'given_up'),
+    [
+        ([receive(4), receive(1), finish(0, 0, [0, 1], [4, 1]), CONSUME], 0),
+        ([receive(4), receive(9), finish(0, 0, [0, 1], [4, 1]), CONSUME], 8),  # refused, or lost in a move
+        ([receive(4), finish(0, 0, [0, 1], [4, 1]), receive(1), CONSUME], 0),  # the first call ends last
+        ([receive(4), finish(0, 0, [0, 1], [4, 1]), CONSUME, receive(3)], 2),
+        ([receive(4), finish(0, 0, [0, 1], [4, 1]), CONSUME], 0),  # it was cut off
+        ([receive(16, draw=2**31 - 1), receive(5), finish(0, 0, [0, 1], [4, 1]), CONSUME], 0),  # a probe
+    ],
+)
+def test_answers_of_servers_close_in_sum(entries, given_up):
+    ledger = from_servers(ADMIT, *entries)
+    state, ledger = json.loads(json.dumps(ledger.state())), TokenLedger()
+    ledger.restore(state)
     ledger.note_update(2, fates(trained=[1, 4]))
-    assert ledger.unfinished == 2
-    ledger.require_closed({1: 2})
-    with pytest.raises(LedgerError):
-        ledger.require_closed({1: 1})
+    assert ledger.tokens('dropped/given_up') == given_up
+    assert ledger.generated == 5 + given_up
+    ledger.require_closed({})
+
+
+def test_a_token_of_a_server_without_a_fate_is_found():
+    ledger = from_servers(ADMIT, receive(7))
+    ledger.require_closed({0: 5})  # an answer under way
+    with pytest.raises(LedgerError, match=r'\{-2: 7} tokens by version have no fate'):
+        ledger.require_closed({})
 
 
 class CountedRun(ToyRun):
