@@ -645,7 +645,7 @@ MUTATIONS = [
         'ledger: forget what a cancelled request was decoding',
         'areal_jax/rollout/stream.py',
         "**({'discarded': lost} if lost else {})",
-        '',
+        '**{}',
         'tests/telemetry/test_token_ledger.py',
     ),
     Mutation(

@@ -298,9 +298,9 @@ class Session(Run):
         elif self.beside:
             finished = [row.version for row in self._scores.curve]
             self.beside.resume(self._newest, self._evaluated_at_start, finished)
-        finished = await self.controller.run()
+        has_finished = await self.controller.run()
         self._unsaved = self._unsaved or find_ledger_fault(self.observer.ledger, self.controller.snapshot())
-        if not finished:
+        if not has_finished:
             return False
         if self.beside and not await self.beside.finish(self.controller.stop_requested):
             await self.controller.save_for_good()

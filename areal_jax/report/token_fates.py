@@ -51,7 +51,7 @@ def fate_rows(fates: contents.TokenFates | None) -> list[tuple[str, ...]]:
     if fates is None:
         return []
     generated = fates['generated']
-    rows = [('generated', str(generated), '', '')]
+    rows: list[tuple[str, ...]] = [('generated', str(generated), '', '')]
     for fate, tokens in fates['fates'].items():
         share = format_percent(tokens / generated) if generated else '-'
         rows.append((fate.replace('/', ': '), str(tokens), share, _mean_age(fates['by_age'].get(fate, ()))))
