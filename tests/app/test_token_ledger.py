@@ -42,7 +42,7 @@ def count_fates(run, oldest=None):
 
 @pytest.fixture(scope='module')
 def masked(tmp_path_factory):
-    return SmallRun(tmp_path_factory.mktemp('masked'), run__steps=6, checkpoint__every=2, **MASK).train()
+    return SmallRun(tmp_path_factory.mktemp('masked'), run__steps=4, checkpoint__every=2, **MASK).train()
 
 
 def test_every_row_and_the_end_close(masked):
@@ -63,9 +63,9 @@ def test_every_row_and_the_end_close(masked):
 
 
 def test_a_killed_run_closes_after_its_resume(masked, tmp_path):
-    killed = SmallRun(tmp_path, run__steps=6, checkpoint__every=2, **MASK)
-    train_until_killed(killed, 5)
-    resumed = SmallRun(tmp_path, resume=True, run__steps=6, checkpoint__every=2, **MASK).train()
+    killed = SmallRun(tmp_path, run__steps=4, checkpoint__every=2, **MASK)
+    train_until_killed(killed, 3)
+    resumed = SmallRun(tmp_path, resume=True, run__steps=4, checkpoint__every=2, **MASK).train()
     assert resumed.report['token_fates']['fault'] == ''
     assert [balance(row) for row in rows(resumed)] == [(n, n) for n, _ in map(balance, rows(resumed))]
     assert equal(resumed.final, masked.final)
@@ -76,7 +76,7 @@ def test_a_killed_run_closes_after_its_resume(masked, tmp_path):
 
 
 def test_a_ledger_that_does_not_close_ends_the_run_after_its_report(tmp_path):
-    run = SmallRun(tmp_path, run__steps=2)
+    run = SmallRun(tmp_path, run__steps=1)
     run.session.observer.ledger._open[0] += 1  # a token that nobody generated
     with pytest.raises(LedgerError, match=r'\{0: 1} tokens by version have no fate, and the loop holds \{}'):
         run.train()
@@ -84,7 +84,7 @@ def test_a_ledger_that_does_not_close_ends_the_run_after_its_report(tmp_path):
 
 
 def test_a_run_says_the_ratio_by_cause(tmp_path):
-    fields = {'run__steps': 4, 'learner__n_minibatches': 2}
+    fields = {'run__steps': 3, 'learner__n_minibatches': 2}
     plain = SmallRun(tmp_path / 'plain', **fields).train()
     split = SmallRun(tmp_path / 'split', diagnostics__ratio_sample=1.0, **fields).train()
     assert equal(plain.final, split.final)
