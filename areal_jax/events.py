@@ -35,9 +35,9 @@ from areal_jax.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 5: nothing for a replay; 4: no engines in other processes; 3: no `preempt`, and a dispatch does not say what it
-# rebuilds and reads; 2: neither evaluation beside training nor `audit`; 1: no event `log`, each start counts its runs
-# from 0
+# 5: no lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no `preempt`, and a dispatch
+# does not say what it rebuilds and reads; 2: neither evaluation beside training nor `audit`; 1: no event `log`, each
+# start counts its runs from 0
 VERSION = 6
 
 
@@ -104,6 +104,7 @@ class _Decode(Header):
     version: PolicyVersion
     positions: NotRequired[Annotated[int, 'positions of the KV cache that rows see, over rows and steps']]
     positions_read: NotRequired[Annotated[int, 'the same with those that attention reads and masks']]
+    discarded: NotRequired[Annotated[int, 'part of `tokens`: of requests cancelled meanwhile; absent for none']]
 
 
 class DecodeEvent(_Decode):
@@ -151,6 +152,7 @@ class FinishEvent(Header):
     tokens: Annotated[int, 'tokens of the answer']
     reason: Annotated[str, 'why it ended: stop, length, cancelled; lost: no engine finished it']
     versions: Annotated[list[int], 'policy version of each segment']
+    lengths: NotRequired[Annotated[list[int], 'tokens of each segment; from version 6 of the log on']]
 
 
 class RewardEvent(Header):

@@ -13,7 +13,7 @@ from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
 from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
 from areal_jax.learning.directions import DIRECTIONS
 from areal_jax.learning.optimizer import Optimizer, make_optimizer
-from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
+from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
 from areal_jax.models.lora import Lora
 from areal_jax.plugins import Function, load_function
 from areal_jax.sharding.allocation import Allocation, allocate
@@ -110,7 +110,16 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         over_age=policy.staleness.over_age,
         attention=learner.attention,
         scores=not supervised and uses_servers(config),
+        ratio=_build_ratio_settings(policy),
     )
+
+
+def _build_ratio_settings(config: TrackedConfig) -> RatioSettings | None:
+    """None where the importance ratio is not split."""
+    diagnostics = config.diagnostics
+    if not diagnostics.ratio_sample:
+        return None
+    return RatioSettings(sample=diagnostics.ratio_sample, ring_bytes=diagnostics.ring_bytes, seed=config.run.seed)
 
 
 def cuts_softmax(config: TrackedConfig) -> bool:

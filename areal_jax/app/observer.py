@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.engine_counts import EngineCounts, EngineCountsState
@@ -17,7 +17,9 @@ from areal_jax.events import Event
 from areal_jax.telemetry import names
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.telemetry.metrics import MetricsWriter, merge
+from areal_jax.telemetry.optimizer_ages import OptimizerAges
 from areal_jax.telemetry.progress import Progress
+from areal_jax.telemetry.token_ledger import LedgerState, TokenLedger
 from areal_jax.telemetry.values import Value, number
 
 
@@ -29,6 +31,8 @@ class ObserverState(TypedDict):
     audited: int  # answers compared a second time since the last update
     disagreements: int  # of these
     engines: EngineCountsState  # since the last update
+    ledger: NotRequired[LedgerState | None]  # None, or absent: an earlier part of the run has kept none
+    optimizer_steps: NotRequired[list[float]]  # OptimizerAges.state
 
 
 class StepObserver:
@@ -51,12 +55,16 @@ class StepObserver:
         self._update_seconds: collections.deque[float] = collections.deque()  # of updates that are not published yet
         self._interruptions = self._compiled = self._audited = self._disagreements = 0
         self._engines = EngineCounts()
+        self.ledger: TokenLedger | None = TokenLedger()
+        self._optimizer_ages = OptimizerAges()
         self._evaluating = False
         self._evaluations: list[Mapping[str, float]] = []  # of evaluations beside training, not written yet
         self._cpu_at_first_admission: float | None = None
         self.cpu_seconds_in_window = 0.0
 
     def on_event(self, event: Event) -> None:
+        if self.ledger:
+            self.ledger.apply(event)
         if event['kind'] == 'evaluate':
             self._evaluating = event['mode'] == 'start'
             self._last_time_s = event['time']
@@ -84,6 +92,8 @@ class StepObserver:
         optional = {names.PUBLISH_PAUSE: record.publish_pause_s, names.FILTERED_RATE: record.filtered_rate}
         values = merge(
             learner=record.metrics,
+            ages=self._optimizer_ages.note_update(record.step, record.metrics),
+            ledger=self._balance(record),
             observer=self._counted(record),
             update=self._rates.of_learner(record.metrics, self._take_update_seconds()),
             controller={
@@ -102,6 +112,12 @@ class StepObserver:
         self._last_time_s, self._interruptions, self._compiled = record.time_s, 0, compiled
         self._audited = self._disagreements = 0
 
+    def _balance(self, record: StepRecord) -> dict[str, Value]:
+        if self.ledger is None:
+            return {}
+        self.ledger.note_update(record.step, record.metrics)
+        return self.ledger.metrics()
+
     def note_evaluation(self, values: Mapping[str, float]) -> None:
         """Metrics of an evaluation beside training: they go into the row of the next update that has none."""
         self._evaluations.append(values)
@@ -118,6 +134,8 @@ class StepObserver:
             'audited': self._audited,
             'disagreements': self._disagreements,
             'engines': self._engines.state(),
+            'ledger': self.ledger.state() if self.ledger else None,
+            'optimizer_steps': self._optimizer_ages.state(),
         }
 
     def restore(self, state: ObserverState) -> None:
@@ -125,6 +143,12 @@ class StepObserver:
         self._last_time_s = state['last_time_s']
         self._interruptions = state['interruptions']
         self._engines.restore(state['engines'])
+        kept = state.get('ledger')
+        if kept is None:
+            self.ledger = None
+        elif self.ledger:
+            self.ledger.restore(kept)
+        self._optimizer_ages = OptimizerAges(state.get('optimizer_steps', ()))
         self._audited, self._disagreements = state.get('audited', 0), state.get('disagreements', 0)
 
     def _counted(self, record: StepRecord) -> dict[str, Value]:

@@ -141,7 +141,8 @@ class Run(abc.ABC):
         self.workdir, self.config = workdir, TrackedConfig(config, overrides)
         self._source, self._resume, self._interrupts = source, resume, interrupts
         self._started = time.monotonic()
-        self._unsaved: UserError | None = None  # set when the checkpoint after the last update, or the export, failed
+        # what failed at the end, raised when all else is done: the last checkpoint, the export, the token ledger
+        self._unsaved: Exception | None = None
         self._finished: Report | None = None  # the report of a resumed run that has nothing left to do
         self._idle_fields: list[str] = []
         self._hook: MetricsHook | None = None

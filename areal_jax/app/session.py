@@ -24,6 +24,7 @@ from areal_jax.app.engines import (
     describe_caches,
     restore_ring,
 )
+from areal_jax.app.ledger_check import find_ledger_fault
 from areal_jax.app.model import Model
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.provenance import hardware
@@ -255,10 +256,9 @@ class Session(Run):
             restore_rows(self.workdir, self._scores, self.observer)
 
     def _progress(self, start_s: float) -> Progress | None:
-        config = self.config
-        if not config.telemetry.progress:
+        if not self.config.telemetry.progress:
             return None
-        return Progress(config.run.steps, first_step=self.version_at_start, first_time=start_s)
+        return Progress(self.config.run.steps, first_step=self.version_at_start, first_time=start_s)
 
     # Running.
 
@@ -301,7 +301,9 @@ class Session(Run):
         elif self.beside:
             finished = [row.version for row in self._scores.curve]
             self.beside.resume(self._newest, self._evaluated_at_start, finished)
-        if not await self.controller.run():
+        has_finished = await self.controller.run()
+        self._unsaved = self._unsaved or find_ledger_fault(self.observer.ledger, self.controller.snapshot())
+        if not has_finished:
             return False
         if self.beside and not await self.beside.finish(self.controller.stop_requested):
             await self.controller.save_for_good()
@@ -343,11 +345,10 @@ class Session(Run):
         self.resources.stop()  # the report is not part of what is measured
         config = self.config
         events = load_events(self.workdir / EVENTS)
-        natural = config.staleness.schedule == 'natural'
         weights = self.learner.publish(config.run.steps)
         facts = RunFacts(
             **self._common_facts(),
-            eta=config.staleness.eta if natural else None,
+            eta=config.staleness.eta if config.staleness.schedule == 'natural' else None,
             schedule=config.staleness.schedule,
             clock=config.run.clock,
             evaluation_before=self._scores.get('before'),

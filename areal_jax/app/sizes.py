@@ -31,7 +31,7 @@ SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication'),
-    *('transposed weights', 'KV cache', 'prefill', 'logits', 'rows', 'answers'),
+    *('transposed weights', 'KV cache', 'prefill', 'logits', 'rows', 'answers', 'earlier versions'),
 )
 
 
@@ -93,8 +93,11 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     rollout, eta = config.rollout, config.staleness.eta
     admitted = config.learner.groups_per_update * (eta + 1)
     running = int(min(rollout.max_running_groups, admitted, config.learner.groups_per_update * config.run.steps))
-    answers = {'answers': running * rollout.group_size * _ANSWER_BYTES}
-    return Sizes(learner, _engine_sizes(config, shape, allocation) if allocation.engines else {}, answers)
+    host = {'answers': running * rollout.group_size * _ANSWER_BYTES}
+    if config.diagnostics.ratio_sample:
+        kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
+        host['earlier versions'] = min(config.diagnostics.ring_bytes, kept)
+    return Sizes(learner, _engine_sizes(config, shape, allocation) if allocation.engines else {}, host)
 
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
@@ -239,6 +242,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     if name == 'publication' and c.publication.dtype == 'float32' and c.loss.objective != 'sft':
         return "set publication.dtype='bfloat16'"
     fields = {
+        'earlier versions': 'diagnostics.ring_bytes',
         'KV cache': _cache_fields(c),
         'prefill': 'rollout.prefill_buckets',
         'logits': 'rollout.slots or rollout.decode_steps',

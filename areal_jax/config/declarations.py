@@ -27,6 +27,7 @@ from areal_jax.config.fields import (
     Value,
 )
 from areal_jax.config.ranges import (
+    BYTES,
     COUNT,
     COUNT_OR_OFF,
     DECAY,
@@ -254,6 +255,13 @@ SECTIONS: Mapping[str, Section] = {
         body_timeout_s=Real(30.0, SECONDS, 'for the body of a request to arrive, else 408'),
         request_timeout_s=Real(3600.0, SECONDS, 'for the answers of a request, else 504'),
         drain_timeout_s=Real(30.0, SECONDS, 'for running answers when the server is told to stop'),
+    ),
+    'diagnostics': Section(
+        'What a run measures beside its loss, see docs/diagnostics.md',
+        ratio_sample=Real(
+            0.0, SHARE, 'share of the trained answers whose importance ratio is split; 0 = off, at no cost'
+        ),
+        ring_bytes=Integer(2**30, BYTES, 'of the weights of earlier versions that this needs, in host memory'),
     ),
     'telemetry': Section(
         'What a run shows',

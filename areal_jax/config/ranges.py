@@ -42,6 +42,7 @@ SEED = Range(0, _INT32, 'lie in [0, 2^31 - 1]')
 COUNT = Range(1, _INT32, 'be at least 1 and below 2^31')
 COUNT_OR_OFF = Range(0, _INT32, 'not be negative, and be below 2^31')
 THREADS = Range(1, 1024, 'be at least 1 and at most 1024')
+BYTES = Range(1, 2**50, 'lie in [1, 2^50]')
 MEBIBYTES = Range(0, 2**40, 'lie in [0, 2^40]')
 SECONDS = Range(_LEAST, 1e6, 'be above 0 and at most 1e6 (11 days)')  # below threading.TIMEOUT_MAX
 POSITIVE = Range(_LEAST, _MOST, 'be above 0 and finite, in float32')

@@ -106,13 +106,11 @@ class RunningGroups:
         except RequestLostError:
             lost = Verdict(0.0, attempts=0, label=LOST)
         versions = [segment.policy_version for segment in episode.segments]
-        tokens = sum(len(segment.tokens) for segment in episode.segments)
-        draw, sample, reason = (
-            group.prompt.draw,
-            episode.sample,
-            lost.label if lost else episode.finish_reason or CANCELLED,
-        )
-        self._log.write('finish', draw=draw, sample=sample, tokens=tokens, reason=reason, versions=versions)
+        lengths = [len(segment.tokens) for segment in episode.segments]
+        self._log.write(
+            'finish', draw=group.prompt.draw, sample=episode.sample, tokens=sum(lengths),
+            reason=lost.label if lost else episode.finish_reason or CANCELLED, versions=versions, lengths=lengths,
+        )  # fmt: skip
         self._unrecorded += 1
         await self._finished.put((group, episode, lost or await self._verify(group, episode)))
 

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from areal_jax.learning.advantages import rewards_of
 from areal_jax.learning.rows import BatchError
+from areal_jax.telemetry import names
 from areal_jax.telemetry.names import MISMATCH_OF
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup, concatenate
 
@@ -67,6 +68,50 @@ def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch],
     return metrics
 
 
+def fate_metrics(
+    groups: Sequence[TrajectoryGroup],
+    kept: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    applied: Sequence[bool],
+    version: int,
+) -> Metrics:
+    """What became of every generated token of the update's groups, for the token ledger: lists by age.
+
+    Args:
+      groups: all of the update; `kept` are those that the filter of equal rewards left.
+      applied: per batch, whether one of its optimizer steps was.
+    """
+    everything, left = _generated_by_age(groups, version), _generated_by_age(kept, version)
+    size = len(everything)
+    left = np.pad(left, (0, size - len(left)))
+    trained, unused = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    for batch, was_applied in zip(batches, applied, strict=True):
+        in_loss = trained if was_applied else unused
+        in_loss += np.bincount(version - batch.policy_versions[batch.loss_mask], minlength=size)
+    fates = {
+        names.TRAINED_BY_AGE: trained,
+        names.FILTERED_BY_AGE: everything - left,
+        names.MASKED_BY_AGE: left - trained - unused,
+        names.UNUSED_BY_AGE: unused,
+    }
+    return {str(name): np.trim_zeros(tokens, 'b').astype(float).tolist() for name, tokens in fates.items()}
+
+
+def inside_metrics(batches: Sequence[PackedBatch], applied: Sequence[bool]) -> dict[str, float]:
+    """Optimizer steps of the update that come before the one that trains a token: over tokens and epochs.
+
+    Args:
+      applied: per step, whose number i is of batch i % len(batches).
+    """
+    if not batches:
+        return {}
+    tokens = [float(batch.loss_mask.sum()) for batch in batches]
+    weights = [tokens[number % len(batches)] for number in range(len(applied))]
+    before = [float(sum(applied[:number])) for number in range(len(applied))]
+    mean = sum(weight * steps for weight, steps in zip(weights, before, strict=True)) / sum(weights)
+    return {str(names.STEPS_INSIDE_MEAN): mean, str(names.STEPS_INSIDE_MAX): max(before)}
+
+
 def mismatch_metrics(
     batches: Sequence[PackedBatch], logprobs: Sequence[np.ndarray], version: int, engines: Sequence[str] = ()
 ) -> dict[str, float]:
@@ -104,6 +149,13 @@ def _mismatch_by_engine(differences: np.ndarray, trajectories: np.ndarray, engin
             found[f'{MISMATCH_OF}{engine}/n'] = float(len(own))
             found[f'{MISMATCH_OF}{engine}/mean_abs'] = float(own.mean())
     return found
+
+
+def _generated_by_age(groups: Sequence[TrajectoryGroup], version: int) -> np.ndarray:
+    """int64: generated tokens of age 0, 1, ...; counted from segments, as packing leaves some groups out."""
+    segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version != NOT_GENERATED]
+    ages = np.array([version - s.policy_version for s in segments], np.int64)
+    return np.bincount(ages, [len(s.tokens) for s in segments]).astype(np.int64)
 
 
 def _join(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:

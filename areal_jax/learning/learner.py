@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -28,8 +29,9 @@ from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.packing import count_tokens
 from areal_jax.learning.passes import Passes
 from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.state import describe_state, place_state
+from areal_jax.learning.state import describe_cast, describe_state, place_state
 from areal_jax.learning.train_step import Programs
 from areal_jax.learning.trees import Params
 from areal_jax.learning.update import train
@@ -85,6 +87,10 @@ class SpmdLearner:
         self._passes = Passes(self._layout, self.programs, settings, mesh, learning_rate)
         described = describe_state(trained, frozen, settings, self.programs.definitions)
         self._declared = list(self._passes.declared_programs(described))
+        self._ratio: RatioSampler | None = None
+        if settings.ratio is not None:
+            working = describe_cast(described.params, settings.dtype)
+            self._ratio = RatioSampler(settings.ratio, self._passes, self._layout, self.programs, working)
         self._closing = False
         self._ahead: threading.Thread | None = None
         if compile_ahead:
@@ -127,6 +133,7 @@ class SpmdLearner:
         after `version`; weights are untouched then.
         """
         settings = self._settings
+        began_s = time.perf_counter()
         if settings.truncated_sampling == 'refuse':
             truncation.require_full_softmax(groups)
         kept = self._kept(groups)
@@ -139,7 +146,7 @@ class SpmdLearner:
             oldest_version=oldest,
             round_microbatches=settings.accumulate == 'scan',
         )
-        measured = {
+        measured: dict[str, Metrics] = {
             'data': diagnostics.data_metrics(groups, kept),
             'ages': diagnostics.age_metrics(kept, batches, version),
             'packing': report.metrics(),
@@ -147,10 +154,19 @@ class SpmdLearner:
             'work': work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs),
         }
         self._copy = self._version = None
+        if self._ratio:
+            self._ratio.require(version, self.state)
         engines = [trajectory.engine for group in kept for trajectory in group.trajectories]
-        training = train(self._passes, self.state, settings, batches, version, scale, engines)
+        trained = train(self._passes, self.state, settings, batches, version, scale, engines)
+        measured['training'] = trained.metrics
+        if settings.objective != 'sft':
+            applied = trained.was_applied(len(batches))
+            measured['fates'] = diagnostics.fate_metrics(groups, kept, batches, applied, version)
+        if self._ratio:
+            update_s = time.perf_counter() - began_s
+            measured['ratio'] = self._ratio.measure(kept, batches, trained, self.state, version, update_s)
         self._version = version + 1
-        return merge(**measured, training=training)
+        return merge(**measured)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Negative log-likelihood of the generated tokens, at the temperature of training; changes nothing.
@@ -192,6 +208,8 @@ class SpmdLearner:
         On this learner's devices, sharded as they are trained; on the host if the mesh spans processes.
         """
         self._version = version
+        if self._ratio:
+            self._ratio.keep(version, self.state)
         copy = self.programs.run('export', self.state.params, self.state.frozen)
         self._copy = copy if jax.process_count() == 1 else jax.tree.map(gather, copy)
         return self._copy
@@ -228,6 +246,8 @@ class SpmdLearner:
         match_snapshot(self._decoder, saved, shapes)
         del current
         state.params = state.frozen = state.optimizer = self._copy = None
+        if self._ratio:
+            self._ratio.forget()
         shardings = {'params': trees.join(programs.params, programs.frozen), 'optimizer': programs.state}
         new = read_snapshot(self._decoder, saved, shapes, shardings)
         state.params, state.frozen = trees.split(new['params'], self._trains)

@@ -84,7 +84,8 @@ class Passes:
             one = self._layout.place({name: array[0] for name, array in rows.items()})
             if settings.accumulate == 'dispatch':
                 yield 'accumulate', (state.gradients, working, state.frozen, one, scalars)
-            if settings.recomputes or state.reference is not None or settings.scores or settings.objective == 'sft':
+            scores = settings.scores or settings.ratio is not None or settings.objective == 'sft'
+            if settings.recomputes or state.reference is not None or scores:
                 yield 'logprobs', (working, state.frozen, one, scalars)
         if settings.accumulate == 'dispatch':
             yield 'apply', (state.params, state.optimizer, state.gradients, self._rate())

@@ -33,6 +33,18 @@ _LEARNER_FIELDS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RatioSettings:
+    """Of the split of the importance ratio, see ratio_split.py."""
+
+    sample: float  # share of the trained answers, above 0
+    ring_bytes: int  # of the weights of earlier versions
+    seed: int  # of the run: part of the names of its answers
+
+    def __post_init__(self) -> None:
+        require_allowed({'diagnostics.ratio_sample': self.sample, 'diagnostics.ring_bytes': self.ring_bytes})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
     """Everything of an update but the weights, the mesh and the optimizer.
 
@@ -71,6 +83,7 @@ class LearnerSettings:
     over_age: str
     attention: str  # implementation of packed_attention
     scores: bool  # `warm_up` compiles what SpmdLearner.score runs
+    ratio: RatioSettings | None  # None: the importance ratio is not split
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from areal_jax.learning import diagnostics
+from areal_jax.learning.by_age import metrics_by_age
 from areal_jax.learning.likelihood import finalize_likelihood
 from areal_jax.learning.losses import finalize_metrics, merge_metrics
 from areal_jax.learning.optimizer import step_metrics
@@ -18,6 +20,23 @@ from areal_jax.telemetry.metrics import merge
 from areal_jax.types import PackedBatch
 
 
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What the steps of an update did."""
+
+    metrics: dict[str, float]  # of the loss and of the steps
+    results: list[StepResult]  # number i is of minibatch i % minibatches
+
+    def was_applied(self, n_batches: int) -> list[bool]:
+        """Per minibatch, whether one of its steps was: the others had a gradient that was not finite."""
+        return [any(map(_was_applied, self.results[index::n_batches])) for index in range(n_batches)]
+
+    def policy_logprobs(self, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
+        """Per minibatch float32 [M, R, N]: log π_θ when its gradient was taken, the mean over the epochs."""
+        own = lambda index: [result.logprobs for result in self.results[index :: len(batches)]]
+        return [np.mean(own(i), axis=0).reshape(batch.targets.shape) for i, batch in enumerate(batches)]
+
+
 def train(
     passes: Passes,
     state: LearnerState,
@@ -26,8 +45,8 @@ def train(
     version: int,
     scale: float,
     engines: Sequence[str] = (),
-) -> dict[str, float]:
-    """Trains on every minibatch, `settings.epochs` times; returns metrics of the loss and of the steps.
+) -> Trained:
+    """Trains on every minibatch, `settings.epochs` times.
 
     Args:
       version: of the weights before the update.
@@ -42,7 +61,7 @@ def train(
         results.append(passes.step(state, rows, denominator * scale, version, first))
         if first and settings.recomputes:  # the weights before the update are those of the first pass
             known[0] = KnownLogprobs(_first_logprobs(results, batches), known[0].reference)
-    return _metrics(settings, results, batches, known, version, engines)
+    return Trained(_metrics(settings, results, batches, known, version, engines), results)
 
 
 def _known_logprobs(
@@ -86,4 +105,14 @@ def _metrics(
     before = [_first_logprobs(results, batches)] if results else []
     before += [k.proximal for k in known[1:] if k.proximal is not None]
     mismatch = diagnostics.mismatch_metrics(batches[: len(before)], before, version, engines)
-    return merge(steps=metrics, loss=finalize_metrics(merged), mismatch=mismatch)
+    return merge(
+        steps=metrics,
+        loss=finalize_metrics(merged),
+        mismatch=mismatch,
+        by_age=metrics_by_age(settings, batches, results, known, version),
+        inside=diagnostics.inside_metrics(batches, [_was_applied(result) for result in results]),
+    )
+
+
+def _was_applied(result: StepResult) -> bool:
+    return not float(result.step['skip_count'])

@@ -9,8 +9,10 @@ from typing import Protocol
 from areal_jax.control.group_filter import EQUAL_REWARDS
 from areal_jax.events import Event
 from areal_jax.report.aggregates import Metrics
+from areal_jax.report.censoring import warn_of_censoring
 from areal_jax.report.contents import OptimizerSteps, Report
 from areal_jax.report.ledger import conservation
+from areal_jax.report.ratios import warn_of_wrong_versions
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.hook import warn_of_hook
@@ -30,6 +32,8 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
     checks = (
         _unfinished(events, report, facts),
         _broken_conservation(events),
+        _open_ledger(report),
+        warn_of_wrong_versions(report['ratio_split']),
         _errors(events),
         warn_of_skipped_steps(report['optimizer_steps']),
         warn_of_equal_rewards(metrics),
@@ -45,6 +49,8 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
         _gain(report),
         _collapse(report),
         _drops(report),
+        warn_of_censoring(report['censoring']),
+        _several_steps(metrics, report),
         _filtered(report),
         warn_of_hook(facts.hook),
     )
@@ -196,6 +202,25 @@ def _broken_conservation(events: Sequence[Event]) -> str:
     if not violations:
         return ''
     return f'{len(violations)} moves of draws break the rule that each is in one state, first: {violations[0]}.'
+
+
+def _open_ledger(report: Report) -> str:
+    fates = report['token_fates']
+    return f'The token ledger does not close: {fates["fault"]}.' if fates and fates['fault'] else ''
+
+
+def _several_steps(metrics: Metrics, report: Report) -> str:
+    """Ages are counted in publications, between which the weights may change several times."""
+    made = [(number(line, names.OPTIMIZER_STEPS), number(line, names.SKIPPED_STEPS)) for line in metrics]
+    most = max((int((applied or 0) + (skipped or 0)) for applied, skipped in made), default=0)
+    if most <= 1:
+        return ''
+    age, steps = report['token_age'], report['token_age_steps']
+    return (
+        f'Ages count publications, and an update makes up to {most} optimizer steps (learner.n_minibatches * '
+        f'learner.epochs): trained tokens were {format_number(age["mean"])} publications and '
+        f'{format_number(steps["mean"])} optimizer steps old on average, at most {format_number(steps["max"])} steps.'
+    )
 
 
 def _errors(events: Sequence[Event]) -> str:

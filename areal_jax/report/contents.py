@@ -184,6 +184,87 @@ class Lag(TypedDict):
     max: float | None  # seconds, after warm-up
 
 
+class TokenFates(TypedDict):
+    """What became of every generated token (telemetry/token_ledger.py); the sum over `fates` is `generated`."""
+
+    generated: int
+    fates: Mapping[str, int]  # trained, filtered, masked, unused, dropped/REASON, unfinished
+    by_age: Mapping[str, list[int]]  # tokens of age 0, 1, ... when the fate was decided; not of the unfinished
+    by_version: Mapping[str, list[int]] | None  # tokens of policy version 0, 1, ...; None with servers
+    fault: str  # why the ledger does not close; '' = it does
+
+
+class Spread(TypedDict):
+    """Answers, each counted with the share of its tokens that have met a fate."""
+
+    answers: float
+    length_mean: float | None  # tokens of the whole answer
+    length_distance: float | None  # of Kolmogorov and Smirnov, from the lengths of all answers; as the last one
+    reward_mean: float | None
+    reward_distance: float | None
+
+
+class Bias(TypedDict):
+    """Trained answers against those that were masked or dropped."""
+
+    distance: float  # of Kolmogorov and Smirnov
+    critical: float  # which it exceeds by chance in 1% of the cases
+    trained_mean: float
+    left_out_mean: float
+
+
+class Censoring(TypedDict):
+    spreads: Mapping[str, Spread]  # generated, trained, filtered, masked, unused, dropped; without those of no answer
+    length_bias: Bias | None  # None where nothing was left out, as the next
+    reward_bias: Bias | None  # without what a filter of rewards leaves out
+
+
+class AgeRow(TypedDict):
+    """Trained tokens of a range of ages, in publications; means over the updates, weighted by tokens."""
+
+    age: str  # '0', '1', '2', '3-4', '5-8', ...
+    tokens: int  # counted in every epoch
+    effective_sample_size: float | None  # (Σ w)² / (n Σ w²) of the behavior weights of an update
+    clip_fraction: float | None
+    kl: float | None  # of behavior and policy, nats
+
+
+class Moments(TypedDict):
+    mean: Interval | None  # the updates are the clusters
+    rms: float | None
+
+
+class RatioRow(TypedDict):
+    of: str  # a range of ages, of updates back, or an engine
+    tokens: int
+    parts: Mapping[str, Moments]
+
+
+class RatioSplit(TypedDict):
+    """The importance ratio by cause, in nats (learning/ratio_split.py)."""
+
+    tokens: int
+    left_ring_tokens: int  # of sampled answers, whose version was not kept any more
+    identity_error: float | None  # largest difference between a log-ratio and the sum of its parts
+    parts: Mapping[str, Moments]  # total, mismatch, drift, inside
+    by_age: list[RatioRow]  # mismatch, drift
+    by_update: list[RatioRow]  # drift of the update that is 1, 2, ... back
+    by_engine: list[RatioRow]  # mismatch
+    seconds: float
+    share: float | None  # of the seconds of the updates
+
+
+class Causes(TypedDict):
+    """Numbers that separate the causes."""
+
+    token_fates: TokenFates | None  # None where an earlier program wrote a part of the run, as the next
+    censoring: Censoring | None
+    token_age_steps: MeanMax  # of the trained tokens, in optimizer steps
+    mismatch: Mismatch
+    ratios_by_age: list[AgeRow]
+    ratio_split: RatioSplit | None  # None where it was not measured
+
+
 class BesideTraining(TypedDict):
     """Of the evaluations beside training."""
 
@@ -215,7 +296,7 @@ class Generation(TypedDict):
     servers: list[ServerRow]  # empty where engines were in the process of the run
 
 
-class Report(BesideTraining, Generation):
+class Report(BesideTraining, Generation, Causes):
     steps: int  # updates published
     planned_steps: int | None
     finished: bool
@@ -239,7 +320,6 @@ class Report(BesideTraining, Generation):
     steps_with_interruption: int
     admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
     publish_pause_seconds: MedianMax  # of an engine
-    mismatch: Mismatch
     throughput: Throughput
     busy: Busy
     time: Time

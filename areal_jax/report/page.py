@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from areal_jax.report.censoring import censoring_rows
 from areal_jax.report.contents import Groups, Interval, Report, Time
 from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.report.generation import describe_attention, work_rows
+from areal_jax.report.ratios import age_rows, describe_split, split_rows
 from areal_jax.report.servers import HEAD as SERVERS_HEAD
 from areal_jax.report.servers import describe_servers
+from areal_jax.report.token_fates import fate_rows
 from areal_jax.telemetry.numerals import format_bytes, format_number, format_percent
 
 
@@ -28,6 +31,10 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
         _table(('learning', ''), _learning_rows(report)),
         '## Staleness and interruption',
         _table(('', ''), _staleness_rows(report)),
+        _table(('age', 'trained tokens', 'effective sample size', 'clipped', 'KL'), age_rows(report['ratios_by_age'])),
+        _table(('importance ratio (nats)', 'tokens', 'mean', 'RMS'), split_rows(report['ratio_split'])),
+        describe_split(report['ratio_split']),
+        *_token_sections(report),
         '## Time and limit',
         report['cause_of_gap'],
         _table(('lane seconds an update', ''), _time_rows(report['time'])),
@@ -43,6 +50,14 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
         ', '.join(f'{package} {version}' for package, version in report['versions'].items()) or 'not recorded',
     ]
     return '\n\n'.join(section for section in sections if section) + '\n'
+
+
+def _token_sections(report: Report) -> list[str]:
+    fates, answers = fate_rows(report['token_fates']), censoring_rows(report['censoring'])
+    if not fates and not answers:
+        return []
+    head = ('answers', 'number', 'length, mean', 'KS to generated', 'reward, mean', 'KS to generated')
+    return ['## Tokens', _table(('fate', 'tokens', 'share', 'age, mean'), fates), _table(head, answers)]
 
 
 def _what_ran(report: Report) -> str:
@@ -144,9 +159,13 @@ def _learning_rows(report: Report) -> list[tuple[str, ...]]:
 
 def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
     age, versions, pause = report['token_age'], report['versions_per_trajectory'], report['publish_pause_seconds']
-    waited = report['request_pause_seconds']
+    waited, steps = report['request_pause_seconds'], report['token_age_steps']
     return [
         ('age of trained tokens, mean / max (versions)', f'{format_number(age["mean"])} / {format_number(age["max"])}'),
+        (
+            'age of trained tokens, mean / max (optimizer steps)',
+            f'{format_number(steps["mean"])} / {format_number(steps["max"])}',
+        ),
         (
             'versions in one trajectory, mean / max',
             f'{format_number(versions["mean"])} / {format_number(versions["max"])}',

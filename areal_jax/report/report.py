@@ -20,6 +20,7 @@ from areal_jax.events import Event, InterruptEvent
 from areal_jax.report import aggregates, contents, generation, statistics
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
+from areal_jax.report.censoring import censoring
 from areal_jax.report.contents import Report
 from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
 from areal_jax.report.event_log import load_events, outside_evaluation
@@ -27,9 +28,11 @@ from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
 from areal_jax.report.page import render_page
 from areal_jax.report.plots import write_plots
+from areal_jax.report.ratios import ratio_split, ratios_by_age
 from areal_jax.report.servers import server_rows
 from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval
 from areal_jax.report.timeline import write_timeline
+from areal_jax.report.token_fates import token_fates
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
@@ -94,7 +97,7 @@ def build_report(
         'admission_held': aggregates.admission_held(metrics, within),
         'publish_pause_seconds': _pauses(training),
         **_generation(events, training, facts),
-        'mismatch': aggregates.mismatch(metrics),
+        **_causes(events, metrics, facts),
         'throughput': _throughput(training, metrics, within),
         'busy': busy_shares(events),
         'time': as_report(limit),
@@ -142,6 +145,18 @@ def _generation(events: Sequence[Event], training: Sequence[Event], facts: RunFa
         'preemptions': generation.preemptions(training),
         'kv_cache_bytes': facts.kv_cache_bytes,
         'servers': server_rows(events),
+    }
+
+
+def _causes(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> contents.Causes:
+    steps = aggregates.weighted_mean(metrics, names.STEP_AGE_MEAN, names.TOKENS_TRAINED)
+    return {
+        'token_fates': token_fates(events, metrics, finished=facts.finished),
+        'censoring': censoring(events, metrics),
+        'token_age_steps': {'mean': steps, 'max': aggregates.largest(metrics, names.STEP_AGE_MAX)},
+        'mismatch': aggregates.mismatch(metrics),
+        'ratios_by_age': ratios_by_age(metrics),
+        'ratio_split': ratio_split(metrics),
     }
 
 

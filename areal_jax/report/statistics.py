@@ -66,10 +66,18 @@ def cluster_interval(clusters: Sequence[Sequence[float]]) -> Interval:
         ValueError: no scores.
     """
     sizes = np.array([len(cluster) for cluster in clusters], np.float64)
+    return ratio_interval(np.array([math.fsum(cluster) for cluster in clusters]), sizes)
+
+
+def ratio_interval(sums: np.ndarray, sizes: np.ndarray) -> Interval:
+    """The interval of `cluster_interval`, from the sum and the number of the scores of each cluster: [clusters].
+
+    Raises:
+        ValueError: no scores.
+    """
     total = float(sizes.sum())
     if not total:
-        raise ValueError(f'{len(clusters)} clusters hold no score; a mean needs one')
-    sums = np.array([math.fsum(cluster) for cluster in clusters])
+        raise ValueError(f'{len(sizes)} clusters hold no score; a mean needs one')
     mean, k = math.fsum(sums) / total, int((sizes > 0).sum())
     if k < 2:
         return Interval(mean, None, None, k)

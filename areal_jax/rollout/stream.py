@@ -208,18 +208,19 @@ class DecodeStream:
         self._state, output = await self._clock.run(self._engine, dispatch, work)
         counts = output.counts()
         tokens = int(counts.sum())
+        current = [running if self.table.slots[slot] is running else None for slot, running in step.entries]
+        lost = sum(count for count, running in zip(counts.tolist(), current, strict=True) if running is None)
         positions = int((counts * first + counts * (counts - 1) // 2).sum())
         self._log.write(
             self._kinds.decode, self._engine, engine=self._engine, dispatch=self._dispatches, slots=slots,
             bucket=backend.batch_bucket(step.rows), steps=steps, tokens=tokens, version=weights.version,
-            positions=positions, positions_read=output.positions_read,
+            positions=positions, positions_read=output.positions_read, **({'discarded': lost} if lost else {}),
         )  # fmt: skip
         totals = self.totals
         totals.decoded_tokens += tokens
         totals.decoded_s += self._clock.now() - began_s
         totals.positions += positions
         totals.positions_read += output.positions_read
-        current = [running if self.table.slots[slot] is running else None for slot, running in step.entries]
         self._require_sound(output, current, weights.version)
         self._deliver(output.by_row(), counts.tolist(), current, weights.version)
 

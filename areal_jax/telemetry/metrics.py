@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from areal_jax import files
 from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
-from areal_jax.telemetry.names import EVALUATION_VERSION, METRICS, STEP, TOKEN_AGE_HISTOGRAM
+from areal_jax.telemetry.names import EVALUATION_VERSION, HISTOGRAMS, METRICS, STEP
 from areal_jax.telemetry.tensorboard import TensorBoardWriter
 from areal_jax.telemetry.values import Line, Value
 
@@ -128,6 +128,6 @@ def _step(line: Line) -> int:
 
 
 def _kind(name: str) -> type | tuple[type, ...]:
-    if name == TOKEN_AGE_HISTOGRAM:
+    if name in HISTOGRAMS:
         return list
     return _NUMBER if name in METRICS else (*_NUMBER, list)

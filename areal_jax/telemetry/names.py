@@ -45,6 +45,18 @@ TOKEN_AGE_HISTOGRAM = Metric(
     'staleness/token_age_histogram', 'tokens', 'list: trained tokens of age 0, 1, ...; [] for none'
 )
 TOKENS_MASKED = Metric('staleness/masked_tokens', 'tokens', 'generated tokens kept out of the loss for their age')
+STEPS_INSIDE_MEAN = Metric(
+    'staleness/steps_inside_update_mean',
+    'steps',
+    'optimizer steps of the update before the one that trains a token, mean over tokens and epochs',
+)
+STEPS_INSIDE_MAX = Metric('staleness/steps_inside_update_max', 'steps', 'largest number of them')
+STEP_AGE_MEAN = Metric(
+    'staleness/token_age_steps_mean',
+    'steps',
+    'optimizer steps between the weights that generated a trained token and those it is trained at, mean',
+)
+STEP_AGE_MAX = Metric('staleness/token_age_steps_max', 'steps', 'largest number of them')
 VERSIONS_MEAN = Metric(
     'staleness/versions_per_trajectory_mean',
     'versions',
@@ -75,6 +87,15 @@ TOKENS_GENERATED = Metric('tokens/generated', 'tokens', 'tokens decoded, trained
 TOKENS_PREFILLED = Metric('tokens/prefilled', 'tokens', 'tokens of prompts prefilled for the first time')
 TOKENS_REBUILT = Metric(
     'tokens/rebuilt', 'tokens', 'tokens of interrupted or preempted answers, with their prompts, computed again'
+)
+# What became of the tokens of the batch, for telemetry/token_ledger.py: each a list of the tokens of age 0, 1, ...
+TRAINED_BY_AGE = Metric('ledger/trained_by_age', 'tokens', 'list: in the loss of an optimizer step that was applied')
+FILTERED_BY_AGE = Metric('ledger/filtered_by_age', 'tokens', 'list: of groups that were left out for equal rewards')
+MASKED_BY_AGE = Metric('ledger/masked_by_age', 'tokens', 'list: kept out of the loss for their age')
+UNUSED_BY_AGE = Metric('ledger/unused_by_age', 'tokens', 'list: of minibatches none of whose steps was applied')
+LEDGER = 'ledger/'  # prefix; what follows is a fate (telemetry/token_ledger.py); tokens, since the start of the run
+LEDGER_GENERATED = Metric(
+    'ledger/generated', 'tokens', 'since the start of the run: the sum of ledger/trained, filtered, masked, ...'
 )
 TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'trained tokens, as update/trained_tokens')
 GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups of the batch that the filter of equal rewards left')
@@ -126,11 +147,35 @@ MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-p
 MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
 MISMATCH_OF = 'mismatch/of/'  # prefix; what follows is the engine and n or mean_abs
 
+# prefix; what follows is a range of ages (telemetry/ages.py) and tokens, effective_sample_size, clip_fraction or kl: as
+# the metrics loss/... of these names, of the trained tokens of these ages
+BY_AGE = 'by_age/'
+
+RATIO = 'ratio/'  # prefix of the split of the importance ratio, learning/ratio_split.py; nats
+RATIO_TOKENS = Metric('ratio/tokens', 'tokens', 'trained tokens whose importance ratio was split')
+RATIO_LEFT_RING = Metric(
+    'ratio/left_ring_tokens', 'tokens', 'trained tokens of sampled answers whose version is not in the ring any more'
+)
+RATIO_ERROR = Metric(
+    'ratio/identity_error',
+    'nats',
+    'largest difference between a log-ratio and the sum of its parts; rounding, or a bug',
+)
+RATIO_SECONDS = Metric('ratio/seconds', 's', 'that the split took, on the wall clock')
+RATIO_SHARE = Metric('ratio/share', 'share', 'of the seconds of the update with the split')
+RATIO_OF_AGE = 'ratio/of_age/'  # prefix; what follows is a range of ages and a part
+RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; what follows is how many updates back (1: the last one), and a part
+RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; what follows is the engine, and tokens, mismatch_mean or mismatch_rms
+
+HISTOGRAMS = (TOKEN_AGE_HISTOGRAM, TRAINED_BY_AGE, FILTERED_BY_AGE, MASKED_BY_AGE, UNUSED_BY_AGE)  # lists of counts
 METRICS: dict[str, Metric] = {name: name for name in tuple(globals().values()) if isinstance(name, Metric)}
 PREFIXES = (
     GROUPS_DROPPED,
     ADMISSION_HELD,
     MISMATCH_OF,
+    LEDGER,
+    BY_AGE,
+    RATIO,
     'loss/',
     'train/',
     'update/',

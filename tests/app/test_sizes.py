@@ -56,6 +56,14 @@ def test_sizes_are_those_of_the_arrays(fields):
     assert found.engines['KV cache'] == nbytes(backend.initial_state()) * parse_engines(config.cluster.engines).count
 
 
+def test_the_ring_of_earlier_versions_is_counted():
+    weights = measured()[1].learner['gradients']  # float32, of one version
+    assert 'earlier versions' not in measured()[1].host
+    ring = lambda **fields: measured(diagnostics__ratio_sample=0.5, **fields)[1].host['earlier versions']
+    assert ring(run__steps=2) == 3 * weights
+    assert ring(diagnostics__ring_bytes=weights) == weights
+
+
 def test_a_budget_of_the_cache_is_kept_and_evaluation_has_its_own():
     # 6 slots of 16 positions in blocks of 8 are 12 blocks, and one that padding writes to; 40 positions are 5 blocks
     (_, whole), (config, found) = measured(), measured(rollout__cache_tokens=47)

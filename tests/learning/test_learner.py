@@ -131,6 +131,9 @@ def test_data_metrics_by_hand():
     assert metrics['staleness/token_age_max'] == 3
     np.testing.assert_allclose(metrics['staleness/token_age_mean'], (1 + 1 + 3) / 3)
     assert metrics.pop('staleness/token_age_histogram') == [0, 2, 0, 1]
+    assert metrics.pop('ledger/trained_by_age') == [0, 2, 0, 1]
+    assert metrics.pop('ledger/filtered_by_age') == [0, 2]
+    assert metrics.pop('ledger/masked_by_age') == metrics.pop('ledger/unused_by_age') == []
     assert metrics['staleness/versions_per_trajectory_max'] == 1
     assert metrics['mismatch/n'] == 0
     assert 'mismatch/mean_abs' not in metrics

@@ -48,6 +48,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'request_pause_seconds': dict.fromkeys(('median', 'max')),
         'engine_work': {'generated': work, 'prefilled': work, 'rebuilt': None},
         'mismatch': dict.fromkeys(('mean', 'max', 'exact_share', 'n')),
+        'token_age_steps': dict.fromkeys(('mean', 'max')),
         'throughput': dict.fromkeys(
             (
                 *('generate_tokens_per_second', 'train_tokens_per_second', 'mfu'),
@@ -68,7 +69,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'git_commit config seed eta clock window_seconds cause_of_gap warnings '
         'planned_steps finished running missing newest_checkpoint attempts schedule idle_fields prolonged '
         'evaluation_curve evaluation_curve_ends evaluation_lane_share evaluation_cache_bytes '
-        'attention_positions preemptions kv_cache_bytes servers'
+        'attention_positions preemptions kv_cache_bytes servers token_fates censoring ratios_by_age ratio_split'
     )
     assert keys(report) == expected | dict.fromkeys(plain.split())
 
