@@ -74,7 +74,7 @@ def read_record(metrics: Sequence[Line], report: files.JsonObject) -> ArmRecord:
         for update, (trained, second, reward) in enumerate(zip(tokens, seconds, rewards, strict=True), start=1)
         if reward is not None
     ]
-    at = {0: (0.0, 0.0)} | {update: place for update, place in enumerate(zip(tokens, seconds, strict=True), start=1)}
+    at = {0: (0.0, 0.0)} | dict(enumerate(zip(tokens, seconds, strict=True), start=1))
     scored = [(version, *at[version], score) for version, score in _scores(report) if version in at]
     return ArmRecord(
         _curve(rows), _curve(scored), tokens[-1] if tokens else 0.0, seconds[-1] if seconds else 0.0, report, metrics

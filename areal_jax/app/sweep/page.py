@@ -50,8 +50,8 @@ def _what_ran(results: Results) -> str:
     finished = sum(result.state.is_finished for result in results.arms)
     seeds = len({result.arm.seed for result in results.arms})
     return (
-        f'`{results.source}`: {len(results.arms)} arms, of which {finished} have finished; {len(results.groups)} groups '
-        f'of arms that differ in seed only, {seeds} seeds.'
+        f'`{results.source}`: {len(results.arms)} arms, of which {finished} have finished; {len(results.groups)} '
+        f'groups of arms that differ in seed only, {seeds} seeds.'
     )
 
 
@@ -90,10 +90,10 @@ def _differences(results: Results) -> list[str]:
     first = results.groups[0].name
     sections = [
         f'## Differences to {first}, paired by seed',
-        f'Group minus {first} on the same seeds, which have prompts, initial weights and sampling noise in common. t: 95% '
-        'interval of Student; BCa: of the bias-corrected and accelerated bootstrap, from 5 seeds on; p: Student, two-sided, '
-        'and after Holm over the groups. r: correlation over seeds; the standard error is smaller than with seeds of its '
-        'own for each arm by the factor in the last column.',
+        f'Group minus {first} on the same seeds, which have prompts, initial weights and sampling noise in common. t: '
+        '95% interval of Student; BCa: of the bias-corrected and accelerated bootstrap, from 5 seeds on; p: Student, '
+        'two-sided, and after Holm over the groups. r: correlation over seeds; the standard error is smaller than with '
+        'seeds of its own for each arm by the factor in the last column.',
     ]
     for endpoint in results.outcomes:
         found = [comparison for comparison in results.comparisons if comparison.endpoint == endpoint.name]

@@ -1,4 +1,7 @@
-"""Runs arms as processes, so many at a time, until all have ended or the sweep is told to stop. Used by main_sweep.py."""
+"""Runs arms as processes, so many at a time, until all have ended or the sweep is told to stop.
+
+Used by main_sweep.py.
+"""
 
 from __future__ import annotations
 
