@@ -75,6 +75,7 @@ setup(
             'areal-export=areal_jax.main_export:run',
             'areal-report=areal_jax.main_report:run',
             'areal-serve=areal_jax.main_serve:run',
+            'areal-sweep=areal_jax.main_sweep:run',
         ]
     },
 )

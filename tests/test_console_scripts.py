@@ -14,7 +14,8 @@ SCRIPTS = dict(re.findall(r"'(areal-\w+)=([\w.]+:\w+)'", (ROOT / 'setup.py').rea
 
 
 def test_every_command_has_a_script():
-    assert sorted(SCRIPTS) == ['areal-eval', 'areal-export', 'areal-report', 'areal-serve', 'areal-train']
+    commands = ['eval', 'export', 'report', 'serve', 'sweep', 'train']
+    assert sorted(SCRIPTS) == [f'areal-{command}' for command in commands]
     with_run = {path.stem for path in (ROOT / 'areal_jax').glob('main_*.py') if has_run(path)}
     assert {target.removeprefix('areal_jax.').removesuffix(':run') for target in SCRIPTS.values()} == with_run
 

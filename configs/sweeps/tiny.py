@@ -34,5 +34,5 @@ def get_config() -> config_dict.ConfigDict:
     return config
 
 
-def get_sweep():
+def get_sweep() -> dict[str, dict[str, float]]:
     return {f'eta{eta}_seed{seed}': {'staleness.eta': eta, 'run.seed': seed} for eta in (0, 4) for seed in range(3)}
