@@ -157,7 +157,7 @@ def wait_until_gone(processes):
 def test_kill_9_of_the_sweep_leaves_no_orphan_and_the_same_command_goes_on(tmp_path):
     sweep = ToySweep(tmp_path, GRID, steps=40)
     process = sweep.start('--jobs=2', pause_s=0.02)
-    first, second, third, *_ = GRID
+    first, _, third, *_ = GRID
     wait_for(lambda: (sweep.workdir / first / 'report.json').exists() and len(sweep.updates(third)) > 3, process)
     process.kill()
     process.communicate()

@@ -1,8 +1,8 @@
 """In place of main_train: an arm whose reward is learning_rate + seed / 100 + eta * update / 1000, and no jax.
 
-It leaves the files that a run leaves, refuses what a run refuses, and saves when it is told to stop. PAUSE_S, an
-environment variable, is what an update takes. A learning rate of 0.5 is an error, one of 0.25 makes no optimizer step, one of
-0.125 has the arm kill itself once, after two updates.
+It leaves the files that a run leaves, refuses what a run refuses, and saves when it is told to stop. An update takes
+PAUSE_S seconds, an environment variable. A learning rate of 0.5 is an error, one of 0.25 makes no optimizer step, one
+of 0.125 has the arm kill itself once, after two updates.
 """
 
 from __future__ import annotations

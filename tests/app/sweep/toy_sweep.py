@@ -39,7 +39,7 @@ def get_sweep():
 """
 PROGRAM = f"""
 import signal
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell has what it starts in the background ignore some
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ignored in what a shell puts in the background
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 import areal_jax.app.sweep.arms
 areal_jax.app.sweep.arms.TRAINER = {TOY!r}
