@@ -46,20 +46,26 @@ class ArmState:
 
 
 def require_same_sweep(workdir: pathlib.Path, source: str, arms: Sequence[Arm]) -> None:
-    """Raises ConfigError where the directory holds anything but this sweep, begun or not; writes nothing."""
-    if not workdir.is_dir() or not any(not path.name.startswith('.') for path in workdir.iterdir()):
-        return
-    record = workdir / SWEEP
-    if not record.exists():
-        raise ConfigError(f'--workdir={workdir} holds other files and no {SWEEP}, so it is of no sweep; {_ANOTHER}')
-    saved = files.read_json(record, f'restore it, or {_ANOTHER}')
+    """Raises ConfigError where the directory holds anything but this sweep, begun or not; writes nothing.
+
+    Workdirs of arms that were started one by one, without sweep.json, are of this sweep.
+    """
     names = {arm.name for arm in arms}
-    for name in saved.get('arms', ()):
-        if name not in names and (workdir / name).exists():
-            raise ConfigError(
-                f'--workdir={workdir} holds the sweep of {saved.get("config")}, whose arm {name!r} is not one of '
-                f'{source}; {_ANOTHER}'
-            )
+    record = workdir / SWEEP
+    if record.exists():
+        saved = files.read_json(record, f'restore it, or {_ANOTHER}')
+        for name in saved.get('arms', ()):
+            if name not in names and (workdir / name).exists():
+                raise ConfigError(
+                    f'--workdir={workdir} holds the sweep of {saved.get("config")}, whose arm {name!r} is not one of '
+                    f'{source}; {_ANOTHER}'
+                )
+    elif workdir.is_dir():
+        for path in sorted(workdir.iterdir()):
+            if path.name not in names and not path.name.startswith('.'):
+                raise ConfigError(
+                    f'--workdir={workdir} holds {path.name} and no {SWEEP}, so it is no sweep; {_ANOTHER}'
+                )
     for arm in arms:
         _require_same_arm(arm)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from areal_jax import files
 from areal_jax.app.sweep.results import GroupResult, Results
@@ -71,9 +71,9 @@ def _difference_rows(results: Results) -> Iterator[list[object]]:
         ]
 
 
-def _render(head: object, rows: list[list[object]]) -> str:
+def _render(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(head)  # type: ignore[arg-type]
+    writer.writerow(head)
     writer.writerows([['' if cell is None else cell for cell in row] for row in rows])
     return text.getvalue()

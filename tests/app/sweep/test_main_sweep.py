@@ -3,11 +3,13 @@
 import csv
 import pathlib
 import signal
+import subprocess
 import time
 
 import pytest
 
-from tests.app.sweep.toy_sweep import ToySweep
+from areal_jax.app.sweep import arms as arms_of
+from tests.app.sweep.toy_sweep import ROOT, TOY, ToySweep
 
 GRID = {f'eta{eta}_seed{seed}': {'staleness.eta': eta, 'run.seed': seed} for eta in (0, 4) for seed in range(3)}
 
@@ -225,8 +227,19 @@ def test_a_directory_of_something_else_is_refused(tmp_path, monkeypatch, capsys)
     sweep.workdir.mkdir()
     (sweep.workdir / 'thesis.tex').write_text('x')
     assert sweep.run(monkeypatch) == 2
-    assert 'holds other files and no sweep.json' in capsys.readouterr().err
+    assert 'holds thesis.tex and no sweep.json, so it is no sweep; give another --workdir' in capsys.readouterr().err
     assert contents(sweep.workdir) == {sweep.workdir / 'thesis.tex': b'x'}
+
+
+def test_arms_that_were_started_one_by_one_are_of_the_sweep(tmp_path, monkeypatch):
+    sweep = ToySweep(tmp_path, {'a': {}, 'b': {}})
+    monkeypatch.setattr(arms_of, 'TRAINER', TOY)
+    monkeypatch.chdir(ROOT)
+    for arm in sweep.arms():
+        subprocess.run(arm.command(resume=False), check=True)
+    assert sweep.run(monkeypatch) == 0
+    assert [len(pids(sweep, [name])) for name in 'ab'] == [1, 1]
+    assert [row['state'] for row in table(sweep) if row['row'] == 'arm'] == ['finished'] * 2
 
 
 def test_more_arms_and_more_updates_may_be_added(tmp_path, monkeypatch):
