@@ -5,6 +5,7 @@ Used by main_sweep.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from areal_jax.app.sweep.paired import LEAST_R, Bounds, PairedDifference, Pairing, describe_pairing
@@ -122,7 +123,7 @@ def _pairing_cells(found: PairedDifference) -> tuple[str, str]:
 def _gain(pairing: Pairing) -> str:
     if pairing.r < LEAST_R:
         return 'pairing buys nothing'
-    return 'equal differences' if pairing.r >= 1 else f'{pairing.error_factor:.3g} times'
+    return 'equal differences' if math.isinf(pairing.error_factor) else f'{pairing.error_factor:.3g} times'
 
 
 def _arm_row(results: Results, result: ArmResult) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from areal_jax.report.statistics import CONFIDENCE, cluster_interval
 LEAST_R = 0.3  # below it, pairing is said to buy nothing
 BOOTSTRAP_SEEDS = 5  # with fewer, a bootstrap interval is hardly more than the range of the differences
 _RESAMPLES = 9999
+_SAME = 1 - 1e-12  # from here on, differences are equal but for rounding
 _CORRELATION_SEEDS = 3  # with fewer, the differences say nothing about a correlation
 
 
@@ -45,7 +46,7 @@ class Pairing:
     @property
     def seeds_factor(self) -> float:
         """1 / (1 - r): how many times as many seeds arms without common random numbers need."""
-        return math.inf if self.r >= 1 else 1 / (1 - self.r)
+        return 1 / (1 - self.r) if self.r < _SAME else math.inf
 
     @property
     def error_factor(self) -> float:
@@ -129,7 +130,7 @@ def pairing_gain(first: Sequence[float], second: Sequence[float]) -> Pairing | N
         return None
     separate = float(np.var(first, ddof=1) + np.var(second, ddof=1))
     together = float(np.var(np.subtract(second, first), ddof=1))
-    if not separate:
+    if not np.ptp(first) and not np.ptp(second):
         return None
     return Pairing(n, 1 - together / separate, math.sqrt(together / n), math.sqrt(separate / n))
 

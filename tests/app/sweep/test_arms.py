@@ -55,13 +55,16 @@ BAD = {
     'wrong type': ({'run.seed': 1.5}, "arm 'bad': run.seed=1.5 must be a whole number"),
     'a list': ({'rollout.prefill_buckets': [8]}, "arm 'bad': rollout.prefill_buckets=[8] must be a tuple"),
     'unknown field': ({'rollout.slotz': 4}, "arm 'bad': rollout.slotz is not a field of the config; did you mean"),
-    'a section': ({'rollout': {'slots': 4}}, "arm 'bad': rollout: there is no section"),
+    'a section': ({'rollout': {'slots': 4}}, "arm 'bad': rollout is not a field of the config"),
     'no text': ({3: 4}, "arm 'bad': 3 is no field"),
     'no dict': (('run.seed', 1), "arm 'bad': ('run.seed', 1) is no dict"),
     'impossible combination': ({'staleness.over_age': 'drop'}, "arm 'bad': staleness.max_token_age=None and"),
     'no such choice': ({'loss.proximal': 'old'}, "arm 'bad': loss.proximal='old' is not known; use one of"),
     'None': ({'run.steps': None}, "arm 'bad': run.steps=None must be a whole number"),
-    'servers': ({'rollout.server': 'own'}, "arm 'bad': rollout.server='own': a sweep starts no servers"),
+    'servers': (
+        {'rollout.server': 'own', 'run.clock': 'real'},
+        "arm 'bad': rollout.server='own': a sweep starts no servers",
+    ),
 }
 
 
@@ -90,7 +93,7 @@ def test_a_name_that_is_no_directory_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('def get_config():\n    pass\n', r'has no function get_sweep\(\), which returns'),
+        ('', r'has no function get_sweep\(\), which returns'),
         ('def get_sweep():\n    return []\n', r'get_sweep\(\) returns a list; it must return a dict'),
         ('def get_sweep():\n    return {}\n', r'get_sweep\(\) returns no arm'),
         ('def get_sweep():\n    return 1 / 0\n', r'line \d+ of .* raises ZeroDivisionError'),
