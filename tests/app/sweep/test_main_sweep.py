@@ -186,15 +186,20 @@ def test_a_dry_run_prints_a_command_a_line_and_writes_nothing(tmp_path, monkeypa
     assert not sweep.workdir.exists()
 
 
-def test_only_runs_what_it_names_and_lists_the_others(tmp_path, monkeypatch, capsys):
+def test_only_runs_what_it_names_and_pairs_the_seeds_that_both_groups_have(tmp_path, monkeypatch, capsys):
     sweep = ToySweep(tmp_path, GRID)
-    assert sweep.run(monkeypatch, '--only=*_seed0') == 0
-    assert [name for name in GRID if sweep.notes(name)] == ['eta0_seed0', 'eta4_seed0']
+    assert sweep.run(monkeypatch, '--only=eta0_seed[01],eta4_seed[12]') == 0
+    assert [name for name in GRID if sweep.notes(name)] == ['eta0_seed0', 'eta0_seed1', 'eta4_seed1', 'eta4_seed2']
     rows = [row for row in table(sweep) if row['row'] == 'arm']
-    assert [row['state'] for row in rows].count('not started') == 4
+    assert [row['arm'] for row in rows if row['state'] == 'not started'] == ['eta0_seed2', 'eta4_seed0']
+    assert '| eta4 | 2 of 3 |' in (sweep.workdir / 'results.md').read_text()
+    differences = list(csv.DictReader((sweep.workdir / 'differences.csv').open()))
+    [found] = [row for row in differences if row['endpoint'] == 'reward_last']
+    assert (found['seeds'], found['t_low']) == ('1', '')
+    assert float(found['difference']) == pytest.approx(0.016)  # of seed 1, not of the means
     capsys.readouterr()
     assert sweep.run(monkeypatch, '--dry_run') == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4  # finished arms have no command
+    assert len(capsys.readouterr().out.splitlines()) == 2  # finished arms have no command
 
 
 REFUSED = {
