@@ -77,6 +77,7 @@ setup(
             'areal-serve=areal_jax.main_serve:run',
             'areal-replay=areal_jax.main_replay:run',
             'areal-check-log=areal_jax.main_check_log:run',
+            'areal-sweep=areal_jax.main_sweep:run',
         ]
     },
 )

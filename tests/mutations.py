@@ -788,6 +788,20 @@ MUTATIONS = [
         "_LEFT_OUT = ('masked',)",
         'tests/report/test_censoring.py',
     ),
+    Mutation(
+        'let an arm outlive its sweep',
+        'areal_jax/app/sweep/arm_process.py',
+        '    die_with_parent()  # kept by exec\n',
+        '',
+        'tests/app/sweep/test_main_sweep.py',
+    ),
+    Mutation(
+        'leave unfinished arms out of the table',
+        'areal_jax/app/sweep/tables.py',
+        'for result in group.arms:',
+        'for result in group.finished:',
+        'tests/app/sweep/test_main_sweep.py',
+    ),
 ]
 
 

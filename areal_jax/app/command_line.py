@@ -34,7 +34,9 @@ _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'
 _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
 # of the commands, beside --config
-_FLAGS = ('workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port', 'name')
+_FLAGS = (
+    'workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port', 'name', 'jobs', 'only', 'dry_run',
+)  # fmt: skip
 
 Result = TypeVar('Result')
 
@@ -114,6 +116,23 @@ def load_config(source: str) -> config_dict.ConfigDict:
 
     Raises CommandLineError that names the file and, where there is one, the line.
     """
+    config = call_in_file(source, 'get_config', 'which returns the config')
+    if not isinstance(config, config_dict.ConfigDict):
+        kind = type(config).__name__
+        raise CommandLineError(f'--config={source}: get_config() returns {kind}, not an ml_collections ConfigDict')
+    # fails where a required placeholder has no value
+    _guard(source, 'get_config', config.copy_and_resolve_references)
+    return config.lock()
+
+
+def call_in_file(source: str, function: str, purpose: str) -> object:
+    """What a function of FILE returns, called without argument, or with ARGUMENT for FILE:ARGUMENT.
+
+    Args:
+      purpose: what is said of the function where the file lacks it: 'which returns the config'.
+
+    Raises CommandLineError that names the file and, where there is one, the line.
+    """
     name, colon, argument = source.partition(':')
     path = pathlib.Path(name)
     if not name or not path.exists():
@@ -125,24 +144,19 @@ def load_config(source: str) -> config_dict.ConfigDict:
     spec = importlib.util.spec_from_loader('config_file', loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    _guard(source, path, lambda: loader.exec_module(module))
-    get_config = getattr(module, 'get_config', None)
-    if not callable(get_config):
-        raise CommandLineError(f'--config={source}: {name} has no function get_config(), which returns the config')
+    _guard(source, function, lambda: loader.exec_module(module))
+    called = getattr(module, function, None)
+    if not callable(called):
+        raise CommandLineError(f'--config={source}: {name} has no function {function}(), {purpose}')
     given = (argument,) if colon else ()
     try:
-        inspect.signature(get_config).bind(*given)
+        inspect.signature(called).bind(*given)
     except TypeError as error:
         takes = 'takes no argument: leave out' if colon else 'needs an argument: add'
         raise CommandLineError(
-            f'--config={source}: get_config() of {name} {takes} :{argument or "ARGUMENT"}'
+            f'--config={source}: {function}() of {name} {takes} :{argument or "ARGUMENT"}'
         ) from error
-    config = _guard(source, path, lambda: get_config(*given))
-    if not isinstance(config, config_dict.ConfigDict):
-        kind = type(config).__name__
-        raise CommandLineError(f'--config={source}: get_config() returns {kind}, not an ml_collections ConfigDict')
-    _guard(source, path, config.copy_and_resolve_references)  # a required placeholder has no value
-    return config.lock()
+    return _guard(source, function, lambda: called(*given))
 
 
 def require_workdir(name: str | None) -> None:
@@ -239,8 +253,9 @@ def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues
     return CommandLineError(re.sub(r'^flag (?=--)', '', _first_line(error)))
 
 
-def _guard(source: str, path: pathlib.Path, run: Callable[[], Result]) -> Result:
+def _guard(source: str, function: str, run: Callable[[], Result]) -> Result:
     """Returns `run()`; an exception becomes a CommandLineError that names the config file and the line."""
+    path = pathlib.Path(source.partition(':')[0])
     try:
         return run()
     except SyntaxError as error:
@@ -248,7 +263,7 @@ def _guard(source: str, path: pathlib.Path, run: Callable[[], Result]) -> Result
         raise CommandLineError(f'--config={source}: {where} is not Python: {error.msg}') from error
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f'line {lines[-1]} of {path}' if lines else f'get_config() of {path}'
+        where = f'line {lines[-1]} of {path}' if lines else f'{function}() of {path}'
         said = f'{type(error).__name__}: {_first_line(error)}'.rstrip(': ')
         line = linecache.getline(str(path), lines[-1] or 0) if lines else ''
         if former := describe_former(dict(_ASSIGNED.findall(line))):

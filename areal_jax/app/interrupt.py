@@ -67,11 +67,15 @@ class Interrupts:
     and the second one ends the process. A thread receives them, because Python runs its own handlers on the main
     thread only, and that may be inside XLA's compiler for minutes. A signal that is ignored when the command starts
     stays ignored (nohup). Implements StopRequests.
+
+    Args:
+      again: what the user is told of how to go on after a signal that ends the process at once.
     """
 
     ends_process = True
 
-    def __init__(self) -> None:
+    def __init__(self, again: str = 'the same command with --resume goes on') -> None:
+        self._again = again
         self._request: Request | None = None
         self._then = ''
         self._lock = threading.Lock()
@@ -122,7 +126,7 @@ class Interrupts:
                 _say(f'{number.name}: {self._then}; once more to quit at once')
                 request(number)
                 return
-        _say(f'{number.name}: stopped at once; the same command with --resume goes on')
+        _say(f'{number.name}: stopped at once; {self._again}')
         os._exit(ExitCode.STOPPED)
 
 

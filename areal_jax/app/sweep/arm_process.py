@@ -1,0 +1,32 @@
+"""Becomes a command that the kernel kills once the sweep is gone.
+
+    python -m areal_jax.app.sweep.arm_process PID COMMAND...
+
+PID is that of the sweep. A module of its own, because the sweep has threads: between fork and exec of such a process no
+Python should run. On systems other than Linux an arm outlives a sweep that is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from areal_jax.errors import ExitCode
+from areal_jax.tasks.descendants import die_with_parent
+
+
+def become(parent: int, command: Sequence[str]) -> int:
+    """Replaces this process by the command; returns where the sweep has ended already, or the command is not there."""
+    die_with_parent()  # kept by exec
+    if os.getppid() != parent:
+        return ExitCode.STOPPED
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        print(f'error: {command[0]} cannot be started ({error.strerror})', file=sys.stderr, flush=True)
+        return ExitCode.USER_ERROR
+
+
+if __name__ == '__main__':
+    sys.exit(become(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,222 @@
+"""The arms of a sweep: what get_sweep() of an experiment file names, each as a command of its own, all of them valid.
+
+Nothing here imports jax, so a mistake is reported at once. Used by main_sweep.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, cast
+
+from absl import flags
+from ml_collections import config_dict
+
+from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file, parse_train_command
+from areal_jax.config import TrackedConfig, flatten
+from areal_jax.config.declarations import FIELDS, FREE
+from areal_jax.config.fields import Value
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.structure import suggest, unknown_field
+from areal_jax.errors import UserError
+
+TRAINER = 'areal_jax.main_train'
+SEED = 'run.seed'
+_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._=+-]*')
+# beside the workdirs of the arms
+_RESERVED = ('plots', 'sweep.json', 'results.csv', 'results.md', 'differences.csv')
+_SEED_IN_NAME = re.compile(r'[-_.]?seed[-_=]?\d+')
+_PURPOSE = "which returns {name of an arm: {'section.field': value}}"
+Overrides: TypeAlias = Mapping[str, Value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One run of a sweep."""
+
+    name: str  # also of its workdir, in that of the sweep
+    workdir: pathlib.Path
+    overrides: Overrides  # 'section.field' -> value
+    arguments: tuple[str, ...]  # of main_train
+    config: config_dict.ConfigDict  # overrides applied, valid
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
+
+    def values(self) -> dict[str, Value]:
+        """The resolved config by 'section.field', as config.json of the run has it."""
+        return dict(flatten(TrackedConfig(self.config).as_dict()))
+
+    def command(self, resume: bool) -> list[str]:
+        """What runs the arm."""
+        return [sys.executable, '-m', TRAINER, *self.arguments, *(['--resume'] if resume else [])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Arms that differ in seed only, at most one for each seed."""
+
+    name: str
+    arms: tuple[Arm, ...]
+
+    @property
+    def by_seed(self) -> dict[int, Arm]:
+        return {arm.seed: arm for arm in self.arms}
+
+
+def read_arms(command: CommandLine, workdir: pathlib.Path) -> list[Arm]:
+    """All arms, in the order of get_sweep(); fields that the command line sets are those of every arm.
+
+    Raises UserError, which names arm, field, value and fix, for the first arm that could not run.
+    """
+    source = command.source
+    found = call_in_file(source, 'get_sweep', _PURPOSE)
+    if not isinstance(found, Mapping) or not found:
+        said = 'no arm' if isinstance(found, Mapping) else f'a {type(found).__name__}'
+        raise CommandLineError(f'--config={source}: get_sweep() returns {said}; it must return a dict {_PURPOSE[14:]}')
+    common = _common_overrides(command)
+    base = dict(flatten(command.config.copy_and_resolve_references()))
+    arms = []
+    for name, overrides in found.items():
+        _require_name(source, name)
+        try:
+            if not isinstance(overrides, Mapping):
+                raise ConfigError(f"{overrides!r} is no dict; write {{'section.field': value}}")
+            arms.append(_build_arm(source, name, workdir / name, overrides, common, base))
+        except UserError as error:
+            raise ConfigError(f'arm {name!r}: {error}') from error
+    return arms
+
+
+def select_arms(arms: Sequence[Arm], only: str) -> list[Arm]:
+    """The arms that --only names, 'eta4_*,eta0_seed1'; all for ''.
+
+    Raises CommandLineError for a name without an arm.
+    """
+    if not only:
+        return list(arms)
+    patterns = only.split(',')
+    names = [arm.name for arm in arms]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = suggest(pattern, names) or f'; the arms are {", ".join(names[:8])}{", ..." * (len(names) > 8)}'
+            raise CommandLineError(f'--only={only}: no arm has the name {pattern!r}{near}')
+    return [arm for arm in arms if any(fnmatch.fnmatchcase(arm.name, pattern) for pattern in patterns)]
+
+
+def group_arms(arms: Sequence[Arm]) -> list[Group]:
+    """Arms by config without the seed, in the order of the first arm of each.
+
+    An arm whose config and seed another one has already is one of a second group, so that the two are compared. A
+    group has the name of its arms without 'seed1' and the like where they have that in common, else that of its first
+    arm.
+    """
+    found: dict[tuple[str, int], list[Arm]] = {}
+    for arm in arms:
+        values = arm.values()
+        values.pop(SEED)
+        key, copy = repr(sorted(values.items())), 0
+        while any(other.seed == arm.seed for other in found.get((key, copy), [])):
+            copy += 1
+        found.setdefault((key, copy), []).append(arm)
+    labels = [{_SEED_IN_NAME.sub('', arm.name).strip('-_.') for arm in members} for members in found.values()]
+    shared = [next(iter(label)) if len(label) == 1 else '' for label in labels]
+    return [
+        Group(label if label and shared.count(label) == 1 else members[0].name, tuple(members))
+        for label, members in zip(shared, found.values(), strict=True)
+    ]
+
+
+def render_command(arm: Arm, resume: bool) -> str:
+    """One line for a shell."""
+    return shlex.join(arm.command(resume))
+
+
+def _require_name(source: str, name: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+        raise CommandLineError(
+            f'--config={source}: the arm {name!r} cannot name a directory of the sweep: use letters, digits and _.=+-, '
+            f'a letter or digit first, and not {", ".join(_RESERVED)}'
+        )
+
+
+def _common_overrides(command: CommandLine) -> dict[str, Value]:
+    values = dict(flatten(command.config.copy_and_resolve_references()))
+    return {path: values[path] for path in command.overrides}
+
+
+def _build_arm(
+    source: str,
+    name: str,
+    workdir: pathlib.Path,
+    overrides: Mapping[object, object],
+    common: Overrides,
+    base: Overrides,
+) -> Arm:
+    """Parses and checks the arm's own command, so that what is valid here is valid there."""
+    words = []
+    for path, value in overrides.items():
+        _require_field(path, value)
+        if path in common:
+            raise CommandLineError(
+                f'--config.{path}={common[path]} is set for all arms and by this one: remove one of them'
+            )
+    wanted = {**common, **cast(Overrides, overrides)}
+    for path, value in wanted.items():
+        if value is None and base.get(path, '') is None:
+            continue  # as in the file; no flag can say it
+        words.append(f'--config.{path}={_format(value)}')
+    arguments = (f'--config={source}', f'--workdir={workdir}', *words)
+    values = flags.FlagValues()
+    flags.DEFINE_string('workdir', None, '', flag_values=values)
+    config = parse_train_command([TRAINER, *arguments], values).config
+    _require_as_given(config, wanted)
+    _require_one_process(config)
+    return Arm(name, workdir, cast(Overrides, dict(overrides)), arguments, config)
+
+
+def _require_field(path: object, value: object) -> None:
+    """Raises ConfigError for what is not a field of the config, or a value of another type."""
+    if not isinstance(path, str):
+        raise ConfigError(f"{path!r} is no field; write 'section.field': value")
+    if path in FIELDS and path not in FREE:
+        FIELDS[path].require_type(path, value)
+    elif (free := path.rpartition('.')[0]) in FREE:
+        FIELDS[free].require_type(free, {path.rpartition('.')[2]: value})
+    else:
+        raise unknown_field(path)
+
+
+def _format(value: Value) -> str:
+    """As a flag of the command line has it."""
+    return value if isinstance(value, str) else repr(value)
+
+
+def _require_as_given(config: config_dict.ConfigDict, wanted: Overrides) -> None:
+    """Raises ConfigError where the command line turns a value into another one."""
+    got = dict(flatten(config.copy_and_resolve_references()))
+    for path, value in wanted.items():
+        if path not in got or got[path] != value:
+            raise ConfigError(
+                f'{path}={value!r} cannot be said on a command line, which makes {got.get(path)!r} of it: set it in '
+                'get_config()'
+            )
+
+
+def _require_one_process(config: config_dict.ConfigDict) -> None:
+    if config.rollout.server != 'in_process' and config.loss.objective != 'sft':
+        raise ConfigError(
+            f"rollout.server={config.rollout.server!r}: a sweep starts no servers; use rollout.server='in_process', or "
+            'start the arms one by one with python -m launch.local'
+        )
+    if config.distributed.processes > 1:
+        raise ConfigError(
+            f'distributed.processes={config.distributed.processes}: an arm of a sweep is one process; use '
+            'distributed.processes=1'
+        )

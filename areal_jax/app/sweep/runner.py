@@ -1,0 +1,132 @@
+"""Runs arms as processes, so many at a time, until all have ended or the sweep is told to stop.
+
+Used by main_sweep.py.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from areal_jax import files
+from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.sweep.arms import Arm, render_command
+from areal_jax.app.sweep.directory import ENDED, LOG, STARTED, describe_code, read_state
+from areal_jax.telemetry.numerals import format_duration
+
+_LOOK_S = 0.1  # between two looks at the processes
+_MOST_STARTS = 3  # of an arm that a signal ends
+_KILL_S = 10.0
+
+
+@dataclasses.dataclass
+class RunningArm:
+    """The process of an arm; what it prints is appended to output.log in the arm's workdir."""
+
+    arm: Arm
+    process: subprocess.Popen[bytes]
+    began_s: float
+
+    @classmethod
+    def start(cls, arm: Arm, resume: bool) -> RunningArm:
+        """Starts the arm; --resume goes on from its newest checkpoint."""
+        arm.workdir.mkdir(parents=True, exist_ok=True)
+        with (arm.workdir / LOG).open('ab') as log:
+            log.write(f'{STARTED}{render_command(arm, resume)}\n'.encode())
+            log.flush()
+            process = subprocess.Popen(
+                [sys.executable, '-m', 'areal_jax.app.sweep.arm_process', str(os.getpid()), *arm.command(resume)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the sweep alone
+            )
+        return cls(arm, process, time.monotonic())
+
+    def note_end(self, code: int) -> None:
+        """Says in the log how the process ended."""
+        writer = files.LineWriter(self.arm.workdir / LOG)
+        writer.write(f'{ENDED}{describe_code(code)}')
+        writer.close()
+
+
+class Runner:
+    """Runs arms; one that fails does not keep the others from running.
+
+    An arm that a signal ended, for want of memory for example, is started again, _MOST_STARTS times in all.
+
+    Args:
+      jobs: how many run at a time.
+    """
+
+    def __init__(self, arms: Sequence[Arm], jobs: int):
+        self._waiting = collections.deque(arms)
+        self._starts = collections.Counter[str]()
+        self._count, self._jobs = len(arms), jobs
+        self._running: list[RunningArm] = []
+        self._stops: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+        self.is_stopping = False
+
+    def run(self, interrupts: Interrupts) -> None:
+        """Returns when every arm has ended; after a stop signal, which goes to the arms, no further one is started."""
+        with interrupts.deferred(self._stops.put, 'the arms finish the update under way, then save'):
+            try:
+                while self._waiting or self._running:
+                    while self._waiting and len(self._running) < self._jobs:
+                        self._start(self._waiting.popleft())
+                    self._heed_stop()
+                    self._look()
+            finally:
+                self._kill()
+
+    def _start(self, arm: Arm) -> None:
+        resume = read_state(arm).holds_updates
+        self._starts[arm.name] += 1
+        self._running.append(RunningArm.start(arm, resume))
+        _say(f'[{len(self._starts)}/{self._count}] {arm.name} {"goes on" if resume else "starts"}')
+
+    def _heed_stop(self) -> None:
+        try:
+            number = self._stops.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return
+        self.is_stopping = True
+        self._waiting.clear()
+        for running in self._running:
+            running.process.send_signal(number)
+
+    def _look(self) -> None:
+        for running in list(self._running):
+            code = running.process.poll()
+            if code is None:
+                continue
+            self._running.remove(running)
+            running.note_end(code)
+            arm, took = running.arm, format_duration(time.monotonic() - running.began_s)
+            state = read_state(arm)
+            if state.is_finished:
+                _say(f'{arm.name} finished in {took}{f", but {state.reason}" if state.reason else ""}')
+                continue
+            _say(f'{arm.name} ended after {took}, {state.reason}; see {arm.workdir / LOG}')
+            if code < 0 and not self.is_stopping and self._starts[arm.name] < _MOST_STARTS:
+                self._waiting.append(arm)
+
+    def _kill(self) -> None:
+        """Ends what still runs where this process fails."""
+        for running in self._running:
+            running.process.kill()
+        for running in self._running:
+            running.process.wait(_KILL_S)
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a closed terminal ends no arm
+        print(sentence, flush=True)

@@ -1,0 +1,128 @@
+"""Run a sweep: python -m areal_jax.main_sweep --config=FILE --workdir=DIR [--jobs=N] [--only=ARMS] [--dry_run].
+
+FILE has get_config() and, beside it, get_sweep(), which returns {name of an arm: {'section.field': value}}. The same
+command goes on after whatever ended it, and makes the table of a sweep that has finished again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from areal_jax.app.ending import ProcessEnd, end_command
+from areal_jax.app.interrupt import Interrupts
+from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from absl import flags
+
+    from areal_jax.app.sweep.arms import Arm
+    from areal_jax.app.sweep.results import Results
+
+# Slow imports come after the signal handlers are set and the command line is parsed.
+
+
+def main(argv: Sequence[str], interrupts: Interrupts) -> int:
+    """Parse, run what has not finished, write the table; returns the exit code."""
+    from areal_jax.app.command_line import parse_command, require_workdir
+    from areal_jax.app.noise import silence_libraries
+    from areal_jax.app.sweep.arms import read_arms, render_command, select_arms
+    from areal_jax.app.sweep.directory import note_sweep, read_state, require_same_sweep
+    from areal_jax.app.sweep.runner import Runner
+    from areal_jax.files import DirectoryLock
+
+    silence_libraries()
+    values = _define_flags()
+    command = parse_command(argv, values)
+    require_workdir(values.workdir)
+    if values.jobs < 1:
+        raise ConfigError(f'--jobs={values.jobs} must be at least 1')
+    workdir = pathlib.Path(values.workdir)
+    arms = read_arms(command, workdir)
+    selected = select_arms(arms, values.only)
+    require_same_sweep(workdir, command.source, arms)
+    states = {arm.name: read_state(arm) for arm in selected}
+    pending = [arm for arm in selected if not states[arm.name].is_finished]
+    if values.dry_run:
+        for arm in pending:
+            print(render_command(arm, states[arm.name].holds_updates))
+        print(f'{len(selected) - len(pending)} of {len(selected)} arms have finished', file=sys.stderr)
+        return ExitCode.FINISHED
+    lock = DirectoryLock(workdir)
+    try:
+        note_sweep(workdir, command.source, arms)
+        runner = Runner(pending, values.jobs)
+        runner.run(interrupts)
+        results = write_results(command.source, arms, workdir)
+        return _end({arm.name for arm in selected}, results, workdir, runner.is_stopping)
+    finally:
+        lock.release()
+
+
+def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Results:
+    """Writes results.csv, differences.csv, results.md and, where matplotlib is installed, the plots."""
+    from areal_jax.app.sweep.page import FILE, render_page
+    from areal_jax.app.sweep.results import build_results
+    from areal_jax.app.sweep.tables import write_tables
+    from areal_jax.files import write_text
+
+    results = build_results(source, arms)
+    write_tables(results, workdir)
+    pictures: list[str] = []
+    if importlib.util.find_spec('matplotlib') is None:
+        print("no plots: pip install 'areal_jax[plots]'", file=sys.stderr)
+    else:
+        from areal_jax.app.sweep.plots import write_plots
+
+        pictures = write_plots(results, workdir)
+    write_text(workdir / FILE, render_page(results, pictures))
+    return results
+
+
+def _end(selected: set[str], results: Results, workdir: pathlib.Path, is_stopped: bool) -> int:
+    """The exit code, after a line on what there is; raises UserError for arms that failed."""
+    from areal_jax.app.sweep.page import FILE, describe_missing
+
+    print(workdir / FILE, flush=True)
+    if is_stopped:
+        print(f'stopped; the same command goes on. {describe_missing(results.arms)}')
+        return ExitCode.STOPPED
+    chosen = [result for result in results.arms if result.arm.name in selected]
+    if missing := describe_missing(chosen):
+        raise UserError(f'{missing}; the same command goes on with them')
+    if untrained := [result.arm.name for result in chosen if not result.state.has_trained]:
+        print(f'error: no optimizer step was made by {", ".join(untrained)}', file=sys.stderr)
+        return ExitCode.NOTHING_TRAINED
+    return ExitCode.FINISHED
+
+
+def _define_flags() -> flags.FlagValues:
+    """The flags of this command, beside --config."""
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_string(
+        'workdir', None, 'Directory of the sweep: one workdir for each arm, and the table.', flag_values=values
+    )
+    flags.DEFINE_integer('jobs', 1, 'How many arms run at a time.', flag_values=values)
+    flags.DEFINE_string('only', '', "Arms to run, by name or pattern: 'eta4_*,eta0_seed1'.", flag_values=values)
+    flags.DEFINE_bool(
+        'dry_run', False, 'Check every arm, print the commands of those to run, write nothing.', flag_values=values
+    )
+    return values
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    end = ProcessEnd()
+    with Interrupts(again='the same command goes on') as interrupts:
+        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir of the sweep')
+        sys.exit(end.note(code))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,32 @@
+"""Bands over seeds, by hand, and pictures only of what there is."""
+
+import numpy as np
+
+from areal_jax.app.sweep.endpoints import Curve
+from areal_jax.app.sweep.plots import band, write_plots
+from areal_jax.app.sweep.results import Results
+
+
+def curve(values, tokens):
+    updates = tuple(range(1, len(values) + 1))
+    return Curve(updates, tuple(tokens), tuple(tokens), tuple(values))
+
+
+def test_a_band_covers_the_range_of_all_seeds_and_goes_from_the_lowest_to_the_highest():
+    places, mean, low, high = band([curve([0, 1, 2], [10, 20, 30]), curve([4, 6], [5, 25])], 'tokens', smoothing=1)
+    assert (places[0], places[-1]) == (10, 25)
+    np.testing.assert_allclose(low, (places - 10) / 10)
+    np.testing.assert_allclose(high, 4 + (places - 5) / 10)
+    np.testing.assert_allclose(mean, (low + high) / 2)
+
+
+def test_curves_are_smoothed_over_the_last_points():
+    _, mean, _, _ = band([curve([0, 3, 6, 0], [1, 2, 3, 4])], 'updates', smoothing=3)
+    np.testing.assert_allclose(mean[[0, -1]], [0, 3])
+    _, mean, _, _ = band([curve([0, 3, 6, 0], [1, 2, 3, 4])], 'updates', smoothing=1)
+    np.testing.assert_allclose(mean[[0, -1]], [0, 0])
+
+
+def test_a_sweep_without_a_finished_arm_has_no_pictures(tmp_path):
+    assert write_plots(Results('toy.py', (), ()), tmp_path) == []
+    assert list(tmp_path.rglob('*.png')) == []
