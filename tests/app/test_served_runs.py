@@ -80,7 +80,7 @@ def train(monkeypatch, tmp_path):
 
 def test_an_engine_whose_logprobs_drift_is_taken_out_and_named(train, tmp_path):
     large = {'learner__groups_per_update': 16, 'rollout__max_running_groups': 16, 'staleness__eta': 0.0}
-    run = train(drift=(1, -0.05), run__steps=8, **large)
+    run = train(drift=(3, -0.05), run__steps=10, **large)
     states = [e for e in run.events if e['kind'] == 'engine_state' and e['state'] == 'quarantined']
     assert {e['engine'] for e in states} == {'engine/1'}
     first = states[0]

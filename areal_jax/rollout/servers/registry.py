@@ -81,7 +81,7 @@ def read_entry(path: pathlib.Path) -> ServerEntry | None:
         heartbeat = path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-    fields = {'facts': {}} | files.read_json(path, _FIX)
+    fields: files.JsonObject = {'facts': {}} | files.read_json(path, _FIX)
     types = {'name': str, 'incarnation': int, 'url': str, 'kind': str, 'process': int, 'is_leaving': bool}
     for name, kind in (types | {'facts': dict}).items():
         if type(fields.get(name)) is not kind:
