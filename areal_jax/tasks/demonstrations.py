@@ -135,7 +135,7 @@ def read_demonstrations(
     prompts = _encode_prompts(tokenizer, [messages for _, messages, _ in rows], sources)
     sides: dict[Split, list[Demonstration]] = {'train': [], 'held_out': []}
     for (source, messages, answer), prompt_tokens in zip(rows, prompts, strict=True):
-        question = next(m['content'] for m in messages if m['role'] == 'user')
+        question = next(str(m['content']) for m in messages if m['role'] == 'user')
         side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
         sides[side].append(_encode(tokenizer, prompt_tokens, answer, source))
     return Demonstrations(tuple(sides['train']), tuple(sides['held_out']))
