@@ -309,7 +309,8 @@ def test_a_packed_run_is_replayed_elsewhere_and_an_edit_is_found(killed_twice, t
     assert weights_of(killed_twice) in said
     edited = shutil.copytree(killed_twice, tmp_path / 'edited')
     lines = (edited / 'events.jsonl').read_text().splitlines()
-    number = next(n for n, line in enumerate(lines, start=1) if json.loads(line).get('reply'))
+    begun = first_line(lines, 'admit')  # replies before it are of an evaluation, which has no event `reward`
+    number = next(n for n, line in enumerate(lines, start=1) if n > begun and json.loads(line).get('reply'))
     change = lambda event: event.update(reply='{"reward": 0.125}')
     edit_line(edited, number, change)
     edit_line(edited, number, lambda event: event.update(check=check_of(event)))
