@@ -30,11 +30,12 @@ from areal_jax.control.recording import Recording, ReplayError, find_starts, req
 from areal_jax.errors import UserError
 from areal_jax.events import FILE as EVENTS
 from areal_jax.events import ErrorEvent, Event
-from areal_jax.files import FileError
+from areal_jax.files import FileError, write_json
 from areal_jax.tasks.process import WorkerDiedError
 from areal_jax.tasks.recorded_worker import RecordedWorker
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
+from areal_jax.telemetry.facts import EVALUATIONS
 from areal_jax.telemetry.facts import FILE as FACTS
 
 _QUIET = {
@@ -203,6 +204,8 @@ def _replay_part(
     recording = Recording(run.events, part.first, end, run.where(EVENTS))
     raised: BaseException | None = None
     report: Report | None = None
+    if part.first > 0 and (evaluations := part.start.get('evaluations')) is not None:
+        write_json(out / EVALUATIONS, evaluations, indent=None)  # a start that was killed may have written more
     try:
         with ReplaySession(config, out, recording, part.start, resume=part.first > 0) as session:
             report = session.train()

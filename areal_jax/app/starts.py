@@ -1,4 +1,4 @@
-"""The starts of a run: config, environment and data of each, so that every start can be replayed as it was.
+"""The starts of a run: config, environment, data and earlier scores of each, to replay every start as it was.
 
 Session writes WORKDIR/starts.json; replay.py reads it.
 """
@@ -20,6 +20,7 @@ from areal_jax.config import TrackedConfig, default_config, flatten
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import unknown_field
+from areal_jax.telemetry.facts import EVALUATIONS
 
 FILE = 'starts.json'  # in the workdir
 TASK, SCHEDULE, MODEL = 'task.path', 'staleness.schedule', 'model.path'  # fields that name files
@@ -41,6 +42,8 @@ class Start(TypedDict):
     config: Mapping[str, Any]  # resolved, nested by section
     environment: Environment
     data: dict[str, DataFile]  # by config field
+    # evaluations.json at that time: which versions the starts before had evaluated after their last checkpoint
+    evaluations: files.JsonObject | None
 
 
 def note_start(workdir: pathlib.Path, seq: int, config: TrackedConfig, weights: pathlib.Path | None) -> None:
@@ -55,7 +58,9 @@ def note_start(workdir: pathlib.Path, seq: int, config: TrackedConfig, weights: 
     data = {field: DataFile(path=str(file), sha256=digest(file)) for field, file in data_files(values).items()}
     if weights is not None:
         data[MODEL] = DataFile(path=str(weights), sha256=sample_digest(weights))
-    start = Start(seq=seq, config=values, environment=read_environment(), data=data)
+    scores = workdir / EVALUATIONS
+    evaluations = files.read_json(scores, _FIX) if scores.exists() else None
+    start = Start(seq=seq, config=values, environment=read_environment(), data=data, evaluations=evaluations)
     kept = [earlier for earlier in before if earlier['seq'] < seq]
     files.write_json(path, {'starts': [*kept, start]}, indent=None, allow_nan=True)  # eta may be infinite
 

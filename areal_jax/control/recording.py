@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from areal_jax.control.events import check_of
 from areal_jax.errors import UserError
@@ -111,12 +112,13 @@ def find_edit(event: Event, before: Event | None) -> str:
       before: the event of the line above; None = there is none.
     """
     due = before['seq'] + 1 if before else 0
+    fields = cast(Mapping[str, object], event)
     if event['seq'] != due:
         return f'has seq={event["seq"]}, where {due} is due'
     if before is not None and event['time'] < before['time']:
         return f'has time={event["time"]}, before {before["time"]} of the line above'
-    if 'check' in event and event['check'] != check_of(event):
-        return f'has check={event["check"]}, and its other fields give {check_of(event)}'
+    if 'check' in fields and fields['check'] != check_of(fields):
+        return f'has check={fields["check"]}, and its other fields give {check_of(event)}'
     return ''
 
 
