@@ -22,7 +22,7 @@ def become(parent: int, command: Sequence[str]) -> int:
     if os.getppid() != parent:
         return ExitCode.STOPPED
     try:
-        os.execv(command[0], command)
+        os.execv(command[0], list(command))
     except OSError as error:
         print(f'error: {command[0]} cannot be started ({error.strerror})', file=sys.stderr, flush=True)
         return ExitCode.USER_ERROR

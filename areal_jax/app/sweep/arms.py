@@ -163,11 +163,12 @@ def _build_arm(
     words = []
     for path, value in overrides.items():
         _require_field(path, value)
-        if path in common:
-            raise CommandLineError(
-                f'--config.{path}={common[path]} is set for all arms and by this one: remove one of them'
-            )
-    wanted = {**common, **cast(Overrides, overrides)}
+    own = cast(Overrides, dict(overrides))
+    for path in own.keys() & common.keys():
+        raise CommandLineError(
+            f'--config.{path}={common[path]} is set for all arms and by this one: remove one of them'
+        )
+    wanted = {**common, **own}
     for path, value in wanted.items():
         if value is None and base.get(path, '') is None:
             continue  # as in the file; no flag can say it
@@ -178,7 +179,7 @@ def _build_arm(
     config = parse_train_command([TRAINER, *arguments], values).config
     _require_as_given(config, wanted)
     _require_one_process(config)
-    return Arm(name, workdir, cast(Overrides, dict(overrides)), arguments, config)
+    return Arm(name, workdir, own, arguments, config)
 
 
 def _require_field(path: object, value: object) -> None:

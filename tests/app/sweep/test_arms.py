@@ -62,7 +62,7 @@ BAD = {
     'no such choice': ({'loss.proximal': 'old'}, "arm 'bad': loss.proximal='old' is not known; use one of"),
     'None': ({'run.steps': None}, "arm 'bad': run.steps=None must be a whole number"),
     'servers': (
-        {'rollout.server': 'own', 'run.clock': 'real'},
+        {'rollout.server': 'own', 'run.clock': 'real', 'publication.channel': 'files'},
         "arm 'bad': rollout.server='own': a sweep starts no servers",
     ),
 }

@@ -12,7 +12,7 @@ from tests.app.sweep.toy_sweep import ROOT
 from tests.app.test_main_train import environment, train
 
 FILE = 'configs/sweeps/tiny.py'
-QUICK = ['--config.run.steps=12', '--config.checkpoint.every=3', '--config.evaluation.problems=0']
+QUICK = ['--config.run.steps=12', '--config.checkpoint.every=1', '--config.evaluation.problems=0']
 ARMS = ['eta0_seed1', 'eta4_seed1']
 
 
