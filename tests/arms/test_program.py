@@ -9,11 +9,12 @@ import pytest
 from areal_jax.arms.program import plan
 from tests.arms.small import Compiled, are_equal, largest_difference, make_arm, of_arm
 
+EPS = {'optimizer__eps': 1e-5}  # see test_single_run.py
 ARMS = [
-    make_arm('plain', loss__proximal='behavior'),
-    make_arm('fast', optimizer__learning_rate=1e-2),
-    make_arm('other seed', run__seed=1, loss__advantage='group_mean'),
-    make_arm('late', staleness__schedule='fixed(2)', loss__clip_epsilon=0.1, loss__entropy_coefficient=0.03),
+    make_arm('plain', loss__proximal='behavior', **EPS),
+    make_arm('fast', optimizer__learning_rate=1e-2, learner__filter_equal_rewards=False, **EPS),
+    make_arm('other seed', run__seed=1, loss__advantage='group_mean', **EPS),
+    make_arm('late', staleness__schedule='fixed(2)', loss__clip_epsilon=0.1, loss__entropy_coefficient=0.03, **EPS),
 ]
 
 
