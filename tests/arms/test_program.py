@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.arms import program
 from areal_jax.arms.program import plan
 from tests.arms.small import Compiled, are_equal, largest_difference, make_arm, of_arm
 
@@ -55,6 +56,14 @@ def test_an_arm_alone_has_the_weights_that_it_has_beside_others(result):
     before, (_, after), (_, beside) = alone.state, alone.run(), result
     assert largest_difference(of_arm(after.params, 0), of_arm(beside.params, 1)) <= 1e-6
     assert largest_difference(of_arm(before.params, 0), of_arm(beside.params, 1)) > 1e-3
+
+
+@pytest.mark.slow
+def test_blocks_of_arms_have_the_results_of_one(result, monkeypatch):
+    monkeypatch.setattr(program, 'MOST_SIDE_BY_SIDE', 2)  # three arms: two blocks of two, the last arm twice
+    sums, state = Compiled(*ARMS[1:]).run()
+    assert len(state.waiting.tokens) == len(sums['right']) == 3
+    assert largest_difference(state.params, jax.tree.map(lambda x: x[1:], result[1].params)) <= 1e-6
 
 
 def test_steps_before_the_first_update_only_generate():
