@@ -26,8 +26,8 @@ def _together(arms: list[Arm], updates: int) -> Start:
 
     def start() -> tuple[Call, Any]:
         program = ArmsProgram(arms, updates_per_call=updates)
-        program.compile()
-        program.advance()  # fills the ring, and the memory that the program uses
+        while not program.trains_throughout:
+            program.advance()  # compiles, and generates what the longest lag needs
 
         def call() -> Mapping[str, float]:
             watch = Stopwatch()

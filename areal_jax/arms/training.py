@@ -66,9 +66,15 @@ class ArmsProgram:
     def finished(self) -> bool:
         return self._next_call == len(self.calls)
 
+    @property
+    def trains_throughout(self) -> bool:
+        """Whether every step of the next call is an update of every arm."""
+        return not self.finished and bool(self.calls[self._next_call].trains.all())
+
     def compile(self) -> None:
         """Compiles the program; the first `advance` does where this was not called."""
-        self._compiled = make_program(self.setting).lower(self.calls[0], *self._fixed, self.state).compile()
+        program = make_program(self.setting, len(self.arms))
+        self._compiled = program.lower(self.calls[0], *self._fixed, self.state).compile()
 
     def advance(self) -> list[list[Line]]:
         """The next call of the program; returns the metrics of the updates that it made, of each arm."""

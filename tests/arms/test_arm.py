@@ -16,7 +16,7 @@ from tests.arms.small import make_arm
             r"arm 'b' has model\.d_ff=32 and arm 'a' 64, but .* can differ in run\.seed, ",
         ),
         ({'learner__n_minibatches': 2}, r"arm 'b' has learner\.n_minibatches=2 and arm 'a' 1"),
-        ({'task__length': 3, 'rollout__max_new_tokens': 3}, r"arm 'b' has task\.length=3 and arm 'a' 4"),
+        ({'task__length': 3, 'rollout__max_new_tokens': 3}, r"arm 'b' has rollout\.max_new_tokens=3 and arm 'a' 4"),
         (
             {'rollout__max_new_tokens': 5},
             r"arm 'b': rollout\.max_new_tokens=5 with task\.length=4.*set rollout\.max",

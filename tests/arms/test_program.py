@@ -6,14 +6,16 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.arms import program
 from areal_jax.arms.program import plan
 from tests.arms.small import Compiled, are_equal, largest_difference, make_arm, of_arm
 
+EPS = {'optimizer__eps': 1e-5}  # see test_single_run.py
 ARMS = [
-    make_arm('plain', loss__proximal='behavior'),
-    make_arm('fast', optimizer__learning_rate=1e-2),
-    make_arm('other seed', run__seed=1, loss__advantage='group_mean'),
-    make_arm('late', staleness__schedule='fixed(2)', loss__clip_epsilon=0.1, loss__entropy_coefficient=0.03),
+    make_arm('plain', loss__proximal='behavior', **EPS),
+    make_arm('fast', optimizer__learning_rate=1e-2, learner__filter_equal_rewards=False, **EPS),
+    make_arm('other seed', run__seed=1, loss__advantage='group_mean', **EPS),
+    make_arm('late', staleness__schedule='fixed(2)', loss__clip_epsilon=0.1, loss__entropy_coefficient=0.03, **EPS),
 ]
 
 
@@ -54,6 +56,14 @@ def test_an_arm_alone_has_the_weights_that_it_has_beside_others(result):
     before, (_, after), (_, beside) = alone.state, alone.run(), result
     assert largest_difference(of_arm(after.params, 0), of_arm(beside.params, 1)) <= 1e-6
     assert largest_difference(of_arm(before.params, 0), of_arm(beside.params, 1)) > 1e-3
+
+
+@pytest.mark.slow
+def test_blocks_of_arms_have_the_results_of_one(result, monkeypatch):
+    monkeypatch.setattr(program, 'MOST_SIDE_BY_SIDE', 2)  # three arms: two blocks of two, the last arm twice
+    sums, state = Compiled(*ARMS[1:]).run()
+    assert len(state.waiting.tokens) == len(sums['right']) == 3
+    assert largest_difference(state.params, jax.tree.map(lambda x: x[1:], result[1].params)) <= 1e-6
 
 
 def test_steps_before_the_first_update_only_generate():
