@@ -51,6 +51,7 @@ class Setting:
     pace: float = 1.0
     longest: int = LONGEST
     temperature: float = SAMPLING.temperature  # 0 where an interruption changes the noise
+    slack: int = 0  # places by which answers may end out of order: those decoded together end together, in any order
 
 
 @dataclasses.dataclass
@@ -324,6 +325,7 @@ def logprobs_are_those_of_the_weights(make):
         await bench.pass_time(0.045)
         await bench.load(1)
         await bench.end_of(*found)
+        seen = []
         for one in found:
             answer, versions = np.array(one.tokens()), np.array(one.versions())
             expected = bench.subject.score(PROMPT, answer, versions)
@@ -332,7 +334,8 @@ def logprobs_are_those_of_the_weights(make):
             assert np.abs(recorded - expected).max() < bench.subject.tolerance
             shifted = np.roll(versions, 1)  # the switch one token later: the check would see it
             shifted[0] = versions[0]
-            assert np.abs(recorded - bench.subject.score(PROMPT, answer, shifted)).max() > 1e-2
+            seen.append(np.abs(recorded - bench.subject.score(PROMPT, answer, shifted)).max())
+        assert max(seen) > 1e-2  # of one token it may be less by chance
 
     if Bench(make).subject.score is not None:
         Bench(make).run(script)
@@ -371,7 +374,9 @@ def open_requests_are_in_the_order_of_service(make):
         bench.engine.resume()
         await bench.end_of(*found)
         await bench.pass_time(0.001)
-        assert ended == list(range(9))  # answers of one length end in the order of service
+        # answers of one length end in the order of service
+        assert sorted(ended) == list(range(9))
+        assert all(abs(place - sample) <= bench.setting.slack for place, sample in enumerate(ended)), ended
         assert ended[-len(order) :] == order
 
     if set(Bench(make).engine.capabilities.pause_modes) & {'retract', 'in_place'}:

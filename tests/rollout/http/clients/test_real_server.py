@@ -79,7 +79,7 @@ class CutsRepliesToUpdates(Connection):
 
 class Factory:
     # a token takes 2 to 3 ms; greedy, since an interruption changes the noise of what is left
-    setting = Setting(make_clock, pace=8.0, longest=LONGEST, temperature=0.0)
+    setting = Setting(make_clock, pace=8.0, longest=LONGEST, temperature=0.0, slack=SLOTS - 1)
 
     def __call__(self, clock, log):
         dialect, connection = open_address(ADDRESS)
