@@ -21,7 +21,7 @@ from areal_jax.arms.setting import Array, Constants, Setting
 from areal_jax.arms.update import Batch, Sums, update
 from areal_jax.types import Tree
 
-MOST_SIDE_BY_SIDE = 8  # arms in one vmap: what they compute between two products stays in a CPU's cache
+MOST_SIDE_BY_SIDE = 4  # arms in one vmap: what they compute between two products stays in a CPU's cache
 
 
 class State(NamedTuple):
