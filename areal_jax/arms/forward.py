@@ -33,7 +33,9 @@ def answer_logprobs(
     )
     hidden = hidden.reshape(groups, len(places), -1)
     last = jnp.broadcast_to(hidden[:, None, length - 1 : length], (groups, size, 1, hidden.shape[-1]))
-    predicting = jnp.concatenate([last, hidden[:, length:].reshape(groups, size, read, -1)], axis=2)  # [E, G, A, d]
+    predicting = jnp.concatenate(
+        [last, hidden[:, length:].reshape(groups, size, read, hidden.shape[-1])], axis=2
+    )  # [E, G, A, d]
     flat = predicting.reshape(-1, hidden.shape[-1])
     logprobs, entropy = token_logprobs(flat, setting.decoder.head(params), answers.reshape(-1), temperature)
     return logprobs.reshape(groups, -1), entropy.reshape(groups, -1)
