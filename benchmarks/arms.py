@@ -76,7 +76,7 @@ def make_arms(count: int, updates: int, *, minibatches: int, small: bool) -> dic
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Calls of both sides in turns, and their ratio."""
-    calls = options.turns + 1 + -(-max(LAGS) // options.updates)  # at first it generates what the longest lag needs
+    calls = options.turns + 2 + -(-max(LAGS) // options.updates)  # at first it generates what the longest lag needs
     shape = {'minibatches': options.minibatches, 'small': options.small}
     together = make_arms(options.arms, calls * options.updates, **shape)
     single = dict(itertools.islice(make_arms(options.arms, options.updates, **shape).items(), options.runs))

@@ -32,9 +32,11 @@ def answer_logprobs(
         params, inputs.reshape(-1), jnp.tile(jnp.asarray(places), groups), _attend(groups, length, size)
     )
     hidden = hidden.reshape(groups, len(places), -1)
-    last = jnp.broadcast_to(hidden[:, None, length - 1 : length], (groups, size, 1, hidden.shape[-1]))
-    predicting = jnp.concatenate([last, hidden[:, length:].reshape(groups, size, read, -1)], axis=2)  # [E, G, A, d]
-    flat = predicting.reshape(-1, hidden.shape[-1])
+    width = hidden.shape[-1]
+    last = jnp.broadcast_to(hidden[:, None, length - 1 : length], (groups, size, 1, width))
+    own = hidden[:, length:].reshape(groups, size, read, width)
+    predicting = jnp.concatenate([last, own], axis=2)  # [E, G, A, d]
+    flat = predicting.reshape(-1, width)
     logprobs, entropy = token_logprobs(flat, setting.decoder.head(params), answers.reshape(-1), temperature)
     return logprobs.reshape(groups, -1), entropy.reshape(groups, -1)
 

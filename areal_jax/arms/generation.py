@@ -93,10 +93,11 @@ def _prefill(setting: Setting, groups: int, length: int) -> Attend:
     room = (groups, setting.group_size, setting.answer_tokens - 1)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
-        rows = [x.reshape(groups, length, *x.shape[1:]) for x in (q, k, v)]
+        queries, keys, values = (x.reshape(groups, length, *x.shape[1:]) for x in (q, k, v))
         segments = jnp.ones((groups, length), jnp.int32)
-        out = packed_rows_attention(*rows, segments, segments, scale=q.shape[-1] ** -0.5, impl='dense')
-        cache = tuple(_Cache(x, jnp.zeros((*room, *x.shape[2:]), x.dtype)) for x in rows[1:])
+        scale = q.shape[-1] ** -0.5
+        out = packed_rows_attention(queries, keys, values, segments, segments, scale=scale, impl='dense')
+        cache = tuple(_Cache(x, jnp.zeros((*room, *x.shape[2:]), x.dtype)) for x in (keys, values))
         return out.reshape(q.shape), cache
 
     return attend

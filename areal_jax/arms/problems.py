@@ -8,14 +8,15 @@ import numpy as np
 
 from areal_jax.app.task import build_task
 from areal_jax.config import TrackedConfig
+from areal_jax.rollout.decode.rows import Array
 from areal_jax.tasks.tokenizer import Tokenizer
 
 
 class Problems(NamedTuple):
     """Of one run, or with a leading axis those of all arms. The group b of update u has the draw number u * B + b."""
 
-    prompts: np.ndarray  # int32 [U, B, P]
-    truths: np.ndarray  # int32 [U, B, A]
+    prompts: Array  # int32 [U, B, P]
+    truths: Array  # int32 [U, B, A]
 
 
 def draw_problems(config: TrackedConfig, tokenizer: Tokenizer) -> Problems:

@@ -17,11 +17,12 @@ import numpy as np
 
 from areal_jax.arms.generation import Answers, generate
 from areal_jax.arms.problems import Problems
-from areal_jax.arms.setting import Array, Constants, Setting
+from areal_jax.arms.setting import Constants, Setting
 from areal_jax.arms.update import Batch, Sums, update
+from areal_jax.rollout.decode.rows import Array
 from areal_jax.types import Tree
 
-MOST_SIDE_BY_SIDE = 8  # arms in one vmap: what they compute between two products stays in a CPU's cache
+MOST_SIDE_BY_SIDE = 4  # arms in one vmap: what they compute between two products stays in a CPU's cache
 
 
 class State(NamedTuple):
@@ -115,6 +116,7 @@ def _train(
     setting: Setting, constants: Constants, problems: Problems, state: State, number: jax.Array
 ) -> tuple[State, Sums]:
     answers = jax.tree.map(lambda waiting: waiting[number % setting.ring], state.waiting)
-    batch = Batch(*(jnp.asarray(side)[number] for side in problems), answers)
+    prompts, truths = (jnp.asarray(side)[number] for side in problems)
+    batch = Batch(prompts, truths, answers)
     params, optimizer, sums = update(setting, constants, state.params, state.optimizer, batch, number)
     return State(params, optimizer, state.waiting), sums

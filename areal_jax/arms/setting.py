@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from areal_jax.app.build import build_learner_settings, build_optimizer, build_schedule
@@ -17,9 +16,9 @@ from areal_jax.learning.advantages import ESTIMATORS
 from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.proximal import KINDS
 from areal_jax.models.decoder import Decoder
+from areal_jax.rollout.decode.rows import Array
 
 _ADVANTAGES = tuple(ESTIMATORS)
-Array = np.ndarray | jax.Array
 
 
 class Constants(NamedTuple):

@@ -126,8 +126,8 @@ def _recompute(setting: Setting, constants: Constants, params: Tree, rows: Rows)
     first = 0 if setting.epochs > 1 else 1  # the first step computes those of its own minibatch
     if not setting.recomputes or first == setting.minibatches:
         return zeros
-    later = (rows[name][first:].reshape(-1, *rows[name].shape[2:]) for name in ('prompts', 'answers'))
-    logprobs, _ = answer_logprobs(setting, params, *later, constants.temperature)
+    prompts, answers = (rows[name][first:].reshape(-1, *rows[name].shape[2:]) for name in ('prompts', 'answers'))
+    logprobs, _ = answer_logprobs(setting, params, prompts, answers, constants.temperature)
     return zeros.at[first:].set(logprobs.reshape(zeros[first:].shape))
 
 
@@ -156,7 +156,8 @@ def _step(
         'grad_norm': select(measured['grad_norm'], 0.0),
     }
     after = _Carry(
-        *(jax.tree.map(select, new, old) for new, old in ((params, carry.params), (state, carry.state))),
+        jax.tree.map(select, params, carry.params),
+        jax.tree.map(select, state, carry.state),
         select(measured['learning_rate'], carry.rate),
     )
     return after, (sums, logprobs)

@@ -10,7 +10,7 @@ from areal_jax.arms import program
 from areal_jax.arms.program import plan
 from tests.arms.small import Compiled, are_equal, largest_difference, make_arm, of_arm
 
-EPS = {'optimizer__eps': 1e-5}  # see test_single_run.py
+EPS = {'optimizer__eps': 1e-4}  # see test_single_run.py
 ARMS = [
     make_arm('plain', loss__proximal='behavior', **EPS),
     make_arm('fast', optimizer__learning_rate=1e-2, learner__filter_equal_rewards=False, **EPS),
@@ -51,11 +51,11 @@ def test_nan_in_one_arm_leaves_the_others_as_they_are(compiled, result):
 
 def test_an_arm_alone_has_the_weights_that_it_has_beside_others(result):
     # a program of one arm without delay has no steps before its first update; that of all arms has two
-    alone = Compiled(ARMS[1], updates_per_call=1)
+    alone = Compiled(ARMS[0], updates_per_call=1)
     assert alone.program.setting.ring == 1
     before, (_, after), (_, beside) = alone.state, alone.run(), result
-    assert largest_difference(of_arm(after.params, 0), of_arm(beside.params, 1)) <= 1e-6
-    assert largest_difference(of_arm(before.params, 0), of_arm(beside.params, 1)) > 1e-3
+    assert largest_difference(of_arm(after.params, 0), of_arm(beside.params, 0)) <= 1e-6
+    assert largest_difference(of_arm(before.params, 0), of_arm(beside.params, 0)) > 1e-3
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_blocks_of_arms_have_the_results_of_one(result, monkeypatch):
     monkeypatch.setattr(program, 'MOST_SIDE_BY_SIDE', 2)  # three arms: two blocks of two, the last arm twice
     sums, state = Compiled(*ARMS[1:]).run()
     assert len(state.waiting.tokens) == len(sums['right']) == 3
-    assert largest_difference(state.params, jax.tree.map(lambda x: x[1:], result[1].params)) <= 1e-6
+    assert largest_difference(state.params, jax.tree.map(lambda x: x[1:], result[1].params)) <= 3e-6  # rate 1e-2
 
 
 def test_steps_before_the_first_update_only_generate():
