@@ -475,8 +475,8 @@ MUTATIONS = [
     Mutation(
         'believe that a server holds what it was given',
         'areal_jax/rollout/servers/keeper.py',
-        'if not _holds(held, target):\n            reason = f',
-        'if False:\n            reason = f',
+        "if not _holds(held, target):\n            reason = f'it was given",
+        "if False:\n            reason = f'it was given",
         'tests/rollout/servers/test_pool.py',
     ),
     Mutation(
