@@ -49,6 +49,7 @@ def test_nan_in_one_arm_leaves_the_others_as_they_are(compiled, result):
     assert sums['skip_count'][1].sum() == sums['steps'][1].sum() > 0  # no step was taken on such a gradient
 
 
+@pytest.mark.slow
 def test_an_arm_alone_has_the_weights_that_it_has_beside_others(result):
     # a program of one arm without delay has no steps before its first update; that of all arms has two
     alone = Compiled(ARMS[0], updates_per_call=1)

@@ -61,6 +61,10 @@ BAD = {
     'impossible combination': ({'staleness.over_age': 'drop'}, "arm 'bad': staleness.max_token_age=None and"),
     'no such choice': ({'loss.proximal': 'old'}, "arm 'bad': loss.proximal='old' is not known; use one of"),
     'None': ({'run.steps': None}, "arm 'bad': run.steps=None must be a whole number"),
+    'a text that is a number': (
+        {'task.options.words': '3'},
+        "arm 'bad': task.options.words='3' cannot be said on a command line, which makes 3 of it: set it in",
+    ),
     'servers': (
         {'rollout.server': 'own', 'run.clock': 'real', 'publication.channel': 'files'},
         "arm 'bad': rollout.server='own': a sweep starts no servers",
