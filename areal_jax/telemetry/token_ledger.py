@@ -120,9 +120,11 @@ class TokenLedger:
         elif self._evaluating:
             return
         elif event['kind'] == 'decode':
+            if self._from_servers:  # in the log of the engine's own process; here `receive` counts
+                return
             self._generate(event['version'], event['tokens'])
             self._decide(f'{DROPPED}cancelled', {event['version']: event.get('discarded', 0)}, self._trained_version)
-        elif event['kind'] == 'register':
+        elif event['kind'] in ('register', 'engine_state'):
             self._from_servers = True
         elif event['kind'] == 'receive':
             self._receive(event['request'], event['tokens'])

@@ -49,7 +49,7 @@ def run(tmp_path_factory):
         {'staleness__schedule': 'uniform(0,2)'},
         {},
         {'staleness__schedule': 'fixed(1)', 'cluster__engines': '3 x shared', 'checkpoint__every': 2},
-        {'staleness__schedule': 'fixed(1)', **OWN_DEVICES},
+        pytest.param({'staleness__schedule': 'fixed(1)', **OWN_DEVICES}, marks=pytest.mark.slow),
     ],
     ids=['uniform', 'natural', 'three engines, checkpoints', 'devices of their own'],
 )

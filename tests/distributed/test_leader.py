@@ -99,17 +99,17 @@ def test_followers_write_while_commands_go_on(tmp_path, monkeypatch):
 
 
 def test_a_follower_that_does_not_write_is_reported_within_the_deadline(tmp_path, monkeypatch):
-    answers = iter([0.5, 0])
+    answers = iter([1.5, 0])
     write = lambda directory, _: time.sleep(next(answers)) or {directory.name: []}
     monkeypatch.setattr(following, 'write_shards', write)
-    leader, lost, _ = _pair(_Saver(), _Saver(), deadline_s=0.2)
+    leader, lost, _ = _pair(_Saver(), _Saver(), deadline_s=0.6)
     (follower,) = leader.followers
     leader.save()
     follower.write(str(tmp_path / 'one'))
-    assert follower.written() == 'no word of its shards for distributed.command_deadline_s=0.2'
+    assert follower.written() == 'no word of its shards for distributed.command_deadline_s=0.6'
     leader.save()
     follower.write(str(tmp_path / 'other'))
-    time.sleep(0.5)
+    time.sleep(1.5)
     assert follower.written() == {'other': []}  # not the late answer
     assert lost == []
     leader.close()

@@ -28,6 +28,7 @@ def prompts(run):
     return {draw: trajectory.prompt.tokens.tolist() for draw, trajectory in trained(run)}
 
 
+@pytest.mark.slow
 def test_arms_with_another_eta_have_the_same_prompts_and_the_same_noise(tmp_path):
     in_turn = SmallRun(tmp_path / '0', staleness__eta=0.0).train()
     ahead = SmallRun(tmp_path / '4', staleness__eta=4.0).train()

@@ -78,7 +78,7 @@ def test_half_precision_keeps_its_dtype():
 
 
 @pytest.mark.parametrize('window', [None, 6])
-@pytest.mark.parametrize('rows', [1, 2, 8, 16, 32])
+@pytest.mark.parametrize('rows', [1, 2, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 32))])
 def test_a_row_is_the_same_in_any_company_and_place(rows, window):
     # one row of 23 positions among others that are longer or shorter, at every place of the batch
     rng = np.random.default_rng(rows)

