@@ -289,7 +289,7 @@ def test_a_run_that_was_killed_twice_is_replayed(killed_twice, tmp_path, capsys)
     found = json.loads((tmp_path / 'found.json').read_text())
     assert (found['starts'], found['finished']) == (3, True)
     kinds = {json.loads(line)['kind'] for line in (out / 'events.jsonl').read_text().splitlines()}
-    assert {'interrupt', 'drop', 'restore', 'evaluation_done'} <= kinds
+    assert {'interrupt', 'drop', 'restore', 'evaluate'} <= kinds
     assert check(str(killed_twice)) == 0
 
 
