@@ -23,7 +23,7 @@ setup(
     license='Apache-2.0',
     python_requires='>=3.11',
     packages=find_packages(include=['areal_jax', 'areal_jax.*', 'launch']),
-    package_data={'areal_jax.native': ['*.cc']},
+    package_data={'areal_jax.native': ['*.cc', '*.h']},
     install_requires=[
         'jax>=0.10.2,<0.13',
         'flax>=0.12.8',

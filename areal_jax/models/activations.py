@@ -135,18 +135,18 @@ class NativeColumns(Columns):
         return _panels(table)
 
     def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        if not _is_in_panels(table):
+        if not is_in_panels(table):
             return super().embed(table, tokens)
         return table[tokens // _PANEL_ROWS, :, tokens % _PANEL_ROWS].T
 
     def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
-        panels = [matrix for matrix in matrices if _is_in_panels(matrix)]
+        panels = [matrix for matrix in matrices if is_in_panels(matrix)]
         shapes = [jax.ShapeDtypeStruct((len(matrix) * _PANEL_ROWS, x.shape[1]), x.dtype) for matrix in panels]
         products = iter(jax.ffi.ffi_call(library.MULTIPLY, shapes)(x, *panels) if panels else ())
-        return tuple(next(products) if _is_in_panels(matrix) else matrix @ x for matrix in matrices)
+        return tuple(next(products) if is_in_panels(matrix) else matrix @ x for matrix in matrices)
 
     def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
-        return self.multiply(x, head)[0].T if _is_in_panels(head) else super().logits(x, head)
+        return self.multiply(x, head)[0].T if is_in_panels(head) else super().logits(x, head)
 
 
 _PANEL_ROWS = 8  # of the kernel
@@ -160,8 +160,9 @@ def _panels(matrix: jax.Array) -> jax.Array:
     return matrix.reshape(*layers, rows // _PANEL_ROWS, _PANEL_ROWS, features).swapaxes(-1, -2)
 
 
-def _is_in_panels(matrix: jax.Array) -> bool:
-    return matrix.ndim == 3  # inside a layer
+def is_in_panels(matrix: jax.Array) -> bool:
+    """Whether NativeColumns stored a matrix of a layer, or the head, in panels."""
+    return matrix.ndim == 3
 
 
 ACTIVATIONS: dict[str, Activations] = {'rows': Rows(), 'columns': Columns(), 'native_columns': NativeColumns()}

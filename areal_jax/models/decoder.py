@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.models import initial
-from areal_jax.models.activations import ACTIVATIONS
+from areal_jax.models import initial, native_layers
+from areal_jax.models.activations import ACTIVATIONS, is_in_panels
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.layers import FORMS, stack_layers
 from areal_jax.models.lora import Lora
+from areal_jax.models.native_layers import KeysAndValues, Read
 from areal_jax.models.rotary import rotary
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, at_layer, map_matrices, nest, weight_table
@@ -139,6 +140,31 @@ class Decoder:
         x, written = run(params['layers'], x, rotation, attend, cache, constrain)
         return rms_norm(x, self._form.by_feature(params['final_norm']), c.rms_eps, self._form.features), written
 
+    def can_step(self, params: Params) -> bool:
+        """Whether `step` takes these prepared weights."""
+        layers = params['layers'].values() if self.layers == 'list' else ()
+        return bool(layers) and all(map(self._is_native, layers)) and is_in_panels(self.head(params))
+
+    def step(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, cache: KeysAndValues, read: Read
+    ) -> tuple[KeysAndValues, jax.Array]:
+        """`hidden` and `logits` of one token a row, over the cache of attention/native.py, as one kernel.
+
+        Args:
+          tokens, positions: int32 [B].
+          read: what attention sees of the cache, and where it is written.
+
+        Returns (the cache with the tokens of the rows, written in place, logits float32 [B, V]).
+        """
+        c = self.config
+        layers = [params['layers'][str(i)] for i in range(c.n_layers)]
+        rotation = rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        x = self._form.embed(params['embedding'], tokens)
+        return native_layers.run_step(c, layers, params['final_norm'], self.head(params), x, rotation, cache, read)
+
+    def _is_native(self, layer: Params) -> bool:
+        return self.tokens == 'native_columns' and native_layers.can_compute(layer)
+
     def head(self, params: Params) -> jax.Array:
         """[V, d]: the embedding when tied."""
         return params['embedding'] if self.config.tie_embeddings else params['head']
@@ -194,6 +220,8 @@ class Decoder:
     def _layer(self, rotation: Rotation, attend: Attend, window: int | None, constrain: Constrain) -> _Block:
         def block(weights: Params, x: jax.Array, entry: Tree) -> tuple[jax.Array, Tree]:
             seen = lambda q, k, v: attend(q, k, v, entry, window)
+            if self._is_native(weights):
+                return native_layers.run_layer(self.config, weights, x, rotation, seen)
             x, entry_after = nnx.merge(self._layer_graph, weights)(x, rotation, seen)
             return constrain(x), entry_after
 

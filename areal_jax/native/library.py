@@ -19,7 +19,9 @@ import tempfile
 import jax
 import jaxlib
 
-ATTEND, WRITE, MULTIPLY = 'areal_jax_cache_attend', 'areal_jax_cache_write', 'areal_jax_multiply'  # in the source
+# in the source
+ATTEND, WRITE, MULTIPLY = 'areal_jax_cache_attend', 'areal_jax_cache_write', 'areal_jax_multiply'
+PROJECT, FINISH, STEP = 'areal_jax_project', 'areal_jax_finish', 'areal_jax_step'
 _SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
 _FLAGS = ('-std=c++17', '-O3', '-march=native', '-fopenmp-simd', '-shared', '-fPIC', '-w')
 _COMPILERS = ('c++', 'g++', 'clang++')
@@ -36,7 +38,7 @@ def register() -> None:
     path = _find_or_compile(_cache_directory())
     try:
         library = ctypes.CDLL(str(path))
-        for name in (ATTEND, WRITE, MULTIPLY):
+        for name in (ATTEND, WRITE, MULTIPLY, PROJECT, FINISH, STEP):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform='cpu')
     except (OSError, AttributeError) as error:
         raise NativeError(f'{path} can not be loaded: {error}; delete it') from error
@@ -56,7 +58,7 @@ def _find_or_compile(directory: pathlib.Path) -> pathlib.Path:
     """The library for this source, compiler and processor."""
     compiler = _find_compiler()
     command = [compiler, *_FLAGS, f'-isystem{jax.ffi.include_dir()}', str(_SOURCE), '-o']
-    parts = [_SOURCE.read_text(), *command, _version(compiler), jaxlib.__version__, _processor()]
+    parts = [*_texts(), *command, _version(compiler), jaxlib.__version__, _processor()]
     path = directory / f'kernels_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so'
     if path.exists():
         return path
@@ -79,6 +81,11 @@ def _find_or_compile(directory: pathlib.Path) -> pathlib.Path:
         raise NativeError(f'{compiler} does not compile {_SOURCE.name}: {reason}')
     os.replace(made, path)
     return path
+
+
+def _texts() -> list[str]:
+    """Of the source and of what it includes from its folder."""
+    return [_SOURCE.read_text(), *(path.read_text() for path in sorted(_SOURCE.parent.glob('*.h')))]
 
 
 def _find_compiler() -> str:

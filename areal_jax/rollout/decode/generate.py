@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from areal_jax.models.decoder import Attend, Decoder, Params
+from areal_jax.models.native_layers import Read
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.adjustments import TokenCounts, adjust_logits, count_tokens
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
@@ -114,6 +115,9 @@ class Generate:
         block = jnp.take_along_axis(batch.table, place[:, None], axis=1)[:, 0]
         block = jnp.where(rows.live, block, self.sizes.padding_block)
         offset = rows.position % self.sizes.block_tokens
+        if self.attention.name == 'native' and self.decoder.can_step(weights):
+            read = Read(batch.table, lengths, block, offset)
+            return self.decoder.step(weights, rows.token, rows.position, cache, read)
 
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None

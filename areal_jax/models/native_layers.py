@@ -1,0 +1,109 @@
+"""Layers of the decoder as kernels of native/kernels.cc: `block` computes the same in JAX.
+
+A layer of `block` is ten programs of XLA and five kernels, each of which wakes the threads anew. Here a layer of a
+prefill is two kernels around its attention, and a step of decoding one kernel for all layers. For weights in panels
+(activations.NativeColumns); T tokens, B rows, H heads, K kv heads, D head_dim, d model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.models.activations import is_in_panels
+from areal_jax.models.block import AttendLayer, Rotation
+from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params
+from areal_jax.native import library
+from areal_jax.types import Tree
+
+KeysAndValues = tuple[tuple[jax.Array, ...], ...]  # of each layer [blocks, positions, K, D]
+_Attributes = dict[str, np.generic]
+
+
+class Read(NamedTuple):
+    """What a step reads of the cache and where it writes; M blocks of a table row."""
+
+    tables: jax.Array  # int32 [B, M], the blocks of each row
+    lengths: jax.Array  # int32 [B], positions that a row sees, its own included; 0 = none
+    blocks: jax.Array  # int32 [B], where the row's token is written
+    offsets: jax.Array  # int32 [B], in the block
+
+
+def can_compute(layer: Params) -> bool:
+    """Whether the weights of a layer are all in panels, without adapters. Raises nothing."""
+    linears = _linears(layer)
+    return all(is_in_panels(linear['weight']) and 'lora_a' not in linear for linear in linears)
+
+
+def run_layer(
+    config: ModelConfig, layer: Params, x: jax.Array, rotation: Rotation, attend: AttendLayer
+) -> tuple[jax.Array, Tree]:
+    """block.Layer: activations x [d, T] -> (x, the layer's entry of the cache)."""
+    leaves, attributes, tokens = _leaves(config, layer), _attributes(config), x.shape[1]
+    shape = lambda heads: jax.ShapeDtypeStruct((tokens, heads, config.head_dim), x.dtype)
+    project = jax.ffi.ffi_call(library.PROJECT, [shape(n) for n in (config.n_heads, *[config.n_kv_heads] * 2)])
+    q, k, v = project(x, *rotation, *leaves, **attributes)
+    out, entry = attend(q, k, v)
+    finish: Callable[..., jax.Array] = jax.ffi.ffi_call(library.FINISH, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return finish(x, out, *leaves, **attributes), entry
+
+
+def run_step(
+    config: ModelConfig,
+    layers: Sequence[Params],
+    final_norm: jax.Array,
+    head: jax.Array,
+    x: jax.Array,
+    rotation: Rotation,
+    cache: KeysAndValues,
+    read: Read,
+) -> tuple[KeysAndValues, jax.Array]:
+    """x [d, B] -> (the cache with the tokens of the rows, written in place, logits float32 [B, V])."""
+    leaves = [leaf for layer in layers for leaf in _leaves(config, layer)] + [final_norm, head]
+    sides = [side for layer in cache for side in layer]
+    first = 1 + len(rotation) + len(read) + len(leaves)  # of their arguments
+    logits = jax.ShapeDtypeStruct((len(head) * head.shape[2], x.shape[1]), jnp.float32)
+    call = jax.ffi.ffi_call(
+        library.STEP,
+        [logits, *(jax.ShapeDtypeStruct(side.shape, side.dtype) for side in sides)],
+        input_output_aliases={first + i: 1 + i for i in range(len(sides))},
+    )
+    windows = np.array([config.window(i) or 0 for i in range(config.n_layers)], np.int64)
+    product, *written = call(x, *rotation, *read, *leaves, *sides, **_attributes(config), windows=windows)
+    return tuple(zip(written[::2], written[1::2], strict=True)), product.T
+
+
+def _linears(layer: Params) -> list[Params]:
+    attention, mlp = layer['attention'], layer['mlp']
+    return [attention[name] for name in ('query', 'key', 'value', 'output')] + [
+        mlp[name] for name in ('gate', 'up', 'down')
+    ]
+
+
+def _leaves(config: ModelConfig, layer: Params) -> list[jax.Array]:
+    """The weights of a layer in the order of `Weights::TakeLayer`."""
+    linears = _linears(layer)
+    matrices = [linear['weight'] for linear in linears]
+    leaves = [layer['attention_norm'], *matrices[:4], layer['mlp_norm'], *matrices[4:]]
+    if config.qkv_bias:
+        leaves += [linear['bias'] for linear in linears[:3]]
+    if config.output_bias:
+        leaves.append(linears[3]['bias'])
+    if config.qk_norm:
+        leaves += [layer['attention']['query_norm'], layer['attention']['key_norm']]
+    return leaves
+
+
+def _attributes(config: ModelConfig) -> _Attributes:
+    return {
+        'eps': np.float32(config.rms_eps),
+        'head_dim': np.int64(config.head_dim),
+        'qkv_bias': np.bool_(config.qkv_bias),
+        'output_bias': np.bool_(config.output_bias),
+        'qk_norm': np.bool_(config.qk_norm),
+    }

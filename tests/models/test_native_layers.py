@@ -1,0 +1,153 @@
+"""Layers and steps as kernels against the decoder in JAX, and that a token's numbers are its own, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.layers import stack_layers
+from areal_jax.models.lora import Lora
+from areal_jax.models.native_layers import Read
+from areal_jax.native import library
+from areal_jax.rollout.decode.attention.native import NativeAttention
+from tests.models.test_decoder import VARIANTS, assert_close, causal, hidden_of, scattered
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+BLOCK_TOKENS = 4
+CHUNK_TOKENS = 960  # of the kernel
+
+
+def make_decoders(name, **changes):
+    """(with tokens as rows, as native columns, weights): every matrix of the model can be cut into panels."""
+    config = dataclasses.replace(VARIANTS[name], vocab_size=32, **changes)
+    rows, native = Decoder(config), Decoder(config, tokens='native_columns')
+    return rows, native, scattered(rows.init(5))
+
+
+def make_batch(config, rows, seed=0):
+    """(tokens, positions, cache, what a step reads of it): sequences of up to 16 tokens in blocks of their own."""
+    rng = np.random.default_rng(seed)
+    shape = (4 * rows + 1, BLOCK_TOKENS, config.n_kv_heads, config.head_dim)
+    cache = tuple(
+        tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)) for _ in range(config.n_layers)
+    )
+    tables = rng.permutation(4 * rows).reshape(rows, 4).astype(np.int32)
+    tokens = rng.integers(0, config.vocab_size, rows).astype(np.int32)
+    positions = np.sort(rng.integers(0, 16, rows))[::-1].astype(np.int32)
+    blocks = np.take_along_axis(tables, positions[:, None] // BLOCK_TOKENS, 1)[:, 0]
+    return tokens, positions, cache, Read(tables, positions + 1, blocks, positions % BLOCK_TOKENS)
+
+
+def attend_with(read):
+    attention = NativeAttention()
+
+    def attend(q, k, v, layer, window):
+        layer = attention.write(layer, k, v, read.blocks, read.offsets)
+        return attention.attend(q, layer, read.tables, read.lengths, window), layer
+
+    return attend
+
+
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+@pytest.mark.parametrize('name', VARIANTS)
+def test_layers_are_two_kernels_each_and_compute_what_those_of_xla_do(name, layers):
+    rows, _, params = make_decoders(name)
+    native = Decoder(rows.config, tokens='native_columns', layers=layers)
+    given = params if layers == 'list' else stack_layers(params)
+    run = jax.jit(lambda p: native.logits(p, hidden_of(native, p)))
+    text = run.lower(native.prepare(given)).as_text()
+    assert text.count(f'@{library.PROJECT}') == text.count(f'@{library.FINISH}') >= 1
+    assert text.count(f'@{library.MULTIPLY}') == 1  # the head
+    assert_close(run(native.prepare(given)), rows.logits(params, hidden_of(rows, params)))
+
+
+@pytest.mark.parametrize('rows', [1, 7, 8, 24, 40, 57])
+@pytest.mark.parametrize('name', VARIANTS)
+def test_a_step_computes_what_the_layers_of_xla_do(name, rows):
+    plain, native, params = make_decoders(name)
+    tokens, positions, cache, read = make_batch(plain.config, rows)
+    hidden, written = jax.jit(lambda p, c: plain.hidden(p, tokens, positions, attend_with(read), c))(params, cache)
+    prepared = native.prepare(params)
+    assert native.can_step(prepared)
+    found, logits = jax.jit(lambda p, c: native.step(p, tokens, positions, c, read))(prepared, cache)
+    assert logits.shape == (rows, 32)
+    assert_close(logits, plain.logits(params, hidden), of_range=5e-6)
+    assert_close(found, written, of_range=5e-6)
+
+
+def test_a_row_of_a_step_has_the_same_bits_in_any_company():
+    _, native, params = make_decoders('everything')
+    prepared = native.prepare(params)
+    tokens, positions, cache, read = make_batch(native.config, 57)
+    step = jax.jit(native.step)
+    written, logits = step(prepared, tokens, positions, cache, read)
+    for part in (slice(0, 1), slice(3, 4), slice(0, 8), slice(5, 21), slice(2, 42), slice(1, 49)):
+        some = Read(*(leaf[part] for leaf in read))
+        wrote, alone = step(prepared, tokens[part], positions[part], cache, some)
+        np.testing.assert_array_equal(alone, logits[part])
+        for one, whole in zip(jax.tree.leaves(wrote), jax.tree.leaves(written), strict=True):
+            np.testing.assert_array_equal(one[some.blocks, some.offsets], whole[some.blocks, some.offsets])
+
+
+def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
+    _, native, params = make_decoders('qk_norm')
+    prepared = native.prepare(params)
+    tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
+    alone = lambda q, k, v, entry, window: (q, entry)  # tokens do not see each other
+    run = jax.jit(lambda p, t: native.hidden(p, t, jnp.zeros_like(t), alone)[0])
+    whole = run(prepared, tokens)
+    for part in (slice(0, 5), slice(900, 1000), slice(CHUNK_TOKENS, None), slice(7, CHUNK_TOKENS + 8)):
+        np.testing.assert_array_equal(run(prepared, tokens[part]), whole[:, part])
+
+
+def test_what_a_step_does_not_see_has_no_influence():
+    _, native, params = make_decoders('windows')
+    tokens, positions, cache, read = make_batch(native.config, 9)
+    seen = np.zeros((len(cache[0][0]), BLOCK_TOKENS), bool)
+    for table, length in zip(read.tables, read.lengths, strict=True):
+        for position in range(length):
+            seen[table[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = True
+    poisoned = jax.tree.map(lambda side: jnp.where(seen[..., None, None], side, jnp.nan), cache)
+    step = jax.jit(native.step)
+    prepared = native.prepare(params)
+    expected = step(prepared, tokens, positions, cache, read)[1]
+    assert np.isfinite(expected).all()
+    np.testing.assert_array_equal(step(prepared, tokens, positions, poisoned, read)[1], expected)
+
+
+def test_a_step_writes_the_cache_in_place():
+    _, native, params = make_decoders('tied')
+    tokens, positions, cache, read = make_batch(native.config, 64)
+    step = jax.jit(native.step, donate_argnums=3)
+    used = step.lower(native.prepare(params), tokens, positions, cache, read).compile().memory_analysis()
+    size = sum(side.nbytes for side in jax.tree.leaves(cache))
+    assert used.alias_size_in_bytes == size
+    assert used.temp_size_in_bytes < size / 4
+
+
+@pytest.mark.parametrize(
+    ('changes', 'lora'),
+    [({'d_ff': 41}, None), ({}, Lora(rank=2, alpha=1.0, targets=('query',))), ({'d_model': 20}, None)],
+    ids=['width of the MLP', 'adapters', 'width'],
+)
+def test_what_has_no_panels_is_computed_by_xla(changes, lora):
+    config = dataclasses.replace(VARIANTS['tied'], vocab_size=32, **changes)
+    rows, native = Decoder(config, lora=lora), Decoder(config, lora=lora, tokens='native_columns')
+    params = scattered(rows.init(5))
+    prepared = native.prepare(params)
+    assert not native.can_step(prepared)
+    run = jax.jit(lambda p: hidden_of(native, p, attend=causal))
+    assert library.PROJECT not in run.lower(prepared).as_text()
+    assert_close(run(prepared).T, hidden_of(rows, params))
+
+
+def test_a_head_without_panels_has_no_step():
+    _, native, params = make_decoders('tied')
+    native.config = dataclasses.replace(native.config, vocab_size=29)
+    prepared = native.prepare({**params, 'embedding': params['embedding'][:29]})
+    assert not native.can_step(prepared)
