@@ -6,6 +6,7 @@ computes a layer. Shapes: T tokens, H heads, K kv heads, D head_dim, d model wid
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from areal_jax.types import Tree
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Tree, int | None], tuple[jax.Array, Tree]]
 Constrain = Callable[[jax.Array], jax.Array]
 _Block = Callable[[Params, jax.Array, Tree], tuple[jax.Array, Tree]]  # (weights, x, cache) of a layer -> (x, cache)
+_MakeBlock = Callable[[int | None], _Block]  # for the layers of a window
 
 _SAVED_ATTENTION = ('attention_output', 'attention_lse')  # as the attention backends tag them
 # which intermediates of a layer are saved for the backward pass; the others are computed again from the layer's input
@@ -118,6 +120,7 @@ class Decoder:
         attend: Attend,
         cache: Tree = None,
         constrain: Constrain = lambda x: x,
+        wanted: jax.Array | None = None,
     ) -> tuple[jax.Array, Tree]:
         """Hidden states after the final norm, and the cache that `attend` returned, one entry per layer.
 
@@ -132,12 +135,15 @@ class Decoder:
             scales the scores by 1/sqrt(D) and returns out [T, H, D] and the new entry.
           cache: a tuple of entries in list form; entries stacked along a leading axis in stacked form.
           constrain: sharding constraint of the residual stream, applied to the embedding and after every layer.
+          wanted: int32 [], only the first so many tokens count, and the others may be left out; None = all.
         """
         c = self.config
         rotation = rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         x = constrain(self._form.embed(params['embedding'], tokens))
         run = self._run_stacked if self.layers == 'stacked' else self._run_list
-        x, written = run(params['layers'], x, rotation, attend, cache, constrain)
+        count = jnp.int32(len(tokens)) if wanted is None else wanted
+        make = functools.partial(self._make_block, rotation, attend, constrain, count)
+        x, written = run(params['layers'], x, cache, make)
         return rms_norm(x, self._form.by_feature(params['final_norm']), c.rms_eps, self._form.features), written
 
     def can_step(self, params: Params) -> bool:
@@ -178,7 +184,7 @@ class Decoder:
         return sum(repeats(spec) * math.prod(spec.shape) for spec in self._table.values())
 
     def _run_list(
-        self, layers: Params, x: jax.Array, rotation: Rotation, attend: Attend, cache: Tree, constrain: Constrain
+        self, layers: Params, x: jax.Array, cache: Tree, make: _MakeBlock
     ) -> tuple[jax.Array, tuple[Tree, ...]]:
         n = self.config.n_layers
         entries = (None,) * n if cache is None else tuple(cache)
@@ -186,23 +192,21 @@ class Decoder:
             raise ValueError(f'cache has {len(entries)} entries, the decoder {n} layers')
         windows = [self.config.window(index) for index in range(n)]
         # one function for all layers of a window: jax.checkpoint traces and differentiates it once
-        blocks = {window: self._layer(rotation, attend, window, constrain) for window in set(windows)}
+        blocks = {window: make(window) for window in set(windows)}
         written = []
         for index, (window, entry) in enumerate(zip(windows, entries, strict=True)):
             x, entry = blocks[window](layers[str(index)], x, entry)
             written.append(entry)
         return x, tuple(written)
 
-    def _run_stacked(
-        self, layers: Params, x: jax.Array, rotation: Rotation, attend: Attend, cache: Tree, constrain: Constrain
-    ) -> tuple[jax.Array, Tree]:
+    def _run_stacked(self, layers: Params, x: jax.Array, cache: Tree, make: _MakeBlock) -> tuple[jax.Array, Tree]:
         if wrong := [leaf.shape for leaf in jax.tree.leaves(cache) if leaf.shape[:1] != (self.config.n_layers,)]:
             raise ValueError(
                 f'stacked cache has a leaf {wrong[0]}; its first axis must be {self.config.n_layers} layers'
             )
         parts = []
         for first, end, window in self._runs():
-            block = self._layer(rotation, attend, window, constrain)
+            block = make(window)
             whole = end - first == self.config.n_layers  # slicing would copy
             run = (layers, cache) if whole else jax.tree.map(lambda leaf: leaf[first:end], (layers, cache))
             x, written = jax.lax.scan(lambda x, one: block(one[0], x, one[1]), x, run)
@@ -217,11 +221,13 @@ class Decoder:
             yield first, end, window
             first = end
 
-    def _layer(self, rotation: Rotation, attend: Attend, window: int | None, constrain: Constrain) -> _Block:
+    def _make_block(
+        self, rotation: Rotation, attend: Attend, constrain: Constrain, wanted: jax.Array, window: int | None
+    ) -> _Block:
         def block(weights: Params, x: jax.Array, entry: Tree) -> tuple[jax.Array, Tree]:
             seen = lambda q, k, v: attend(q, k, v, entry, window)
             if self._is_native(weights):
-                return native_layers.run_layer(self.config, weights, x, rotation, seen)
+                return native_layers.run_layer(self.config, weights, x, rotation, seen, wanted)
             x, entry_after = nnx.merge(self._layer_graph, weights)(x, rotation, seen)
             return constrain(x), entry_after
 

@@ -41,16 +41,16 @@ def can_compute(layer: Params) -> bool:
 
 
 def run_layer(
-    config: ModelConfig, layer: Params, x: jax.Array, rotation: Rotation, attend: AttendLayer
+    config: ModelConfig, layer: Params, x: jax.Array, rotation: Rotation, attend: AttendLayer, wanted: jax.Array
 ) -> tuple[jax.Array, Tree]:
-    """block.Layer: activations x [d, T] -> (x, the layer's entry of the cache)."""
+    """block.Layer: activations x [d, T] -> (x, the layer's entry of the cache), of the first `wanted` tokens, int32."""
     leaves, attributes, tokens = _leaves(config, layer), _attributes(config), x.shape[1]
     shape = lambda heads: jax.ShapeDtypeStruct((tokens, heads, config.head_dim), x.dtype)
     project = jax.ffi.ffi_call(library.PROJECT, [shape(n) for n in (config.n_heads, *[config.n_kv_heads] * 2)])
-    q, k, v = project(x, *rotation, *leaves, **attributes)
+    q, k, v = project(x, wanted, *rotation, *leaves, **attributes)
     out, entry = attend(q, k, v)
     finish: Callable[..., jax.Array] = jax.ffi.ffi_call(library.FINISH, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return finish(x, out, *leaves, **attributes), entry
+    return finish(x, wanted, out, *leaves, **attributes), entry
 
 
 def run_step(

@@ -150,10 +150,10 @@ class Weights {
   bool qkv_bias_, output_bias_, qk_norm_;
 };
 
-// Calls work(tokens, first of them, their scratch) for chunks of the columns of x [d, T].
+// Calls work(tokens, first of them, their scratch) for chunks of the first `wanted` columns.
 template <typename Work>
-void VisitChunks(const Layer& layer, Floats x, const Work& work) {
-  const int64_t columns = x.dimensions()[1];
+void VisitChunks(const Layer& layer, Integers wanted, const Work& work) {
+  const int64_t columns = wanted.typed_data()[0];
   for (int64_t first = 0; first < columns; first += kChunkTokens) {
     const Tokens tokens(std::min(kChunkTokens, columns - first));
     const int64_t width = TotalWidth(tokens.blocks);
@@ -161,11 +161,17 @@ void VisitChunks(const Layer& layer, Floats x, const Work& work) {
   }
 }
 
-// x [d, T], cosine and sine [T, D / 2], a layer -> q [T, H, D], k, v [T, K, D], q and k rotated.
-ffi::Error Project(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, ffi::RemainingArgs args,
+// x [d, T], of whose tokens the first `wanted` count, cosine and sine [T, D / 2], a layer -> q [T, H, D], k, v [T, K, D],
+// q and k rotated; zeros for the other tokens.
+ffi::Error Project(ffi::ThreadPool pool, Floats x, Integers wanted, Floats cosine, Floats sine, ffi::RemainingArgs args,
                    ffi::Dictionary attributes, ffi::Result<Floats> q, ffi::Result<Floats> k, ffi::Result<Floats> v) {
   const Layer layer = Weights(args, attributes).TakeLayer();
-  VisitChunks(layer, x, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
+  for (auto* out : {&q, &k, &v}) {
+    const int64_t features = (*out)->element_count() / x.dimensions()[1];
+    std::fill((*out)->typed_data() + wanted.typed_data()[0] * features,
+              (*out)->typed_data() + (*out)->element_count(), 0.0f);
+  }
+  VisitChunks(layer, wanted, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
     const auto rows = [&](ffi::Result<Floats>& out, int64_t features) {
       float* data = out->typed_data() + first * features;
       return [=](int64_t token) { return data + token * features; };
@@ -181,11 +187,12 @@ ffi::Error Project(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, f
   return ffi::Error::Success();
 }
 
-// x [d, T], the output of attention [T, H, D], a layer -> x behind the layer [d, T].
-ffi::Error Finish(ffi::ThreadPool pool, Floats x, Floats attended, ffi::RemainingArgs args, ffi::Dictionary attributes,
+// x [d, T], of whose tokens the first `wanted` count, the output of attention [T, H, D], a layer -> x behind the layer
+// [d, T]; anything for the other tokens.
+ffi::Error Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats attended, ffi::RemainingArgs args, ffi::Dictionary attributes,
                   ffi::Result<Floats> out) {
   const Layer layer = Weights(args, attributes).TakeLayer();
-  VisitChunks(layer, x, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
+  VisitChunks(layer, wanted, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
     const int64_t columns = x.dimensions()[1], features = layer.query.out;
     const float* rows = attended.typed_data() + first * features;
     const auto each = [&](auto copy) { return [&, copy](int64_t b) { copy(tokens.blocks[b]); }; };
@@ -294,6 +301,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_project, areal_jax::Project,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
                                   .Arg<areal_jax::Floats>()
                                   .Arg<areal_jax::Floats>()
                                   .RemainingArgs()
@@ -306,6 +314,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_finish, areal_jax::Finish,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
                                   .Arg<areal_jax::Floats>()
                                   .RemainingArgs()
                                   .Attrs()

@@ -105,6 +105,27 @@ def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
         np.testing.assert_array_equal(run(prepared, tokens[part]), whole[:, part])
 
 
+def test_tokens_that_do_not_count_are_left_out():
+    _, native, params = make_decoders('everything')
+    prepared = native.prepare(params)
+    seen = []
+
+    def attend(q, k, v, entry, window):
+        jax.debug.callback(lambda *rows: seen.append(rows), q, k, v)
+        return q, entry
+
+    run = jax.jit(lambda p, t, n: native.hidden(p, t, jnp.zeros_like(t), attend, wanted=n)[0])
+    tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
+    whole = run(prepared, tokens, np.int32(len(tokens)))
+    for wanted in (0, 3, 100, CHUNK_TOKENS, CHUNK_TOKENS + 1):
+        seen.clear()
+        np.testing.assert_array_equal(run(prepared, tokens, np.int32(wanted))[:, :wanted], whole[:, :wanted])
+        jax.effects_barrier()
+        assert len(seen) == native.config.n_layers
+        for rows in seen:
+            assert all(np.any(side[:wanted]) == (wanted > 0) and not np.any(side[wanted:]) for side in rows)
+
+
 def test_what_a_step_does_not_see_has_no_influence():
     _, native, params = make_decoders('windows')
     tokens, positions, cache, read = make_batch(native.config, 9)
