@@ -13,9 +13,19 @@
 #include <type_traits>
 #include <vector>
 
+#include "products.h"
+
 namespace areal_jax {
 
-constexpr int64_t kUnroll = 4;  // positions whose products are computed together
+constexpr int64_t kTogether = 4;  // positions whose scores are computed together
+constexpr int64_t kRunPositions = 16;  // whose keys or values stay in L1 for all heads
+#ifdef __AVX512F__
+using Widest = Whole;
+constexpr int kMostHeads = 3;  // whose results stay in registers
+#else
+using Widest = Half;
+constexpr int kMostHeads = 1;
+#endif
 
 // e^x for x <= 0 to about 1e-7 of the value, in operations that compilers turn into vectors.
 inline float Exp(float x) {
@@ -53,80 +63,196 @@ inline float Soften(float* scores, int64_t n) {
   return total;
 }
 
-// kDim is the head size, or 0 where it is known at run time only.
-template <int kDim, int64_t kPositions>
-inline void Score(const float* q, const float* k, int64_t stride, float scale, int64_t dim, float* scores) {
-  const int64_t size = kDim ? kDim : dim;
-  float sums[kPositions] = {};
-  for (int64_t p = 0; p < kPositions; ++p) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t d = 0; d < size; ++d) sum += q[d] * k[p * stride + d];
-    sums[p] = sum;
-  }
-  for (int64_t p = 0; p < kPositions; ++p) scores[p] = sums[p] * scale;
-}
-
-template <int kDim, int64_t kPositions>
-inline void Accumulate(const float* weights, const float* v, int64_t stride, int64_t dim, float* out) {
-  const int64_t size = kDim ? kDim : dim;
-#pragma omp simd
-  for (int64_t d = 0; d < size; ++d) {
-    float sum = out[d];
-    for (int64_t p = 0; p < kPositions; ++p) sum += weights[p] * v[p * stride + d];
-    out[d] = sum;
-  }
-}
-
-// Calls visit(index of the position in the row, pointer to its K * D numbers, positions) for runs of positions.
-template <typename Four, typename One>
+// Calls run(index of the first position in the row, pointer to its K * D numbers, positions) for runs of up to
+// kRunPositions positions that lie one after the other.
+template <typename Run>
 inline void Visit(const float* side, const int32_t* table, int64_t first, int64_t length, const Sizes& s,
-                  const Four& four, const One& one) {
+                  const Run& run) {
   const int64_t stride = s.kv_heads * s.head_dim;
   for (int64_t p = first; p < length;) {
     const int64_t offset = p % s.block_tokens;
-    const int64_t end = std::min(length, p - offset + s.block_tokens);
+    const int64_t count = std::min({kRunPositions, length - p, s.block_tokens - offset});
     const float* at = side + (table[p / s.block_tokens] * s.block_tokens + offset) * stride;
-    for (; p + kUnroll <= end; p += kUnroll, at += kUnroll * stride) {
-      // the hardware's own prefetch stops at the end of a page; into L2, because L1 holds the queries and scores
-      const char* next = reinterpret_cast<const char*>(at + kUnroll * stride);
-      for (int64_t byte = 0; byte < kUnroll * stride * 4; byte += 64) __builtin_prefetch(next + byte, 0, 2);
-      four(p - first, at);
-    }
-    for (; p < end; ++p, at += stride) one(p - first, at);
+    run(p - first, at, count);
+    p += count;
   }
 }
 
-template <int kDim>
-void AttendRow(const float* q, const float* keys, const float* values, const int32_t* table, int64_t first,
-               int64_t length, const Sizes& s, float* out) {
+// Fetches numbers that lie kRunPositions positions on: the hardware's own prefetch stops at the end of a page. Into L2,
+// because L1 holds the queries and scores.
+inline void FetchAhead(const float* at, int64_t stride, int64_t count) {
+  const char* next = reinterpret_cast<const char*>(at + kRunPositions * stride);
+  for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(float)); byte += 64) __builtin_prefetch(next + byte, 0, 2);
+}
+
+// Keeps a vector in a register: compilers load it again for every use.
+template <typename Vector>
+inline void Hold(Vector& vector) {
+#ifdef __AVX512F__
+  asm("" : "+v"(vector));
+#endif
+}
+
+// The sum of the places of each of four vectors; each is added up in one order.
+inline void AddPlaces(const Half* vectors, float* sums) {
+  for (int64_t p = 0; p < kTogether; ++p) {
+    const Half& x = vectors[p];
+    sums[p] = ((x[0] + x[2]) + (x[1] + x[3])) + ((x[4] + x[6]) + (x[5] + x[7]));
+  }
+}
+#ifdef __AVX512F__
+inline void AddPlaces(const Whole* vectors, float* sums) {
+  const auto a = reinterpret_cast<const __m512*>(vectors);
+  const __m512 left = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+  const __m512 right = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+  const __m512d l = _mm512_castps_pd(left), r = _mm512_castps_pd(right);
+  const __m512 fours =
+      _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(l, r)), _mm512_castpd_ps(_mm512_unpackhi_pd(l, r)));
+  const __m256 eights = _mm256_add_ps(_mm512_castps512_ps256(fours),
+                                      _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(fours), 1)));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(eights), _mm256_extractf128_ps(eights, 1)));
+}
+#endif
+
+// Queries of kHeads heads of kVectors vectors, times the keys of a run; scores [kHeads, seen].
+template <typename Vector, int kVectors, int kHeads>
+inline void Score(const float* q, const float* keys, int64_t stride, int64_t count, float scale, float* scores,
+                  int64_t seen) {
+  constexpr int kLanes = sizeof(Vector) / sizeof(float);
+  for (int64_t p = 0; p < count; p += kTogether) {
+    for (int64_t i = 0; i < kTogether; ++i) FetchAhead(keys + (p + i) * stride, stride, kVectors * kLanes);
+    const float* k[kTogether];  // the last one again where there are fewer
+    for (int64_t i = 0; i < kTogether; ++i) k[i] = keys + std::min(p + i, count - 1) * stride;
+    Vector sums[kHeads][kTogether] = {};
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kTogether; ++i) {
+        Vector key = Load<Vector>(k[i] + v * kLanes);
+        Hold(key);
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; ++h) {
+          sums[h][i] = MultiplyAdd(Load<Vector>(q + (h * kVectors + v) * kLanes), key, sums[h][i]);
+        }
+      }
+    }
+    for (int h = 0; h < kHeads; ++h) {
+      float found[kTogether];
+      AddPlaces(sums[h], found);
+      for (int64_t i = 0; i < kTogether; ++i) found[i] *= scale;
+      float* to = scores + h * seen + p;
+      if (count - p >= kTogether) {
+        std::memcpy(to, found, sizeof found);  // of a known size: no call
+      } else {
+        std::memcpy(to, found, (count - p) * sizeof(float));
+      }
+    }
+  }
+}
+
+// Adds the values of a run, weighted, to the outputs of kHeads heads; weights [kHeads, seen].
+template <typename Vector, int kVectors, int kHeads>
+inline void Accumulate(const float* weights, int64_t seen, const float* values, int64_t stride, int64_t count,
+                       float* out) {
+  constexpr int kLanes = sizeof(Vector) / sizeof(float);
+  Vector sums[kHeads][kVectors];
+  std::memcpy(sums, out, sizeof sums);
+  for (int64_t p = 0; p < count; ++p) {
+    FetchAhead(values + p * stride, stride, kVectors * kLanes);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      Vector value = Load<Vector>(values + p * stride + v * kLanes);
+      Hold(value);
+#pragma GCC unroll 4
+      for (int h = 0; h < kHeads; ++h) {
+        sums[h][v] = MultiplyAdd(weights[h * seen + p] - Vector{}, value, sums[h][v]);
+      }
+    }
+  }
+  std::memcpy(out, sums, sizeof sums);
+}
+
+// The two above for any head size, head by head.
+struct AnySize {
+  int64_t dim;
+
+  template <int kHeads>
+  void Score(const float* q, const float* keys, int64_t stride, int64_t count, float scale, float* scores,
+             int64_t seen) const {
+    for (int h = 0; h < kHeads; ++h) {
+      for (int64_t p = 0; p < count; ++p) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t d = 0; d < dim; ++d) sum += q[h * dim + d] * keys[p * stride + d];
+        scores[h * seen + p] = sum * scale;
+      }
+    }
+  }
+
+  template <int kHeads>
+  void Accumulate(const float* weights, int64_t seen, const float* values, int64_t stride, int64_t count,
+                  float* out) const {
+    for (int h = 0; h < kHeads; ++h) {
+      for (int64_t p = 0; p < count; ++p) {
+#pragma omp simd
+        for (int64_t d = 0; d < dim; ++d) out[h * dim + d] += weights[h * seen + p] * values[p * stride + d];
+      }
+    }
+  }
+};
+
+// And for a head size of so many vectors.
+template <typename Vector, int kVectors>
+struct OneSize {
+  template <int kHeads>
+  void Score(const float* q, const float* keys, int64_t stride, int64_t count, float scale, float* scores,
+             int64_t seen) const {
+    areal_jax::Score<Vector, kVectors, kHeads>(q, keys, stride, count, scale, scores, seen);
+  }
+
+  template <int kHeads>
+  void Accumulate(const float* weights, int64_t seen, const float* values, int64_t stride, int64_t count,
+                  float* out) const {
+    areal_jax::Accumulate<Vector, kVectors, kHeads>(weights, seen, values, stride, count, out);
+  }
+};
+
+// Calls work(heads together, first of them) for all heads that share a key head.
+template <typename Work>
+inline void VisitHeads(int64_t heads, const Work& work) {
+  int64_t h = 0;
+  for (; h + kMostHeads <= heads; h += kMostHeads) work(std::integral_constant<int, kMostHeads>{}, h);
+  for (; h < heads; ++h) work(std::integral_constant<int, 1>{}, h);
+}
+
+template <typename Size>
+void AttendRow(const Size& size, const float* q, const float* keys, const float* values, const int32_t* table,
+               int64_t first, int64_t length, const Sizes& s, float* out) {
   const int64_t seen = length - first, group = s.heads / s.kv_heads, stride = s.kv_heads * s.head_dim;
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
-  static thread_local std::vector<float> buffer;  // [H, seen]
+  static thread_local std::vector<float> buffer, totals;  // [H, seen], [H]
   if (static_cast<int64_t>(buffer.size()) < s.heads * seen) buffer.resize(s.heads * seen);
-  float* scores = buffer.data();
-  const auto score = [&](auto positions, int64_t p, const float* k) {
-    for (int64_t h = 0; h < s.heads; ++h) {
-      Score<kDim, decltype(positions)::value>(q + h * s.head_dim, k + h / group * s.head_dim, stride, scale,
-                                              s.head_dim, scores + h * seen + p);
-    }
-  };
-  using Four = std::integral_constant<int64_t, kUnroll>;
-  using One = std::integral_constant<int64_t, 1>;
-  Visit(keys, table, first, length, s, [&](int64_t p, const float* k) { score(Four{}, p, k); },
-        [&](int64_t p, const float* k) { score(One{}, p, k); });
-  std::fill(out, out + s.heads * s.head_dim, 0.0f);
-  static thread_local std::vector<float> totals;
   totals.resize(s.heads);
-  for (int64_t h = 0; h < s.heads; ++h) totals[h] = Soften(scores + h * seen, seen);
-  const auto accumulate = [&](auto positions, int64_t p, const float* v) {
-    for (int64_t h = 0; h < s.heads; ++h) {
-      Accumulate<kDim, decltype(positions)::value>(scores + h * seen + p, v + h / group * s.head_dim, stride,
-                                                   s.head_dim, out + h * s.head_dim);
+  float* scores = buffer.data();
+  const auto each = [&](const auto& work) {  // work(heads together, the first, the place of their key head)
+    for (int64_t k = 0; k < s.kv_heads; ++k) {
+      VisitHeads(group, [&](auto together, int64_t h) { work(together, k * group + h, k * s.head_dim); });
     }
   };
-  Visit(values, table, first, length, s, [&](int64_t p, const float* v) { accumulate(Four{}, p, v); },
-        [&](int64_t p, const float* v) { accumulate(One{}, p, v); });
+  Visit(keys, table, first, length, s, [&](int64_t p, const float* at, int64_t count) {
+    each([&](auto together, int64_t h, int64_t place) {
+      size.template Score<decltype(together)::value>(q + h * s.head_dim, at + place, stride, count, scale,
+                                                     scores + h * seen + p, seen);
+    });
+  });
+  std::fill(out, out + s.heads * s.head_dim, 0.0f);
+  for (int64_t h = 0; h < s.heads; ++h) totals[h] = Soften(scores + h * seen, seen);
+  Visit(values, table, first, length, s, [&](int64_t p, const float* at, int64_t count) {
+    each([&](auto together, int64_t h, int64_t place) {
+      size.template Accumulate<decltype(together)::value>(scores + h * seen + p, seen, at + place, stride, count,
+                                                          out + h * s.head_dim);
+    });
+  });
   for (int64_t h = 0; h < s.heads; ++h) {
     for (int64_t d = 0; d < s.head_dim; ++d) out[h * s.head_dim + d] /= totals[h];
   }
@@ -139,8 +265,12 @@ inline void Attend(const float* q, const float* keys, const float* values, const
     std::fill(out, out + s.heads * s.head_dim, 0.0f);
     return;
   }
-  const auto attend = s.head_dim == 64 ? AttendRow<64> : s.head_dim == 128 ? AttendRow<128> : AttendRow<0>;
-  attend(q, keys, values, table, window > 0 ? std::max<int64_t>(0, length - window) : 0, length, s, out);
+  const int64_t first = window > 0 ? std::max<int64_t>(0, length - window) : 0;
+  const auto attend = [&](const auto& size) { AttendRow(size, q, keys, values, table, first, length, s, out); };
+  constexpr int64_t kLanes = sizeof(Widest) / sizeof(float);
+  if (s.head_dim == 64) return attend(OneSize<Widest, 64 / kLanes>{});
+  if (s.head_dim == 128) return attend(OneSize<Widest, 128 / kLanes>{});
+  attend(AnySize{s.head_dim});
 }
 
 }  // namespace areal_jax
