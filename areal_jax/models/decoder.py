@@ -227,8 +227,9 @@ class Decoder:
         def block(weights: Params, x: jax.Array, entry: Tree) -> tuple[jax.Array, Tree]:
             seen = lambda q, k, v: attend(q, k, v, entry, window)
             if self._is_native(weights):
-                return native_layers.run_layer(self.config, weights, x, rotation, seen, wanted)
-            x, entry_after = nnx.merge(self._layer_graph, weights)(x, rotation, seen)
+                x, entry_after = native_layers.run_layer(self.config, weights, x, rotation, seen, wanted)
+            else:
+                x, entry_after = nnx.merge(self._layer_graph, weights)(x, rotation, seen)
             return constrain(x), entry_after
 
         if self._remat == 'none':

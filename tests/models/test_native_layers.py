@@ -94,36 +94,32 @@ def test_a_row_of_a_step_has_the_same_bits_in_any_company():
             np.testing.assert_array_equal(one[some.blocks, some.offsets], whole[some.blocks, some.offsets])
 
 
+def rows_of_layers(native):
+    """A program (weights, tokens, how many count) -> what each attention gets; tokens do not see each other."""
+    attend = lambda q, k, v, entry, window: (q, (q, k, v))
+    return jax.jit(lambda p, t, n: native.hidden(p, t, jnp.zeros_like(t), attend, wanted=n)[1])
+
+
 def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
-    _, native, params = make_decoders('qk_norm')
-    prepared = native.prepare(params)
-    tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
-    alone = lambda q, k, v, entry, window: (q, entry)  # tokens do not see each other
-    run = jax.jit(lambda p, t: native.hidden(p, t, jnp.zeros_like(t), alone)[0])
-    whole = run(prepared, tokens)
-    for part in (slice(0, 5), slice(900, 1000), slice(CHUNK_TOKENS, None), slice(7, CHUNK_TOKENS + 8)):
-        np.testing.assert_array_equal(run(prepared, tokens[part]), whole[:, part])
-
-
-def test_tokens_that_do_not_count_are_left_out():
     _, native, params = make_decoders('everything')
-    prepared = native.prepare(params)
-    seen = []
-
-    def attend(q, k, v, entry, window):
-        jax.debug.callback(lambda *rows: seen.append(rows), q, k, v)
-        return q, entry
-
-    run = jax.jit(lambda p, t, n: native.hidden(p, t, jnp.zeros_like(t), attend, wanted=n)[0])
+    prepared, run = native.prepare(params), rows_of_layers(native)
     tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
-    whole = run(prepared, tokens, np.int32(len(tokens)))
-    for wanted in (0, 3, 100, CHUNK_TOKENS, CHUNK_TOKENS + 1):
-        seen.clear()
-        np.testing.assert_array_equal(run(prepared, tokens, np.int32(wanted))[:, :wanted], whole[:, :wanted])
-        jax.effects_barrier()
-        assert len(seen) == native.config.n_layers
-        for rows in seen:
-            assert all(np.any(side[:wanted]) == (wanted > 0) and not np.any(side[wanted:]) for side in rows)
+    whole = run(prepared, tokens, len(tokens))
+    for part in (slice(0, 5), slice(900, 1000), slice(CHUNK_TOKENS, None), slice(7, CHUNK_TOKENS + 8)):
+        found = run(prepared, tokens[part], len(tokens[part]))
+        for one, all_of_them in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_array_equal(one, all_of_them[part])
+
+
+@pytest.mark.parametrize('wanted', [0, 3, 100, CHUNK_TOKENS, CHUNK_TOKENS + 1])
+def test_tokens_that_do_not_count_are_left_out(wanted):
+    _, native, params = make_decoders('everything')
+    prepared, run = native.prepare(params), rows_of_layers(native)
+    tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
+    found, whole = run(prepared, tokens, wanted), run(prepared, tokens, len(tokens))
+    for one, all_of_them in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(one[:wanted], all_of_them[:wanted])
+        assert not np.any(one[wanted:])
 
 
 def test_what_a_step_does_not_see_has_no_influence():

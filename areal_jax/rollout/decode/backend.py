@@ -223,7 +223,8 @@ class JaxDecodeBackend:
         return PreparedWeights(jax.block_until_ready(prepared))
 
     def initial_state(self) -> Cache:
-        return self._initial_program()
+        # ready, so that the first prefill is not charged with the pages of the cache
+        return jax.block_until_ready(self._initial_program())
 
     def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
         return prefill.bucket_for(spans, self._buckets, self.block_tokens, self.context_tokens)
