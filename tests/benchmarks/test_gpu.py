@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from areal_jax.native import library
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGED_CASES = (
     'bfloat16, 12 on 2 heads of 128', 'bfloat16, 28 on 4 heads of 128', 'float32, 9 on 3 heads of 64',
@@ -43,11 +45,13 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
     assert {name for name, status in found.items() if status == 'ran'} == {
         'attention dense: bfloat16, heads of 64', 'attention blocked: bfloat16, heads of 64', 'decode: float32',
         'decode: bfloat16', *(f'paged {name}: {case}' for name in ('gather', 'loops') for case in PAGED_CASES),
+        *(f'paged native: {case}' for case in PAGED_CASES if 'float32' in case and library.is_available()),
     }  # fmt: skip
     assert {name.split()[1] for name, status in found.items() if status == 'refused'} == {
         'pallas:',
         'splash:',
         'cudnn:',
+        'native:',
         'pallas_gpu:',
         'pallas_tpu:',
     }
