@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,18 @@ def test_tokens_that_do_not_count_are_left_out(wanted):
     for one, all_of_them in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(one[:wanted], all_of_them[:wanted])
         assert not np.any(one[wanted:])
+
+
+def test_steps_at_the_same_time_share_the_threads_and_change_no_bit():
+    _, native, params = make_decoders('everything')
+    prepared = native.prepare(params)
+    tokens, positions, cache, read = make_batch(native.config, 57)
+    step = jax.jit(native.step)
+    alone = np.asarray(step(prepared, tokens, positions, cache, read)[1])
+    with futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: step(prepared, tokens, positions, cache, read)[1], range(40)))
+    for logits in found:
+        np.testing.assert_array_equal(logits, alone)
 
 
 def test_what_a_step_does_not_see_has_no_influence():
