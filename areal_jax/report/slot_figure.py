@@ -1,0 +1,190 @@
+"""The timeline of the slots as a Bokeh figure to zoom and pan, drawn with WebGL. Used by html_page.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from areal_jax.report.figures import new_figure, plain_text
+from areal_jax.report.slot_timeline import Interval, Mark, Slot, SlotTimeline
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure as Figure
+
+NAME = 'slots'
+MOST_INTERVALS = 50_000  # drawn: with them a zoom takes a tenth of a second without a GPU
+_LABELS = 30  # publications with a label: more would lie on each other
+_ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
+_HEIGHTS = (180, 760)  # pixels of all slots
+# eight shades of viridis, again from the first one for every eighth version: neighbours differ, order shows
+_SHADES = ('#440154', '#46327e', '#365c8d', '#277f8e', '#1fa187', '#4ac16d', '#a0da39', '#fde725')
+_WORK = {'prefill': '#8a8f98', 'rebuild': '#D55E00'}
+_WEIGHTS, _INTERRUPT, _PREEMPT = '#000000', '#D55E00', '#CC79A7'
+
+
+def draw_slots(timeline: SlotTimeline) -> Figure:
+    """A row a slot; intervals coloured by policy version, marks where something happened to a request."""
+    from bokeh.models import BoxZoomTool, HoverTool, PanTool, Range1d, WheelZoomTool
+
+    rows = {slot: row for row, slot in enumerate(timeline.slots)}
+    start = min(interval.start for interval in timeline.intervals)
+    end = max(interval.end for interval in timeline.intervals)
+    height = min(max(_HEIGHTS[0], len(rows) * _ROW_HEIGHTS[1]), max(_HEIGHTS[1], len(rows) * _ROW_HEIGHTS[0]))
+    made = new_figure(
+        '', 'clock time (s)', '', height=100 + height, tools='reset,save', output_backend='webgl', name=NAME,
+        x_range=Range1d(start, end, bounds=_around(start, end)), y_range=Range1d(len(rows) - 0.4, -1.2),
+    )  # fmt: skip
+    made.toolbar.autohide = False
+    wheel, pan = WheelZoomTool(dimensions='width'), PanTool()
+    made.add_tools(pan, wheel, BoxZoomTool(), WheelZoomTool(dimensions='height'))
+    made.toolbar.active_scroll, made.toolbar.active_drag = wheel, pan
+    drawn = [
+        _draw_pauses(made, timeline, rows),
+        _draw_decoding(made, [i for i in timeline.intervals if i.work == 'decode'], rows),
+        *(
+            _draw_work(made, work, [i for i in timeline.intervals if i.work == work], rows)
+            for work in ('prefill', 'rebuild')
+        ),
+    ]
+    _draw_publications(made, timeline, len(rows))
+    _draw_marks(made, timeline.marks, rows)
+    made.add_tools(HoverTool(renderers=drawn, tooltips=_TOOLTIPS))
+    made.yaxis.ticker = list(rows.values())
+    made.yaxis.major_label_overrides = {
+        row: plain_text(f'{engine} slot {slot}') for (engine, slot), row in rows.items()
+    }
+    made.ygrid.grid_line_color = None
+    _finish_legend(made)
+    return made
+
+
+def describe_slots(timeline: SlotTimeline) -> str:
+    """How to read the figure, and what it leaves out."""
+    left = (
+        f' The {timeline.left_out} earlier intervals of the run are left out; `timeline.json` has them.'
+        if timeline.left_out
+        else ''
+    )
+    return (
+        'Each row is a slot, each bar a request that is decoded in it, coloured by the policy version (eight shades, '
+        'then again from the first). The wheel zooms in time, dragging moves; the tools at the side zoom a box or the '
+        f'rows, and go back. {len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
+    )
+
+
+_TOOLTIPS = [
+    ('work', '@work'),
+    ('request', '@request'),
+    ('policy version', '@version'),
+    ('from', '@left{0.000} s'),
+    ('to', '@right{0.000} s'),
+    ('', '@detail'),
+]
+
+
+def _around(start: float, end: float) -> tuple[float, float]:
+    margin = 0.05 * (end - start) or 1.0
+    return start - margin, end + margin
+
+
+def _source(intervals: Sequence[Interval], rows: dict[Slot, int], half: float) -> dict[str, object]:
+    row = np.array([rows[interval.slot] for interval in intervals], np.float64)
+    return {
+        'left': np.array([interval.start for interval in intervals], np.float64),
+        'right': np.array([interval.end for interval in intervals], np.float64),
+        'bottom': row + half,
+        'top': row - half,
+        **_texts(intervals),
+    }
+
+
+def _texts(intervals: Sequence[Interval]) -> dict[str, object]:
+    return {
+        'work': [interval.work for interval in intervals],
+        'request': [interval.request for interval in intervals],
+        'version': np.array([interval.version for interval in intervals], np.int32),
+        'detail': [interval.detail for interval in intervals],
+    }
+
+
+def _draw_decoding(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> object:
+    color = [_SHADES[interval.version % len(_SHADES)] for interval in intervals]
+    source = _source(intervals, rows, 0.4) | {'color': color}
+    return made.quad(
+        'left', 'right', 'top', 'bottom', source=source, fill_color='color', line_color='white', line_width=0.4
+    )
+
+
+def _draw_work(made: Figure, work: str, intervals: Sequence[Interval], rows: dict[Slot, int]) -> object:
+    label = {'prefill': 'prefill', 'rebuild': 'prefill that rebuilds an answer'}[work]
+    source = _source(intervals, rows, 0.2)
+    return made.quad(
+        'left', 'right', 'top', 'bottom', source=source, fill_color=_WORK[work], line_color=None, legend_label=label
+    )
+
+
+def _draw_pauses(made: Figure, timeline: SlotTimeline, rows: dict[Slot, int]) -> object:
+    """Over all slots of the engine."""
+    pauses = [interval for interval in timeline.intervals if interval.work == 'swap']
+    own = [[row for (engine, _), row in rows.items() if engine == pause.slot[0]] for pause in pauses]
+    source = {
+        'left': [pause.start for pause in pauses],
+        'right': [pause.end for pause in pauses],
+        'top': [min(of) - 0.5 for of in own],
+        'bottom': [max(of) + 0.5 for of in own],
+        **_texts(pauses),
+    }
+    return made.quad(
+        'left', 'right', 'top', 'bottom', source=source, fill_color='#E69F00', fill_alpha=0.3, line_color=None,
+        legend_label='pause for new weights (swap)',
+    )  # fmt: skip
+
+
+def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
+    times = [time for time, _ in timeline.publications]
+    low, high = [-0.6] * len(times), [rows - 0.4] * len(times)
+    made.segment(
+        'x', 'low', 'x', 'high', source={'x': times, 'low': low, 'high': high}, line_color=_WEIGHTS,
+        line_dash='dashed', line_width=1, legend_label='weights published',
+    )  # fmt: skip
+    labelled = timeline.publications[:: -(-len(times) // _LABELS) or 1]
+    data = {
+        'x': [time for time, _ in labelled],
+        'y': [-0.7] * len(labelled),
+        'text': [f'v{version}' for _, version in labelled],
+    }
+    made.text('x', 'y', 'text', source=data, text_font_size='11px', text_align='center')
+
+
+def _draw_marks(made: Figure, marks: Sequence[Mark], rows: dict[Slot, int]) -> None:
+    from bokeh.models import HoverTool
+
+    kinds = (('interrupt', 'diamond', _INTERRUPT, 'interrupted'), ('preempt', 'x', _PREEMPT, 'preempted'))
+    drawn = []
+    for what, marker, color, label in kinds:
+        own = [mark for mark in marks if mark.what == what]
+        source = {
+            'x': [mark.time for mark in own],
+            'y': [rows[mark.slot] for mark in own],
+            'what': [label] * len(own),
+            'request': [mark.request for mark in own],
+            'detail': [mark.detail for mark in own],
+        }
+        drawn.append(
+            made.scatter(
+                'x', 'y', source=source, marker=marker, size=9, fill_color=color,
+                line_color='white' if marker == 'diamond' else color, line_width=1 if marker == 'diamond' else 2.5,
+                legend_label=f'request {label}',
+            )
+        )  # fmt: skip
+    tooltips = [('', '@what'), ('request', '@request'), ('at', '@x{0.000} s'), ('', '@detail')]
+    made.add_tools(HoverTool(renderers=drawn, tooltips=tooltips))
+
+
+def _finish_legend(made: Figure) -> None:
+    legend = made.legend[0]
+    made.add_layout(legend, 'below')
+    legend.orientation, legend.ncols = 'horizontal', 6
+    legend.border_line_color, legend.label_text_font_size, legend.click_policy = None, '12px', 'hide'
