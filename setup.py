@@ -11,6 +11,7 @@ PLOTS = ['matplotlib>=3.9', 'bokeh>=3.9']  # pictures; report.html and compare.h
 GGUF = ['gguf>=0.19']
 SERVE = ['aiohttp>=3.11']  # servers and their clients
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
+BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
 [VERSION] = re.findall(r"^__version__ = '(.+)'$", (HERE / 'areal_jax' / '__init__.py').read_text(), re.MULTILINE)
 
@@ -51,6 +52,7 @@ setup(
         'plots': PLOTS,
         'gguf': GGUF,
         'docs': DOCS,
+        'browser': [*PLOTS, *BROWSER],  # of launch/test_page.sh
         'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
         'dev': [
             *TASKS,

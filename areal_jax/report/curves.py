@@ -27,7 +27,7 @@ class Curve:
 CURVES = (
     Curve('Reward', 'reward', (('mean', names.REWARD_MEAN), ('standard deviation', names.REWARD_STD))),
     Curve(
-        'Groups without a signal',
+        'Unread answers and filtered groups',
         'share',
         (('answers that could not be read', names.REWARD_UNPARSED), ('groups filtered', names.FILTERED_RATE)),
     ),

@@ -55,6 +55,7 @@ def new_figure(title: str, x: str, y: str, *, height: int = 250, **options: obje
     made.toolbar.autohide = True
     made.min_border_right = 12
     made.xgrid.grid_line_color = None
+    made.axis.minor_tick_line_color = None
     return made
 
 
@@ -101,7 +102,7 @@ def draw_histogram(title: str, unit: str, series: Sequence[Series]) -> Figure:
     )
     made.y_range.start = 0
     _whole_ticks(made)
-    _place_legend(made, len(series) if series and series[0][0] else 0)
+    place_legend(made, len(series) if series and series[0][0] else 0)
     return made
 
 
@@ -122,7 +123,7 @@ def draw_fates(title: str, x: str, fates: Mapping[str, Sequence[int]]) -> Figure
     _add_hover(made, [(x, '@x'), ('fate', '@fate'), ('tokens', '@tokens')])
     made.y_range.start = 0
     _whole_ticks(made)
-    _place_legend(made, len(data))
+    place_legend(made, len(data))
     return made
 
 
@@ -155,7 +156,7 @@ def draw_fate_shares(runs: Mapping[str, TokenFates]) -> Figure:
     made.yaxis.ticker = list(range(len(names)))
     made.yaxis.major_label_overrides = {index: plain_text(name) for index, name in enumerate(names)}
     _add_hover(made, [('run', '@run'), ('fate', '@fate'), ('share', '@share{0.0%}'), ('tokens', '@tokens')])
-    _place_legend(made, len(shown))
+    place_legend(made, len(shown))
     return made
 
 
@@ -175,7 +176,7 @@ def draw_ratio_rows(title: str, x: str, rows: Sequence[RatioRow]) -> Figure:
             made.scatter('x', 'y', source=data, color=color, size=7, legend_label=part)
     _add_hover(made, [(x, '@x'), ('part', '@part'), ('RMS', '@y{0.000e} nats'), ('tokens', '@tokens')])
     made.y_range.start = 0
-    _place_legend(made, len(parts))
+    place_legend(made, len(parts))
     return made
 
 
@@ -192,7 +193,7 @@ def draw_evaluation(report: Report, updates: DataRange1d) -> Figure:
         if points:
             _draw_intervals(made, label, color, points)
     _add_hover(made, [('version', '@x'), ('score', '@y{0.000}'), ('interval', '@low{0.000} to @high{0.000}')])
-    _place_legend(made, 2)
+    place_legend(made, 2)
     return made
 
 
@@ -209,13 +210,19 @@ def _draw_lines(made: Figure, lines: Sequence[Line], *, positive: bool) -> None:
     for (label, xs, ys), (dash, color) in zip(lines, styles, strict=False):
         kept = [(x, y) for x, y in zip(xs, ys, strict=True) if y > 0 or not positive]
         data = {'x': [x for x, _ in kept], 'y': [y for _, y in kept], 'line': [label] * len(kept)}
-        named = {'legend_label': plain_text(label)} if len(lines) > 1 else {}
-        made.line('x', 'y', source=data, color=color, line_dash=dash, line_width=1.8, **named)
+        legend = {'legend_label': plain_text(label)} if len(lines) > 1 else {}
+        made.line('x', 'y', source=data, color=color, line_dash=dash, line_width=1.8, **legend)
         if len(kept) <= _MARKED:
-            made.scatter('x', 'y', source=data, color=color, size=4, **named)
-    _add_hover(made, [('update', '@x'), ('value', '@y{0.000 a}'), *([('line', '@line')] * (len(lines) > 1))])
+            made.scatter('x', 'y', source=data, color=color, size=4, **legend)
+    values = [y for _, _, ys in lines for y in ys]
+    if not positive and min(values, default=-1) >= 0:  # shares, ages, norms: their axis begins at 0
+        made.y_range.start = 0
+        if not max(values):
+            made.y_range.end = 1
+    named = [('line', '@line')] if len(lines) > 1 else []
+    _add_hover(made, [('update', '@x'), ('value', '@y{0.000 a}'), *named])
     _whole_ticks(made)
-    _place_legend(made, len(lines) if len(lines) > 1 else 0)
+    place_legend(made, len(lines) if len(lines) > 1 else 0)
 
 
 def _draw_intervals(made: Figure, label: str, color: str, points: Sequence[tuple[int, Interval]]) -> None:
@@ -245,7 +252,7 @@ def _whole_ticks(made: Figure) -> None:
     made.xaxis.formatter = NumeralTickFormatter(format='0')
 
 
-def _place_legend(made: Figure, entries: int) -> None:
+def place_legend(made: Figure, entries: int) -> None:
     """Under the figure, so that it hides nothing; none for a single line."""
     if not entries:
         return
@@ -256,5 +263,5 @@ def _place_legend(made: Figure, entries: int) -> None:
     legend.click_policy = 'hide'
     legend.label_text_font_size = '12px'
     legend.border_line_color = None
-    legend.padding = 2
-    legend.spacing = 12
+    legend.location = 'left'
+    legend.margin, legend.padding, legend.spacing = 0, 2, 12

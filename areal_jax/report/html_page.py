@@ -120,12 +120,11 @@ def _ledger(run: Run, parts: Parts) -> Iterator[Block]:
     by_version, by_age = fates['by_version'], fates['by_age']
     drawn = {}
     if any(map(any, by_age.values())):
-        title = 'Tokens by age when their fate was decided'
-        drawn['fates_by_age'] = figures.draw_fates(title, 'age', by_age)
+        drawn['fates_by_age'] = figures.draw_fates('Tokens by age', 'age when the fate was decided', by_age)
     if by_version and any(map(any, by_version.values())):
         drawn['fates_by_version'] = figures.draw_fates('Tokens by policy version', 'policy version', by_version)
     if fates['generated']:
-        yield Wide('fates', figures.draw_fate_shares({run.name: fates}))
+        yield Wide('fates', figures.draw_fate_shares({'': fates}))
     yield Grid(drawn) if drawn else Absent('No generated token has met its fate.')
     if by_version is None:
         yield Absent('Servers do not tell how many tokens of each version a call brought: there is no figure of it.')

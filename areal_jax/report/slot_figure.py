@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areal_jax.report.figures import new_figure, plain_text
+from areal_jax.report.figures import new_figure, place_legend, plain_text
 from areal_jax.report.slot_timeline import Interval, Mark, Slot, SlotTimeline
 
 if TYPE_CHECKING:
+    from bokeh.models import GlyphRenderer
     from bokeh.plotting import figure as Figure
 
 NAME = 'slots'
 MOST_INTERVALS = 50_000  # drawn: with them a zoom takes a tenth of a second without a GPU
-_LABELS = 30  # publications with a label: more would lie on each other
+_VERSIONS = 8  # of a long run that are shown first
 _ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
 _HEIGHTS = (180, 760)  # pixels of all slots
 # eight shades of viridis, again from the first one for every eighth version: neighbours differ, order shows
 _SHADES = ('#440154', '#46327e', '#365c8d', '#277f8e', '#1fa187', '#4ac16d', '#a0da39', '#fde725')
-_WORK = {'prefill': '#8a8f98', 'rebuild': '#D55E00'}
 _WEIGHTS, _INTERRUPT, _PREEMPT = '#000000', '#D55E00', '#CC79A7'
 
 
@@ -34,20 +34,17 @@ def draw_slots(timeline: SlotTimeline) -> Figure:
     height = min(max(_HEIGHTS[0], len(rows) * _ROW_HEIGHTS[1]), max(_HEIGHTS[1], len(rows) * _ROW_HEIGHTS[0]))
     made = new_figure(
         '', 'clock time (s)', '', height=100 + height, tools='reset,save', output_backend='webgl', name=NAME,
-        x_range=Range1d(start, end, bounds=_around(start, end)), y_range=Range1d(len(rows) - 0.4, -1.2),
+        x_range=Range1d(*first_view(timeline), bounds=_around(start, end)), y_range=Range1d(len(rows) - 0.4, -1.2),
     )  # fmt: skip
     made.toolbar.autohide = False
     wheel, pan = WheelZoomTool(dimensions='width'), PanTool()
     made.add_tools(pan, wheel, BoxZoomTool(), WheelZoomTool(dimensions='height'))
     made.toolbar.active_scroll, made.toolbar.active_drag = wheel, pan
-    drawn = [
-        _draw_pauses(made, timeline, rows),
-        _draw_decoding(made, [i for i in timeline.intervals if i.work == 'decode'], rows),
-        *(
-            _draw_work(made, work, [i for i in timeline.intervals if i.work == work], rows)
-            for work in ('prefill', 'rebuild')
-        ),
-    ]
+    of_work = {
+        work: [i for i in timeline.intervals if i.work == work] for work in ('swap', 'decode', 'prefill', 'rebuild')
+    }
+    draws = (_draw_pauses, _draw_decoding, _draw_prefills, _draw_rebuilds)
+    drawn = [draw(made, own, rows) for draw, own in zip(draws, of_work.values(), strict=True) if own]
     _draw_publications(made, timeline, len(rows))
     _draw_marks(made, timeline.marks, rows)
     made.add_tools(HoverTool(renderers=drawn, tooltips=_TOOLTIPS))
@@ -56,8 +53,19 @@ def draw_slots(timeline: SlotTimeline) -> Figure:
         row: plain_text(f'{engine} slot {slot}') for (engine, slot), row in rows.items()
     }
     made.ygrid.grid_line_color = None
-    _finish_legend(made)
+    place_legend(made, len(made.legend[0].items) if made.legend else 0)
     return made
+
+
+def first_view(timeline: SlotTimeline) -> tuple[float, float]:
+    """Clock seconds that are shown before anything is zoomed: all, or some versions in the middle of a long run."""
+    start = min(interval.start for interval in timeline.intervals)
+    end = max(interval.end for interval in timeline.intervals)
+    times = [time for time, _ in timeline.publications if start < time < end]
+    if len(times) < 2 * _VERSIONS:
+        return start, end
+    first = (len(times) - _VERSIONS) // 2
+    return times[first], times[first + _VERSIONS - 1]
 
 
 def describe_slots(timeline: SlotTimeline) -> str:
@@ -69,8 +77,9 @@ def describe_slots(timeline: SlotTimeline) -> str:
     )
     return (
         'Each row is a slot, each bar a request that is decoded in it, coloured by the policy version (eight shades, '
-        'then again from the first). The wheel zooms in time, dragging moves; the tools at the side zoom a box or the '
-        f'rows, and go back. {len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
+        'then again from the first). The wheel zooms in time, out to the whole run; dragging moves; the tools at the '
+        'side zoom a box or the rows, and go back. '
+        f'{len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
     )
 
 
@@ -109,7 +118,7 @@ def _texts(intervals: Sequence[Interval]) -> dict[str, object]:
     }
 
 
-def _draw_decoding(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> object:
+def _draw_decoding(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
     color = [_SHADES[interval.version % len(_SHADES)] for interval in intervals]
     source = _source(intervals, rows, 0.4) | {'color': color}
     return made.quad(
@@ -117,17 +126,23 @@ def _draw_decoding(made: Figure, intervals: Sequence[Interval], rows: dict[Slot,
     )
 
 
-def _draw_work(made: Figure, work: str, intervals: Sequence[Interval], rows: dict[Slot, int]) -> object:
-    label = {'prefill': 'prefill', 'rebuild': 'prefill that rebuilds an answer'}[work]
-    source = _source(intervals, rows, 0.2)
-    return made.quad(
-        'left', 'right', 'top', 'bottom', source=source, fill_color=_WORK[work], line_color=None, legend_label=label
-    )
+def _draw_prefills(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
+    return _draw_thin(made, intervals, rows, '#8a8f98', 'prefill')
 
 
-def _draw_pauses(made: Figure, timeline: SlotTimeline, rows: dict[Slot, int]) -> object:
+def _draw_rebuilds(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
+    return _draw_thin(made, intervals, rows, '#D55E00', 'prefill that rebuilds answers')
+
+
+def _draw_thin(
+    made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int], color: str, label: str
+) -> GlyphRenderer:
+    look = {'fill_color': color, 'line_color': None, 'legend_label': label}
+    return made.quad('left', 'right', 'top', 'bottom', source=_source(intervals, rows, 0.2), **look)
+
+
+def _draw_pauses(made: Figure, pauses: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
     """Over all slots of the engine."""
-    pauses = [interval for interval in timeline.intervals if interval.work == 'swap']
     own = [[row for (engine, _), row in rows.items() if engine == pause.slot[0]] for pause in pauses]
     source = {
         'left': [pause.start for pause in pauses],
@@ -144,17 +159,14 @@ def _draw_pauses(made: Figure, timeline: SlotTimeline, rows: dict[Slot, int]) ->
 
 def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
     times = [time for time, _ in timeline.publications]
+    if not times:
+        return
     low, high = [-0.6] * len(times), [rows - 0.4] * len(times)
     made.segment(
         'x', 'low', 'x', 'high', source={'x': times, 'low': low, 'high': high}, line_color=_WEIGHTS,
         line_dash='dashed', line_width=1, legend_label='weights published',
     )  # fmt: skip
-    labelled = timeline.publications[:: -(-len(times) // _LABELS) or 1]
-    data = {
-        'x': [time for time, _ in labelled],
-        'y': [-0.7] * len(labelled),
-        'text': [f'v{version}' for _, version in labelled],
-    }
+    data = {'x': times, 'y': [-0.7] * len(times), 'text': [f'v{version}' for _, version in timeline.publications]}
     made.text('x', 'y', 'text', source=data, text_font_size='11px', text_align='center')
 
 
@@ -165,6 +177,8 @@ def _draw_marks(made: Figure, marks: Sequence[Mark], rows: dict[Slot, int]) -> N
     drawn = []
     for what, marker, color, label in kinds:
         own = [mark for mark in marks if mark.what == what]
+        if not own:
+            continue
         source = {
             'x': [mark.time for mark in own],
             'y': [rows[mark.slot] for mark in own],
@@ -180,11 +194,5 @@ def _draw_marks(made: Figure, marks: Sequence[Mark], rows: dict[Slot, int]) -> N
             )
         )  # fmt: skip
     tooltips = [('', '@what'), ('request', '@request'), ('at', '@x{0.000} s'), ('', '@detail')]
-    made.add_tools(HoverTool(renderers=drawn, tooltips=tooltips))
-
-
-def _finish_legend(made: Figure) -> None:
-    legend = made.legend[0]
-    made.add_layout(legend, 'below')
-    legend.orientation, legend.ncols = 'horizontal', 6
-    legend.border_line_color, legend.label_text_font_size, legend.click_policy = None, '12px', 'hide'
+    if drawn:
+        made.add_tools(HoverTool(renderers=drawn, tooltips=tooltips))

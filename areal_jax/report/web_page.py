@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from areal_jax.errors import UserError
 from areal_jax.report.parts import Items, Part, Table, Text
 
 if TYPE_CHECKING:  # Bokeh is an extra, and its import takes a second
@@ -72,12 +71,6 @@ def describe_missing_library(file: str) -> str:
     if importlib.util.find_spec(LIBRARY) is not None:
         return ''
     return f"{file} needs the package {LIBRARY}, which is not installed: pip install 'areal_jax[{EXTRA}]'"
-
-
-def require_library(file: str) -> None:
-    """Raises UserError with that sentence."""
-    if missing := describe_missing_library(file):
-        raise UserError(missing)
 
 
 def render_web_page(title: str, head: Sequence[Block | None], sections: Sequence[Section]) -> str:
