@@ -26,8 +26,8 @@ find_chromium() {
   compgen -G "${PLAYWRIGHT_BROWSERS_PATH:-$HOME/.cache/ms-playwright}/chromium-*/chrome-linux*/chrome" | tail -n 1 | grep .
 }
 
-CHROMIUM=$(find_chromium) ||
-  refuse "there is no Chromium ${CHROMIUM:+at CHROMIUM=$CHROMIUM}: install one, for example with 'apt-get install chromium', or name it in CHROMIUM"
+BROWSER=$(find_chromium) || refuse "there is no Chromium${CHROMIUM:+ at CHROMIUM=$CHROMIUM}: install one, for example \
+with 'apt-get install chromium', or name one in CHROMIUM"
 # in a shell of its own: `set -e` does not hold inside a condition
 bash -euo pipefail -c 'source launch/environment.sh; make_environment browser' ||
   refuse "the packages of areal_jax[browser] cannot be installed: pip's message is above"
@@ -53,4 +53,4 @@ if [ $# -gt 1 ]; then
   "$PYTHON" -m areal_jax.main_report --compare "$@" --out="$FOLDER/compare.html" >/dev/null
   pages+=("$FOLDER/compare.html")
 fi
-"$PYTHON" -m launch.page_check --chromium="$CHROMIUM" --pictures="$PICTURES" "${pages[@]}"
+"$PYTHON" -m launch.page_check --chromium="$BROWSER" --pictures="$PICTURES" "${pages[@]}"

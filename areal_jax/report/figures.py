@@ -102,7 +102,7 @@ def draw_histogram(title: str, unit: str, series: Sequence[Series]) -> Figure:
     )
     made.y_range.start = 0
     _whole_ticks(made)
-    place_legend(made, len(series) if series and series[0][0] else 0)
+    place_legend(made)
     return made
 
 
@@ -123,7 +123,7 @@ def draw_fates(title: str, x: str, fates: Mapping[str, Sequence[int]]) -> Figure
     _add_hover(made, [(x, '@x'), ('fate', '@fate'), ('tokens', '@tokens')])
     made.y_range.start = 0
     _whole_ticks(made)
-    place_legend(made, len(data))
+    place_legend(made)
     return made
 
 
@@ -153,10 +153,11 @@ def draw_fate_shares(runs: Mapping[str, TokenFates]) -> Figure:
             'y', 0.8, 'right', 'left', source=source, color=fate_color(fate, shown), legend_label=plain_text(fate)
         )
         left = right
+    made.yaxis.visible = any(names)
     made.yaxis.ticker = list(range(len(names)))
     made.yaxis.major_label_overrides = {index: plain_text(name) for index, name in enumerate(names)}
     _add_hover(made, [('run', '@run'), ('fate', '@fate'), ('share', '@share{0.0%}'), ('tokens', '@tokens')])
-    place_legend(made, len(shown))
+    place_legend(made, columns=6)
     return made
 
 
@@ -176,7 +177,7 @@ def draw_ratio_rows(title: str, x: str, rows: Sequence[RatioRow]) -> Figure:
             made.scatter('x', 'y', source=data, color=color, size=7, legend_label=part)
     _add_hover(made, [(x, '@x'), ('part', '@part'), ('RMS', '@y{0.000e} nats'), ('tokens', '@tokens')])
     made.y_range.start = 0
-    place_legend(made, len(parts))
+    place_legend(made)
     return made
 
 
@@ -193,7 +194,7 @@ def draw_evaluation(report: Report, updates: DataRange1d) -> Figure:
         if points:
             _draw_intervals(made, label, color, points)
     _add_hover(made, [('version', '@x'), ('score', '@y{0.000}'), ('interval', '@low{0.000} to @high{0.000}')])
-    place_legend(made, 2)
+    place_legend(made)
     return made
 
 
@@ -222,7 +223,7 @@ def _draw_lines(made: Figure, lines: Sequence[Line], *, positive: bool) -> None:
     named = [('line', '@line')] if len(lines) > 1 else []
     _add_hover(made, [('update', '@x'), ('value', '@y{0.000 a}'), *named])
     _whole_ticks(made)
-    place_legend(made, len(lines) if len(lines) > 1 else 0)
+    place_legend(made)
 
 
 def _draw_intervals(made: Figure, label: str, color: str, points: Sequence[tuple[int, Interval]]) -> None:
@@ -252,14 +253,14 @@ def _whole_ticks(made: Figure) -> None:
     made.xaxis.formatter = NumeralTickFormatter(format='0')
 
 
-def place_legend(made: Figure, entries: int) -> None:
-    """Under the figure, so that it hides nothing; none for a single line."""
-    if not entries:
+def place_legend(made: Figure, columns: int = 2) -> None:
+    """Under the figure, so that it hides nothing; none where no line has a label."""
+    if not made.legend:
         return
     legend = made.legend[0]
     made.add_layout(legend, 'below')
     legend.orientation = 'horizontal'
-    legend.ncols = min(entries, 4)
+    legend.ncols = min(len(legend.items), columns)
     legend.click_policy = 'hide'
     legend.label_text_font_size = '12px'
     legend.border_line_color = None

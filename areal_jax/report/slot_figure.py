@@ -1,4 +1,4 @@
-"""The timeline of the slots as a Bokeh figure to zoom and pan, drawn with WebGL. Used by html_page.py."""
+"""The timeline of the slots as Bokeh figures to zoom and pan, drawn with WebGL where there is. Used by html_page.py."""
 
 from __future__ import annotations
 
@@ -8,33 +8,45 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areal_jax.report.figures import new_figure, place_legend, plain_text
+from areal_jax.report.slot_overview import PAUSE, draw_overview, shade
 from areal_jax.report.slot_timeline import Interval, Mark, Slot, SlotTimeline
 
 if TYPE_CHECKING:
-    from bokeh.models import GlyphRenderer
+    from bokeh.models import Column, GlyphRenderer, Range1d
     from bokeh.plotting import figure as Figure
 
 NAME = 'slots'
-MOST_INTERVALS = 50_000  # drawn: with them a zoom takes a tenth of a second without a GPU
+MOST_INTERVALS = 50_000  # in the page: some megabytes
+_MOST_AT_ONCE = 3000  # of them in view when the wheel zooms out: with more a step takes seconds without a GPU
 _VERSIONS = 8  # of a long run that are shown first
 _ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
 _HEIGHTS = (180, 760)  # pixels of all slots
-# eight shades of viridis, again from the first one for every eighth version: neighbours differ, order shows
-_SHADES = ('#440154', '#46327e', '#365c8d', '#277f8e', '#1fa187', '#4ac16d', '#a0da39', '#fde725')
+_BORDERS = 130, 44  # pixels beside both figures, so that they stand above each other
 _WEIGHTS, _INTERRUPT, _PREEMPT = '#000000', '#D55E00', '#CC79A7'
 
 
-def draw_slots(timeline: SlotTimeline) -> Figure:
-    """A row a slot; intervals coloured by policy version, marks where something happened to a request."""
+def draw_slots(timeline: SlotTimeline) -> Column:
+    """The whole run as a strip, and below it a row a slot for what is chosen on the strip."""
+    from bokeh.layouts import column
+    from bokeh.models import Range1d
+
+    start, end = _span(timeline)
+    shown = Range1d(*first_view(timeline), bounds=(start, end), max_interval=widest_view(timeline))
+    figures = [draw_overview(timeline, shown, start, end), _draw_rows(timeline, shown)]
+    for figure in figures:
+        figure.min_border_left, figure.min_border_right = _BORDERS
+    return column(*figures, sizing_mode='stretch_width')
+
+
+def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
+    """Intervals coloured by policy version, marks where something happened to a request."""
     from bokeh.models import BoxZoomTool, HoverTool, PanTool, Range1d, WheelZoomTool
 
     rows = {slot: row for row, slot in enumerate(timeline.slots)}
-    start = min(interval.start for interval in timeline.intervals)
-    end = max(interval.end for interval in timeline.intervals)
     height = min(max(_HEIGHTS[0], len(rows) * _ROW_HEIGHTS[1]), max(_HEIGHTS[1], len(rows) * _ROW_HEIGHTS[0]))
     made = new_figure(
         '', 'clock time (s)', '', height=100 + height, tools='reset,save', output_backend='webgl', name=NAME,
-        x_range=Range1d(*first_view(timeline), bounds=_around(start, end)), y_range=Range1d(len(rows) - 0.4, -1.2),
+        x_range=shown, y_range=Range1d(len(rows) - 0.4, -1.2),
     )  # fmt: skip
     made.toolbar.autohide = False
     wheel, pan = WheelZoomTool(dimensions='width'), PanTool()
@@ -53,19 +65,27 @@ def draw_slots(timeline: SlotTimeline) -> Figure:
         row: plain_text(f'{engine} slot {slot}') for (engine, slot), row in rows.items()
     }
     made.ygrid.grid_line_color = None
-    place_legend(made, len(made.legend[0].items) if made.legend else 0)
+    place_legend(made, columns=6)
     return made
 
 
 def first_view(timeline: SlotTimeline) -> tuple[float, float]:
     """Clock seconds that are shown before anything is zoomed: all, or some versions in the middle of a long run."""
-    start = min(interval.start for interval in timeline.intervals)
-    end = max(interval.end for interval in timeline.intervals)
+    start, end = _span(timeline)
     times = [time for time, _ in timeline.publications if start < time < end]
     if len(times) < 2 * _VERSIONS:
         return start, end
     first = (len(times) - _VERSIONS) // 2
-    return times[first], times[first + _VERSIONS - 1]
+    return times[first], min(times[first + _VERSIONS - 1], times[first] + widest_view(timeline))
+
+
+def widest_view(timeline: SlotTimeline) -> float:
+    """Clock seconds in which a quarter of the places of the run have more than _MOST_AT_ONCE intervals."""
+    start, end = _span(timeline)
+    starts = np.array([interval.start for interval in timeline.intervals])  # ascending
+    if len(starts) <= _MOST_AT_ONCE:
+        return end - start
+    return float(np.quantile(starts[_MOST_AT_ONCE:] - starts[:-_MOST_AT_ONCE], 0.25)) or end - start
 
 
 def describe_slots(timeline: SlotTimeline) -> str:
@@ -77,8 +97,8 @@ def describe_slots(timeline: SlotTimeline) -> str:
     )
     return (
         'Each row is a slot, each bar a request that is decoded in it, coloured by the policy version (eight shades, '
-        'then again from the first). The wheel zooms in time, out to the whole run; dragging moves; the tools at the '
-        'side zoom a box or the rows, and go back. '
+        'then again from the first). The strip above has the whole run: drag its box, or the edges of the box. The '
+        'wheel zooms in time, dragging moves; the tools at the side zoom a box or the rows, and go back. '
         f'{len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
     )
 
@@ -93,9 +113,9 @@ _TOOLTIPS = [
 ]
 
 
-def _around(start: float, end: float) -> tuple[float, float]:
-    margin = 0.05 * (end - start) or 1.0
-    return start - margin, end + margin
+def _span(timeline: SlotTimeline) -> tuple[float, float]:
+    start = min(interval.start for interval in timeline.intervals)
+    return start, max(max(interval.end for interval in timeline.intervals), start + 1e-6)
 
 
 def _source(intervals: Sequence[Interval], rows: dict[Slot, int], half: float) -> dict[str, object]:
@@ -119,7 +139,7 @@ def _texts(intervals: Sequence[Interval]) -> dict[str, object]:
 
 
 def _draw_decoding(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
-    color = [_SHADES[interval.version % len(_SHADES)] for interval in intervals]
+    color = [shade(interval.version) for interval in intervals]
     source = _source(intervals, rows, 0.4) | {'color': color}
     return made.quad(
         'left', 'right', 'top', 'bottom', source=source, fill_color='color', line_color='white', line_width=0.4
@@ -152,7 +172,7 @@ def _draw_pauses(made: Figure, pauses: Sequence[Interval], rows: dict[Slot, int]
         **_texts(pauses),
     }
     return made.quad(
-        'left', 'right', 'top', 'bottom', source=source, fill_color='#E69F00', fill_alpha=0.3, line_color=None,
+        'left', 'right', 'top', 'bottom', source=source, fill_color=PAUSE, fill_alpha=0.3, line_color=None,
         legend_label='pause for new weights (swap)',
     )  # fmt: skip
 

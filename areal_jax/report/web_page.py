@@ -19,7 +19,7 @@ from areal_jax.report.parts import Items, Part, Table, Text
 if TYPE_CHECKING:  # Bokeh is an extra, and its import takes a second
     import jinja2
     import markupsafe
-    from bokeh.plotting import figure as Figure
+    from bokeh.models import UIElement
 
 LIBRARY, EXTRA = 'bokeh', 'plots'
 _TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
@@ -29,7 +29,7 @@ _TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
 class Grid:
     """Small figures beside each other, by name."""
 
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, UIElement]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Wide:
     """One figure over the whole width."""
 
     name: str
-    figure: Figure
+    figure: UIElement
     caption: str = ''
 
 
@@ -97,8 +97,8 @@ def render_web_page(title: str, head: Sequence[Block | None], sections: Sequence
     )
 
 
-def _figures(blocks: Sequence[Block]) -> dict[str, Figure]:
-    found: dict[str, Figure] = {}
+def _figures(blocks: Sequence[Block]) -> dict[str, UIElement]:
+    found: dict[str, UIElement] = {}
     for block in blocks:
         if isinstance(block, Grid):
             found.update(block.figures)

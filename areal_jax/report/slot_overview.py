@@ -1,0 +1,66 @@
+"""The whole run as a strip above the timeline of the slots, with a box on it to move. Used by slot_figure.py.
+
+The strip is one picture, so that its cost does not grow with the run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from areal_jax.report.figures import new_figure
+from areal_jax.report.slot_timeline import SlotTimeline
+
+if TYPE_CHECKING:
+    from bokeh.models import Range1d
+    from bokeh.plotting import figure as Figure
+
+SHADES = ('#440154', '#46327e', '#365c8d', '#277f8e', '#1fa187', '#4ac16d', '#a0da39', '#fde725')
+PAUSE = '#E69F00'
+_COLUMNS, _HEIGHT = 1600, 64  # of the picture; of the strip in pixels
+
+
+def shade(version: int) -> str:
+    """Eight shades of viridis, again from the first one for every eighth version: neighbours differ, order shows."""
+    return SHADES[version % len(SHADES)]
+
+
+def draw_overview(timeline: SlotTimeline, shown: Range1d, start: float, end: float) -> Figure:
+    """The strip; `shown` is the range of the timeline below."""
+    from bokeh.models import Range1d, RangeTool
+
+    rows = len(timeline.slots)
+    made = new_figure(
+        '', '', '', height=_HEIGHT, tools='', toolbar_location=None, x_range=Range1d(start, end),
+        y_range=Range1d(-0.5, rows - 0.5),
+    )  # fmt: skip
+    picture = paint(timeline, start, end)
+    made.image_rgba(image=[picture], x=start, y=-0.5, dw=end - start, dh=rows)
+    made.add_tools(RangeTool(x_range=shown))
+    made.yaxis.visible = False
+    made.grid.grid_line_color = None
+    return made
+
+
+def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
+    """uint32 RGBA [slots, columns], the last slot first: what each slot decoded when, 0 for nothing."""
+    rows = {slot: row for row, slot in enumerate(reversed(timeline.slots))}
+    colors = {version: _rgba(color) for version, color in enumerate(SHADES)}
+    pause = _rgba(PAUSE)
+    picture = np.zeros((len(rows), _COLUMNS), np.uint32)
+    for interval in timeline.intervals:
+        first = int((interval.start - start) / (end - start) * _COLUMNS)
+        columns = slice(max(0, first), max(first + 1, int((interval.end - start) / (end - start) * _COLUMNS)))
+        if interval.work == 'decode':
+            picture[rows[interval.slot], columns] = colors[interval.version % len(SHADES)]
+        elif interval.work == 'swap':
+            for row in (row for (engine, _), row in rows.items() if engine == interval.slot[0]):
+                picture[row, columns] = pause
+    return picture
+
+
+def _rgba(color: str) -> int:
+    """In the byte order of a canvas."""
+    red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
+    return 0xFF << 24 | blue << 16 | green << 8 | red
