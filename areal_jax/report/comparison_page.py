@@ -44,9 +44,9 @@ def _curves(comparison: Comparison) -> Iterator[Block]:
         points = [(name, *curve_points(run.metrics, metric)) for name, run in comparison.runs.items()]
         known = [line for line in points if any(value > 0 or not curve.logarithmic for value in line[2])]
         if not known:
-            missing.append(f'{curve.title} ({label})')
+            missing.append(curve.title)
             continue
-        titled = Curve(f'{curve.title}: {label}', curve.unit, curve.metrics, curve.logarithmic)
+        titled = Curve(curve.title, ', '.join(filter(None, (label, curve.unit))), curve.metrics, curve.logarithmic)
         # a run without the metric keeps its place, so that each run has one colour in all figures
         drawn[titled.name] = figures.draw_curve(titled, points, updates)
     yield Grid(drawn) if drawn else Absent('No run has published an update.')
@@ -56,7 +56,7 @@ def _curves(comparison: Comparison) -> Iterator[Block]:
 
 def _parts_of(split: Curve) -> Iterator[Curve]:
     for part, name in split.metrics:
-        yield Curve('RMS of the importance ratio', split.unit, ((part, name),), split.logarithmic)
+        yield Curve(f'Importance ratio, {part}', split.unit, (('RMS', name),), split.logarithmic)
 
 
 def _ages(comparison: Comparison) -> Iterator[Block]:

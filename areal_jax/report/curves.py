@@ -21,7 +21,7 @@ class Curve:
     @property
     def name(self) -> str:
         """Of the figure."""
-        return self.title.lower().replace(' ', '_')
+        return self.title.lower().replace(', ', '_').replace(' ', '_')
 
 
 CURVES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ NAME = 'slots'
 MOST_INTERVALS = 50_000  # in the page: some megabytes
 _MOST_AT_ONCE = 3000  # of them in view when the wheel zooms out: with more a step takes seconds without a GPU
 _VERSIONS = 8  # of a long run that are shown first
+_LABELS = 25  # publications with a label, in the widest view
 _ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
 _HEIGHTS = (180, 760)  # pixels of all slots
 _BORDERS = 130, 44  # pixels beside both figures, so that they stand above each other
@@ -97,7 +99,8 @@ def describe_slots(timeline: SlotTimeline) -> str:
     )
     return (
         'Each row is a slot, each bar a request that is decoded in it, coloured by the policy version (eight shades, '
-        'then again from the first). The strip above has the whole run: drag its box, or the edges of the box. The '
+        'then again from the first). The strip above has the whole run, its shades from the first version to the '
+        'last; drag the box on it, or the edges of the box. The '
         'wheel zooms in time, dragging moves; the tools at the side zoom a box or the rows, and go back. '
         f'{len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
     )
@@ -186,7 +189,14 @@ def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
         'x', 'low', 'x', 'high', source={'x': times, 'low': low, 'high': high}, line_color=_WEIGHTS,
         line_dash='dashed', line_width=1, legend_label='weights published',
     )  # fmt: skip
-    data = {'x': times, 'y': [-0.7] * len(times), 'text': [f'v{version}' for _, version in timeline.publications]}
+    start, end = _span(timeline)
+    in_view = len(times) * widest_view(timeline) / (end - start)
+    labelled = timeline.publications[:: max(1, math.ceil(in_view / _LABELS))]
+    data = {
+        'x': [time for time, _ in labelled],
+        'y': [-0.7] * len(labelled),
+        'text': [f'v{version}' for _, version in labelled],
+    }
     made.text('x', 'y', 'text', source=data, text_font_size='11px', text_align='center')
 
 

@@ -5,6 +5,7 @@ The strip is one picture, so that its cost does not grow with the run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,30 +38,51 @@ def draw_overview(timeline: SlotTimeline, shown: Range1d, start: float, end: flo
     )  # fmt: skip
     picture = paint(timeline, start, end)
     made.image_rgba(image=[picture], x=start, y=-0.5, dw=end - start, dh=rows)
-    made.add_tools(RangeTool(x_range=shown))
+    box = RangeTool(x_range=shown)
+    box.overlay.fill_color, box.overlay.fill_alpha = 'white', 0.5
+    box.overlay.line_color, box.overlay.line_alpha, box.overlay.line_width = 'black', 1.0, 1.5
+    made.add_tools(box)
     made.yaxis.visible = False
     made.grid.grid_line_color = None
     return made
 
 
 def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
-    """uint32 RGBA [slots, columns], the last slot first: what each slot decoded when, 0 for nothing."""
+    """uint32 RGBA [slots, columns], the last slot first: with which version each slot decoded when, 0 for nothing.
+
+    Versions run through the shades once, from the first to the last of the run: more than eight would flicker.
+    """
     rows = {slot: row for row, slot in enumerate(reversed(timeline.slots))}
-    colors = {version: _rgba(color) for version, color in enumerate(SHADES)}
-    pause = _rgba(PAUSE)
+    colors = _gradient([interval.version for interval in timeline.intervals if interval.work == 'decode'])
+    pause = _rgba(*_channels(PAUSE))
     picture = np.zeros((len(rows), _COLUMNS), np.uint32)
     for interval in timeline.intervals:
         first = int((interval.start - start) / (end - start) * _COLUMNS)
         columns = slice(max(0, first), max(first + 1, int((interval.end - start) / (end - start) * _COLUMNS)))
         if interval.work == 'decode':
-            picture[rows[interval.slot], columns] = colors[interval.version % len(SHADES)]
+            picture[rows[interval.slot], columns] = colors[interval.version]
         elif interval.work == 'swap':
             for row in (row for (engine, _), row in rows.items() if engine == interval.slot[0]):
                 picture[row, columns] = pause
     return picture
 
 
-def _rgba(color: str) -> int:
+def _gradient(versions: Sequence[int]) -> dict[int, int]:
+    """The color of each version: between the shades where there are more versions than shades."""
+    first, last = min(versions, default=0), max(versions, default=0)
+    places = np.arange(len(SHADES))
+    channels = np.array([_channels(color) for color in SHADES], np.float64)
+    step = min(1.0, (len(SHADES) - 1) / max(1, last - first))
+    return {
+        version: _rgba(*(round(float(np.interp((version - first) * step, places, channel))) for channel in channels.T))
+        for version in set(versions)
+    }
+
+
+def _channels(color: str) -> tuple[int, int, int]:
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
+
+
+def _rgba(red: int, green: int, blue: int) -> int:
     """In the byte order of a canvas."""
-    red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
     return 0xFF << 24 | blue << 16 | green << 8 | red

@@ -86,7 +86,7 @@ def test_the_page_overlays_the_runs(runs: list[pathlib.Path]):
     page = render_comparison_page(compare({path.name: read_run(path) for path in runs}))
     assert re.findall(r'<section id="(\w+)">', page) == SECTIONS['compare']
     drawn = set(re.findall(r'data-figure="([^"]+)"', page))
-    assert {'reward:_mean', 'age_in_publications', 'age_in_steps', 'fates'} <= drawn
+    assert {'reward', 'importance_ratio_drift', 'age_in_publications', 'age_in_steps', 'fates'} <= drawn
     assert EVIL not in page
     assert page.count('&lt;script&gt;alert(1)') >= 1
     assert '<td>staleness.eta</td><td>1.0</td><td>4.0</td>' in page
