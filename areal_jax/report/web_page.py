@@ -75,12 +75,17 @@ def describe_missing_library(file: str) -> str:
 
 def render_web_page(title: str, head: Sequence[Block | None], sections: Sequence[Section]) -> str:
     """The page; `head` stands above the links to the sections."""
+    from bokeh.document import Document
     from bokeh.embed import components
     from bokeh.resources import Resources
     from markupsafe import Markup
 
     shown = [(section, [block for block in section.blocks if block]) for section in sections]
     figures = _figures([block for _, blocks in shown for block in blocks])
+    document = Document()
+    with document.models.freeze():  # or each figure is searched again for every other one
+        for figure in figures.values():
+            document.add_root(figure)
     script, divisions = components(figures) if figures else ('', {})
     assert isinstance(divisions, dict)
     library = Resources(mode='inline', components=['bokeh', 'bokeh-gl']).render_js() if figures else ''

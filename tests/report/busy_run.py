@@ -184,7 +184,8 @@ def metrics(step: int, ages: list[float], time: float, generated: int) -> dict[s
         'throughput/generate_tokens_per_second': generated / time, 'throughput/train_tokens_per_second': 300 * swing,
         'publish/pause_seconds': 0.015 * swing, 'buffer/groups': 1 + step % 3, 'tokens/trained': tokens,
         'groups/trained': GROUPS, 'update/optimizer_steps': 2.0, 'update/skipped_steps': 0.0,
-        'update/trained_trajectories': GROUPS, 'by_age/0/kl': 0.01, **by_age,
+        'update/trained_trajectories': GROUPS, 'staleness/versions_per_trajectory_mean': 1.5,
+        'staleness/versions_per_trajectory_max': 2, 'by_age/0/kl': 0.01, **by_age,
         **{f'ratio/{name}': value for name, value in split.items()},
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ def test_every_text_is_escaped_and_code_is_marked():
     ]  # fmt: skip
     page = render_web_page(EVIL, [Text(EVIL)], [Section('one', EVIL, blocks)])
     assert '<script' not in page  # no figures, so no script of ours either
-    assert page.count('&lt;script&gt;') == 15
+    assert page.count('&lt;script&gt;') == 14
     assert '<code>&lt;script&gt;' in page
 
 
