@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from areal_jax.report.aggregates import Metrics
 from areal_jax.telemetry import names
+from areal_jax.telemetry.values import number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +76,13 @@ SPLIT = Curve(
 
 def curve_points(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
     """Updates that have the metric, and its values."""
-    known = [(line[names.STEP], line.get(name)) for line in metrics if isinstance(line.get(name), int | float)]
-    return [step for step, _ in known], [value for _, value in known]
+    updates: list[int] = []
+    values: list[float] = []
+    for line in metrics:
+        if isinstance(value := line.get(name), int | float):
+            updates.append(int(number(line, names.STEP) or 0))
+            values.append(value)
+    return updates, values
 
 
 def has_points(metrics: Metrics, curve: Curve) -> bool:

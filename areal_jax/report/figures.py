@@ -210,6 +210,8 @@ def _draw_lines(made: Figure, lines: Sequence[Line], *, positive: bool) -> None:
     styles = itertools.cycle(itertools.product(_DASHES, PALETTE))
     for (label, xs, ys), (dash, color) in zip(lines, styles, strict=False):
         kept = [(x, y) for x, y in zip(xs, ys, strict=True) if y > 0 or not positive]
+        if not kept:
+            continue
         data = {'x': [x for x, _ in kept], 'y': [y for _, y in kept], 'line': [label] * len(kept)}
         legend = {'legend_label': plain_text(label)} if len(lines) > 1 else {}
         made.line('x', 'y', source=data, color=color, line_dash=dash, line_width=1.8, **legend)

@@ -81,7 +81,7 @@ def _staleness(run: Run, parts: Parts) -> Iterator[Block]:
     yield parts.staleness
     histograms, steps = run.report['token_age_histograms'], run.report['token_age_steps']
     drawn = {
-        name: figures.draw_histogram(f'Age of the trained tokens in {name}', unit, [('', dict(pairs))])
+        name: figures.draw_histogram(f'Age in {name}', unit, [('', {pair[0]: pair[1] for pair in pairs})])
         for name, unit, pairs in (
             ('publications', 'versions', histograms['publications']),
             ('optimizer steps', 'steps before their own update', histograms['steps']),

@@ -58,10 +58,11 @@ def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
     picture = np.zeros((len(rows), _COLUMNS), np.uint32)
     for interval in timeline.intervals:
         first = int((interval.start - start) / (end - start) * _COLUMNS)
-        columns = slice(max(0, first), max(first + 1, int((interval.end - start) / (end - start) * _COLUMNS)))
+        last = int((interval.end - start) / (end - start) * _COLUMNS)
+        columns = slice(max(0, first), max(first + 1, last))
         if interval.work == 'decode':
             picture[rows[interval.slot], columns] = colors[interval.version]
-        elif interval.work == 'swap':
+        elif interval.work == 'swap' and last > first:  # shorter ones would cover what is longer
             for row in (row for (engine, _), row in rows.items() if engine == interval.slot[0]):
                 picture[row, columns] = pause
     return picture

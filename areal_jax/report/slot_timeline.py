@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, cast
 
-from areal_jax.events import Event, PrefillEvent
+from areal_jax.events import DecodeEvent, Event, PrefillEvent
 from areal_jax.report.event_log import outside_evaluation
 from areal_jax.report.lanes import event_intervals
 from areal_jax.report.slots import slot_spans
@@ -104,14 +104,14 @@ def _next_slots(events: Sequence[Event], decode: str, prefill: str) -> dict[int,
     found: dict[int, dict[str, tuple[int, int]]] = {}
     for event in reversed(events):
         if event['kind'] == decode:
-            version = event['version']  # type: ignore[typeddict-item]  # the two kinds of decoding have it
-            for slot, request in enumerate(event['slots']):  # type: ignore[typeddict-item]
+            dispatch = cast(DecodeEvent, event)
+            for slot, request in enumerate(dispatch['slots']):
                 if request is not None:
-                    upcoming[event['engine']][request] = (slot, version)  # type: ignore[typeddict-item]
+                    upcoming[dispatch['engine']][request] = (slot, dispatch['version'])
         elif event['kind'] == prefill:
-            known = upcoming[event['engine']]  # type: ignore[typeddict-item]
-            requests: list[str] = event['requests']  # type: ignore[typeddict-item]
-            found[event['seq']] = {request: known[request] for request in requests if request in known}
+            prefilled = cast(PrefillEvent, event)
+            known = upcoming[prefilled['engine']]
+            found[event['seq']] = {name: known[name] for name in prefilled['requests'] if name in known}
     return found
 
 

@@ -100,3 +100,10 @@ def test_the_strip_paints_what_each_slot_decoded():
     assert set(slot_1[1000:]) == {0}
     assert len(np.unique(slot_0[800:1000])) == 1  # the pause
     assert slot_0[900] not in (*rgba, 0)
+
+
+def test_the_first_slot_is_the_uppermost_of_the_strip():
+    one = Interval((ENGINE, 0), 'decode', 0, 4, 'a', 0, '')
+    picture = paint(SlotTimeline([(ENGINE, 0), (ENGINE, 1)], [one], [], [], 0), 0, 4)
+    assert picture[1].all()  # rows of a picture go upwards
+    assert not picture[0].any()
