@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from areal_jax.report import figures
 from areal_jax.report.comparison import Comparison
-from areal_jax.report.curves import CURVES, SPLIT, Curve, curve_points
+from areal_jax.report.metric_curves import CURVES, SPLIT, Curve, curve_points
 from areal_jax.report.parts import Table, Text
 from areal_jax.report.web_page import Absent, Block, Grid, Section, Wide, render_web_page
 

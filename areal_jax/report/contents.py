@@ -1,6 +1,6 @@
 """What report.json holds: its keys, with types and units. None where nothing was measured.
 
-Made by report.py and limit.py, read by caveats.py, page.py and plots.py.
+Made by report.py and limit.py, read by caveats.py, parts.py, plots.py and html_page.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.contents import Interval, RatioRow, Report, TokenFates
-from areal_jax.report.curves import Curve, curve_points
+from areal_jax.report.metric_curves import Curve, curve_points
 from areal_jax.telemetry.token_ledger import DROPPED
 
 if TYPE_CHECKING:

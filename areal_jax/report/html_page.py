@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from areal_jax.report import figures
 from areal_jax.report.censoring import describe_censoring
-from areal_jax.report.curves import CURVES, SPLIT, has_points
+from areal_jax.report.metric_curves import CURVES, SPLIT, has_points
 from areal_jax.report.parts import Parts, Table, Text, tell_parts
 from areal_jax.report.run import Run, read_fields
 from areal_jax.report.slot_figure import MOST_INTERVALS, describe_slots, draw_slots
