@@ -121,6 +121,12 @@ def test_without_the_library_the_tables_are_printed(runs: list[pathlib.Path], tm
     assert not (tmp_path / 'none.html').exists()
 
 
+def test_without_plots_no_page_is_written(runs: list[pathlib.Path], tmp_path: pathlib.Path):
+    arguments = ['--compare', *map(str, runs), f'--out={tmp_path}/none.html', '--no-plots']
+    assert main_report.main(arguments) == ExitCode.FINISHED
+    assert not (tmp_path / 'none.html').exists()
+
+
 def test_bad_input_is_one_sentence_and_nothing_is_written_over(runs: list[pathlib.Path], tmp_path, capsys):
     out = tmp_path / 'compare.html'
     out.write_text('mine')
