@@ -7,10 +7,11 @@ from setuptools import find_packages, setup
 
 TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9']
 TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
-PLOTS = ['matplotlib>=3.9']
+PLOTS = ['matplotlib>=3.9', 'bokeh>=3.9']  # pictures; report.html and compare.html
 GGUF = ['gguf>=0.19']
 SERVE = ['aiohttp>=3.11']  # servers and their clients
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
+BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
 [VERSION] = re.findall(r"^__version__ = '(.+)'$", (HERE / 'areal_jax' / '__init__.py').read_text(), re.MULTILINE)
 
@@ -23,7 +24,7 @@ setup(
     license='Apache-2.0',
     python_requires='>=3.11',
     packages=find_packages(include=['areal_jax', 'areal_jax.*', 'launch']),
-    package_data={'areal_jax.native': ['*.cc', '*.h']},
+    package_data={'areal_jax.native': ['*.cc', '*.h'], 'areal_jax.report': ['*.html']},
     install_requires=[
         'jax>=0.10.2,<0.13',
         'flax>=0.12.8',
@@ -51,6 +52,7 @@ setup(
         'plots': PLOTS,
         'gguf': GGUF,
         'docs': DOCS,
+        'browser': [*PLOTS, *BROWSER],  # of launch/test_page.sh
         'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
         'dev': [
             *TASKS,

@@ -19,7 +19,7 @@ from tests.app.small import SmallRun, train_until_killed
 from tests.app.test_sft import sft_config
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
 
-FILES = ('report.json', 'report.md', 'timeline.json', 'plots/slots.png')
+FILES = ('report.json', 'report.md', 'report.html', 'timeline.json', 'plots/slots.png')
 
 
 def write_run(workdir: pathlib.Path, **config: Any) -> None:

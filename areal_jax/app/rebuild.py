@@ -15,7 +15,8 @@ from areal_jax.errors import UserError
 from areal_jax.events import FILE as EVENTS
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
-from areal_jax.report.report import write_report
+from areal_jax.report.report import load_run, write_report
+from areal_jax.report.run import Run
 from areal_jax.report.window import window
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
@@ -38,11 +39,30 @@ def rebuild_report(workdir: pathlib.Path, plots: bool) -> None:
     Raises ReportError for a directory without a run, and UserError for a file that was torn or edited.
     """
     config = _read_config(workdir)
-    finished = (workdir / fact_file.FILE).exists()
-    if _field(workdir, config, 'loss.objective', str) == 'sft':
+    if _is_supervised(workdir, config):
+        finished = (workdir / fact_file.FILE).exists()
         write_sft_report(workdir, SftFacts.load(workdir) if finished else unfinished_sft_facts(workdir, config))
     else:
-        write_report(workdir, RunFacts.load(workdir) if finished else unfinished_facts(workdir, config), plots=plots)
+        write_report(workdir, _facts(workdir, config), plots=plots)
+
+
+def read_run(workdir: pathlib.Path) -> Run:
+    """A run with its report, made anew and not written. Raises as `rebuild_report`, and for supervised training."""
+    config = _read_config(workdir)
+    if _is_supervised(workdir, config):
+        raise ReportError(
+            f'{workdir} holds supervised training, which has no event log; give runs of reinforcement learning'
+        )
+    return load_run(workdir, _facts(workdir, config))
+
+
+def _is_supervised(workdir: pathlib.Path, config: Config) -> bool:
+    return _field(workdir, config, 'loss.objective', str) == 'sft'
+
+
+def _facts(workdir: pathlib.Path, config: Config) -> RunFacts:
+    finished = (workdir / fact_file.FILE).exists()
+    return RunFacts.load(workdir) if finished else unfinished_facts(workdir, config)
 
 
 def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:

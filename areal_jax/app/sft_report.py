@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from areal_jax import files
 from areal_jax.report.aggregates import median
 from areal_jax.report.caveats import describe_unfinished, warn_of_skipped_steps
-from areal_jax.report.page import describe_idle_fields, describe_prolongation
+from areal_jax.report.parts import describe_idle_fields, describe_prolongation
 from areal_jax.report.report import FILE, PAGE, count_optimizer_steps
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log

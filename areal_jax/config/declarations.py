@@ -267,7 +267,7 @@ SECTIONS: Mapping[str, Section] = {
         'What a run shows',
         progress=Flag(True, 'a line per update on the terminal'),
         tensorboard=Flag(True, 'event files in WORKDIR/tensorboard'),
-        plots=Flag(True, 'PNG plots when the run ends'),
+        plots=Flag(True, 'PNG plots and report.html when the run ends'),
         hook=Text('', "'my_file.py:function', called with the metrics of every update, see docs/tracking.md; '' = off"),
         profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),
     ),

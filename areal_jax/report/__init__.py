@@ -1,1 +1,1 @@
-"""After the run: report.json, report.md, plots, timeline and limits, made from the files of a workdir."""
+"""After the run: its report as JSON, Markdown and HTML, plots, timeline and limits, from the files of a workdir."""

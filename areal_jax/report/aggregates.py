@@ -6,10 +6,10 @@ import collections
 import statistics
 from collections.abc import Sequence
 
-from areal_jax.report.contents import Ends, EngineMismatch, MeanMax, Mismatch
+from areal_jax.report.contents import Ends, EngineMismatch, Mismatch
 from areal_jax.report.window import Window
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, counts, number
+from areal_jax.telemetry.values import Line, number
 
 Metrics = Sequence[Line]  # of the updates, in order
 
@@ -48,19 +48,6 @@ def weighted_mean(metrics: Metrics, name: str, weight: str) -> float | None:
     counted = [(value, count) for value, count in pairs if value is not None and count]
     weights = sum(count for _, count in counted)
     return sum(value * count for value, count in counted) / weights if weights else None
-
-
-def token_age(metrics: Metrics) -> MeanMax:
-    """Age of the trained tokens in versions: from the histograms, or from the means where no update has one."""
-    tokens: dict[int, float] = collections.defaultdict(float)  # by age
-    for line in metrics:
-        for age, count in enumerate(counts(line, names.TOKEN_AGE_HISTOGRAM)):
-            tokens[age] += count
-    if not (trained := sum(tokens.values())):
-        mean = weighted_mean(metrics, names.TOKEN_AGE_MEAN, names.TOKENS_TRAINED)
-        return {'mean': mean, 'max': largest(metrics, names.TOKEN_AGE_MAX)}
-    mean = sum(age * count for age, count in tokens.items()) / trained
-    return {'mean': mean, 'max': max(age for age, count in tokens.items() if count)}
 
 
 def mismatch(metrics: Metrics) -> Mismatch:

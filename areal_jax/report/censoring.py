@@ -116,6 +116,17 @@ def warn_of_censoring(found: contents.Censoring | None) -> str:
     return f'The trained data are not a fair sample of what was generated: {"; ".join(sentences)}.'
 
 
+def describe_censoring(found: contents.Censoring | None) -> str:
+    """What the comparison of trained with masked and dropped answers gave; '' where nothing is known."""
+    if found is None:
+        return ''
+    if not found['length_bias']:
+        return 'Nothing that was trained can be compared with what was masked or dropped.'
+    return warn_of_censoring(found) or (
+        'Trained answers differ from those that were masked or dropped by no more than chance explains.'
+    )
+
+
 def _shares(events: Sequence[Event], metrics: Metrics) -> Iterator[tuple[str, _Share]]:
     """(fate, part of an answer) for every answer whose fate is decided."""
     answers: dict[int, dict[int, _Answer]] = collections.defaultdict(dict)  # by draw and sample

@@ -1,6 +1,6 @@
 """What report.json holds: its keys, with types and units. None where nothing was measured.
 
-Made by report.py and limit.py, read by caveats.py, page.py and plots.py.
+Made by report.py and limit.py, read by caveats.py, parts.py, plots.py and html_page.py.
 """
 
 from __future__ import annotations
@@ -60,6 +60,20 @@ class Ends(TypedDict):
 class MeanMax(TypedDict):
     mean: float | None
     max: float | None
+
+
+class StepAge(MeanMax):
+    """In optimizer steps, those of a token's own update included."""
+
+    inside_mean: float | None  # the part inside the update of a token
+    inside_max: float | None
+
+
+class AgeHistograms(TypedDict):
+    """Trained tokens by age when their batch was formed, as pairs (age, tokens), ascending."""
+
+    publications: list[list[int]]
+    steps: list[list[int]]  # without steps of a token's own update; empty where the steps of an update are unknown
 
 
 class Mismatch(MeanMax):
@@ -259,7 +273,8 @@ class Causes(TypedDict):
 
     token_fates: TokenFates | None  # None where an earlier program wrote a part of the run, as the next
     censoring: Censoring | None
-    token_age_steps: MeanMax  # of the trained tokens, in optimizer steps
+    token_age_steps: StepAge  # of the trained tokens
+    token_age_histograms: AgeHistograms
     mismatch: Mismatch
     ratios_by_age: list[AgeRow]
     ratio_split: RatioSplit | None  # None where it was not measured

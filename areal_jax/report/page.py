@@ -1,269 +1,56 @@
-"""The report of a run as a page to read (report.md). Used by report.py; app/sft_report.py uses two of its sentences."""
+"""The report of a run as a page of Markdown (report.md). Used by report.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from areal_jax.report.censoring import censoring_rows
-from areal_jax.report.contents import Groups, Interval, Report, Time
-from areal_jax.report.curve import HEAD, curve_rows, describe_cost
-from areal_jax.report.generation import describe_attention, work_rows
-from areal_jax.report.ratios import age_rows, describe_split, split_rows
-from areal_jax.report.servers import HEAD as SERVERS_HEAD
-from areal_jax.report.servers import describe_servers
-from areal_jax.report.token_fates import fate_rows
-from areal_jax.telemetry.numerals import format_bytes, format_number, format_percent
+from areal_jax.report.contents import Report
+from areal_jax.report.parts import Items, Part, Parts, Table, tell_parts
 
 
 def render_page(report: Report, pictures: Sequence[str]) -> str:
     """Markdown of one page; `pictures` are paths relative to it."""
+    parts = tell_parts(report)
     sections = [
         '# Run report',
-        _what_ran(report),
-        _which_config(report),
-        _warnings(report['warnings']),
+        *(render_part(part) for part in (parts.what_ran, parts.which_config)),
+        *_headed('## Warnings', parts.warnings),
         '## Results',
-        _table(('', 'before', 'after', 'gain'), _accuracy_rows(report)),
-        'Intervals are 95%: Wilson or Student for one answer a problem, problems as clusters for several, paired over '
-        'problems for the gain.',
-        _table(HEAD, curve_rows(report)),
-        describe_cost(report) if report['evaluation_cache_bytes'] is not None else '',
-        _table(('learning', ''), _learning_rows(report)),
+        *(render_part(part) for part in _results(parts)),
         '## Staleness and interruption',
-        _table(('', ''), _staleness_rows(report)),
-        _table(('age', 'trained tokens', 'effective sample size', 'clipped', 'KL'), age_rows(report['ratios_by_age'])),
-        _table(('importance ratio (nats)', 'tokens', 'mean', 'RMS'), split_rows(report['ratio_split'])),
-        describe_split(report['ratio_split']),
-        *_token_sections(report),
+        *(render_part(part) for part in (parts.staleness, parts.ratios, parts.split, parts.split_cost)),
+        *_headed('## Tokens', parts.fates, parts.answers),
         '## Time and limit',
-        report['cause_of_gap'],
-        _table(('lane seconds an update', ''), _time_rows(report['time'])),
-        f'Ideal by the rule "{report["time"]["ideal_rule"]}".',
-        _table(('work of the engines', 'tokens', 'lane seconds'), work_rows(report['engine_work'])),
-        _table(('', ''), _rate_rows(report)),
-        _table(SERVERS_HEAD, describe_servers(report['servers'])),
+        *(render_part(part) for part in _time(parts)),
         '## Groups',
-        _table(('', 'groups'), _group_rows(report['groups'])),
-        _describe_problems(report['problems']),
+        *(render_part(part) for part in (parts.groups, parts.problems)),
         *(f'![{picture}]({picture})' for picture in pictures),
         '## Versions',
-        ', '.join(f'{package} {version}' for package, version in report['versions'].items()) or 'not recorded',
+        render_part(parts.versions),
     ]
     return '\n\n'.join(section for section in sections if section) + '\n'
 
 
-def _token_sections(report: Report) -> list[str]:
-    fates, answers = fate_rows(report['token_fates']), censoring_rows(report['censoring'])
-    if not fates and not answers:
-        return []
-    head = ('answers', 'number', 'length, mean', 'KS to generated', 'reward, mean', 'KS to generated')
-    return ['## Tokens', _table(('fate', 'tokens', 'share', 'age, mean'), fates), _table(head, answers)]
-
-
-def _what_ran(report: Report) -> str:
-    hardware = ', '.join(f'{name} {value}' for name, value in report['hardware'].items()) or 'hardware not recorded'
-    seconds = report['wall_seconds']
-    attempt = f', the last of {report["attempts"]} attempts' if report['attempts'] > 1 and report['finished'] else ''
-    wall = '' if seconds is None else f' in {format_number(seconds)} s of wall time{attempt}'
-    planned = '' if report['finished'] else f' of {report["planned_steps"]}'
-    return (
-        f'`{report["config"]}`, seed {report["seed"]}, {_staleness_bound(report)}, {report["clock"]} clock: '
-        f'{report["steps"]}{planned} updates{wall} '
-        f'({format_number(report["window_seconds"])} clock seconds from the first admission to the last '
-        'publication without evaluation). '
-        f'On {hardware}. Commit {_code(report["git_commit"])}, weights {_code((report["weights_sha256"] or "")[:16])}.'
-    )
-
-
-def _code(text: str | None) -> str:
-    return f'`{text}`' if text else 'not recorded'
-
-
-def _staleness_bound(report: Report) -> str:
-    if report['schedule'] != 'natural':
-        return f'schedule {report["schedule"]}'
-    return 'eta unbounded' if report['eta'] is None else f'eta {format_number(report["eta"])}'
-
-
-def _which_config(report: Report) -> str:
-    sentences = [describe_prolongation(prolongation) for prolongation in report['prolonged']]
-    if report['idle_fields']:
-        sentences.append(describe_idle_fields(report['idle_fields']))
-    return ' '.join(sentences)
-
-
-def describe_idle_fields(fields: Sequence[str]) -> str:
-    """The sentence on fields of the config that the run as built does not read."""
-    return f'Fields of the config file that this run does not use: {", ".join(fields)}.'
-
-
-def describe_prolongation(prolongation: Mapping[str, int]) -> str:
-    return (
-        f'The run was prolonged from {prolongation["from_steps"]} to {prolongation["to_steps"]} updates at update '
-        f'{prolongation["at_update"]}.'
-    )
-
-
-def _warnings(warnings: Sequence[str]) -> str:
-    if not warnings:
+def render_part(part: Part) -> str:
+    """Its Markdown; '' for an empty one."""
+    if not part:
         return ''
-    return '\n'.join(['## Warnings', '', *(f'- {warning}' for warning in warnings)])
+    if isinstance(part, Table):
+        lines = [part.head, ['---'] * len(part.head), *part.rows]
+        return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    if isinstance(part, Items):
+        return '\n'.join(f'- {item}' for item in part.items)
+    return part.text
 
 
-def _accuracy_rows(report: Report) -> list[tuple[str, ...]]:
-    accuracy, shares = report['accuracy'], report['most_frequent_answer_share']
-    rows: list[tuple[str, ...]] = []
-    if accuracy:
-        greedy, sampled = accuracy['greedy'], accuracy['sampled']
-        rows.append(('held-out accuracy, greedy', _interval(greedy['before']), _interval(greedy['after']), ''))
-        rows.append(
-            (
-                'held-out accuracy, sampled',
-                _interval(sampled['before']),
-                _interval(sampled['after']),
-                _interval(sampled['gain'], '+'),
-            )
-        )
-    if shares['before'] is not None or shares['after'] is not None:
-        rows.append(('most frequent answer', format_percent(shares['before']), format_percent(shares['after']), ''))
-    return rows
+def _headed(heading: str, *parts: Part) -> list[str]:
+    """The parts under their heading; nothing where all are empty."""
+    return [heading, *map(render_part, parts)] if any(parts) else []
 
 
-def _learning_rows(report: Report) -> list[tuple[str, ...]]:
-    reward, mismatch, steps = report['reward'], report['mismatch'], report['optimizer_steps']
-    unparsed, audit = report['unparsed_rate'], report['audit']
-    compared = audit and f'{audit["answers"]} / {audit["disagreements"]} / {audit["undecided"]}'
-    return [
-        ('optimizer steps, applied / skipped (gradient not finite)', f'{steps["applied"]} / {steps["skipped"]}'),
-        ('reward, first to last update', f'{format_number(reward["first"])} to {format_number(reward["last"])}'),
-        (
-            'answers that could not be read, first to last update',
-            f'{format_percent(unparsed["first"])} to {format_percent(unparsed["last"])}',
-        ),
-        *([('answers compared twice / disagreements (audit.jsonl) / undecided', compared)] if compared else []),
-        (
-            'tokens generated / trained',
-            f'{report["tokens"]["generated"]} / {format_number(report["tokens"]["trained"])}',
-        ),
-        (
-            'log-prob mismatch engine to learner, mean / max',
-            f'{format_number(mismatch["mean"])} / {format_number(mismatch["max"])} nats, '
-            f'{format_percent(mismatch["exact_share"])} exactly equal (n = {mismatch["n"]})',
-        ),
-        *(
-            (f'mean mismatch of {engine}', f'{format_number(of["mean"])} nats (n = {of["n"]})')
-            for engine, of in mismatch.get('by_engine', {}).items()
-        ),
-    ]
+def _results(parts: Parts) -> tuple[Part, ...]:
+    return parts.accuracy, parts.intervals, parts.evaluation, parts.evaluation_cost, parts.learning
 
 
-def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
-    age, versions, pause = report['token_age'], report['versions_per_trajectory'], report['publish_pause_seconds']
-    waited, steps = report['request_pause_seconds'], report['token_age_steps']
-    return [
-        ('age of trained tokens, mean / max (versions)', f'{format_number(age["mean"])} / {format_number(age["max"])}'),
-        (
-            'age of trained tokens, mean / max (optimizer steps)',
-            f'{format_number(steps["mean"])} / {format_number(steps["max"])}',
-        ),
-        (
-            'versions in one trajectory, mean / max',
-            f'{format_number(versions["mean"])} / {format_number(versions["max"])}',
-        ),
-        (
-            'interruptions',
-            f'{report["interruptions"]}, in {report["steps_with_interruption"]} of {report["steps"]} updates',
-        ),
-        (
-            'pause of an engine for new weights, median / max (s)',
-            f'{format_number(pause["median"])} / {format_number(pause["max"])}',
-        ),
-        (
-            'pause of a request, from the swap to its next token, p50 / max (s)',
-            f'{format_number(waited["median"])} / {format_number(waited["max"])}',
-        ),
-        ('admission was held back by (share of the time)', describe_held(report['admission_held'])),
-    ]
-
-
-def describe_held(shares: Mapping[str, float]) -> str:
-    """'eta 12%, max_running_groups 80%': the bounds that kept admission closed for at least half a percent."""
-    ends = {'steps': 'end of the run (its last group was admitted)'}
-    return (
-        ', '.join(f'{ends.get(bound, bound)} {share:.0%}' for bound, share in shares.items() if share >= 0.005) or '-'
-    )
-
-
-def _time_rows(time: Time) -> list[tuple[str, ...]]:
-    ideal, achieved = time['ideal'], time['achieved']
-    share = f' ({ideal / achieved:.0%} of what was possible)' if ideal and achieved else ''
-    seconds = {'generate': time['generate'], 'train': time['train'], 'publish': time['publish'], 'ideal': ideal}
-    rows = [(name, format_number(value)) for name, value in seconds.items()]
-    return [*rows, ('achieved', f'{format_number(achieved)}{share}')]
-
-
-def _rate_rows(report: Report) -> list[tuple[str, ...]]:
-    rate, busy, memory = report['throughput'], report['busy'], report['peak_memory_bytes']
-    preempted, cache = report['preemptions'], report['kv_cache_bytes']
-    return [
-        (
-            'tokens generated / trained per second',
-            f'{format_number(rate["generate_tokens_per_second"])} / {format_number(rate["train_tokens_per_second"])}',
-        ),
-        (
-            'tokens per second and device: generated / read by an update',
-            f'{format_number(rate["generate_tokens_per_second_per_device"])} / '
-            f'{format_number(rate["learner_tokens_per_second_per_device"])}',
-        ),
-        ('positions that attention read while decoding', describe_attention(report['attention_positions'])),
-        *(
-            [('preemptions, tokens to compute again', f'{preempted["requests"]}, {preempted["tokens"]}')]
-            if preempted
-            else []
-        ),
-        ('model FLOPs utilisation of an update', format_percent(rate['mfu'])),
-        ('lane occupied: rollout / learner', f'{format_percent(busy["rollout"])} / {format_percent(busy["learner"])}'),
-        *([('KV cache of an engine', format_bytes(cache))] if cache is not None else []),
-        ('peak memory of the process tree', f'{memory / 2**30:.2f} GiB' if memory is not None else '-'),
-        ('largest lag of the event loop (s)', format_number(report['event_loop_lag_seconds']['max'])),
-        ('compilations after warm-up', str(report['compilations'])),
-    ]
-
-
-def _group_rows(groups: Groups) -> list[tuple[str, ...]]:
-    dropped = [(f'dropped: {reason}', str(count)) for reason, count in groups['dropped'].items()]
-    filtered = [('left out of their batch for equal rewards', str(groups['filtered']))] if groups['filtered'] else []
-    if (rate := groups['filtered_rate']) is not None:
-        dropped.append(('share of the finished groups that task.filter dropped', format_percent(rate)))
-    if lost := groups.get('lost'):
-        for name, count, mean in (
-            ('answers that no engine finished', lost['lost'], lost['lost_tokens_mean']),
-            ('finished answers', lost['finished'], lost['finished_tokens_mean']),
-        ):
-            dropped.append((name, f'{count}, {format_number(mean)} tokens on average'))
-    return [('drawn', str(groups['drawn'])), ('trained', str(groups['trained'])), *filtered, *dropped]
-
-
-def _describe_problems(problems: Mapping[str, int]) -> str:
-    if not problems:
-        return ''
-    return (
-        f'{problems["train"]} problems to train on, {problems["held_out"]} held out, {problems["dropped"]} dropped '
-        'because their prompts are too long.'
-    )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ''
-    lines = [head, ['---'] * len(head), *rows]
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-
-
-def _interval(interval: Interval | None, sign: str = '') -> str:
-    if not interval:
-        return '-'
-    mean = format(interval['mean'], f'{sign}.3f')
-    if interval['low'] is None:
-        return f'{mean} (n = {interval["n"]})'
-    return f'{mean} [{interval["low"]:{sign}.3f}, {interval["high"]:{sign}.3f}] (n = {interval["n"]})'
+def _time(parts: Parts) -> tuple[Part, ...]:
+    return parts.cause_of_gap, parts.time, parts.ideal_rule, parts.work, parts.rates, parts.servers

@@ -1,4 +1,4 @@
-"""The report of a run: report.json, and with it report.md, timeline.json and the plots.
+"""The report of a run: report.json, and with it report.md, report.html, timeline.json and the plots.
 
 Used by app/session.py when a run has finished and by app/rebuild.py for any workdir. Made from events.jsonl,
 metrics.jsonl and the facts of the run.
@@ -7,6 +7,7 @@ metrics.jsonl and the facts of the run.
 from __future__ import annotations
 
 import collections
+import logging
 import pathlib
 from collections.abc import Sequence
 from statistics import median
@@ -18,21 +19,26 @@ from areal_jax.control.group_filter import EQUAL_REWARDS
 from areal_jax.events import FILE as EVENTS
 from areal_jax.events import Event, InterruptEvent
 from areal_jax.report import aggregates, contents, generation, statistics
+from areal_jax.report.ages import age_histograms, token_age, token_age_steps
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
 from areal_jax.report.censoring import censoring
 from areal_jax.report.contents import Report
 from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
 from areal_jax.report.event_log import load_events, outside_evaluation
+from areal_jax.report.html_page import FILE as HTML_PAGE
+from areal_jax.report.html_page import render_html
 from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
 from areal_jax.report.page import render_page
 from areal_jax.report.plots import write_plots
 from areal_jax.report.ratios import ratio_split, ratios_by_age
+from areal_jax.report.run import Run
 from areal_jax.report.servers import server_rows
 from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval
 from areal_jax.report.timeline import write_timeline
 from areal_jax.report.token_fates import token_fates
+from areal_jax.report.web_page import describe_missing_library
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
@@ -41,27 +47,36 @@ from areal_jax.telemetry.json_lines import plain
 
 FILE = 'report.json'
 PAGE = 'report.md'
+_log = logging.getLogger(__name__)
 
 
 def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True) -> dict[str, object]:
-    """Write report.json, report.md, timeline.json and plots/ from what the work directory holds; returns the report.
+    """Write report.json, report.md, report.html, timeline.json and plots/ from what the work directory holds.
 
     Args:
         workdir: holds events.jsonl and metrics.jsonl.
         facts: of the run; app/rebuild.py finds them in a work directory.
-        plots: whether to draw; without it the page shows no pictures.
+        plots: whether to draw; without it report.md shows no pictures, and report.html is not written.
 
-    Raises UserError for a file there that was torn or edited.
+    Returns the report. Raises UserError for a file there that was torn or edited.
     """
-    workdir = pathlib.Path(workdir)
+    run = load_run(pathlib.Path(workdir), facts)
+    files.write_json(run.workdir / FILE, run.report)
+    write_timeline(run.events, run.workdir)
+    pictures = write_plots(run.events, run.metrics, run.report, run.workdir) if plots else []
+    files.write_text(run.workdir / PAGE, render_page(run.report, pictures))
+    if plots and (missing := describe_missing_library(HTML_PAGE)):
+        _log.warning('%s', missing)
+    elif plots:
+        files.write_text(run.workdir / HTML_PAGE, render_html(run))
+    return dict(run.report)
+
+
+def load_run(workdir: pathlib.Path, facts: RunFacts) -> Run:
+    """What the work directory holds, and the report of it; writes nothing. Raises as `write_report`."""
     events = load_events(workdir / EVENTS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
-    report = build_report(events, metrics, facts, read_curve(workdir / EVALUATIONS))
-    files.write_json(workdir / FILE, report)
-    write_timeline(events, workdir)
-    pictures = write_plots(events, metrics, report, workdir) if plots else []
-    files.write_text(workdir / PAGE, render_page(report, pictures))
-    return dict(report)
+    return Run(workdir, events, metrics, build_report(events, metrics, facts, read_curve(workdir / EVALUATIONS)))
 
 
 def build_report(
@@ -90,7 +105,7 @@ def build_report(
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
         **_beside_training(events, facts, curve),
-        'token_age': aggregates.token_age(metrics),
+        'token_age': token_age(metrics),
         'versions_per_trajectory': _versions_per_trajectory(metrics),
         'interruptions': len(interruptions),
         'steps_with_interruption': len({event['to_version'] for event in interruptions}),
@@ -149,11 +164,11 @@ def _generation(events: Sequence[Event], training: Sequence[Event], facts: RunFa
 
 
 def _causes(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> contents.Causes:
-    steps = aggregates.weighted_mean(metrics, names.STEP_AGE_MEAN, names.TOKENS_TRAINED)
     return {
         'token_fates': token_fates(events, metrics, finished=facts.finished),
         'censoring': censoring(events, metrics),
-        'token_age_steps': {'mean': steps, 'max': aggregates.largest(metrics, names.STEP_AGE_MAX)},
+        'token_age_steps': token_age_steps(metrics),
+        'token_age_histograms': age_histograms(metrics),
         'mismatch': aggregates.mismatch(metrics),
         'ratios_by_age': ratios_by_age(metrics),
         'ratio_split': ratio_split(metrics),

@@ -1,6 +1,6 @@
 """The servers that a run generated with: where each was, what it delivered, how often it failed.
 
-Used by report.py and page.py.
+Used by report.py and parts.py.
 """
 
 from __future__ import annotations

@@ -62,3 +62,12 @@ def test_no_environment_is_made_without_its_python_or_room(tmp_path):
 def test_an_environment_that_is_made_is_left_alone(tmp_path):
     (tmp_path / 'installed').write_text('0.32.0\n')
     assert run('launch/vllm_environment.sh', str(tmp_path)) == (0, '')
+
+
+def test_a_machine_without_a_chromium_is_refused(tmp_path):
+    code, said = run('launch/test_page.sh', CHROMIUM=f'{tmp_path}/nowhere')
+    assert code == 2
+    assert said == (
+        f"error: there is no Chromium at CHROMIUM={tmp_path}/nowhere: install one, for example with 'apt-get install "
+        "chromium', or name one in CHROMIUM\n"
+    )

@@ -48,7 +48,8 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'request_pause_seconds': dict.fromkeys(('median', 'max')),
         'engine_work': {'generated': work, 'prefilled': work, 'rebuilt': None},
         'mismatch': dict.fromkeys(('mean', 'max', 'exact_share', 'n')),
-        'token_age_steps': dict.fromkeys(('mean', 'max')),
+        'token_age_steps': dict.fromkeys(('mean', 'max', 'inside_mean', 'inside_max')),
+        'token_age_histograms': dict.fromkeys(('publications', 'steps')),
         'throughput': dict.fromkeys(
             (
                 *('generate_tokens_per_second', 'train_tokens_per_second', 'mfu'),

@@ -1,0 +1,145 @@
+"""One self-contained page of HTML: sections of texts, tables and Bokeh's figures, with its scripts and data inline.
+
+Used by html_page.py (report.html) and comparison_page.py (compare.html). Every text is escaped, and the page forbids
+the browser any request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from areal_jax.report.parts import Items, Part, Table, Text
+
+if TYPE_CHECKING:  # Bokeh is an extra, and its import takes a second
+    import jinja2
+    import markupsafe
+    from bokeh.models import UIElement
+
+LIBRARY, EXTRA = 'bokeh', 'plots'
+_TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Small figures beside each other, by name."""
+
+    figures: Mapping[str, UIElement]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """One figure over the whole width."""
+
+    name: str
+    figure: UIElement
+    caption: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Absent:
+    """Why there is nothing to show."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """A table that opens at a click."""
+
+    title: str
+    table: Table
+
+
+Block: TypeAlias = Part | Grid | Wide | Absent | Folded
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    name: str  # of the anchor
+    title: str
+    blocks: Sequence[Block | None]  # None and empty parts are left out
+
+
+def describe_missing_library(file: str) -> str:
+    """The sentence on a page that cannot be made here, '' where the plotting library is installed."""
+    if importlib.util.find_spec(LIBRARY) is not None:
+        return ''
+    return f"{file} needs the package {LIBRARY}, which is not installed: pip install 'areal_jax[{EXTRA}]'"
+
+
+def render_web_page(title: str, head: Sequence[Block | None], sections: Sequence[Section]) -> str:
+    """The page; `head` stands above the links to the sections."""
+    from bokeh.document import Document
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+    from markupsafe import Markup
+
+    shown = [(section, [block for block in section.blocks if block]) for section in sections]
+    figures = _figures([block for _, blocks in shown for block in blocks])
+    document = Document()
+    with document.models.freeze():  # or each figure is searched again for every other one
+        for figure in figures.values():
+            document.add_root(figure)
+    script, divisions = components(figures) if figures else ('', {})
+    assert isinstance(divisions, dict)
+    library = Resources(mode='inline', components=['bokeh', 'bokeh-gl']).render_js() if figures else ''
+    return _template().render(
+        title=title,
+        head=[_context(block) for block in head if block],
+        sections=[
+            {'name': section.name, 'title': section.title, 'blocks': [_context(block) for block in blocks]}
+            for section, blocks in shown
+        ],
+        figures={name: Markup(division) for name, division in divisions.items()},
+        library=Markup(library),
+        script=Markup(script),
+    )
+
+
+def _figures(blocks: Sequence[Block]) -> dict[str, UIElement]:
+    found: dict[str, UIElement] = {}
+    for block in blocks:
+        if isinstance(block, Grid):
+            found.update(block.figures)
+        elif isinstance(block, Wide):
+            found[block.name] = block.figure
+    return found
+
+
+def _context(block: Block) -> Mapping[str, object]:
+    """What the template reads of a block."""
+    if isinstance(block, Text):
+        return {'kind': 'text', 'text': block.text}
+    if isinstance(block, Absent):
+        return {'kind': 'absent', 'text': block.text}
+    if isinstance(block, Items):
+        return {'kind': 'items', 'entries': block.items}
+    if isinstance(block, Table):
+        return {'kind': 'table', 'head': block.head, 'rows': block.rows}
+    if isinstance(block, Folded):
+        return {'kind': 'folded', 'title': block.title, 'table': _context(block.table)}
+    if isinstance(block, Grid):
+        return {'kind': 'grid', 'names': list(block.figures)}
+    return {'kind': 'wide', 'name': block.name, 'caption': block.caption}
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters['code'] = _mark_code
+    return environment.from_string(_TEMPLATE.read_text())
+
+
+def _mark_code(text: str) -> markupsafe.Markup:
+    """Escaped; what stands between backticks is code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r'`([^`]+)`', r'<code>\1</code>', str(escape(text))))
