@@ -46,7 +46,7 @@ class PackedPieces(NamedTuple):
     prior_blocks: np.ndarray  # [prior / block_tokens], the blocks that are read
     segments: np.ndarray  # [R + A]: the ids of the row; < 0 = padding
     row_positions: np.ndarray  # [R + A], in the sequence
-    count: np.ndarray  # [], tokens of the pieces; the others are padding
+    wanted: np.ndarray  # [], tokens of the pieces; the others are padding
 
 
 # Shapes.
@@ -178,7 +178,7 @@ def pack_pieces(
         before = slice(run * run_places, (run + runs) * run_places)
         packed.segments[before], packed.row_positions[before] = _prior_ids(piece.start, runs, block_tokens, segment)
         token, place, run = token + length, place + len(positions), run + runs
-    packed.count[...] = token
+    packed.wanted[...] = token
     _require_written_once(packed, pieces, block_tokens)
     return packed
 
@@ -206,7 +206,7 @@ def _padding(bucket: PrefillBucket, block_tokens: int, padding_block: int) -> Pa
         prior_blocks=np.full(bucket.prior // block_tokens, padding_block, np.int32),
         segments=(-1 - np.arange(prior + places) // tile).astype(np.int32),
         row_positions=np.zeros(prior + places, np.int32),
-        count=np.array(0, np.int32),
+        wanted=np.array(0, np.int32),
     )
 
 
@@ -249,7 +249,7 @@ def prefill_pieces(
 
     `over_heads` makes the attention of all heads of one that is given those of a device.
     """
-    tokens, positions, blocks, offsets, places, sources, prior_blocks, segments, row_positions, count = map(
+    tokens, positions, blocks, offsets, places, sources, prior_blocks, segments, row_positions, wanted = map(
         jnp.asarray, packed
     )
     prior = len(segments) - len(sources)
@@ -271,7 +271,7 @@ def prefill_pieces(
         )  # fmt: skip
         return out.at[places].get(mode='promise_in_bounds'), layer
 
-    return decoder.hidden(weights, tokens, positions, over_heads(attend), cache, wanted=count)[1]
+    return decoder.hidden(weights, tokens, positions, over_heads(attend), cache, wanted=wanted)[1]
 
 
 _OWN = ('blocked', 'pallas')  # take any ids
