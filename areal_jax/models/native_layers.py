@@ -35,7 +35,7 @@ class Read(NamedTuple):
 
 
 def can_compute(layer: Params) -> bool:
-    """Whether the weights of a layer are all in panels, without adapters. Raises nothing."""
+    """Whether the matrices of a layer are all in panels, without adapters."""
     linears = _linears(layer)
     return all(is_in_panels(linear['weight']) and 'lora_a' not in linear for linear in linears)
 
