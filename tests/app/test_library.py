@@ -202,7 +202,7 @@ PROCESS = """
 import atexit, json, logging, os, random, resource, signal, sys, threading, warnings, weakref
 import absl.flags, absl.logging, flax.nnx, jax, jax.monitoring, matplotlib.figure, matplotlib.backends.backend_agg
 import ml_collections.config_flags, numpy, optax, orbax.checkpoint, psutil, safetensors, tensorboardX, tensorstore
-import scipy.special
+import bokeh.plotting, scipy.special
 jax.devices()
 weakref.finalize(jax, print).detach()  # the first one registers an exit handler of weakref; jax makes some
 import areal_jax
