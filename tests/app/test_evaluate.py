@@ -46,7 +46,10 @@ def run(tmp_path_factory):
     'fields',
     [
         {'run__clock': 'real', 'cluster__engines': '2 x shared', 'rollout__slots': 3},
-        {'lora__rank': 2, 'publication__channel': 'files', 'publication__dtype': 'bfloat16'},
+        pytest.param(
+            {'lora__rank': 2, 'publication__channel': 'files', 'publication__dtype': 'bfloat16'},
+            marks=pytest.mark.slow,
+        ),
         {'cluster__engines': '2 x tensor=1', 'task__verifier': 'process', 'rollout__top_k': 2,
          'loss__truncated_sampling': 'full_softmax'},
     ],

@@ -52,6 +52,7 @@ def test_pallas_gpu_agrees_with_float64_in_the_interpreter(demand):
     assert self_check(attention, demand, CPU) < (1e-6 if demand.dtype == 'float32' else 3e-2)
 
 
+@pytest.mark.slow
 def test_pallas_tpu_means_what_the_kernels_reference_computes(monkeypatch):
     demand = dataclasses.replace(ODD, windows=True)
 
