@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(
     'fields',
     [
-        {'staleness__schedule': 'uniform(0,2)'},
+        pytest.param({'staleness__schedule': 'uniform(0,2)'}, marks=pytest.mark.slow),
         {},
         {'staleness__schedule': 'fixed(1)', 'cluster__engines': '3 x shared', 'checkpoint__every': 2},
         pytest.param({'staleness__schedule': 'fixed(1)', **OWN_DEVICES}, marks=pytest.mark.slow),

@@ -70,7 +70,8 @@ def test_the_first_error_of_a_run_wins_and_everything_is_closed(tmp_path, room):
     assert session.metrics._file._file.closed
 
 
-@pytest.mark.parametrize('limit', [7_000, pytest.param(40_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('limit', [7_000, 40_000])
 def test_a_file_that_may_not_grow_is_one_sentence(tmp_path, limit):
     command = [sys.executable, '-m', 'areal_jax.main_train', '--config=configs/tiny_cpu.py', f'--workdir={tmp_path}']
     command += ['--config.run.steps=30', '--config.evaluation.problems=0']

@@ -50,8 +50,11 @@ def run(tmp_path_factory):
             {'lora__rank': 2, 'publication__channel': 'files', 'publication__dtype': 'bfloat16'},
             marks=pytest.mark.slow,
         ),
-        {'cluster__engines': '2 x tensor=1', 'task__verifier': 'process', 'rollout__top_k': 2,
-         'loss__truncated_sampling': 'full_softmax'},
+        pytest.param(
+            {'cluster__engines': '2 x tensor=1', 'task__verifier': 'process', 'rollout__top_k': 2,
+             'loss__truncated_sampling': 'full_softmax'},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda fields: ', '.join(f'{name}={value}' for name, value in fields.items()),
 )  # fmt: skip

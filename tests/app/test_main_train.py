@@ -85,7 +85,9 @@ def test_the_tiny_run_learns_and_leaves_what_it_promises(tmp_path):
     assert '# ' in done.stdout  # ends with the report
 
 
-@pytest.mark.parametrize('end', [signal.SIGINT, signal.SIGKILL], ids=['ctrl-c', 'kill -9'])
+@pytest.mark.parametrize(
+    'end', [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=['ctrl-c', 'kill -9']
+)
 def test_a_run_that_was_ended_resumes(tmp_path, end):
     options = [*QUICK, '--config.run.steps=60', '--config.checkpoint.every=5']
     process = subprocess.Popen(
