@@ -35,6 +35,7 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
         **dict.fromkeys(('publish', 'load', 'snapshot', 'pin'), prices.publish_s),
         'reward': prices.reward_s,
         'save': prices.save_s,
+        'compile': 0.0,
     }
     return VirtualClock(widths, log, per_unit, start_s)
 

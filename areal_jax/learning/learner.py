@@ -6,7 +6,6 @@ update.py makes the optimizer steps, programs.py compiles, interchange.py conver
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -28,7 +27,7 @@ from areal_jax.learning.likelihood import held_out_likelihood
 from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.packing import count_tokens
 from areal_jax.learning.passes import Passes
-from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.programs import AHEAD, CompiledPrograms
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.state import describe_cast, describe_state, place_state
@@ -91,10 +90,10 @@ class SpmdLearner:
         if settings.ratio is not None:
             working = describe_cast(described.params, settings.dtype)
             self._ratio = RatioSampler(settings.ratio, self._passes, self._layout, self.programs, working)
-        self._closing = False
+        self._closing, self._is_traced, self.go = False, threading.Event(), threading.Event()
         self._ahead: threading.Thread | None = None
         if compile_ahead:
-            self._ahead = threading.Thread(target=self._compile_ahead, name='learner warm-up', daemon=True)
+            self._ahead = threading.Thread(target=self._compile_ahead, name=AHEAD, daemon=True)
             self._ahead.start()
         try:
             self.state = place_state(trained, frozen, settings, self.programs)
@@ -111,12 +110,30 @@ class SpmdLearner:
             self.programs.compile(name, *args)
         return len(self.programs.compiled)
 
+    def finish_warm_up(self) -> int:
+        """`warm_up` of a learner that compiles ahead: waits for its thread, and compiles nothing in this one."""
+        assert self._ahead is not None
+        self._ahead.join()
+        return self.warm_up()
+
+    def wait_traced(self) -> None:
+        """Returns when the thread that compiles ahead has traced its programs: from then on it holds up nobody."""
+        assert self._ahead is not None
+        self._is_traced.wait()
+
     def _compile_ahead(self) -> None:
-        with contextlib.suppress(Exception):  # `warm_up` raises it
-            for name, args in self._declared:
-                if self._closing:
-                    break
-                self.programs.compile(name, *args)
+        try:
+            for act in (self.programs.trace, self.programs.compile):
+                for name, args in self._declared:
+                    if self._closing:
+                        return
+                    act(name, *args)
+                self._is_traced.set()
+                self.go.wait()
+        except Exception:  # `warm_up` raises it
+            pass
+        finally:
+            self._is_traced.set()
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: filtered groups and shared prompts are left out."""

@@ -6,7 +6,9 @@ Used by state.py, passes.py and learner.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import jax
 
@@ -14,6 +16,9 @@ from areal_jax.learning.train_step import Programs
 from areal_jax.types import Tree
 
 _Shapes = tuple[tuple[int, ...], ...]
+_Key = tuple[str, _Shapes]  # of a program: its name and the shapes of its rows
+_T = TypeVar('_T')
+AHEAD = 'learner warm-up'  # name of the thread that compiles before a program is asked for
 
 
 class CompiledPrograms:
@@ -25,29 +30,48 @@ class CompiledPrograms:
     def __init__(self, definitions: Programs):
         self.definitions = definitions
         self._lock = threading.Lock()
-        self._programs: dict[tuple[str, _Shapes], Future[jax.stages.Compiled]] = {}  # by name and shapes of its rows
+        self._traced: dict[_Key, Future[jax.stages.Lowered]] = {}  # until they are compiled
+        self._programs: dict[_Key, Future[jax.stages.Compiled]] = {}
 
     @property
-    def compiled(self) -> dict[tuple[str, _Shapes], jax.stages.Compiled]:
+    def compiled(self) -> dict[_Key, jax.stages.Compiled]:
         """The programs by name and the shapes of their rows; waits for those that are being compiled."""
         return {key: program.result() for key, program in self._programs.copy().items()}
+
+    def trace(self, name: str, *args: Tree) -> jax.stages.Lowered:
+        """The first half of `compile`, and the one that holds the interpreter's lock."""
+        return self._once(self._traced, _key(name, args), lambda: getattr(self.definitions, name)().lower(*args))
 
     def compile(self, name: str, *args: Tree) -> jax.stages.Compiled:
         """The program `name` (a method of train_step.Programs) for arguments of these shapes, which are all it needs.
 
         If another thread is compiling it, this one waits for the result.
         """
-        shapes = tuple(arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg)
-        with self._lock:
-            known = (name, shapes) in self._programs
-            program = self._programs.setdefault((name, shapes), Future())
-        if not known:
-            try:
-                program.set_result(getattr(self.definitions, name)().lower(*args).compile())
-            except BaseException as error:
-                program.set_exception(error)
-                raise
-        return program.result()
+        key = _key(name, args)
+
+        def compile_traced() -> jax.stages.Compiled:
+            program = self.trace(name, *args).compile()
+            del self._traced[key]
+            return program
+
+        return self._once(self._programs, key, compile_traced)
 
     def run(self, name: str, *args: Tree) -> Tree:
         return self.compile(name, *args)(*args)
+
+    def _once(self, made: dict[_Key, Future[_T]], key: _Key, make: Callable[[], _T]) -> _T:
+        """What the first thread that asks for it makes; the others wait. An error is raised in all of them."""
+        with self._lock:
+            known = key in made
+            future = made.setdefault(key, Future())
+        if not known:
+            try:
+                future.set_result(make())
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+        return future.result()
+
+
+def _key(name: str, args: tuple[Tree, ...]) -> _Key:
+    return name, tuple(arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg)
