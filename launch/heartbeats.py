@@ -6,7 +6,6 @@ import pathlib
 import time
 from collections.abc import Collection
 
-from areal_jax.errors import UserError
 from areal_jax.rollout.servers.registry import read_registry
 
 PATIENCE_S = 60.0  # a server compiles without its heartbeat stopping for so long
@@ -18,7 +17,7 @@ class Heartbeats:
 
     def __init__(self, workdir: pathlib.Path):
         self._workdir = workdir
-        self._changed: dict[str, tuple[object, float]] = {}  # by name: (incarnation and heartbeat, since when)
+        self._changed: dict[str, tuple[object, float]] = {}  # by name: (holder and heartbeat, since when)
         self._due_s = 0.0
 
     def list_silent(self) -> Collection[int]:
@@ -29,11 +28,11 @@ class Heartbeats:
         self._due_s = now + _LOOK_S
         try:
             entries = read_registry(self._workdir)
-        except (UserError, OSError):  # a damaged entry: the trainer names it
+        except OSError:  # a file system that is away for a while
             return ()
         silent = set()
         for entry in entries:
-            beat, since_s = (entry.incarnation, entry.heartbeat), self._changed.get(entry.name)
+            beat, since_s = (entry.order, entry.heartbeat), self._changed.get(entry.name)
             if since_s is None or since_s[0] != beat:
                 self._changed[entry.name] = beat, now
             elif now - since_s[1] >= PATIENCE_S and not entry.is_leaving:

@@ -141,7 +141,7 @@ class ClientMaker:
 
     def _make(self, entry: ServerEntry, index: int) -> ServerEngine:
         if entry.kind == OWN:
-            connection = Connection(entry.url, self._api_key)
+            connection = Connection(entry.url, self._api_key, entry.holder)
             return OwnEngine(
                 index, connection, self._clock, self._log,
                 locate=_locate, limits=self._limits, kv_policy=self._kv_policy,
