@@ -94,5 +94,6 @@ def read_entry(path: pathlib.Path) -> ServerEntry | None:
 def read_registry(workdir: pathlib.Path) -> list[ServerEntry]:
     """The entries by name; a directory whose server has not written yet has none."""
     directory = workdir / REGISTRY
-    found = [read_entry(path / _ENTRY) for path in sorted(directory.iterdir())] if directory.is_dir() else []
+    names = sorted(path for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
+    found = [read_entry(path / _ENTRY) for path in names]
     return [entry for entry in found if entry is not None]
