@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.learning import diagnostics, trees, truncation
-from areal_jax.learning.advantages import has_signal, make_estimator
+from areal_jax.learning.advantages import make_estimator
 from areal_jax.learning.denominators import denominator_scale
 from areal_jax.learning.diagnostics import Metrics
 from areal_jax.learning.finiteness import require_finite
@@ -26,8 +26,8 @@ from areal_jax.learning.interchange import export_weights, match_snapshot, read_
 from areal_jax.learning.layout import RowLayout
 from areal_jax.learning.likelihood import held_out_likelihood
 from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.packing import count_tokens
 from areal_jax.learning.passes import Passes
+from areal_jax.learning.price import UpdatePrice
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.settings import LearnerSettings
@@ -79,6 +79,8 @@ class SpmdLearner:
         self._layout = RowLayout(decoder.config, mesh, settings)
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
+        filters = settings.objective != 'sft' and settings.filter_equal_rewards
+        self._price = UpdatePrice(self.packing, settings.epochs, filters)
         self._estimate = make_estimator(settings.advantage)
         if decoder.layers == 'stacked':
             params = stack_layers(params)
@@ -120,7 +122,11 @@ class SpmdLearner:
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: filtered groups and shared prompts are left out."""
-        return count_tokens(self._kept(groups), self.packing) * self._settings.epochs
+        return self._price.tokens(groups)
+
+    def price(self) -> UpdatePrice:
+        """How `update_tokens` counts, for a process that has no learner."""
+        return self._price
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
         """Trains on one batch with `n_minibatches * epochs` optimizer steps; `version` is that of the weights before.
@@ -136,7 +142,7 @@ class SpmdLearner:
         began_s = time.perf_counter()
         if settings.truncated_sampling == 'refuse':
             truncation.require_full_softmax(groups)
-        kept = self._kept(groups)
+        kept = self._price.kept(groups)
         oldest = None if settings.oldest_age is None else version - settings.oldest_age
         scale = denominator_scale(groups, kept, settings.aggregation) if settings.denominator == 'all' else 1.0
         batches, report = self._layout.pack(
@@ -284,10 +290,6 @@ class SpmdLearner:
     def _trains(self, path: str) -> bool:
         """With adapters only they are trained, else every weight."""
         return is_adapter(path) if self._decoder.lora else True
-
-    def _kept(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        everything = self._settings.objective == 'sft' or not self._settings.filter_equal_rewards
-        return [g for g in groups if everything or has_signal(g)]
 
     def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""

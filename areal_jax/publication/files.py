@@ -35,13 +35,12 @@ from areal_jax.publication.versions import (
     keep_while_read,
     list_versions,
     parse_version,
-    remove_unread,
+    remove_old_versions,
     version_path,
 )
 from areal_jax.sharding.placement import Place
 from areal_jax.types import PublishedWeights
 
-_KEPT = 2  # newest versions that stay on the disk after their release: servers load them by path
 _FOREIGN = ''  # manifest hash of a directory that another program wrote
 
 
@@ -90,13 +89,8 @@ class FilesChannel:
         return load_version(published, self._config, place, verify=self._verify)
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """Removes versions below `version` from the disk, except the newest two of all and the `pinned` ones.
-
-        A version that a process is reading stays until a later call.
-        """
-        for v, path in list(list_versions(self._directory).items())[:-_KEPT]:
-            if v < version and v not in pinned:
-                remove_unread(path)
+        """See `versions.remove_old_versions`."""
+        remove_old_versions(self._directory, version, pinned)
 
 
 def find_version(directory: str | os.PathLike[str], version: int) -> PublishedWeights:
