@@ -21,13 +21,11 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
-from areal_jax.rollout import requirements
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.decode.parallel import weight_shardings
 from areal_jax.rollout.decode.weights import share_prepared
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.requirements import Requirement
 from areal_jax.sharding.allocation import Allocation, EngineDevices
 from areal_jax.sharding.placement import Place
 from areal_jax.telemetry.numerals import format_bytes
@@ -128,23 +126,6 @@ def describe_caches(
 def _describe_cache(backends: Mapping[EngineDevices, DecodeBackend]) -> str:
     backend = next(iter(backends.values()))  # those of other devices are equal
     return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions, {format_bytes(backend.state_bytes)}'
-
-
-def build_requirements(config: TrackedConfig) -> list[Requirement]:
-    """What this run needs of every engine."""
-    rollout, evaluation = config.rollout, config.evaluation
-    needed = [
-        requirements.needs_logprobs('learning from its answers', 'behavior'),
-        requirements.needs_spans('learning from its answers'),
-        requirements.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
-        requirements.needs_pause('taking checkpoints'),
-    ]
-    if cuts_softmax(config):
-        setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
-        needed.append(requirements.needs_logprobs(setting, 'sampling'))
-    if evaluation.every:
-        needed.append(requirements.needs_pinned(f'evaluation.every={evaluation.every}'))
-    return needed
 
 
 def build_engines(

@@ -20,8 +20,9 @@ from areal_jax.app.engines import build_serving_backend, describe_caches, place_
 from areal_jax.app.evaluation_config import adapt_config
 from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import StopRequests
-from areal_jax.app.model import Model, build_model, describe_loading, describe_model
+from areal_jax.app.model import Model, build_model, describe_model
 from areal_jax.app.origin import read_version
+from areal_jax.app.text_model import describe_loading
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
