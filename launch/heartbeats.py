@@ -1,4 +1,4 @@
-"""Which servers have stopped saying that they live: a program that hangs has no exit code. Used by supervisor.py."""
+"""Which processes of a run have stopped saying that they live: a program that hangs has no exit code."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pathlib
 import time
 from collections.abc import Collection
 
-from areal_jax.rollout.servers.registry import read_registry
+from areal_jax.registry.entries import read_entries
 
-PATIENCE_S = 60.0  # a server compiles without its heartbeat stopping for so long
+PATIENCE_S = 60.0  # a process compiles without its heartbeat stopping for so long
 _LOOK_S = 5.0  # between two looks at the registry
 
 
@@ -21,13 +21,13 @@ class Heartbeats:
         self._due_s = 0.0
 
     def list_silent(self) -> Collection[int]:
-        """Processes whose heartbeat has not changed for PATIENCE_S, those of earlier servers too."""
+        """Processes whose heartbeat has not changed for PATIENCE_S, those of earlier ones too."""
         now = time.monotonic()
         if now < self._due_s:
             return ()
         self._due_s = now + _LOOK_S
         try:
-            entries = read_registry(self._workdir)
+            entries = read_entries(self._workdir)
         except OSError:  # a file system that is away for a while
             return ()
         silent = set()

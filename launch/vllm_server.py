@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 
 from absl import flags
+from ml_collections import config_dict
 
 import areal_jax
 from areal_jax.app.ending import end_command
@@ -60,6 +61,24 @@ def main(argv: Sequence[str]) -> int:
                 server.kill()
                 raise
         return _serve(server, url, values, wakeups)
+
+
+def describe_command(
+    config: config_dict.ConfigDict,
+    workdir: pathlib.Path,
+    name: str,
+    *,
+    index: int | None = None,
+    host: str = '127.0.0.1',
+) -> list[str]:
+    """The command of one server of a run; it starts from a version that the learner has published."""
+    publication, rollout = config.publication, config.rollout
+    directory = publication.directory or workdir / 'publication'
+    return [
+        *(sys.executable, '-m', 'launch.vllm_server', f'--workdir={workdir}', f'--publication={directory}'),
+        *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}', f'--slots={rollout.slots}'),
+        *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
+    ]
 
 
 def find_python() -> str:

@@ -16,6 +16,7 @@ from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.beside import UNDER_WAY, build_beside, restore_rows
 from areal_jax.app.clock import build_clock
+from areal_jax.app.environment import Environment
 from areal_jax.app.ledger_check import find_ledger_fault
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.run import Checkpoint, Run, State
@@ -81,6 +82,7 @@ class LoopRun(Run):
 
     version_at_start = 0
     _engines: Sequence[LocalEngine] = ()  # those of this process
+    _awaited_engines = 0  # in other processes: with which the run begins
     _servers: Servers | None = None
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
@@ -119,6 +121,10 @@ class LoopRun(Run):
     @abc.abstractmethod
     def _digest(self, weights: Tree) -> str:
         """What the report says of the weights at the end."""
+
+    @abc.abstractmethod
+    def _read_environment(self) -> Environment:
+        """What the bits of the run depend on."""
 
     @abc.abstractmethod
     def _find_engine_facts(self) -> EngineFacts: ...
@@ -300,7 +306,7 @@ class LoopRun(Run):
 
     def _run(self) -> bool:
         try:
-            note_start(self.workdir, self._first_seq, self.config, self._source_of_weights)
+            note_start(self.workdir, self._first_seq, self.config, self._source_of_weights, self._read_environment())
             self._warm_up()
             if isinstance(self.clock, RealClock):
                 self.clock.restart()
@@ -320,6 +326,7 @@ class LoopRun(Run):
             engine.start(self.supervisor)
         if self._servers is not None:
             self._servers.start(self.supervisor)
+            await self._await_engines(self._servers)
         if self.version_at_start == 0:
             await self._evaluate('before')
         elif self.beside:
@@ -336,6 +343,17 @@ class LoopRun(Run):
             return True
         await self.controller.save_for_good()  # --resume repeats the evaluation
         return False
+
+    async def _await_engines(self, servers: Servers) -> None:
+        """Nothing is generated before all of them hold the first weights, or run.stall_timeout_s has passed."""
+        wanted, deadline_s = self._awaited_engines, self.config.run.stall_timeout_s
+        if not wanted:
+            return
+        self._start.begin(f'waiting for {wanted} engines')
+        serving = await servers.pool.await_serving(wanted, deadline_s, self.controller.stop_requested)
+        self._start.end()
+        if serving < wanted and not self.controller.stop_requested.is_set():
+            print(f'warning: {serving} of {wanted} engines serve after {deadline_s:g} s: the run begins', flush=True)
 
     async def _evaluate(self, phase: str) -> bool:
         """True when the evaluation is done, or none is wanted."""

@@ -7,6 +7,7 @@ import re
 
 from areal_jax import files
 from areal_jax.app.workdir import CHECKPOINTS
+from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.config.ranges import ConfigError
 
@@ -45,3 +46,18 @@ def read_run_config(path: str, field: str = FIELD) -> TrackedConfig:
     except (TypeError, ValueError) as error:
         raise ConfigError(f'{file} holds a value of another type than its field ({error}): {fix}') from error
     return TrackedConfig(config)
+
+
+def find_checkpoint(path: str) -> pathlib.Path:
+    """The checkpoint that the path names, or the newest one of that run; whether it is intact is not looked at.
+
+    Raises ConfigError for a run without one, CheckpointError for one that is not there.
+    """
+    workdir, name = split_checkpoint(path)
+    store = CheckpointStore(workdir / CHECKPOINTS)
+    newest = store.latest()
+    if newest is None:
+        raise ConfigError(
+            f'{FIELD}={path!r} holds no checkpoint: let that run end, or stop it with Ctrl-C, which saves one'
+        )
+    return store.path(name or newest)

@@ -17,6 +17,7 @@ from areal_jax.app.engines import (
     describe_caches,
     restore_ring,
 )
+from areal_jax.app.environment import Environment, read_environment
 from areal_jax.app.loop_run import EngineFacts, LoopRun
 from areal_jax.app.own_learner import OwnLearner
 from areal_jax.control.schedule import VersionRing
@@ -83,6 +84,9 @@ class Session(OwnLearner, LoopRun):
 
     def _digest(self, weights: Params) -> str:
         return weights_sha256(weights)
+
+    def _read_environment(self) -> Environment:
+        return read_environment()
 
     def _find_engine_facts(self) -> EngineFacts:
         return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from areal_jax.app.run_config import read_run_config
+from areal_jax.app.run_config import find_checkpoint, read_run_config
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
@@ -56,6 +56,27 @@ def describe_loading(config: TrackedConfig) -> str:
     if config.model.source == 'random':
         return 'drawing weights'
     return f'loading {pathlib.PurePath(config.model.path.removeprefix("package:")).name}'
+
+
+def find_source(config: TrackedConfig) -> pathlib.Path | None:
+    """The file or directory that holds the weights; None = they are drawn.
+
+    Raises ConfigError for a run without a checkpoint.
+    """
+    if config.model.source == 'random':
+        return None
+    if config.model.source == 'gguf':
+        return gguf_file(config)
+    if config.model.source == 'hf':
+        return pathlib.Path(config.model.path)
+    return find_checkpoint(config.model.path)
+
+
+def describe_source(config: TrackedConfig, source: pathlib.Path | None) -> tuple[str, str]:
+    """(what weights that are not finite are called, what to do then)."""
+    if source is None:
+        return f'weights drawn with model.init_scale={config.model.init_scale:g}', 'lower it'
+    return f'model.path={str(source)!r}', 'get the files again or name another model'
 
 
 def find_origin(config: TrackedConfig) -> TrackedConfig:

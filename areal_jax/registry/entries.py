@@ -145,7 +145,7 @@ class Registration:
     def _write(self) -> None:
         fields = dataclasses.asdict(self.entry)
         del fields['heartbeat']
-        files.write_json(self.path, fields)
+        files.write_json(self.path, fields, allow_nan=True)  # a config may have infinite fields
 
 
 def file_of(directory: pathlib.Path, name: str, order: Order) -> pathlib.Path:
