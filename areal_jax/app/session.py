@@ -48,6 +48,7 @@ from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
 from areal_jax.models.weights import Params
+from areal_jax.publication.files import FilesChannel
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
@@ -58,6 +59,7 @@ from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.sharding.allocation import EngineDevices
+from areal_jax.sharding.shares import is_shared
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import RunFacts
@@ -156,7 +158,7 @@ class Session(Run):
         self, task: Task, checkpoint: Checkpoint | None, snapshot: State | None
     ) -> tuple[VersionRing | None, Pool | ServerPool]:
         config, version = self.config, self.version_at_start
-        self._channel = build_channel(config, self.workdir, self._model, self.allocation)
+        self._channel = build_channel(config, self.workdir, self._model, self.allocation, self.learner.writers)
         ring = build.build_ring(config)
         if ring and checkpoint:
             restore_ring(ring, self._channel, checkpoint.arrays[_RING])
@@ -345,7 +347,7 @@ class Session(Run):
         self.resources.stop()  # the report is not part of what is measured
         config = self.config
         events = load_events(self.workdir / EVENTS)
-        weights = self.learner.publish(config.run.steps)
+        weights = self._final_weights()
         facts = RunFacts(
             **self._common_facts(),
             eta=config.staleness.eta if config.staleness.schedule == 'natural' else None,
@@ -366,3 +368,11 @@ class Session(Run):
         )
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots), weights
+
+    def _final_weights(self) -> Params:
+        """Those of the last version; from its files where no process has them all."""
+        weights = self.learner.publish(self.config.run.steps)
+        if is_shared(weights):
+            assert isinstance(self._channel, FilesChannel)
+            return self._channel.map_version(self.config.run.steps)
+        return weights

@@ -28,6 +28,7 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     from areal_jax.distributed.follower import follow
     from areal_jax.distributed.invitation import accept_invitation, invite
     from areal_jax.distributed.leader import CommandLeader
+    from areal_jax.distributed.peers import Peers
     from tests.learning.test_meshes import _ADAM, _GROUPS, _PARAMS, _SGD, _learner
 
     params = _PARAMS
@@ -36,14 +37,14 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     learner = _learner(fsdp=8, layers='stacked', params=params, optimizer=_ADAM if what == 'restore' else _SGD)
     if index:
         _arrange(learner, what)
-        follow(learner, accept_invitation())
+        follow(learner, accept_invitation('', DEADLINE_S))
         return
     from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
     from areal_jax.learning.finiteness import NonFiniteError
 
-    followers = invite('127.0.0.1', DEADLINE_S)
+    followers = invite('127.0.0.1', directory, '', DEADLINE_S)
     deadline_s = SHORT_DEADLINE_S if what == 'follower hangs' else DEADLINE_S
-    leader = CommandLeader(learner, followers, deadline_s=deadline_s)
+    leader = CommandLeader(learner, Peers(followers, deadline_s=deadline_s))
     (directory / 'ready').touch()
     if what == 'leader dies':
         os._exit(9)
