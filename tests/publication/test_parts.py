@@ -126,9 +126,7 @@ def test_a_leaf_that_nobody_wrote_leaves_no_version(tmp_path, monkeypatch):
 
 def test_a_process_that_sees_another_disk_says_so(tmp_path):
     copy = _shared(host_params())
-    with pytest.raises(
-        PublicationError, match=r'process 0 does not see .*v000003\.partial, which another'
-    ):
+    with pytest.raises(PublicationError, match=r'process 0 does not see .*v000003\.partial, which another'):
         PartWriter(CONFIG).write(str(tmp_path), 3, copy)
 
 
