@@ -20,7 +20,7 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
-from areal_jax.publication.files import FilesChannel
+from areal_jax.publication.files import FilesChannel, VersionWriter
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.decode.parallel import weight_shardings
@@ -34,14 +34,20 @@ from areal_jax.types import PublishedWeights
 
 
 def build_channel(
-    config: TrackedConfig, workdir: pathlib.Path, model: Model, allocation: Allocation
+    config: TrackedConfig,
+    workdir: pathlib.Path,
+    model: Model,
+    allocation: Allocation,
+    writers: Sequence[VersionWriter] = (),
 ) -> DeviceChannel | FilesChannel:
+    """`writers` are the other processes of the learner."""
     verify = config.publication.verify
     if config.publication.channel == 'device':
         # engines that share a device decode with the copy that the channel holds there
         return DeviceChannel(allocation.engines[0][0] if allocation.engine_shares(0) else None, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
-    return FilesChannel(directory, model.decoder.config, verify=verify, companions=build_companions(workdir, model))
+    companions = build_companions(workdir, model)
+    return FilesChannel(directory, model.decoder.config, verify=verify, companions=companions, writers=writers)
 
 
 def place_of(decoder: Decoder, devices: EngineDevices) -> Place:

@@ -119,6 +119,10 @@ class LoopRun(Run):
         """Weights of an earlier version for a checkpoint, in host memory."""
 
     @abc.abstractmethod
+    def _find_final_weights(self) -> Tree:
+        """Those after the last update, as engines have them."""
+
+    @abc.abstractmethod
     def _digest(self, weights: Tree) -> str:
         """What the report says of the weights at the end."""
 
@@ -387,7 +391,7 @@ class LoopRun(Run):
         self.resources.stop()  # the report is not part of what is measured
         config = self.config
         events = load_events(self.workdir / EVENTS)
-        weights = self.learner.publish(config.run.steps)
+        weights = self._find_final_weights()
         facts = RunFacts(
             **self._common_facts(),
             eta=config.staleness.eta if config.staleness.schedule == 'natural' else None,

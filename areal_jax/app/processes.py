@@ -22,6 +22,7 @@ from areal_jax.distributed.invitation import accept_invitation, invite
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.distributed.peers import Peers
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.publication.parts import PartWriter
 
 
 def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:
@@ -60,7 +61,8 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     Raises CommandError where the others never come, ConfigError where it cannot see process 0's workdir.
     """
     tracked = TrackedConfig(config)
-    learner = build_learner(tracked, build_model(tracked))
+    model = build_model(tracked)
+    learner = build_learner(tracked, model)
     deadline_s = config.distributed.command_deadline_s
     rendezvous.require_shared_workdir(deadline_s)
     rendezvous.meet(deadline_s)
@@ -68,4 +70,4 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
     # which it needs the others; it lets them go, and they notice when it is gone.
     ignore_signals()
-    follow(learner, leader)
+    follow(learner, leader, versions=PartWriter(model.decoder.config))

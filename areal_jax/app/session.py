@@ -29,6 +29,7 @@ from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.sharding.allocation import EngineDevices
+from areal_jax.sharding.shares import is_shared
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.types import PublishedWeights
 
@@ -48,7 +49,7 @@ class Session(OwnLearner, LoopRun):
         return build.build_device_rates(self.config, self.allocation)
 
     def _build_channel(self) -> DeviceChannel | FilesChannel:
-        return build_channel(self.config, self.workdir, self._model, self.allocation)
+        return build_channel(self.config, self.workdir, self._model, self.allocation, self.learner.writers)
 
     def _restore_ring(self, ring: VersionRing, saved: Mapping[str, Params]) -> None:
         restore_ring(ring, self._channel, saved)
@@ -81,6 +82,14 @@ class Session(OwnLearner, LoopRun):
 
     def _copy_version(self, published: PublishedWeights) -> Params:
         return jax.device_get(self._channel.receive(published))
+
+    def _find_final_weights(self) -> Params:
+        """Those of the last version; from its files where no process has them all."""
+        weights = self.learner.publish(self.config.run.steps)
+        if is_shared(weights):
+            assert isinstance(self._channel, FilesChannel)
+            return self._channel.map_version(self.config.run.steps)
+        return weights
 
     def _digest(self, weights: Params) -> str:
         return weights_sha256(weights)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import pathlib
 import threading
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 from areal_jax.checkpoint.pieces import named_leaves
 from areal_jax.checkpoint.shards import write_shards
@@ -22,16 +22,16 @@ from areal_jax.distributed.messages import (
     PUBLICATION,
     Answer,
     Command,
-    CommandError,
     Failure,
 )
-from areal_jax.distributed.peers import OnLost, Peer, end_process
+from areal_jax.distributed.peers import CommandError, OnLost, Peer, end_process
 from areal_jax.distributed.wire import Connection
 from areal_jax.errors import UserError
 from areal_jax.types import Tree
 
 if TYPE_CHECKING:
     from areal_jax.learning.learner import SpmdLearner
+    from areal_jax.publication.parts import PartWriter
 
 COMMANDS = frozenset(
     {'warm_up', 'price', 'update', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
@@ -39,22 +39,12 @@ COMMANDS = frozenset(
 _COPIES = 4  # published and not yet written: publication is never further behind
 
 
-class VersionWriter(Protocol):
-    """Writes this process's part of a version of the weights (publication/parts.py)."""
-
-    def begin_version(self, directory: str, version: int) -> None: ...
-
-    def write_version(self, directory: str, version: int, copy: Tree) -> Mapping[str, Any]: ...
-
-    def finish_version(self, directory: str, version: int, manifest: Mapping[str, Any]) -> tuple[str, str]: ...
-
-
 def follow(
     learner: SpmdLearner,
     connection: Connection,
     leader: str = 'process 0',
     *,
-    versions: VersionWriter | None = None,
+    versions: PartWriter | None = None,
     reports: bool = False,
     on_lost: OnLost = end_process,
     commands: Collection[str] = COMMANDS,
@@ -64,7 +54,7 @@ def follow(
     An error is reported to the leader, which decides how the run goes on; the next command is awaited.
 
     Args:
-      versions: writes publications, where the leader has them written by all processes.
+      versions: writes this process's part of publications, where the leader has them written by all.
       reports: results are sent back; for learner process 0 of a leader that has no learner itself.
     """
     peer = Peer(connection, leader, on_lost)
@@ -96,10 +86,11 @@ def _serve(peer: Peer, lane: str, execute: Callable[[Command], Any]) -> None:
 class _Execution:
     """What this process does for each command, and what it keeps between them."""
 
-    def __init__(self, learner: SpmdLearner, versions: VersionWriter | None, reports: bool, commands: Collection[str]):
+    def __init__(self, learner: SpmdLearner, versions: PartWriter | None, reports: bool, commands: Collection[str]):
         self._learner, self._versions, self._reports, self._commands = learner, versions, reports, commands
         self._saved: collections.deque[Tree] = collections.deque(maxlen=1)  # by `save`, until it is written
         self._published: dict[int, Tree] = {}  # by version, until it is written
+        self._lock = threading.Lock()  # of the last
 
     def command(self, command: Command) -> Any:
         if command.name not in self._commands:
@@ -120,16 +111,21 @@ class _Execution:
     def write_publication(self, command: Command) -> Any:
         if self._versions is None:
             raise UserError("publication.channel='device' is of one process: use 'files' where learners are apart")
-        if command.name == 'write_version':
-            directory, version = command.args
-            return self._versions.write_version(directory, version, self._published.pop(version))
+        directory, version, *rest = command.args
+        with self._lock:
+            copy = self._published[version]
+            if command.name == 'finish_version' or not self._reports:  # who reports has the last word too
+                del self._published[version]
         if command.name == 'begin_version':
-            return self._versions.begin_version(*command.args)
-        return self._versions.finish_version(*command.args)
+            return self._versions.begin(directory, version, copy)
+        if command.name == 'write_version':
+            return self._versions.write(directory, version, copy)
+        return self._versions.finish(directory, version, copy, *rest)
 
     def _keep(self, version: int, copy: Tree) -> None:
         if self._versions is None:
             return
-        self._published[version] = copy
-        while len(self._published) > _COPIES:
-            del self._published[min(self._published)]
+        with self._lock:
+            self._published[version] = copy
+            while len(self._published) > _COPIES:
+                del self._published[min(self._published)]

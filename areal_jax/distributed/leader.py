@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_jax.distributed.messages import Command
 from areal_jax.distributed.peers import OnLost, Peers
-from areal_jax.distributed.remote_learner import RemoteWriter, require_done
+from areal_jax.distributed.remote_learner import RemotePartWriter, RemoteWriter, require_done
 from areal_jax.learning.diagnostics import Metrics
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.types import TrajectoryGroup, Tree
@@ -33,6 +33,7 @@ class CommandLeader:
         """`peers` are the followers, in the order of their numbers."""
         self._learner, self._peers = learner, peers
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
+        self.writers = [RemotePartWriter(peers, index) for index in range(len(peers))]  # for FilesChannel
 
     def warm_up(self) -> int:
         return self._everywhere(self._learner.warm_up)

@@ -9,14 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from areal_jax.distributed.codec import CodecError, decode, encode
-from areal_jax.errors import LostPeerError, UserError
+from areal_jax.errors import UserError
 
 LEARNER, CHECKPOINT, PUBLICATION = LANES = ('learner', 'checkpoint', 'publication')
 CLOSE = 'close'  # the command after which the other end returns
-
-
-class CommandError(LostPeerError):
-    """A process that failed where others did not, or could not be reached; names the process and the command."""
 
 
 class RemoteUserError(UserError):

@@ -23,17 +23,20 @@ from areal_jax.distributed.messages import (
     LEARNER,
     Answer,
     Command,
-    CommandError,
     Failure,
     Message,
     decode_message,
     encode_message,
 )
 from areal_jax.distributed.wire import Connection, Frame, WireError, send_all
-from areal_jax.errors import ExitCode
+from areal_jax.errors import ExitCode, LostPeerError
 
 OnLost = Callable[[str], None]  # gets one sentence that names the process
 _ANSWER_S = 60.0  # for which the other end may take in no answer
+
+
+class CommandError(LostPeerError):
+    """A process that failed where others did not, or could not be reached; names the process and the command."""
 
 
 def end_process(reason: str) -> None:
@@ -173,7 +176,7 @@ class Peers:
     def _start(self, peers: Sequence[Peer], command: Command) -> Callable[[], list[Answer]]:
         end = time.monotonic() + self.deadline_s
         number = self._send(peers, command)
-        return lambda: [self._answer_of(peer, command, number, end) for peer in peers]
+        return lambda: [self._answer_of(peer, command.lane, number, end) for peer in peers]
 
     def _send(self, peers: Sequence[Peer], command: Command) -> int:
         if lost := [peer.lost for peer in peers if peer.lost]:
@@ -185,11 +188,11 @@ class Peers:
             peers[index].report_lost(f'{peers[index].name} {reason}')
         return number
 
-    def _answer_of(self, peer: Peer, command: Command, number: int, end: float) -> Answer:
+    def _answer_of(self, peer: Peer, lane: str, number: int, end: float) -> Answer:
         try:
-            return _wait(peer, command.lane, number, end)
+            return _wait(peer, lane, number, end)
         except queue.Empty:
-            late = f'{peer.name} gave no answer to {command.name!r} for {self.deadline_s:g} s'
+            late = f'{peer.name} gave no answer for {self.deadline_s:g} s'
             self.report_lost(late)
             raise CommandError(late) from None
 

@@ -24,11 +24,10 @@ from areal_jax.distributed.messages import (
     PUBLICATION,
     Answer,
     Command,
-    CommandError,
     RemoteUserError,
     raise_failure,
 )
-from areal_jax.distributed.peers import Peers
+from areal_jax.distributed.peers import CommandError, Peers
 from areal_jax.learning.price import UpdatePrice
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.versions import remove_old_versions
@@ -139,22 +138,50 @@ class RemoteWriter:
     """`checkpoint.store.Follower`: lets one process write its shards of the last save while commands go on."""
 
     def __init__(self, peers: Peers, index: int):
-        self.name, self._peers, self._index = peers.names[index], peers, index
-        self._wait: Callable[[], Answer] | None = None
+        self.name, self._request = peers.names[index], _Request(peers, index)
 
     def write(self, directory: str) -> None:
-        self._wait = self._peers.request(self._index, Command('write_shards', (directory,), CHECKPOINT))
+        self._request.send(Command('write_shards', (directory,), CHECKPOINT))
 
     def written(self) -> Index | str:
-        """Waits at most the deadline of a command from this call on: process 0 has written its own shards by then."""
-        assert self._wait is not None, 'written without write'
+        return self._request.outcome('its shards')
+
+
+class RemotePartWriter:
+    """`publication.files.VersionWriter`: the same for its leaves of a version."""
+
+    def __init__(self, peers: Peers, index: int):
+        self._request = _Request(peers, index)
+
+    def write(self, directory: str, version: int) -> None:
+        self._request.send(Command('write_version', (directory, version), PUBLICATION))
+
+    def written(self) -> Mapping[str, Mapping[str, object]] | str:
+        return self._request.outcome('its part of the weights')
+
+
+class _Request:
+    """One command beside the others, whose failure is told in a sentence."""
+
+    def __init__(self, peers: Peers, index: int):
+        self._peers, self._index = peers, index
+        self._wait: Callable[[], Answer] | None = None
+
+    def send(self, command: Command) -> None:
+        self._wait = self._peers.request(self._index, command)
+
+    def outcome(self, what: str) -> Any:
+        """Waits at most the deadline of a command from this call on: the caller has done its own part by then."""
+        assert self._wait is not None, 'nothing was sent'
         try:
             answer = self._wait()
         except queue.Empty:
-            return f'no word of its shards for distributed.command_deadline_s={self._peers.deadline_s:g}'
+            return f'no word of {what} for distributed.command_deadline_s={self._peers.deadline_s:g}'
         except CommandError as error:
             return str(error)
-        return answer.value if answer.failure is None else str(answer.failure)
+        if answer.failure is None:
+            return answer.value
+        return answer.failure.text if answer.failure.is_user_error else str(answer.failure)
 
 
 def result_of(answers: Sequence[Answer], names: Sequence[str], command: str) -> Any:

@@ -41,6 +41,7 @@ from areal_jax.models.lora import is_adapter
 from areal_jax.models.weights import logical_axes
 from areal_jax.sharding.placement import gather
 from areal_jax.sharding.rules import param_shardings, replicated
+from areal_jax.sharding.shares import Shares
 from areal_jax.telemetry.metrics import merge
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, Tree
 
@@ -54,7 +55,8 @@ class SpmdLearner:
     """
 
     announce: Callable[[int, int], None] = staticmethod(lambda done, total: None)  # of every program of `warm_up`
-    followers = ()  # the learners of other processes that must write a checkpoint too (distributed/leader.py)
+    # the learners of other processes that must write a checkpoint, or a version, too (distributed/leader.py)
+    followers = writers = ()
 
     def __init__(
         self,
@@ -211,12 +213,15 @@ class SpmdLearner:
     def publish(self, version: int) -> Tree:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
 
-        On this learner's devices, sharded as they are trained; on the host if the mesh spans processes.
+        On this learner's devices, sharded as they are trained. If the mesh spans processes: a tree of SharedLeaf, whole
+        leaves in this process and in others, or with `settings.publishes_shares` off the whole tree on every host.
         """
         self._version = version
         if self._ratio:
             self._ratio.keep(version, self.state)
         copy = self.programs.run('export', self.state.params, self.state.frozen)
+        if (shares := self.programs.definitions.shares) is not None:
+            return shares.collect(copy)
         self._copy = copy if jax.process_count() == 1 else jax.tree.map(gather, copy)
         return self._copy
 
@@ -275,6 +280,8 @@ class SpmdLearner:
         axes = logical_axes(config)
         cut = lambda tree: param_shardings(tree, axes, self._mesh, self._settings.strategy)
         export = functools.partial(export_weights, self._decoder, self._settings.publish_dtype)
+        exported = jax.eval_shape(export, trained, frozen)
+        spread = self._settings.publishes_shares and jax.process_count() > 1
         return Programs(
             self._decoder,
             self._settings,
@@ -284,7 +291,8 @@ class SpmdLearner:
             params=cut(trained),
             frozen=cut(frozen),
             state=optimizer.shardings(trained, cut(trained), replicated(self._mesh)),
-            exported=cut(jax.eval_shape(export, trained, frozen)),
+            exported=cut(exported),
+            shares=Shares(_with_shardings(exported, cut(exported)), self._mesh) if spread else None,
         )
 
     def _trains(self, path: str) -> bool:
@@ -298,3 +306,8 @@ class SpmdLearner:
         trained = {id(group) for group in kept}
         estimated = zip(groups, self._estimate(groups), strict=True)
         return [advantages for group, advantages in estimated if id(group) in trained]
+
+
+def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
+    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(describe, tree, shardings)

@@ -10,6 +10,7 @@ import fcntl
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Collection, Iterator
 
 from areal_jax import files
@@ -55,6 +56,14 @@ def keep_while_read(directory: pathlib.Path) -> Iterator[bytes]:
         yield file.read()
         if not os.path.samestat(os.fstat(file.fileno()), os.stat(directory / MANIFEST)):
             raise PublicationError(f'{directory} was replaced while it was read: load it again')
+
+
+def clear_versions(directory: pathlib.Path, version: int) -> None:
+    """Removes this and later versions, and what the death of a writer has left."""
+    for abandoned in directory.glob('.v*.partial'):
+        shutil.rmtree(abandoned)
+    for path in [path for v, path in list_versions(directory).items() if v >= version]:
+        files.remove_directory(path)
 
 
 def remove_old_versions(directory: pathlib.Path, version: int, pinned: Collection[int] = ()) -> None:
