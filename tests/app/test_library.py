@@ -176,7 +176,8 @@ def test_a_second_interrupt_stops_without_saving(tmp_path, monkeypatch, capsys):
 def test_an_interrupt_of_the_start_ends_it(report, tmp_path, monkeypatch, name):
     config = small_config(run__steps=3, **WORKERS)
     before = held()
-    owner = sys.modules['areal_jax.app.run' if name == 'build_learner' else 'areal_jax.app.session']
+    module = {'build_learner': 'own_learner', 'build_task': 'loop_run', 'build_engines': 'session'}[name]
+    owner = sys.modules[f'areal_jax.app.{module}']
     with monkeypatch.context() as patch:
         interrupt_at(patch, owner, name)
         with pytest.raises(KeyboardInterrupt):
@@ -300,7 +301,11 @@ def test_the_functions_are_there():
     [
         ({'run': {}}, ConfigError, 'config is a dict: give an ml_collections ConfigDict'),
         ('configs/nothing.py', UserError, "there is no file 'configs/nothing.py'"),
-        (small_config(distributed__processes=2), ConfigError, r'distributed\.processes=2.* in each process'),
+        (
+            small_config(cluster__learner='hosts=2 x data=2', learner__rows_per_microbatch=2),
+            ConfigError,
+            r"'hosts=2 x data=2' has 2 processes.* in each process",
+        ),
         (small_config(rollout__slots=0), ConfigError, r'rollout\.slots'),
     ],
 )
