@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 from areal_jax.app.session import Session
 from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import logprob_of
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
@@ -257,6 +259,26 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_and_goes_on_with_it(tmp_p
     resumed = SmallRun(tmp_path, resume=True, **fields)
     assert resumed.session.version_at_start == 2
     assert resumed.train().report['accuracy']['greedy']['after']['n'] == 4
+
+
+def test_an_evaluation_before_training_waits_for_no_program_of_the_learner(tmp_path, monkeypatch):
+    """They are compiled beside it, on a thread of their own, and the loop waits for them before the first update."""
+    finish, seen, kinds = SpmdLearner.finish_compiling, [], []
+
+    def note_and_finish(learner):
+        seen.append((learner._may_compile.is_set(), threading.current_thread().name, set(kinds)))
+        return finish(learner)
+
+    monkeypatch.setattr(SpmdLearner, 'finish_compiling', note_and_finish)
+    run = SmallRun(tmp_path / 'run', run__clock='real', evaluation__problems=4)
+    run.session.log.listeners.append(lambda event: kinds.append(event['kind']))
+    run.train()
+    ((may_compile, thread, before),) = seen
+    assert may_compile
+    assert thread == 'learner#0'  # the loop goes on
+    assert 'decode' in before
+    assert 'admit' not in before
+    assert run.session.compilations.count == 0
 
 
 def test_compiled_programs_are_kept_in_the_cache_that_the_config_names(tmp_path):

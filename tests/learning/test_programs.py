@@ -92,6 +92,27 @@ def test_a_thread_waits_for_the_program_that_another_one_compiles():
     assert (results, definitions.made, len(programs.compiled)) == ([6, 6], 1, 1)
 
 
+def test_a_learner_traces_ahead_and_compiles_from_when_it_may():
+    """Nothing is traced or compiled in the thread that waits for the programs."""
+    learner = make_learner(compile_ahead=True)
+    learner.wait_traced()
+    assert learner.programs._traced
+    assert not learner.programs._programs
+    learner.begin_compiling()
+    with CompilationCounter() as compilations:
+        programs = learner.finish_compiling()
+    assert programs == make_learner().warm_up()
+    assert compilations.count == 0
+    assert not learner.programs._traced
+
+
+def test_a_learner_that_is_closed_compiles_nothing():
+    learner = make_learner(compile_ahead=True)
+    learner.wait_traced()
+    learner.close()
+    assert not learner.programs.compiled
+
+
 def test_warm_up_raises_what_the_thread_met_that_compiled_ahead(monkeypatch):
     threads = []
 
