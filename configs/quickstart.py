@@ -23,9 +23,7 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.decode_steps = 2
     config.rollout.context_tokens = 72
     config.rollout.block_tokens = 72  # on a CPU one long block is faster than two
-    config.rollout.prefill_buckets = (
-        256,
-    )  # on a CPU padding is not computed, and a second program takes 5 s to compile
+    config.rollout.prefill_buckets = (256,)  # CPUs compute no padding, and each program takes seconds to compile
     config.rollout.max_running_groups = 24  # (eta + 1) * groups_per_update: eta alone holds admission back
     config.staleness.eta = 2.0
     config.learner.row_tokens = 336  # two groups with answers of full length, three of short ones
