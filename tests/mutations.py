@@ -314,8 +314,8 @@ MUTATIONS = [
     Mutation(
         'record the cut softmax as behavior',
         'areal_jax/rollout/decode/sampling.py',
-        'return tokens, logprob_of(logits, tokens, temperature), changed_logprobs',
-        'return tokens, logprob_of(source, tokens, temperature), changed_logprobs',
+        'return tokens, logprob_of(logits, tokens, temperature, sums), changed_logprobs',
+        'return tokens, changed_logprobs, changed_logprobs',
         'tests/rollout/decode/test_sampling.py',
     ),
     Mutation(

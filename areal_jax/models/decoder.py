@@ -20,6 +20,7 @@ from areal_jax.models import initial, native_layers
 from areal_jax.models.activations import ACTIVATIONS, is_in_panels
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.layers import FORMS, stack_layers
+from areal_jax.models.logprobs import BlockSums, effective_temperature
 from areal_jax.models.lora import Lora
 from areal_jax.models.native_layers import KeysAndValues, Read
 from areal_jax.models.rotary import rotary
@@ -152,21 +153,32 @@ class Decoder:
         return bool(layers) and all(map(self._is_native, layers)) and is_in_panels(self.head(params))
 
     def step(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, cache: KeysAndValues, read: Read
-    ) -> tuple[KeysAndValues, jax.Array]:
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: KeysAndValues,
+        read: Read,
+        temperature: jax.Array,
+    ) -> tuple[KeysAndValues, jax.Array, BlockSums]:
         """`hidden` and `logits` of one token a row, over the cache of attention/native.py, as one kernel.
 
         Args:
           tokens, positions: int32 [B].
           read: what attention sees of the cache, and where it is written.
+          temperature: float32 [B].
 
-        Returns (the cache with the tokens of the rows, written in place, logits float32 [B, V]).
+        Returns (the cache with the tokens of the rows, written in place, logits float32 [B, V], the sums of logits /
+        temperature as logprobs.sum_blocks has them).
         """
         c = self.config
         layers = [params['layers'][str(i)] for i in range(c.n_layers)]
         rotation = rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         x = self._form.embed(params['embedding'], tokens)
-        return native_layers.run_step(c, layers, params['final_norm'], self.head(params), x, rotation, cache, read)
+        return native_layers.run_step(
+            c, layers, params['final_norm'], self.head(params), x, rotation, cache, read,
+            effective_temperature(temperature),
+        )  # fmt: skip
 
     def _is_native(self, layer: Params) -> bool:
         return self.tokens == 'native_columns' and native_layers.can_compute(layer)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-VOCABULARY_BLOCK = 256  # vocabulary entries per block: about the square root of a large vocabulary
+# vocabulary entries per block: about the square root of a large vocabulary; native/vocabulary.h has the same
+VOCABULARY_BLOCK = 256
 _TILE_BYTES = 2**25  # size of one tile of float32 logits
 _LEAST_CHUNK = 2048  # vocabulary entries per tile: smaller tiles read and write the sum of d_hidden too often
 _LOWEST = -1e30  # below every logit, and finite because 0 * -inf is NaN
@@ -26,33 +27,36 @@ _Index = jax.Array | int
 _State = TypeVar('_State', bound=tuple[jax.Array, ...])
 
 
-def logprob_of(logits: jax.Array, target: jax.Array, temperature: ArrayLike) -> jax.Array:
+class BlockSums(NamedTuple):
+    """Of each block of the vocabulary of z, float32 [blocks, ...] for z [..., V]."""
+
+    largest: jax.Array
+    logsumexp: jax.Array
+
+
+def logprob_of(
+    logits: jax.Array, target: jax.Array, temperature: ArrayLike, sums: BlockSums | None = None
+) -> jax.Array:
     """log softmax(logits / temperature)[target], float32 [...], for logits [..., V] and target int [...].
 
-    `temperature` is a scalar or [...]; it is part of the policy. 0 means greedy, whose log-probs are taken at 1.
+    `temperature` is a scalar or [...]; it is part of the policy. 0 means greedy, whose log-probs are taken at 1. `sums`
+    are those of logits / temperature where they are known.
     """
-    z = scale_logits(logits, temperature)
-    chosen = jnp.take_along_axis(jnp.moveaxis(z, -1, 0), target[None], axis=0)[0]
-    return chosen - jax.nn.logsumexp(logsumexp_by_block(z), axis=0)
+    sums = sum_blocks(scale_logits(logits, temperature)) if sums is None else sums
+    chosen = jnp.take_along_axis(jnp.moveaxis(logits, -1, 0), target[None], axis=0)[0]
+    return scale_logits(chosen[..., None], temperature)[..., 0] - jax.nn.logsumexp(sums.logsumexp, axis=0)
 
 
-def logsumexp_by_block(z: jax.Array) -> jax.Array:
-    """Log-sum-exp of each block of the vocabulary: [blocks, ...] of z [..., V].
-
-    Sampling draws from these sums too, so that a program passes over the logits once for both.
-    """
-    return jax.nn.logsumexp(blocks_of_vocabulary(z), axis=1)
-
-
-def blocks_of_vocabulary(z: jax.Array) -> jax.Array:
-    """[blocks, entries, ...] of z [..., V]; -inf behind the vocabulary.
+def sum_blocks(z: jax.Array) -> BlockSums:
+    """Sampling draws from these sums too, so that a program passes over the logits once for both.
 
     The vocabulary comes first because the logits of a decoder with tokens as columns are stored so.
     """
     z = jnp.moveaxis(z, -1, 0)
     entries = min(VOCABULARY_BLOCK, len(z))
     behind = [(0, -len(z) % entries)] + [(0, 0)] * (z.ndim - 1)
-    return jnp.pad(z, behind, constant_values=-jnp.inf).reshape(-1, entries, *z.shape[1:])
+    blocked = jnp.pad(z, behind, constant_values=-jnp.inf).reshape(-1, entries, *z.shape[1:])
+    return BlockSums(jnp.max(blocked, axis=1), jax.nn.logsumexp(blocked, axis=1))
 
 
 def scale_logits(logits: jax.Array, temperature: ArrayLike) -> jax.Array:

@@ -16,6 +16,7 @@ import numpy as np
 
 from areal_jax.models.activations import is_in_panels
 from areal_jax.models.block import AttendLayer, Rotation
+from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.native import library
@@ -62,20 +63,26 @@ def run_step(
     rotation: Rotation,
     cache: KeysAndValues,
     read: Read,
-) -> tuple[KeysAndValues, jax.Array]:
-    """x [d, B] -> (the cache with the tokens of the rows, written in place, logits float32 [B, V])."""
+    temperature: jax.Array,
+) -> tuple[KeysAndValues, jax.Array, BlockSums]:
+    """Decoder.step of x [d, B]."""
     leaves = [leaf for layer in layers for leaf in _leaves(config, layer)] + [final_norm, head]
     sides = [side for layer in cache for side in layer]
-    first = 1 + len(rotation) + len(read) + len(leaves)  # of their arguments
-    logits = jax.ShapeDtypeStruct((len(head) * head.shape[2], x.shape[1]), jnp.float32)
+    first = 2 + len(rotation) + len(read) + len(leaves)  # of their arguments
+    vocabulary, rows = len(head) * head.shape[2], x.shape[1]
+    outputs = [
+        jax.ShapeDtypeStruct((n, rows), jnp.float32) for n in (vocabulary, *[-(-vocabulary // VOCABULARY_BLOCK)] * 2)
+    ]
     call = jax.ffi.ffi_call(
         library.STEP,
-        [logits, *(jax.ShapeDtypeStruct(side.shape, side.dtype) for side in sides)],
-        input_output_aliases={first + i: 1 + i for i in range(len(sides))},
+        [*outputs, *(jax.ShapeDtypeStruct(side.shape, side.dtype) for side in sides)],
+        input_output_aliases={first + i: len(outputs) + i for i in range(len(sides))},
     )
     windows = np.array([config.window(i) or 0 for i in range(config.n_layers)], np.int64)
-    product, *written = call(x, *rotation, *read, *leaves, *sides, **_attributes(config), windows=windows)
-    return tuple(zip(written[::2], written[1::2], strict=True)), product.T
+    attributes = _attributes(config)
+    results = call(x, *rotation, temperature, *read, *leaves, *sides, **attributes, windows=windows)
+    product, largest, logsumexp, *written = results
+    return tuple(zip(written[::2], written[1::2], strict=True)), product.T, BlockSums(largest, logsumexp)
 
 
 def _linears(layer: Params) -> list[Params]:

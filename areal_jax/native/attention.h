@@ -1,4 +1,4 @@
-// Attention of one query over a cache of blocks that is read in place.
+// Attention of queries over a cache of blocks that is read in place.
 //
 // H heads, K key-value heads, D head size, T positions of a block. Keys and values of a layer are [blocks, T, K, D]: a
 // token is written as one piece, and a row reads its positions in the order of memory.
@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -18,7 +19,9 @@
 namespace areal_jax {
 
 constexpr int64_t kTogether = 4;  // positions whose scores are computed together
-constexpr int64_t kRunPositions = 16;  // whose keys or values stay in L1 for all heads
+constexpr int64_t kScoreLanes = 16;  // scores of a head are so many times a whole number
+constexpr int64_t kRunPositions = 16;  // whose keys or values stay in L1 for all heads and queries
+constexpr int64_t kMostQueries = 4;  // of a sequence, which read its positions together
 #ifdef __AVX512F__
 using Widest = Whole;
 constexpr int kMostHeads = 3;  // whose results stay in registers
@@ -50,8 +53,15 @@ struct Sizes {
   int64_t heads, kv_heads, head_dim, block_tokens;
 };
 
-// Softmax of scores in place: weights that are not normalised, and their sum.
-inline float Soften(float* scores, int64_t n) {
+// Places for the scores of so many positions: those that are computed together may end behind the last one.
+inline int64_t ScorePlaces(int64_t positions) {
+  return (positions + kTogether - 1 + kScoreLanes - 1) / kScoreLanes * kScoreLanes;
+}
+
+// Softmax of scores in place: weights that are not normalised, and their sum. What lies behind `count` in the n places
+// weighs nothing: whole vectors, because the rest of a loop one by one costs as much as all the vectors of a short row.
+inline float Soften(float* scores, int64_t count, int64_t n) {
+  std::fill(scores + count, scores + n, -std::numeric_limits<float>::infinity());
   float top = scores[0], total = 0;
 #pragma omp simd reduction(max : top)
   for (int64_t i = 0; i < n; ++i) top = std::max(top, scores[i]);
@@ -63,8 +73,8 @@ inline float Soften(float* scores, int64_t n) {
   return total;
 }
 
-// Calls run(index of the first position in the row, pointer to its K * D numbers, positions) for runs of up to
-// kRunPositions positions that lie one after the other.
+// Calls run(the first position, pointer to its K * D numbers, positions) for runs of up to kRunPositions positions that
+// lie one after the other.
 template <typename Run>
 inline void Visit(const float* side, const int32_t* table, int64_t first, int64_t length, const Sizes& s,
                   const Run& run) {
@@ -73,7 +83,7 @@ inline void Visit(const float* side, const int32_t* table, int64_t first, int64_
     const int64_t offset = p % s.block_tokens;
     const int64_t count = std::min({kRunPositions, length - p, s.block_tokens - offset});
     const float* at = side + (table[p / s.block_tokens] * s.block_tokens + offset) * stride;
-    run(p - first, at, count);
+    run(p, at, count);
     p += count;
   }
 }
@@ -114,10 +124,10 @@ inline void AddPlaces(const Whole* vectors, float* sums) {
 }
 #endif
 
-// Queries of kHeads heads of kVectors vectors, times the keys of a run; scores [kHeads, seen].
+// Queries of kHeads heads of kVectors vectors, times the keys of a run; scores [kHeads, places].
 template <typename Vector, int kVectors, int kHeads>
 inline void Score(const float* q, const float* keys, int64_t stride, int64_t count, float scale, float* scores,
-                  int64_t seen) {
+                  int64_t places) {
   constexpr int kLanes = sizeof(Vector) / sizeof(float);
   for (int64_t p = 0; p < count; p += kTogether) {
     for (int64_t i = 0; i < kTogether; ++i) FetchAhead(keys + (p + i) * stride, stride, kVectors * kLanes);
@@ -140,19 +150,14 @@ inline void Score(const float* q, const float* keys, int64_t stride, int64_t cou
       float found[kTogether];
       AddPlaces(sums[h], found);
       for (int64_t i = 0; i < kTogether; ++i) found[i] *= scale;
-      float* to = scores + h * seen + p;
-      if (count - p >= kTogether) {
-        std::memcpy(to, found, sizeof found);  // of a known size: no call
-      } else {
-        std::memcpy(to, found, (count - p) * sizeof(float));
-      }
+      std::memcpy(scores + h * places + p, found, sizeof found);  // those behind the run are set by the next one
     }
   }
 }
 
-// Adds the values of a run, weighted, to the outputs of kHeads heads; weights [kHeads, seen].
+// Adds the values of a run, weighted, to the outputs of kHeads heads; weights [kHeads, places].
 template <typename Vector, int kVectors, int kHeads>
-inline void Accumulate(const float* weights, int64_t seen, const float* values, int64_t stride, int64_t count,
+inline void Accumulate(const float* weights, int64_t places, const float* values, int64_t stride, int64_t count,
                        float* out) {
   constexpr int kLanes = sizeof(Vector) / sizeof(float);
   Vector sums[kHeads][kVectors];
@@ -165,7 +170,7 @@ inline void Accumulate(const float* weights, int64_t seen, const float* values, 
       Hold(value);
 #pragma GCC unroll 4
       for (int h = 0; h < kHeads; ++h) {
-        sums[h][v] = MultiplyAdd(weights[h * seen + p] - Vector{}, value, sums[h][v]);
+        sums[h][v] = MultiplyAdd(weights[h * places + p] - Vector{}, value, sums[h][v]);
       }
     }
   }
@@ -178,24 +183,24 @@ struct AnySize {
 
   template <int kHeads>
   void Score(const float* q, const float* keys, int64_t stride, int64_t count, float scale, float* scores,
-             int64_t seen) const {
+             int64_t places) const {
     for (int h = 0; h < kHeads; ++h) {
       for (int64_t p = 0; p < count; ++p) {
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t d = 0; d < dim; ++d) sum += q[h * dim + d] * keys[p * stride + d];
-        scores[h * seen + p] = sum * scale;
+        scores[h * places + p] = sum * scale;
       }
     }
   }
 
   template <int kHeads>
-  void Accumulate(const float* weights, int64_t seen, const float* values, int64_t stride, int64_t count,
+  void Accumulate(const float* weights, int64_t places, const float* values, int64_t stride, int64_t count,
                   float* out) const {
     for (int h = 0; h < kHeads; ++h) {
       for (int64_t p = 0; p < count; ++p) {
 #pragma omp simd
-        for (int64_t d = 0; d < dim; ++d) out[h * dim + d] += weights[h * seen + p] * values[p * stride + d];
+        for (int64_t d = 0; d < dim; ++d) out[h * dim + d] += weights[h * places + p] * values[p * stride + d];
       }
     }
   }
@@ -206,14 +211,14 @@ template <typename Vector, int kVectors>
 struct OneSize {
   template <int kHeads>
   void Score(const float* q, const float* keys, int64_t stride, int64_t count, float scale, float* scores,
-             int64_t seen) const {
-    areal_jax::Score<Vector, kVectors, kHeads>(q, keys, stride, count, scale, scores, seen);
+             int64_t places) const {
+    areal_jax::Score<Vector, kVectors, kHeads>(q, keys, stride, count, scale, scores, places);
   }
 
   template <int kHeads>
-  void Accumulate(const float* weights, int64_t seen, const float* values, int64_t stride, int64_t count,
+  void Accumulate(const float* weights, int64_t places, const float* values, int64_t stride, int64_t count,
                   float* out) const {
-    areal_jax::Accumulate<Vector, kVectors, kHeads>(weights, seen, values, stride, count, out);
+    areal_jax::Accumulate<Vector, kVectors, kHeads>(weights, places, values, stride, count, out);
   }
 };
 
@@ -222,51 +227,85 @@ template <typename Work>
 inline void VisitHeads(int64_t heads, const Work& work) {
   int64_t h = 0;
   for (; h + kMostHeads <= heads; h += kMostHeads) work(std::integral_constant<int, kMostHeads>{}, h);
+  if constexpr (kMostHeads > 2) {
+    if (heads - h == 2) return work(std::integral_constant<int, 2>{}, h);
+  }
   for (; h < heads; ++h) work(std::integral_constant<int, 1>{}, h);
 }
 
+// Queries of one sequence: row r sees the first lengths[r] positions of the table, or the last `window` of them.
+struct Queries {
+  const float* q;  // [rows, H, D]
+  const int32_t* table;
+  const int32_t* lengths;  // [rows]; 0 = the row sees nothing, and its result is 0
+  int64_t rows;  // up to kMostQueries
+  int64_t window;  // 0 = all positions
+  float* out;  // [rows, H, D]
+};
+
 template <typename Size>
-void AttendRow(const Size& size, const float* q, const float* keys, const float* values, const int32_t* table,
-               int64_t first, int64_t length, const Sizes& s, float* out) {
-  const int64_t seen = length - first, group = s.heads / s.kv_heads, stride = s.kv_heads * s.head_dim;
+void AttendWith(const Size& size, const Queries& queries, const float* keys, const float* values, const Sizes& s) {
+  const int64_t width = s.heads * s.head_dim, group = s.heads / s.kv_heads, stride = s.kv_heads * s.head_dim;
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
-  static thread_local std::vector<float> buffer, totals;  // [H, seen], [H]
-  if (static_cast<int64_t>(buffer.size()) < s.heads * seen) buffer.resize(s.heads * seen);
-  totals.resize(s.heads);
-  float* scores = buffer.data();
-  const auto each = [&](const auto& work) {  // work(heads together, the first, the place of their key head)
-    for (int64_t k = 0; k < s.kv_heads; ++k) {
-      VisitHeads(group, [&](auto together, int64_t h) { work(together, k * group + h, k * s.head_dim); });
-    }
+  struct Row {
+    const float* q;
+    float* out;
+    int64_t first, length, places;
+    float* scores;  // [H, places]
+  } rows[kMostQueries];
+  int64_t begin = queries.lengths[0], end = 0, total = 0;
+  for (int64_t r = 0; r < queries.rows; ++r) {
+    const int64_t length = queries.lengths[r];
+    const int64_t first = queries.window > 0 ? std::max<int64_t>(0, length - queries.window) : 0;
+    rows[r] = {queries.q + r * width, queries.out + r * width, first, length, ScorePlaces(length - first), nullptr};
+    begin = std::min(begin, first), end = std::max(end, length), total += s.heads * rows[r].places;
+  }
+  static thread_local std::vector<float> buffer, totals;  // of all rows; [rows, H]
+  if (static_cast<int64_t>(buffer.size()) < total) buffer.resize(total);
+  totals.resize(queries.rows * s.heads);
+  float* next = buffer.data();
+  for (int64_t r = 0; r < queries.rows; ++r) {
+    rows[r].scores = next;
+    next += s.heads * rows[r].places;
+  }
+
+  // work(heads together, row, the first of them, their part of the keys or values of a run, its positions, their weights)
+  const auto visit = [&](const float* side, const auto& work) {
+    Visit(side, queries.table, begin, end, s, [&](int64_t p, const float* at, int64_t count) {
+      for (int64_t r = 0; r < queries.rows; ++r) {
+        const Row& row = rows[r];
+        const int64_t from = std::max(p, row.first), seen = std::min(p + count, row.length) - from;
+        if (seen <= 0) continue;
+        for (int64_t k = 0; k < s.kv_heads; ++k) {
+          const float* part = at + (from - p) * stride + k * s.head_dim;
+          VisitHeads(group, [&](auto together, int64_t in_group) {
+            const int64_t h = k * group + in_group;
+            work(together, row, h * s.head_dim, part, seen, row.scores + h * row.places + from - row.first);
+          });
+        }
+      }
+    });
   };
-  Visit(keys, table, first, length, s, [&](int64_t p, const float* at, int64_t count) {
-    each([&](auto together, int64_t h, int64_t place) {
-      size.template Score<decltype(together)::value>(q + h * s.head_dim, at + place, stride, count, scale,
-                                                     scores + h * seen + p, seen);
-    });
+  visit(keys, [&](auto together, const Row& row, int64_t head, const float* part, int64_t count, float* scores) {
+    size.template Score<decltype(together)::value>(row.q + head, part, stride, count, scale, scores, row.places);
   });
-  std::fill(out, out + s.heads * s.head_dim, 0.0f);
-  for (int64_t h = 0; h < s.heads; ++h) totals[h] = Soften(scores + h * seen, seen);
-  Visit(values, table, first, length, s, [&](int64_t p, const float* at, int64_t count) {
-    each([&](auto together, int64_t h, int64_t place) {
-      size.template Accumulate<decltype(together)::value>(scores + h * seen + p, seen, at + place, stride, count,
-                                                          out + h * s.head_dim);
-    });
+  std::fill(queries.out, queries.out + queries.rows * width, 0.0f);
+  for (int64_t i = 0; i < queries.rows * s.heads; ++i) {
+    const Row& row = rows[i / s.heads];
+    const int64_t seen = row.length - row.first;
+    totals[i] = seen ? Soften(row.scores + i % s.heads * row.places, seen, row.places) : 1.0f;
+  }
+  visit(values, [&](auto together, const Row& row, int64_t head, const float* part, int64_t count, float* weights) {
+    size.template Accumulate<decltype(together)::value>(weights, row.places, part, stride, count, row.out + head);
   });
-  for (int64_t h = 0; h < s.heads; ++h) {
-    for (int64_t d = 0; d < s.head_dim; ++d) out[h * s.head_dim + d] /= totals[h];
+  for (int64_t i = 0; i < queries.rows * s.heads; ++i) {
+    for (int64_t d = 0; d < s.head_dim; ++d) queries.out[i * s.head_dim + d] /= totals[i];
   }
 }
 
-// q, out [H, D] of one row over its first `length` positions, or the last `window` of them; window 0 = all.
-inline void Attend(const float* q, const float* keys, const float* values, const int32_t* table, int64_t length,
-                   int64_t window, const Sizes& s, float* out) {
-  if (length <= 0) {
-    std::fill(out, out + s.heads * s.head_dim, 0.0f);
-    return;
-  }
-  const int64_t first = window > 0 ? std::max<int64_t>(0, length - window) : 0;
-  const auto attend = [&](const auto& size) { AttendRow(size, q, keys, values, table, first, length, s, out); };
+// softmax(q k' / sqrt(D)) v; the result of a row does not depend on the others.
+inline void Attend(const Queries& queries, const float* keys, const float* values, const Sizes& s) {
+  const auto attend = [&](const auto& size) { AttendWith(size, queries, keys, values, s); };
   constexpr int64_t kLanes = sizeof(Widest) / sizeof(float);
   if (s.head_dim == 64) return attend(OneSize<Widest, 64 / kLanes>{});
   if (s.head_dim == 128) return attend(OneSize<Widest, 128 / kLanes>{});

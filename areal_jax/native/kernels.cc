@@ -14,6 +14,7 @@
 #include "layer.h"
 #include "products.h"
 #include "threads.h"
+#include "vocabulary.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -37,17 +38,23 @@ float* Reserve(int64_t size) {
   return reinterpret_cast<float*>((at + 63) / 64 * 64);
 }
 
-// q [B, H, D], keys and values [blocks, T, K, D], tables [B, M], lengths [B] -> [B, H, D]; window 0 = all positions.
-ffi::Error AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers lengths,
-                      int64_t window, ffi::Result<Floats> out) {
-  const auto rows = q.dimensions(), cache = keys.dimensions();
-  const Sizes sizes{rows[1], cache[2], cache[3], cache[1]};
-  const int64_t row = rows[1] * rows[2], table = tables.dimensions()[1];
+// q [B, H, D], keys and values [blocks, T, K, D], tables one behind the other, the place among them where the table of each
+// row starts [B], lengths [B] -> [B, H, D]; window 0 = all positions. Rows of a table that stand side by side share reads.
+ffi::Error AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
+                      Integers lengths, int64_t window, ffi::Result<Floats> out) {
+  const auto shape = q.dimensions(), cache = keys.dimensions();
+  const Sizes sizes{shape[1], cache[2], cache[3], cache[1]};
+  const int64_t rows = shape[0], width = shape[1] * shape[2];
+  const int32_t* start = starts.typed_data();
+  std::vector<Queries> queries;
+  for (int64_t b = 0, count; b < rows; b += count) {
+    for (count = 1; count < kMostQueries && b + count < rows && start[b + count] == start[b];) ++count;
+    queries.push_back({q.typed_data() + b * width, tables.typed_data() + start[b], lengths.typed_data() + b, count,
+                       window, out->typed_data() + b * width});
+  }
   Phases phases;
-  phases.Add(rows[0], [&](int64_t b) {
-    Attend(q.typed_data() + b * row, keys.typed_data(), values.typed_data(), tables.typed_data() + b * table,
-           lengths.typed_data()[b], window, sizes, out->typed_data() + b * row);
-  });
+  phases.Add(queries.size(),
+             [&](int64_t i) { Attend(queries[i], keys.typed_data(), values.typed_data(), sizes); });
   phases.Run(pool);
   return ffi::Error::Success();
 }
@@ -89,19 +96,13 @@ ffi::Error Multiply(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs matrices,
     outputs.push_back((*out)->typed_data());
   }
   const std::vector<Block> blocks = CutColumns(columns);
-  const std::vector<Unit> units = CutMatrices(inputs);
   Sheet sheet{x.typed_data(), in};
   Phases phases;
   if (blocks.size() > 1 || blocks[0].width > columns) {
     sheet.data = Reserve(in * TotalWidth(blocks));
     phases.Add(blocks.size(), [&](int64_t b) { CopyIn(x.typed_data(), columns, 0, blocks[b], sheet); });
   }
-  phases.Add(units.size(), [&](int64_t u) {
-    float* out = outputs[units[u].matrix] + units[u].first * kPanelRows * columns;
-    for (const Block& block : blocks) {
-      MultiplyUnit(inputs[units[u].matrix], units[u], block, sheet, {out + block.first, columns, false});
-    }
-  });
+  AddOutputs(phases, blocks, sheet, inputs, outputs, columns);
   phases.Run(pool);
   return ffi::Error::Success();
 }
@@ -207,12 +208,14 @@ ffi::Error Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats attend
   return ffi::Error::Success();
 }
 
-// One step: x [d, B], cosine and sine [B, D / 2], the blocks of each row [B, M], positions that it sees [B], block and
-// offset where its token is written [B]; then the weights of all layers, final norm, head, and keys and values of each
-// layer [blocks, T, K, D] -> logits [V, B], and the keys and values, which are the arguments. Windows: one a layer, 0 = none.
-ffi::Error Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Integers tables, Integers lengths,
-                Integers blocks, Integers offsets, ffi::RemainingArgs args, ffi::Dictionary attributes,
+// One step: x [d, B], cosine and sine [B, D / 2], temperatures [B], the blocks of each row [B, M], positions that it sees
+// [B], block and offset where its token is written [B]; then the weights of all layers, final norm, head, and keys and
+// values of each layer [blocks, T, K, D] -> logits [V, B]; the largest and the log-sum-exp of each block of the vocabulary
+// of logits over temperatures [blocks of it, B]; the keys and values, which are the arguments. Windows: one a layer, 0 = none.
+ffi::Error Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Floats temperatures, Integers tables,
+                Integers lengths, Integers blocks, Integers offsets, ffi::RemainingArgs args, ffi::Dictionary attributes,
                 ffi::RemainingRets results) {
+  constexpr size_t kSums = 3;  // results before the keys and values
   const auto windows = *attributes.get<ffi::Span<const int64_t>>("windows");
   Weights weights(args, attributes);
   std::vector<Layer> layers;
@@ -236,7 +239,7 @@ ffi::Error Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Inte
     const Floats keys = weights.Take(), values = weights.Take();
     float *k = keys.typed_data(), *v = values.typed_data();
     for (size_t side : {0, 1}) {
-      if ((*results.get<Floats>(1 + 2 * i + side))->typed_data() != (side ? v : k)) {
+      if ((*results.get<Floats>(kSums + 2 * i + side))->typed_data() != (side ? v : k)) {
         return ffi::Error::Internal("areal_jax_step: the cache is not written in place");
       }
     }
@@ -251,19 +254,20 @@ ffi::Error Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Inte
                    [=](int64_t row) { return queries + row * width_q; }, places(k), places(v));
     const int64_t window = windows[i];
     phases.Add(rows, [=, &tables, &lengths](int64_t row) {
-      Attend(queries + row * width_q, k, v, tables.typed_data() + row * table, lengths.typed_data()[row], window, sizes,
-             attended + row * width_q);
+      Attend({queries + row * width_q, tables.typed_data() + row * table, lengths.typed_data() + row, 1, window,
+              attended + row * width_q},
+             k, v, sizes);
     });
     AddRest(phases, tokens, layer, s, [=](int64_t row) { return attended + row * width_q; });
   }
   AddNorm(phases, tokens, s.x, final_norm, layers[0].eps, s.normal);
-  float* logits = (*results.get<Floats>(0))->typed_data();
-  const auto units = CutMatrices({head});
-  phases.Add(units.size(), [&](int64_t u) {
-    float* out = logits + units[u].first * kPanelRows * rows;
-    for (const Block& block : tokens.blocks) {
-      MultiplyUnit(head, units[u], block, s.normal, {out + block.first, rows, false});
-    }
+  const auto result = [&](size_t i) { return (*results.get<Floats>(i))->typed_data(); };
+  float *logits = result(0), *largest = result(1), *logsumexp = result(2);
+  AddOutputs(phases, tokens.blocks, s.normal, {head}, {logits}, rows);
+  phases.Add((head.out + kVocabularyBlock - 1) / kVocabularyBlock, [=, &temperatures](int64_t b) {
+    const int64_t first = b * kVocabularyBlock;
+    SumBlock(logits + first * rows, rows, std::min(kVocabularyBlock, head.out - first), temperatures.typed_data(),
+             largest + b * rows, logsumexp + b * rows);
   });
   phases.Run(pool);
   return ffi::Error::Success();
@@ -278,6 +282,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_attend, areal_jax::AttendRows,
                                   .Arg<areal_jax::Floats>()
                                   .Arg<areal_jax::Floats>()
                                   .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
                                   .Arg<areal_jax::Integers>()
                                   .Arg<areal_jax::Integers>()
                                   .Attr<int64_t>("window")
@@ -323,6 +328,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_finish, areal_jax::Finish,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_step, areal_jax::Step,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
                                   .Arg<areal_jax::Floats>()
                                   .Arg<areal_jax::Floats>()
                                   .Arg<areal_jax::Floats>()

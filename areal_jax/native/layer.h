@@ -143,6 +143,19 @@ inline void AddProducts(Phases& phases, const Tokens& tokens, const Sheet& x, st
   });
 }
 
+// x times matrices, each into rows of `columns` numbers.
+inline void AddOutputs(Phases& phases, const std::vector<Block>& blocks, const Sheet& x,
+                       const std::vector<Matrix>& matrices, const std::vector<float*>& outputs, int64_t columns) {
+  const auto units = CutMatrices(matrices);
+  phases.Add(units.size(), [=](int64_t u) {
+    const Unit& unit = units[u];
+    float* out = outputs[unit.matrix] + unit.first * kPanelRows * columns;
+    for (const Block& block : blocks) {
+      MultiplyUnit(matrices[unit.matrix], unit, block, x, {out + block.first, columns, false});
+    }
+  });
+}
+
 // inner = silu(gate x) * (up x); the product of `up` is left in `other`.
 inline void AddGate(Phases& phases, const Tokens& tokens, const Sheet& x, const Matrix& gate, const Matrix& up,
                     const Sheet& inner, const Sheet& other) {

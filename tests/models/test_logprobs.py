@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.models.logprobs import logprob_of, logsumexp_by_block, sharded_token_logprobs, token_logprobs
+from areal_jax.models.logprobs import logprob_of, sharded_token_logprobs, sum_blocks, token_logprobs
 
 N, D, V = 9, 6, 101  # chunks of 32 leave 5 columns over
 CHUNKS = (None, 1, 32, 50, 101, 1000)
@@ -63,8 +63,9 @@ def test_blocks_of_the_vocabulary_do_not_show(vocabulary):
 
 def test_the_sum_of_a_block_by_hand():
     # 257 logits of log 2, in blocks of 256 and 1: log(256 * 2) and log 2
-    sums = logsumexp_by_block(jnp.full((3, 257), math.log(2)))
-    np.testing.assert_allclose(sums, np.log([[512] * 3, [2] * 3]), rtol=1e-6)
+    largest, logsumexp = sum_blocks(jnp.full((3, 257), math.log(2)))
+    np.testing.assert_allclose(logsumexp, np.log([[512] * 3, [2] * 3]), rtol=1e-6)
+    np.testing.assert_allclose(largest, np.full((2, 3), math.log(2)))
 
 
 def test_every_row_may_have_its_own_temperature():

@@ -12,6 +12,7 @@ import pytest
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
+from areal_jax.models.logprobs import scale_logits, sum_blocks
 from areal_jax.models.lora import Lora
 from areal_jax.models.native_layers import Read
 from areal_jax.native import library
@@ -23,9 +24,9 @@ BLOCK_TOKENS = 4
 CHUNK_TOKENS = 960  # of the kernel
 
 
-def make_decoders(name, **changes):
+def make_decoders(name, vocab_size=32, **changes):
     """(with tokens as rows, as native columns, weights): every matrix of the model can be cut into panels."""
-    config = dataclasses.replace(VARIANTS[name], vocab_size=32, **changes)
+    config = dataclasses.replace(VARIANTS[name], vocab_size=vocab_size, **changes)
     rows, native = Decoder(config), Decoder(config, tokens='native_columns')
     return rows, native, scattered(rows.init(5))
 
@@ -75,22 +76,48 @@ def test_a_step_computes_what_the_layers_of_xla_do(name, rows):
     hidden, written = jax.jit(lambda p, c: plain.hidden(p, tokens, positions, attend_with(read), c))(params, cache)
     prepared = native.prepare(params)
     assert native.can_step(prepared)
-    found, logits = jax.jit(lambda p, c: native.step(p, tokens, positions, c, read))(prepared, cache)
+    found, logits, _ = jax.jit(lambda p, c: native.step(p, tokens, positions, c, read, np.ones(rows)))(prepared, cache)
     assert logits.shape == (rows, 32)
     assert_close(logits, plain.logits(params, hidden), of_range=5e-6)
     assert_close(found, written, of_range=5e-6)
 
 
+@pytest.mark.parametrize('vocab_size', [256, 520])  # of blocks of 256
+@pytest.mark.parametrize('rows', [1, 8, 13, 57])
+def test_a_step_has_the_sums_of_its_logits_by_block(rows, vocab_size):
+    _, native, params = make_decoders('tied', vocab_size)
+    tokens, positions, cache, read = make_batch(native.config, rows)
+    temperature = np.linspace(0.2, 3.0, rows).astype(np.float32)
+    temperature[-1] = 0.0  # counts as 1
+    _, logits, found = jax.jit(native.step)(native.prepare(params), tokens, positions, cache, read, temperature)
+    expected = sum_blocks(scale_logits(logits, temperature))
+    np.testing.assert_array_equal(found.largest[:, -1], expected.largest[:, -1])  # which a greedy row compares
+    np.testing.assert_allclose(found.largest, expected.largest, rtol=3e-7)
+    np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=2e-6, rtol=3e-7)
+
+
+def test_a_nan_in_the_weights_shows_in_the_sums_of_a_step():
+    _, native, params = make_decoders('tied', 520)
+    tokens, positions, cache, read = make_batch(native.config, 8)
+    params['embedding'] = params['embedding'].at[300].set(jnp.nan)
+    tokens[:] = 1
+    *_, sums = native.step(native.prepare(params), tokens, positions, cache, read, np.ones(8))
+    np.testing.assert_array_equal(np.isnan(sums.logsumexp), np.arange(3)[:, None] == np.ones(8))
+
+
 def test_a_row_of_a_step_has_the_same_bits_in_any_company():
-    _, native, params = make_decoders('everything')
+    _, native, params = make_decoders('everything', 520)
     prepared = native.prepare(params)
     tokens, positions, cache, read = make_batch(native.config, 57)
     step = jax.jit(native.step)
-    written, logits = step(prepared, tokens, positions, cache, read)
+    temperature = np.linspace(0.2, 3.0, 57).astype(np.float32)
+    written, logits, sums = step(prepared, tokens, positions, cache, read, temperature)
     for part in (slice(0, 1), slice(3, 4), slice(0, 8), slice(5, 21), slice(2, 42), slice(1, 49)):
         some = Read(*(leaf[part] for leaf in read))
-        wrote, alone = step(prepared, tokens[part], positions[part], cache, some)
+        wrote, alone, own = step(prepared, tokens[part], positions[part], cache, some, temperature[part])
         np.testing.assert_array_equal(alone, logits[part])
+        for one, whole in zip(own, sums, strict=True):
+            np.testing.assert_array_equal(one, whole[:, part])
         for one, whole in zip(jax.tree.leaves(wrote), jax.tree.leaves(written), strict=True):
             np.testing.assert_array_equal(one[some.blocks, some.offsets], whole[some.blocks, some.offsets])
 
@@ -128,9 +155,10 @@ def test_steps_at_the_same_time_share_the_threads_and_change_no_bit():
     prepared = native.prepare(params)
     tokens, positions, cache, read = make_batch(native.config, 57)
     step = jax.jit(native.step)
-    alone = np.asarray(step(prepared, tokens, positions, cache, read)[1])
+    ones = np.ones(57)
+    alone = np.asarray(step(prepared, tokens, positions, cache, read, ones)[1])
     with futures.ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: step(prepared, tokens, positions, cache, read)[1], range(40)))
+        found = list(pool.map(lambda _: step(prepared, tokens, positions, cache, read, ones)[1], range(40)))
     for logits in found:
         np.testing.assert_array_equal(logits, alone)
 
@@ -145,16 +173,16 @@ def test_what_a_step_does_not_see_has_no_influence():
     poisoned = jax.tree.map(lambda side: jnp.where(seen[..., None, None], side, jnp.nan), cache)
     step = jax.jit(native.step)
     prepared = native.prepare(params)
-    expected = step(prepared, tokens, positions, cache, read)[1]
+    expected = step(prepared, tokens, positions, cache, read, np.ones(9))[1]
     assert np.isfinite(expected).all()
-    np.testing.assert_array_equal(step(prepared, tokens, positions, poisoned, read)[1], expected)
+    np.testing.assert_array_equal(step(prepared, tokens, positions, poisoned, read, np.ones(9))[1], expected)
 
 
 def test_a_step_writes_the_cache_in_place():
     _, native, params = make_decoders('tied')
     tokens, positions, cache, read = make_batch(native.config, 64)
     step = jax.jit(native.step, donate_argnums=3)
-    used = step.lower(native.prepare(params), tokens, positions, cache, read).compile().memory_analysis()
+    used = step.lower(native.prepare(params), tokens, positions, cache, read, np.ones(64)).compile().memory_analysis()
     size = sum(side.nbytes for side in jax.tree.leaves(cache))
     assert used.alias_size_in_bytes == size
     assert used.temp_size_in_bytes < size / 4

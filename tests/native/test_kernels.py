@@ -92,6 +92,23 @@ def test_a_row_has_the_same_bits_alone_and_in_company(window):
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize('window', [None, 5, 40])
+@pytest.mark.parametrize('size', [64, 40])
+def test_rows_that_share_a_table_have_the_bits_of_rows_alone(size, window):
+    attention, q, layer, tables, _ = make_rows([100] * 23, block_tokens=16, size=size)
+    # pieces of 9, 1 and 11 tokens, in which no multiple of the rows that read together ends, and two rows of padding
+    lengths = np.array([*range(1, 10), 100, *range(60, 71), 0, 0], np.int32)
+    table = np.repeat([3, 0, 7, 0], [9, 1, 11, 2])
+    found = jax.jit(attention.attend_pieces, static_argnums=5)(
+        q, layer, tables.ravel(), table * tables.shape[1], lengths, window
+    )
+    attend = jax.jit(attention.attend, static_argnums=4)
+    for row, length in enumerate(lengths):
+        alone = attend(q[[row]], layer, tables[table[[row]]], lengths[[row]], window)
+        np.testing.assert_array_equal(found[row], alone[0])
+        assert np.any(found[row]) == (length > 0)
+
+
 @pytest.mark.parametrize('size', [64, 128, 40])
 def test_blocks_of_any_length_give_the_same_attention(size):
     attention, q, layer, tables, lengths = make_rows([96, 50, 7], block_tokens=96, size=size)

@@ -280,7 +280,7 @@ class JaxDecodeBackend:
             return self._generations[0]
         return self._generations[-1]
 
-    def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> PackedPieces:
+    def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> PackedPieces[np.ndarray]:
         return prefill.pack_pieces(pieces, bucket, self.block_tokens, self._sizes.padding_block)
 
     # The programs.
@@ -292,7 +292,7 @@ class JaxDecodeBackend:
     def _initial(self) -> Cache:
         return self._placement.empty_cache(self._sizes, self._dtype)
 
-    def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces) -> Cache:
+    def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces[np.ndarray]) -> Cache:
         over_heads = self._placement.over_heads
         return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed, over_heads)
 

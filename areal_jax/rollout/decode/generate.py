@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from areal_jax.models.decoder import Attend, Decoder, Params
+from areal_jax.models.logprobs import BlockSums
 from areal_jax.models.native_layers import Read
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.adjustments import TokenCounts, adjust_logits, count_tokens
@@ -81,9 +82,9 @@ class Generate:
         def step(carry: _Carry) -> _Carry:
             i, cache, rows, outputs = carry
             lengths = self._lengths(batch, rows)
-            cache, logits = self._forward(weights, cache, batch, rows, lengths)
+            cache, logits, sums = self._forward(weights, cache, batch, rows, lengths)
             change = lambda z: self._change(z, batch, rows, counts, outputs.tokens, i)
-            sampled = self._sample(logits, keys, batch, rows, change)
+            sampled = self._sample(logits, sums, keys, batch, rows, change)
             read = self.attention.positions_read(lengths, self.sizes.block_tokens)
             return i + 1, cache, _advance(batch, rows, sampled[0]), _record(outputs, i, rows.live, sampled, read)
 
@@ -109,15 +110,15 @@ class Generate:
 
     def _forward(
         self, weights: Params, cache: Cache, batch: Batch, rows: _Rows, lengths: jax.Array
-    ) -> tuple[Cache, jax.Array]:
-        """The cache with the tokens of the rows, and the logits behind them, float32 [B, V]."""
+    ) -> tuple[Cache, jax.Array, BlockSums | None]:
+        """The cache with the tokens of the rows, the logits behind them, float32 [B, V], and their sums if known."""
         place = jnp.minimum(rows.position // self.sizes.block_tokens, self.sizes.table_blocks - 1)
         block = jnp.take_along_axis(batch.table, place[:, None], axis=1)[:, 0]
         block = jnp.where(rows.live, block, self.sizes.padding_block)
         offset = rows.position % self.sizes.block_tokens
         if self.attention.name == 'native' and self.decoder.can_step(weights):
             read = Read(batch.table, lengths, block, offset)
-            return self.decoder.step(weights, rows.token, rows.position, cache, read)
+            return self.decoder.step(weights, rows.token, rows.position, cache, read, batch.temperature)
 
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
@@ -126,7 +127,7 @@ class Generate:
             return self.attention.attend(q, layer, batch.table, lengths, window), layer
 
         hidden, cache = self.decoder.hidden(weights, rows.token, rows.position, self.over_heads(attend), cache)
-        return cache, self.decoder.logits(weights, hidden)
+        return cache, self.decoder.logits(weights, hidden), None
 
     def _count(self, batch: Batch) -> TokenCounts | None:
         adjustments = batch.adjustments
@@ -135,6 +136,7 @@ class Generate:
     def _sample(
         self,
         logits: jax.Array,
+        sums: BlockSums | None,
         keys: jax.Array,
         batch: Batch,
         rows: _Rows,
@@ -143,7 +145,7 @@ class Generate:
         """One token a row; where no live row asks for another distribution, as cheap as in programs without."""
 
         def sample(z: jax.Array, changed: jax.Array | None) -> _Sampled:
-            return sampling.sample_tokens(z, keys, rows.position + 1, batch.temperature, changed)
+            return sampling.sample_tokens(z, keys, rows.position + 1, batch.temperature, changed, sums)
 
         if not (self.filtered or self.adjusted):
             return sample(logits, None)

@@ -1,9 +1,10 @@
-"""Prefill: keys and values of pieces of sequences, packed into one row, through the learner's attention.
+"""Prefill: keys and values of pieces of sequences, packed into one row.
 
 Used by backend.py. The host packs pieces into a declared bucket (`pack_pieces`); `prefill_pieces` is traced once for
-each bucket. Matrix products run over the C tokens of the bucket, which stand end to end. Attention runs over a row with
-places for them in which every piece starts at a tile of the kernel, so that its result does not depend on the others.
-Before the places the row has what the cache holds of the pieces' sequences, the prior:
+each bucket. Matrix products run over the C tokens of the bucket, which stand end to end. With attention in C++ every
+token reads the cache in place, as in decoding. Elsewhere the learner's attention runs over a row with places for the
+tokens in which every piece starts at a tile of the kernel, so that its result does not depend on the others. Before the
+places the row has what the cache holds of the pieces' sequences, the prior:
 
     keys     [ prior of piece 0 | prior of piece 1 | ... ][ piece 0, gap | piece 1, gap | ... | padding ]
     queries                                               [ piece 0, gap | piece 1, gap | ... | padding ]
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,26 +28,31 @@ from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
+from areal_jax.rollout.decode.attention.native import NativeAttention
 
 MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; decoding has room beside them
 _MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
 _PLACES_PER_TOKEN = 1.5  # pieces of 32 tokens or more always fit when their tokens do
 _SMALLER_PRIOR = 4  # factor between two sizes of the prior
 
+_Array = TypeVar('_Array', np.ndarray, jax.Array)
 
-class PackedPieces(NamedTuple):
+
+class PackedPieces(NamedTuple, Generic[_Array]):
     """What a prefill reads beside weights and cache. C tokens, A places and R prior positions of the row; int32."""
 
-    tokens: np.ndarray  # [C]
-    positions: np.ndarray  # [C], in the sequence
-    blocks: np.ndarray  # [C], where keys and values of a token are written
-    offsets: np.ndarray  # [C], inside the block
-    places: np.ndarray  # [C], of the token in the row
-    sources: np.ndarray  # [A], index of the token at a place
-    prior_blocks: np.ndarray  # [prior / block_tokens], the blocks that are read
-    segments: np.ndarray  # [R + A]: the ids of the row; < 0 = padding
-    row_positions: np.ndarray  # [R + A], in the sequence
-    wanted: np.ndarray  # [], tokens of the pieces; the others are padding
+    tokens: _Array  # [C]
+    positions: _Array  # [C], in the sequence
+    blocks: _Array  # [C], where keys and values of a token are written
+    offsets: _Array  # [C], inside the block
+    places: _Array  # [C], of the token in the row
+    sources: _Array  # [A], index of the token at a place
+    prior_blocks: _Array  # [prior / block_tokens], the blocks that are read
+    tables: _Array  # [prior / block_tokens + C], the blocks of the pieces' sequences, one behind the other
+    starts: _Array  # [C], where those of a token's sequence begin
+    segments: _Array  # [R + A]: the ids of the row; < 0 = padding
+    row_positions: _Array  # [R + A], in the sequence
+    wanted: _Array  # [], tokens of the pieces; the others are padding
 
 
 # Shapes.
@@ -145,7 +151,7 @@ def _row(bucket: PrefillBucket, block_tokens: int) -> tuple[int, int, int]:
 
 def pack_pieces(
     pieces: Sequence[PrefillPiece], bucket: PrefillBucket, block_tokens: int, padding_block: int
-) -> PackedPieces:
+) -> PackedPieces[np.ndarray]:
     """The arrays of a prefill of the pieces in this order; `padding_block` is written by padding tokens.
 
     Raises ValueError, naming the piece, where one is malformed, has no room in the bucket or is written by another too.
@@ -158,13 +164,15 @@ def pack_pieces(
     packed = _padding(bucket, block_tokens, padding_block)
     _, first, tile = _row(bucket, block_tokens)
     run_blocks, run_places = _run(block_tokens)
-    token = place = run = 0
+    token = place = run = block = 0
     for index, piece in enumerate(pieces):
         length, segment = len(piece.tokens), 2 * index + 1
         own = slice(token, token + length)
         positions = np.arange(piece.start, piece.start + _round_up(length, tile), dtype=np.int32)
         table = np.asarray(piece.blocks, np.int32)
         packed.tokens[own], packed.positions[own] = piece.tokens, positions[:length]
+        packed.starts[own], needed = block, -(-piece.span.stop // block_tokens)
+        packed.tables[block : block + needed] = table[:needed]
         packed.blocks[own] = table[positions[:length] // block_tokens]
         packed.offsets[own] = positions[:length] % block_tokens
         packed.places[own] = np.arange(place, place + length)
@@ -177,7 +185,7 @@ def pack_pieces(
         packed.prior_blocks[run * run_blocks : run * run_blocks + len(read)] = read
         before = slice(run * run_places, (run + runs) * run_places)
         packed.segments[before], packed.row_positions[before] = _prior_ids(piece.start, runs, block_tokens, segment)
-        token, place, run = token + length, place + len(positions), run + runs
+        token, place, run, block = token + length, place + len(positions), run + runs, block + needed
     packed.wanted[...] = token
     _require_written_once(packed, pieces, block_tokens)
     return packed
@@ -192,7 +200,7 @@ def _prior_ids(start: int, runs: int, block_tokens: int, segment: int) -> tuple[
     return np.where(seen, segment, segment + 1).astype(np.int32), positions.astype(np.int32)
 
 
-def _padding(bucket: PrefillBucket, block_tokens: int, padding_block: int) -> PackedPieces:
+def _padding(bucket: PrefillBucket, block_tokens: int, padding_block: int) -> PackedPieces[np.ndarray]:
     """A row of padding: every tile is a segment of its own, so that attention does next to nothing for it."""
     places, prior, tile = _row(bucket, block_tokens)
     tokens = lambda: np.zeros(bucket.tokens, np.int32)
@@ -204,6 +212,8 @@ def _padding(bucket: PrefillBucket, block_tokens: int, padding_block: int) -> Pa
         places=tokens(),
         sources=np.zeros(places, np.int32),
         prior_blocks=np.full(bucket.prior // block_tokens, padding_block, np.int32),
+        tables=np.full(bucket.prior // block_tokens + bucket.tokens, padding_block, np.int32),
+        starts=tokens(),
         segments=(-1 - np.arange(prior + places) // tile).astype(np.int32),
         row_positions=np.zeros(prior + places, np.int32),
         wanted=np.array(0, np.int32),
@@ -221,7 +231,7 @@ def _require_sound(index: int, piece: PrefillPiece, block_tokens: int) -> None:
         )
 
 
-def _require_written_once(packed: PackedPieces, pieces: Sequence[PrefillPiece], block_tokens: int) -> None:
+def _require_written_once(packed: PackedPieces[np.ndarray], pieces: Sequence[PrefillPiece], block_tokens: int) -> None:
     lengths = [len(piece.tokens) for piece in pieces]
     written = packed.blocks[: sum(lengths)].astype(np.int64) * block_tokens + packed.offsets[: sum(lengths)]
     found, firsts = np.unique(written, return_index=True)
@@ -242,36 +252,58 @@ def prefill_pieces(
     attention: CacheAttention,
     weights: Params,
     cache: Cache,
-    packed: PackedPieces,
+    packed: PackedPieces[np.ndarray],
     over_heads: Callable[[Attend], Attend] = lambda attend: attend,
 ) -> Cache:
     """The cache with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence.
 
     `over_heads` makes the attention of all heads of one that is given those of a device.
     """
-    tokens, positions, blocks, offsets, places, sources, prior_blocks, segments, row_positions, wanted = map(
-        jnp.asarray, packed
-    )
+    given = PackedPieces(*map(jnp.asarray, packed))
+    if isinstance(attention, NativeAttention):
+        attend = _attend_in_place(attention, given)
+    else:
+        attend = _attend_in_row(attention, given)
+    return decoder.hidden(weights, given.tokens, given.positions, over_heads(attend), cache, wanted=given.wanted)[1]
+
+
+def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]) -> Attend:
+    """Every token reads the blocks of its sequence: no row is put together, nothing is computed for gaps or padding."""
+    tokens = len(packed.tokens)
+    lengths = jnp.where(jnp.arange(tokens) < packed.wanted, packed.positions + 1, 0)
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
+    ) -> tuple[jax.Array, LayerCache]:
+        layer = attention.write(layer, k, v, packed.blocks, packed.offsets)
+        return attention.attend_pieces(q, layer, packed.tables, packed.starts, lengths, window), layer
+
+    return attend
+
+
+def _attend_in_row(attention: CacheAttention, packed: PackedPieces[jax.Array]) -> Attend:
+    """The row of the module's docstring, through the attention that trains."""
+    segments, sources = packed.segments, packed.sources
     prior = len(segments) - len(sources)
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
     ) -> tuple[jax.Array, LayerCache]:
         # written first: a read before the write would make XLA copy the cache
-        layer = attention.write(layer, k, v, blocks, offsets)
+        layer = attention.write(layer, k, v, packed.blocks, packed.offsets)
         q, k, v = (x.at[sources].get(mode='promise_in_bounds') for x in (q, k, v))
         if prior:
-            read = (_as_runs(x, len(prior_blocks)) for x in attention.read(layer, prior_blocks))
+            read = (_as_runs(x, len(packed.prior_blocks)) for x in attention.read(layer, packed.prior_blocks))
             k, v = (jnp.concatenate(both) for both in zip(read, (k, v), strict=True))
         impl = _implementation(q.dtype.name, q.shape[-1], window is not None, prior > 0)
         ids = segments if impl in _OWN else jnp.maximum(segments, 0)
         out = packed_attention(
-            q, k, v, ids, ids, scale=q.shape[-1] ** -0.5, impl=impl, positions=row_positions, window=window,
+            q, k, v, ids, ids, scale=q.shape[-1] ** -0.5, impl=impl, positions=packed.row_positions, window=window,
             first=prior,
         )  # fmt: skip
-        return out.at[places].get(mode='promise_in_bounds'), layer
+        return out.at[packed.places].get(mode='promise_in_bounds'), layer
 
-    return decoder.hidden(weights, tokens, positions, over_heads(attend), cache, wanted=wanted)[1]
+    return attend
 
 
 _OWN = ('blocked', 'pallas')  # take any ids

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.models.logprobs import blocks_of_vocabulary, logprob_of, logsumexp_by_block, scale_logits
+from areal_jax.models.logprobs import (
+    VOCABULARY_BLOCK,
+    BlockSums,
+    effective_temperature,
+    logprob_of,
+    scale_logits,
+    sum_blocks,
+)
 
 
 def request_keys(seeds: jax.Array, draws: jax.Array, samples: jax.Array) -> jax.Array:
@@ -25,8 +32,10 @@ def request_keys(seeds: jax.Array, draws: jax.Array, samples: jax.Array) -> jax.
     return jax.vmap(fold)(seeds, draws, samples)
 
 
-def draw_tokens(z: jax.Array, keys: jax.Array, indices: jax.Array, greedy: jax.Array) -> jax.Array:
-    """One token per row from softmax(z), or its argmax where `greedy`: int32 [N].
+def draw_tokens(
+    logits: jax.Array, keys: jax.Array, indices: jax.Array, temperature: jax.Array, sums: BlockSums
+) -> jax.Array:
+    """One token per row from the softmax of z = logits / temperature, or its argmax where that is 0: int32 [N].
 
     Gumbel-max in two levels: with independent standard Gumbel noise g,
       block ~ argmax_b (logsumexp of z in b + g_b),   token ~ argmax_t (z_t + g_t) over that block,
@@ -34,18 +43,21 @@ def draw_tokens(z: jax.Array, keys: jax.Array, indices: jax.Array, greedy: jax.A
     in z changes the token only at a near tie; an inverted cumulative sum could change it in any flat distribution.
 
     Args:
-      z: float32 [N, V], tempered; -inf is never drawn.
+      logits: float32 [N, V]; -inf is never drawn.
       keys: request_keys, uint32 [N, 2]. indices: int32 [N], index in the trajectory of the token to draw.
-      greedy: bool [N].
+      temperature: float32 [N].
+      sums: of z, blocks first.
     """
-    blocked = blocks_of_vocabulary(z)
-    blocks, entries, _ = blocked.shape
+    by_entry, greedy = logits.T, temperature == 0
+    blocks, entries = len(sums.largest), min(VOCABULARY_BLOCK, len(by_entry))
     noise = jax.vmap(functools.partial(_noise, n=blocks + entries))(keys, indices)
     noise = jnp.where(greedy[:, None], 0.0, noise).T
-    mass = jnp.where(greedy, jnp.max(blocked, axis=1), logsumexp_by_block(z))
-    chosen = jnp.argmax(mass + noise[:blocks], axis=0)
-    within = jnp.take_along_axis(blocked, chosen[None, None], axis=0)[0]
-    return (chosen * entries + jnp.argmax(within + noise[blocks:], axis=0)).astype(jnp.int32)
+    mass = jnp.where(greedy, sums.largest, sums.logsumexp)
+    first = jnp.argmax(mass + noise[:blocks], axis=0) * entries
+    block = first + jnp.arange(entries)[:, None]
+    within = jnp.take_along_axis(by_entry, block, axis=0, mode='fill', fill_value=-jnp.inf)
+    within = within / effective_temperature(temperature)
+    return (first + jnp.argmax(within + noise[blocks:], axis=0)).astype(jnp.int32)
 
 
 def _noise(key: jax.Array, index: jax.Array, n: int) -> jax.Array:
@@ -109,15 +121,20 @@ def sample_tokens(
     indices: jax.Array,
     temperature: jax.Array,
     changed_logits: jax.Array | None = None,
+    sums: BlockSums | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Tokens int32 [N] and their log-probs float32 [N]: (tokens, of the full softmax, of the one drawn from).
 
     Tokens are drawn from softmax(logits / temperature), or, with `changed_logits`, from theirs: of `cut_support` it is
     the truncated and renormalised part, of `adjust_logits` any other. The learner can compute the log-probs of the full
     softmax only. Without `changed_logits` the others are None. Temperature 0 takes the argmax and records the log-probs
-    of temperature 1.
+    of temperature 1. `sums` are those of logits / temperature where they are known.
     """
-    source = logits if changed_logits is None else changed_logits
-    tokens = draw_tokens(scale_logits(source, temperature), keys, indices, temperature == 0)
-    changed_logprobs = None if changed_logits is None else logprob_of(changed_logits, tokens, temperature)
-    return tokens, logprob_of(logits, tokens, temperature), changed_logprobs
+    sums = sum_blocks(scale_logits(logits, temperature)) if sums is None else sums
+    if changed_logits is None:
+        tokens = draw_tokens(logits, keys, indices, temperature, sums)
+        return tokens, logprob_of(logits, tokens, temperature, sums), None
+    changed_sums = sum_blocks(scale_logits(changed_logits, temperature))
+    tokens = draw_tokens(changed_logits, keys, indices, temperature, changed_sums)
+    changed_logprobs = logprob_of(changed_logits, tokens, temperature, changed_sums)
+    return tokens, logprob_of(logits, tokens, temperature, sums), changed_logprobs

@@ -2,9 +2,11 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.models.logprobs import sum_blocks
 from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.backend import MOST_PROGRAMS
@@ -162,9 +164,9 @@ def test_noise_of_a_token_is_that_of_its_index_in_the_trajectory():
     decoding = Decoding(backend(), DECODER.init(0, scale=0.0))
     decoding.start({0: request(4, 2, new=12)})
     decoding.finish()
-    key = sampling.request_keys(np.array([[0, 11]], np.uint32), np.array([4]), np.array([2]))
+    key, zeros = sampling.request_keys(np.array([[0, 11]], np.uint32), np.array([4]), np.array([2])), jnp.zeros((1, 32))
     expected = [
-        int(sampling.draw_tokens(np.zeros((1, 32), np.float32), key, np.array([index]), np.array([False]))[0])
+        int(sampling.draw_tokens(zeros, key, np.array([index]), np.ones(1, np.float32), sum_blocks(zeros))[0])
         for index in range(5, 17)
     ]
     assert decoding.answer(0) == expected

@@ -110,11 +110,10 @@ def programs(engine, params):
 
 
 def test_no_program_moves_the_cache_or_weights_between_devices(engines):
-    # without cuts of the softmax a step exchanges the best of each part of the vocabulary: 5 rows, 2 devices
+    # without cuts of the softmax devices exchange sums only, that which selects a block of the vocabulary included
     plain = build(devices=PAIRS[0], **SIZES)
     generate, prefill, copy = programs(plain, over(PAIRS[0]))
-    assert {*moved(generate)} == {5 * 2}
-    assert moved(prefill) == moved(copy) == []
+    assert moved(generate) == moved(prefill) == moved(copy) == []
     with_cuts, _, _ = programs(*(engines[1][0], over(PAIRS[0])))
     a_layer_of_one_device = 31 * 4 * 1 * 4  # elements
     assert max(moved(with_cuts)) < a_layer_of_one_device

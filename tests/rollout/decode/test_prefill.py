@@ -10,9 +10,11 @@ import pytest
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
+from areal_jax.native import library
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.loops import LoopAttention
+from areal_jax.rollout.decode.attention.native import NativeAttention
 from areal_jax.rollout.decode.prefill import (
     MAX_BUCKETS,
     bucket_for,
@@ -26,6 +28,7 @@ from tests.rollout.decode.examples import whole_attention
 SIZES, CONTEXT = (64, 128), 400
 BLOCKS = 40  # of a cache
 ATTENTION = GatherAttention(1)
+needs_compiler = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
 CONFIG = dataclasses.replace(TWO_LAYERS.config, n_layers=3)  # the keys of the third show the attention of the second
 DECODER = Decoder(CONFIG)
 WINDOWED = Decoder(dataclasses.replace(CONFIG, sliding_window=40))
@@ -43,16 +46,21 @@ def weights():
 
 
 @functools.cache
-def program(decoder=DECODER):
-    return jax.jit(functools.partial(prefill_pieces, decoder, ATTENTION))
+def program(decoder=DECODER, attention=ATTENTION):
+    return jax.jit(functools.partial(prefill_pieces, decoder, attention))
+
+
+@functools.cache
+def native_attention():
+    return NativeAttention()
 
 
 class Sequences:
     """A cache, and the blocks of each sequence in it; blocks are taken from the end, so that they are out of order."""
 
-    def __init__(self, block_tokens, fill=0.0, decoder=DECODER):
-        c = decoder.config
-        empty = lambda: ATTENTION.empty(BLOCKS + 1, c.n_kv_heads, block_tokens, c.head_dim, jnp.float32)
+    def __init__(self, block_tokens, fill=0.0, decoder=DECODER, attention=ATTENTION):
+        c, self.attention = decoder.config, attention
+        empty = lambda: attention.empty(BLOCKS + 1, c.n_kv_heads, block_tokens, c.head_dim, jnp.float32)
         self.cache = jax.tree.map(lambda x: x + fill, tuple(empty() for _ in range(c.n_layers)))
         self.block_tokens, self.decoder, self.free, self.blocks = block_tokens, decoder, list(range(BLOCKS)), {}
 
@@ -68,11 +76,11 @@ class Sequences:
         pieces = [self.piece(*span) for span in spans]
         bucket = bucket or bucket_for([piece.span for piece in pieces], SIZES, self.block_tokens, CONTEXT)
         packed = pack_pieces(pieces, bucket, self.block_tokens, BLOCKS)
-        self.cache = program(self.decoder)(weights(), self.cache, packed)
+        self.cache = program(self.decoder, self.attention)(weights(), self.cache, packed)
 
     def read(self, name, start, stop):
         """[layers, k or v, stop - start, K, D] of what the cache holds."""
-        layers = [ATTENTION.read(layer, jnp.array(self.blocks[name])) for layer in self.cache]
+        layers = [self.attention.read(layer, jnp.array(self.blocks[name])) for layer in self.cache]
         return np.array(layers)[:, :, start:stop]
 
 
@@ -148,7 +156,30 @@ def test_a_sliding_window_reaches_into_the_prior(decoder, block_tokens):
     assert np.abs(expected(1, 150, decoder) - expected(1, 150)).max() > 1e-2
 
 
+@needs_compiler
+@pytest.mark.parametrize('decoder', [DECODER, PARTLY_WINDOWED], ids=['whole', 'windows'])
+@any_block
+def test_the_attention_in_cpp_reads_the_cache_in_place(block_tokens, decoder):
+    sequences = Sequences(block_tokens, fill=np.nan, decoder=decoder, attention=native_attention())
+    sequences.prefill((1, 0, 70), (2, 0, 5))
+    sequences.prefill((2, 5, 75), (1, 70, 101), (3, 0, 1))
+    assert_is_forward(sequences, 1, 101)
+    assert_is_forward(sequences, 2, 75)
+    assert_is_forward(sequences, 3, 1)
+
+
 # Bit for bit.
+
+
+@needs_compiler
+def test_the_attention_in_cpp_gives_a_token_the_same_bits_in_any_piece():
+    whole, cut = (Sequences(24, attention=native_attention()) for _ in range(2))
+    bucket = PrefillBucket(128, 432)
+    whole.prefill((2, 0, 3), (1, 0, 101), bucket=bucket)
+    cut.prefill((1, 0, 38), bucket=bucket)
+    cut.prefill((1, 38, 39), (2, 0, 11), bucket=bucket)
+    cut.prefill((3, 0, 7), (1, 39, 101), bucket=bucket)
+    np.testing.assert_array_equal(cut.read(1, 0, 101), whole.read(1, 0, 101))
 
 
 @any_block

@@ -3,9 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.models.logprobs import sum_blocks
 from areal_jax.rollout.decode import sampling
 
-draw_tokens = jax.jit(sampling.draw_tokens)
+draw_tokens = jax.jit(lambda z, *given: sampling.draw_tokens(z, *given, sum_blocks(z)))
 cut_support = jax.jit(sampling.cut_support)
 request_keys = jax.jit(sampling.request_keys)
 sample_tokens = jax.jit(sampling.sample_tokens)
@@ -20,7 +21,7 @@ def keys(n, seed=0):
 
 def draw(z, greedy=False, index=0, seed=0):
     n = z.shape[0]
-    return np.asarray(draw_tokens(z, keys(n, seed), np.full(n, index, np.int32), np.full(n, greedy)))
+    return np.asarray(draw_tokens(z, keys(n, seed), np.full(n, index, np.int32), np.full(n, 0.0 if greedy else 1.0)))
 
 
 def kept(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, logits=None):

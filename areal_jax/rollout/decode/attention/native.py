@@ -40,8 +40,21 @@ class NativeAttention:
     def attend(
         self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
     ) -> jax.Array:
+        rows, blocks = tables.shape
+        return self.attend_pieces(q, layer, tables.ravel(), jnp.arange(rows) * blocks, lengths, window)
+
+    def attend_pieces(
+        self,
+        q: jax.Array,
+        layer: LayerCache,
+        tables: jax.Array,
+        starts: jax.Array,
+        lengths: jax.Array,
+        window: int | None,
+    ) -> jax.Array:
+        """`attend` for rows that may share a table: that of row b begins at starts[b], int32 [B], of `tables`, [M]."""
         attend = jax.ffi.ffi_call(library.ATTEND, jax.ShapeDtypeStruct(q.shape, q.dtype))
-        return attend(q, *layer, tables, lengths, window=window or 0)
+        return attend(q, *layer, tables, starts, lengths, window=window or 0)
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
         return jnp.sum(lengths)
