@@ -48,7 +48,8 @@ def _what_ran(source: str, form: str, plan: Plan, records: Records, facts: str) 
     return (
         f'`{source}`, {form} form, plan `{plan.digest()[:12]}`: {finished} of {len(records)} arms have finished. '
         f'{facts}{short if form == "quick" else ""} Scores are shares of right places in sampled '
-        'answers of the final weights to all training prompts; chance among the two symbols is 0.5. The protocol is in docs/study.md.'
+        'answers of the final weights to all training prompts; chance among the two symbols is 0.5. The protocol is in '
+        'docs/study.md.'
     )
 
 
@@ -104,8 +105,8 @@ def _differences(plan: Plan, records: Records) -> list[str]:
     return [
         '### Differences at the knee, paired by seed',
         render_table(('lag', *compared), rows),
-        f"Student's 95% interval. Equal: the 90% interval lies within ±{plan.margins.score:g}; worse or better: p below "
-        '0.05 after Holm over the lags of a column.',
+        f"Student's 95% interval. Equal: the 90% interval lies within ±{plan.margins.score:g}; worse or better: p "
+        'below 0.05 after Holm over the lags of a column.',
     ]
 
 
@@ -182,8 +183,8 @@ def _rates(plan: Plan, records: Records) -> list[str]:
     ]
     chosen = ', '.join(f'{method} {rate:g}' for method, rate in knees.items())
     return [
-        f'Mean score at lag {part.lags[0]} over the seeds {", ".join(map(str, part.knee_seeds))}. The knee, the largest '
-        f'rate at most {part.knee_slack:g} below the best: {chosen or "not known yet"}.',
+        f'Mean score at lag {part.lags[0]} over the seeds {", ".join(map(str, part.knee_seeds))}. The knee, the '
+        f'largest rate at most {part.knee_slack:g} below the best: {chosen or "not known yet"}.',
         render_table(('learning rate', *methods), rows),
     ]
 

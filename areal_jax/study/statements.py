@@ -38,15 +38,15 @@ def decide_statements(plan: Plan, records: Records) -> list[Outcome]:
     lags = plan.lock_step.lags
     plain, decoupled = (findings.compare_lags(plan, records, method) for method in ('plain', 'decoupled'))
     between = findings.compare_methods(plan, records, 'plain', 'decoupled')
-    at = lambda wanted: [lag for lag in wanted if lag in lags]
+    worse, better = ([lag for lag in wanted if lag in lags] for wanted in (_WORSE_AT, _BETTER_AT))
     low = [lag for lag in lags[1:] if lag <= _EQUAL_UP_TO]
     return [
-        _decide(plan, f'plain PPO is worse than without lag at {_lags(at(_WORSE_AT))}', plain, at(_WORSE_AT), WORSE),
+        _decide(plan, f'plain PPO is worse than without lag at {_lags(worse)}', plain, worse, WORSE),
         _decide(plan, f'decoupled PPO is as good as without lag at {_lags(low)}', decoupled, low, EQUAL),
-        _decide(plan, f'decoupled is better than plain PPO at {_lags(at(_BETTER_AT))}', between, at(_BETTER_AT), BETTER),
-        _decide(plan, f'at {_lags(lags[-1:])}, both are worse than without', [*plain, *decoupled], lags[-1:], WORSE),
+        _decide(plan, f'decoupled is better than plain PPO at {_lags(better)}', between, better, BETTER),
+        _decide(plan, f'at {_lags(lags[-1:])} both are worse than without', [*plain, *decoupled], lags[-1:], WORSE),
         _decide_throughput(plan, records),
-    ]  # fmt: skip
+    ]
 
 
 def _decide(plan: Plan, text: str, comparisons: Sequence[Comparison], labels: Sequence[float], wanted: str) -> Outcome:

@@ -120,14 +120,11 @@ class Study:
 
     def _run_stage(self, stage: Stage, interrupts: Interrupts) -> bool:
         """Whether it was told to stop."""
-        print(
-            f'{stage.name}: {len(stage.arms)} arms, {len(stage.programs)} programs and {len(stage.runs)} runs',
-            flush=True,
-        )
-        programs = _pending_programs(stage)
+        programs, runs = _pending_programs(stage), _pending_runs(stage)
+        print(f'{stage.name}: {len(programs)} programs and {len(runs)} runs are left', flush=True)
         if self._run_programs(programs, self._jobs or self._plan.jobs, interrupts):
             return True
-        runner = Runner(_pending_runs(stage), self._jobs or self._plan.natural.jobs, read_state)
+        runner = Runner(runs, self._jobs or self._plan.natural.jobs, read_state)
         runner.run(interrupts)
         if runner.is_stopping:
             return True
