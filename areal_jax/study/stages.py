@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from areal_jax.app.command_line import CommandLine
 from areal_jax.app.sweep.arms import Arm, make_arms
+from areal_jax.app.sweep.directory import read_state
 from areal_jax.study.plan import Overrides, Plan
-from areal_jax.study.programs import Program, make_programs
+from areal_jax.study.programs import PROGRAMS, Program, Scoring, make_programs
 
 CONTROLS, KNEE, PILOT, LOCK_STEP, NATURAL = STAGES = ('controls', 'knee', 'pilot', 'lock_step', 'natural')
 CACHE = 'compiled'  # directory of compiled programs, in that of the study
@@ -64,7 +65,10 @@ class StageMaker:
         """One of STAGES; the first two need no rates. Raises UserError for an arm that cannot run, naming it."""
         listed = {CONTROLS: self._controls, KNEE: self._knee}.get(name)
         named = {PILOT: self._pilot, LOCK_STEP: self._lock_step, NATURAL: self._natural}.get(name)
-        wanted = dict(listed() if listed else named(rates) if named else ())
+        return self.build(name, dict(listed() if listed else named(rates) if named else ()))
+
+    def build(self, name: str, wanted: Mapping[Factors, Overrides]) -> Stage:
+        """A stage of these arms. Raises UserError for an arm that cannot run, naming it."""
         built = make_arms(
             self._command,
             {factors.name: self._cached(overrides) for factors, overrides in wanted.items()},
@@ -74,6 +78,12 @@ class StageMaker:
         together = [arm for factors, arm in arms.items() if factors.lag is not None]
         alone = tuple(arm for factors, arm in arms.items() if factors.lag is None)
         return Stage(name, arms, tuple(make_programs(name, together, self._workdir)), alone)
+
+    def scoring(self, stage: Stage) -> Scoring:
+        """The job that scores the runs of a stage which have finished."""
+        name = f'{stage.name}_scores'
+        finished = tuple(arm for arm in stage.runs if read_state(arm).is_finished)
+        return Scoring(name, self._workdir / PROGRAMS / name, finished)
 
     def _cached(self, overrides: Overrides) -> Overrides:
         return {'run.compilation_cache': str(self._workdir / CACHE), **overrides}

@@ -26,7 +26,7 @@ from areal_jax.errors import ExitCode, UserError
 from areal_jax.study.findings import find_rates
 from areal_jax.study.page import FILE, render_page
 from areal_jax.study.plan import Plan
-from areal_jax.study.programs import PROGRAMS, Program, Scoring
+from areal_jax.study.programs import Program
 from areal_jax.study.records import Record, Records, read_records
 from areal_jax.study.stages import CONTROLS, KNEE, STAGES, Rates, Stage, StageMaker
 
@@ -128,9 +128,7 @@ class Study:
         runner.run(interrupts)
         if runner.is_stopping:
             return True
-        finished = tuple(arm for arm in stage.runs if read_state(arm).is_finished)
-        name = f'{stage.name}_scores'
-        scoring = Scoring(name, self._workdir / PROGRAMS / name, finished)
+        scoring = self._maker.scoring(stage)
         unscored = [] if scoring.read_state().is_finished else [scoring]
         return self._run_programs(unscored, 1, interrupts)
 
