@@ -146,6 +146,7 @@ def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         family=config.model.family,
         qkv_bias=config.model.family == 'qwen2',
         qk_norm=config.model.family == 'qwen3',
+        learned_positions=config.model.positions == 'learned',
     )
 
 
