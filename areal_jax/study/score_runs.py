@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -28,9 +29,11 @@ from areal_jax.types import Tree
 def score_runs(path: pathlib.Path) -> int:
     """Scores the newest checkpoint of each run of the list; returns the exit code."""
     listed = {name: entry for name, entry in read_list(path).items() if not (entry[0] / SCORE).exists()}
+    scorers: dict[str, Callable[[Tree], float]] = {}
     for name, (workdir, config) in listed.items():
+        key = repr([sorted(config[section].items()) for section in ('model', 'task', 'rollout')])
         with use_compilation_cache(TrackedConfig(config)):
-            score = make_scorer(Arm(name, config))
+            score = scorers.setdefault(key, make_scorer(Arm(name, config)))
             files.write_json(workdir / SCORE, {'score': score(read_weights(workdir))})
     return ExitCode.FINISHED
 

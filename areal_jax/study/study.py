@@ -29,11 +29,12 @@ from areal_jax.study.plan import Plan
 from areal_jax.study.programs import Program
 from areal_jax.study.records import Record, Records, read_records
 from areal_jax.study.stages import CONTROLS, KNEE, STAGES, Rates, Stage, StageMaker
+from areal_jax.study.statements import FAILED, check_controls
 
 RECORD, TABLE = 'study.json', 'arms.csv'
 FORMS = ('full', 'quick')
 _PURPOSE = "which returns {'full': Plan, 'quick': Plan}, see areal_jax/study/plan.py"
-_NO_RATE = 'no arm of the sweep of the learning rate has finished, so the later stages have no rate'
+_NO_RATE = 'the later stages need the learning rate of every method, which the sweep of the rate has not given'
 
 
 def read_plan(command: CommandLine, form: str) -> Plan:
@@ -84,7 +85,7 @@ class Study:
     def run(self, interrupts: Interrupts) -> int:
         """Runs what is left and writes the page; returns the exit code.
 
-        Raises UserError for arms that failed, after the others had their turn.
+        Raises UserError for arms or controls that failed, after all others had their turn.
         """
         files.write_json(self._workdir / RECORD, self._record)
         stages: list[Stage] = []
@@ -105,8 +106,11 @@ class Study:
             print('stopped; the same command goes on')
             return ExitCode.STOPPED
         unfinished = [record for record in records if not record.state.is_finished]
-        if missing or unfinished:
-            raise UserError(missing or _describe_unfinished(unfinished, len(records)))
+        said = [_describe_unfinished(unfinished, len(records))] if unfinished else []
+        failed = [control.text for control in check_controls(self._plan, records) if control.outcome == FAILED]
+        said += [f'{len(failed)} controls failed, the first: {failed[0]}'] if failed else []
+        if said or missing:
+            raise UserError('; '.join(filter(None, (*said, missing))))
         return ExitCode.FINISHED
 
     def _make(self, name: str) -> Stage | None:

@@ -48,13 +48,27 @@ def test_a_program_that_is_killed_starts_again_and_the_others_do_not(tmp_path, m
     assert {name for name, count in study.starts().items() if count > 1} == {'lock_step_lag4_0'}
 
 
-def test_a_program_that_fails_ends_no_other_and_is_named(tmp_path, monkeypatch, capsys):
-    study = ToyStudy(tmp_path, rates=(0.003, 0.6))
+def test_programs_that_fail_end_no_other_and_are_named(tmp_path, monkeypatch, capsys):
+    study = ToyStudy(tmp_path, factor=200.0)
     assert study.run(monkeypatch) == 2
     error = capsys.readouterr().err
-    assert 'have not finished, the first knee/lag0_decoupled_rate0.003_seed200 (with code 2: arm' in error
+    assert 'arms have not finished, the first lock_step/lag0_plain_rate0.003_seed0 (with code 2: arm' in error
     assert 'is refused by the toy' in study.page()
-    assert 'no arm of the sweep of the learning rate has finished' in error or 'lists them' in error
+    assert study.starts()['natural_scores'] == 1
+
+
+def test_without_a_learning_rate_the_later_stages_wait(tmp_path, monkeypatch, capsys):
+    study = ToyStudy(tmp_path, rates=(0.003, 0.6))
+    assert study.run(monkeypatch) == 2
+    assert 'the later stages need the learning rate of every method' in capsys.readouterr().err
+    assert not any(name.startswith('pilot') for name in study.starts())
+
+
+def test_a_control_that_fails_is_first_on_the_page_and_fails_the_command(tmp_path, monkeypatch, capsys):
+    study = ToyStudy(tmp_path, high=0.29)
+    assert study.run(monkeypatch) == 2
+    assert '1 controls failed, the first: weighted_pg at lag 30' in capsys.readouterr().err
+    assert study.page().split('## Controls')[1].splitlines()[4].startswith('| weighted_pg at lag 30')
 
 
 def test_a_lost_report_is_made_again_alone(tmp_path, monkeypatch):

@@ -29,11 +29,15 @@ PLAN = dataclasses.replace(
     PLAN,
     lock_step=dataclasses.replace(
         PLAN.lock_step, common={{**PLAN.lock_step.common, 'run.steps': 4}}, lags={lags}, rates={rates}, seeds=(0, 1, 2),
+        side_factors=(1 / 3, {factor}),
     ),
     natural=dataclasses.replace(
         PLAN.natural, common={{**PLAN.natural.common, 'run.steps': 4}}, etas=(0.0, 4.0), variants={{}},
     ),
-    controls=dataclasses.replace(PLAN.controls, known_window=(0, 4)),
+    controls=dataclasses.replace(
+        PLAN.controls, known_window=(0, 4), known={{**PLAN.controls.known, 'run.steps': 4}},
+        known_bounds={{0: staleness.Bounds(0.25, 0.35), 30: staleness.Bounds(0.25, {high})}},
+    ),
 )
 
 
@@ -45,12 +49,14 @@ def get_study():
 class ToyStudy:
     """A study in a directory of its own."""
 
-    def __init__(self, directory: pathlib.Path, lags=(0, 4, 8), rates=(0.001, 0.003)):
+    def __init__(self, directory: pathlib.Path, **numbers):
         self.file, self.workdir = directory / 'toy.py', directory / 'study'
-        self.write(lags, rates)
+        self.write(**numbers)
 
-    def write(self, lags=(0, 4, 8), rates=(0.001, 0.003)) -> None:
-        self.file.write_text(FILE.format(study=str(STUDY), lags=lags, rates=rates))
+    def write(self, lags=(0, 4, 8), rates=(0.001, 0.003), factor=3.0, high=0.35) -> None:
+        """`factor`: of the larger side of the learning rate; `high`: what a control may score at most."""
+        numbers = {'lags': lags, 'rates': rates, 'factor': factor, 'high': high}
+        self.file.write_text(FILE.format(study=str(STUDY), **numbers))
 
     def run(self, monkeypatch, *words: str) -> int:
         """The exit code."""
