@@ -147,6 +147,7 @@ def _random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         qkv_bias=config.model.family == 'qwen2',
         qk_norm=config.model.family == 'qwen3',
         learned_positions=config.model.positions == 'learned',
+        tie_embeddings=config.model.tie_embeddings,
     )
 
 
