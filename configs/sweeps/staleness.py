@@ -45,12 +45,14 @@ LOCK_STEP = LockStep(
 )  # fmt: skip
 
 NATURAL = Natural(
-    # Prices: generation of a batch takes about 0.1 s and its update 0.3 s, so engines run ahead until eta, or at
-    # eta=inf the room for 512 groups (64 batches), holds them back.
+    # Prices: generation of a batch takes about 0.15 s and its update 0.28 s, so engines run ahead until eta, or at
+    # eta=inf the room for 512 groups (64 batches), holds them back. No group is left out of an update: what it costs
+    # does not fall while the model learns.
     common={
-        'run.steps': 300, 'virtual.decode_step_s': 0.004, 'virtual.prefill_token_s': 0.0002,
+        'run.steps': 300, 'virtual.decode_step_s': 0.004, 'virtual.prefill_token_s': 0.00005,
         'virtual.train_token_s': 0.0005, 'virtual.publish_s': 0.02, 'virtual.reward_s': 0.001,
         'buffer.capacity': 512, 'rollout.max_running_groups': 16, 'diagnostics.ratio_sample': 0.02,
+        'learner.filter_equal_rewards': False,
     },
     methods=('plain', 'decoupled'),
     etas=(0.0, 1.0, 4.0, 16.0, INFINITE),
