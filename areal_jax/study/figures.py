@@ -57,10 +57,13 @@ def _draw_curve(axes: Axes, records: Sequence[Record], label: str, index: int) -
     if not records:
         return
     length = min(len(record.curve) for record in records)
-    kernel = np.ones(_SMOOTHING) / _SMOOTHING
+    width = min(_SMOOTHING, length)
+    if not width:
+        return
+    kernel = np.ones(width) / width
     curves = [np.convolve(np.asarray(record.curve[:length]), kernel, mode='valid') for record in records]
     color, style = look(index)
-    updates = np.arange(_SMOOTHING, length + 1)
+    updates = np.arange(width, length + 1)
     axes.plot(updates, np.mean(curves, axis=0), color=color, linestyle=style, linewidth=1.6, label=label)
 
 

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from tests.study.toy_study import ToyStudy
+from tests.study.toy_study import STUDY, ToyStudy
 
 
 def test_all_stages_run_once_and_the_page_has_the_statements(tmp_path, monkeypatch, capsys):
@@ -87,6 +87,15 @@ def test_dry_run_prints_what_is_known_and_writes_nothing(tmp_path, monkeypatch, 
     assert 'knee_lag0_0/arms.json' in said.out
     assert '--config.staleness.eta=4.0' in said.out
     assert 'pilot and what follows: once the sweep of the learning rate has finished' in said.err
+
+
+@pytest.mark.parametrize('words', [[], ['--quick']], ids=['full', 'quick'])
+def test_every_arm_of_the_study_of_the_project_is_valid(tmp_path, monkeypatch, capsys, words):
+    study = ToyStudy(tmp_path)
+    study.file = STUDY
+    assert study.run(monkeypatch, '--dry_run', *words) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 8  # programs and runs of the controls, and of the rate
+    assert not study.workdir.exists()
 
 
 @pytest.mark.parametrize(
