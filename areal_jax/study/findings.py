@@ -68,14 +68,13 @@ def compare_lags(plan: Plan, records: Records, method: str, factor: float = 1.0)
     """Every lag minus the first, of one method."""
     first, *others = plan.lock_step.lags
     base = lag_records(records, method, first, factor)
-    pairs = {lag: (base, lag_records(records, method, lag, factor)) for lag in others}
-    return _compare(pairs)
+    return _compare({float(lag): (base, lag_records(records, method, lag, factor)) for lag in others})
 
 
 def compare_methods(plan: Plan, records: Records, first: str, second: str) -> list[Comparison]:
     """The second method minus the first, at each lag."""
     at = lambda method, lag: lag_records(records, method, lag)
-    return _compare({lag: (at(first, lag), at(second, lag)) for lag in plan.lock_step.lags})
+    return _compare({float(lag): (at(first, lag), at(second, lag)) for lag in plan.lock_step.lags})
 
 
 def compare_etas(plan: Plan, records: Records, method: str) -> list[Comparison]:

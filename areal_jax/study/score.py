@@ -63,8 +63,9 @@ def share_right(answers: np.ndarray, truths: np.ndarray, eos: int | None) -> flo
 def _problems(config: TrackedConfig, ends: bool) -> tuple[np.ndarray, np.ndarray]:
     """int32 prompts [S, P] and truths [S, A]."""
     tokenizer = describe_model(config).tokenizer
-    stream = build_task(config, tokenizer).prompts('train', 0)
-    drawn = [stream.draw() for _ in range(min(stream.size, MOST_PROMPTS))]
+    task = build_task(config, tokenizer)
+    stream = task.prompts('train', 0)
+    drawn = [stream.draw() for _ in range(min(task.sizes()['train'], MOST_PROMPTS))]
     end = [tokenizer.eos_id] if ends else []
     truths: Sequence[np.ndarray] = [np.append(tokenizer.encode(prompt.problem['answer']), end) for prompt in drawn]
     return np.stack([prompt.tokens for prompt in drawn]), np.stack(truths).astype(np.int32)

@@ -91,16 +91,16 @@ class StageMaker:
     def _together(self, factors: Factors, more: Overrides | None = None) -> tuple[Factors, Overrides]:
         """A lock-step arm."""
         part = self._plan.lock_step
-        own = {'staleness.schedule': f'fixed({factors.lag})', 'run.seed': factors.seed}
-        rate = {} if factors.rate is None else {RATE: factors.rate}
+        own: Overrides = {'staleness.schedule': f'fixed({factors.lag})', 'run.seed': factors.seed}
+        rate: Overrides = {} if factors.rate is None else {RATE: factors.rate}
         return factors, {**part.common, **part.methods[factors.method], **(more or {}), **own, **rate}
 
     def _alone(self, factors: Factors, more: Overrides | None = None) -> tuple[Factors, Overrides]:
         """A natural run."""
         part = self._plan.natural
         assert factors.eta is not None
-        own = {'staleness.eta': factors.eta, 'run.seed': factors.seed}
-        rate = {} if factors.rate is None else {RATE: factors.rate}
+        own: Overrides = {'staleness.eta': factors.eta, 'run.seed': factors.seed}
+        rate: Overrides = {} if factors.rate is None else {RATE: factors.rate}
         method = self._plan.lock_step.methods[factors.method]
         return factors, {**part.common, **method, **(more or {}), **own, **rate}
 

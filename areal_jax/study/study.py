@@ -19,7 +19,7 @@ from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_fi
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.sweep.arms import Arm
 from areal_jax.app.sweep.directory import read_state
-from areal_jax.app.sweep.runner import Runner
+from areal_jax.app.sweep.runner import Job, Runner
 from areal_jax.config import flatten
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
@@ -79,7 +79,8 @@ class Study:
             if (stage := self._make(name)) is None:
                 print(f'{name} and what follows: once the sweep of the learning rate has finished', file=sys.stderr)
                 return
-            for job in (*_pending_programs(stage), *_pending_runs(stage)):
+            jobs: list[Job] = [*_pending_programs(stage), *_pending_runs(stage)]
+            for job in jobs:
                 print(shlex.join(job.command(False)))
 
     def run(self, interrupts: Interrupts) -> int:
