@@ -31,6 +31,7 @@ def test_all_stages_run_once_and_the_page_has_the_statements(tmp_path, monkeypat
     assert float(row['score']) == pytest.approx(0.9 - 0.16 + 0.002)
 
 
+@pytest.mark.slow
 def test_a_finished_study_runs_nothing_again_and_makes_its_page(tmp_path, monkeypatch):
     study = ToyStudy(tmp_path)
     assert study.run(monkeypatch) == 0
@@ -41,6 +42,7 @@ def test_a_finished_study_runs_nothing_again_and_makes_its_page(tmp_path, monkey
     assert study.page() == before
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_starts_again_and_the_others_do_not(tmp_path, monkeypatch):
     monkeypatch.setenv('TOY_KILL', 'lock_step_lag4_0')
     study = ToyStudy(tmp_path)
@@ -48,6 +50,7 @@ def test_a_program_that_is_killed_starts_again_and_the_others_do_not(tmp_path, m
     assert {name for name, count in study.starts().items() if count > 1} == {'lock_step_lag4_0'}
 
 
+@pytest.mark.slow
 def test_programs_that_fail_end_no_other_and_are_named(tmp_path, monkeypatch, capsys):
     study = ToyStudy(tmp_path, factor=200.0)
     assert study.run(monkeypatch) == 2
@@ -57,6 +60,7 @@ def test_programs_that_fail_end_no_other_and_are_named(tmp_path, monkeypatch, ca
     assert study.starts()['natural_scores'] == 1
 
 
+@pytest.mark.slow
 def test_without_a_learning_rate_the_later_stages_wait(tmp_path, monkeypatch, capsys):
     study = ToyStudy(tmp_path, rates=(0.003, 0.6))
     assert study.run(monkeypatch) == 2
@@ -64,6 +68,7 @@ def test_without_a_learning_rate_the_later_stages_wait(tmp_path, monkeypatch, ca
     assert not any(name.startswith('pilot') for name in study.starts())
 
 
+@pytest.mark.slow
 def test_a_control_that_fails_is_first_on_the_page_and_fails_the_command(tmp_path, monkeypatch, capsys):
     study = ToyStudy(tmp_path, high=0.29)
     assert study.run(monkeypatch) == 2
@@ -71,6 +76,7 @@ def test_a_control_that_fails_is_first_on_the_page_and_fails_the_command(tmp_pat
     assert study.page().split('## Controls')[1].splitlines()[4].startswith('| weighted_pg at lag 30')
 
 
+@pytest.mark.slow
 def test_a_lost_report_is_made_again_alone(tmp_path, monkeypatch):
     study = ToyStudy(tmp_path)
     assert study.run(monkeypatch) == 0
@@ -89,7 +95,7 @@ def test_dry_run_prints_what_is_known_and_writes_nothing(tmp_path, monkeypatch, 
     assert 'pilot and what follows: once the sweep of the learning rate has finished' in said.err
 
 
-@pytest.mark.parametrize('words', [[], ['--quick']], ids=['full', 'quick'])
+@pytest.mark.parametrize('words', [pytest.param([], marks=pytest.mark.slow), ['--quick']], ids=['full', 'quick'])
 def test_every_arm_of_the_study_of_the_project_is_valid(tmp_path, monkeypatch, capsys, words):
     study = ToyStudy(tmp_path)
     study.file = STUDY
@@ -113,6 +119,7 @@ def test_a_command_line_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys
     assert not study.workdir.exists()
 
 
+@pytest.mark.slow
 def test_another_plan_in_the_same_directory_is_refused(tmp_path, monkeypatch, capsys):
     study = ToyStudy(tmp_path)
     assert study.run(monkeypatch) == 0
