@@ -23,10 +23,12 @@ def main() -> int:
     note(path.parent)
     if path.parent.name == os.environ.get('TOY_KILL') and len(starts(path.parent)) == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    for name, (workdir, config) in read_list(path).items():
+    listed = read_list(path)
+    for name, (_, config) in listed.items():
         if config.optimizer.learning_rate > 0.5:
             print(f'error: arm {name!r} is refused by the toy', file=sys.stderr)
             return 2
+    for workdir, config in listed.values():
         score = score_of(config)
         if config.staleness.schedule == 'natural':
             (workdir / SCORE).write_text(json.dumps({'score': score}))
