@@ -1,7 +1,8 @@
 """Run a sweep: python -m areal_jax.main_sweep --config=FILE --workdir=DIR [--jobs=N] [--only=ARMS] [--dry_run].
 
 FILE has get_config() and, beside it, get_sweep(), which returns {name of an arm: {'section.field': value}}. The same
-command goes on after whatever ended it, and makes the table of a sweep that has finished again.
+command goes on after whatever ended it, and makes the table of a sweep that has finished again. A FILE with get_study()
+in place of get_sweep() is a study, docs/study.md; --quick runs its short form.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from areal_jax.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from absl import flags
 
+    from areal_jax.app.command_line import CommandLine
     from areal_jax.app.sweep.arms import Arm
     from areal_jax.app.sweep.results import Results
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, run what has not finished, write the table; returns the exit code."""
-    from areal_jax.app.command_line import parse_command, require_workdir
+    from areal_jax.app.command_line import defines, parse_command, require_workdir
     from areal_jax.app.noise import silence_libraries
     from areal_jax.app.sweep.arms import read_arms, render_command, select_arms
     from areal_jax.app.sweep.directory import note_sweep, read_state, require_same_sweep
@@ -39,9 +41,13 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     values = _define_flags()
     command = parse_command(argv, values)
     require_workdir(values.workdir)
-    if values.jobs < 1:
+    if values.jobs is not None and values.jobs < 1:
         raise ConfigError(f'--jobs={values.jobs} must be at least 1')
     workdir = pathlib.Path(values.workdir)
+    if defines(command.source, 'get_study'):
+        return _run_study(command, values, workdir, interrupts)
+    if values.quick:
+        raise ConfigError(f'--quick is for a study, and {command.source} has no get_study(): leave it out')
     arms = read_arms(command, workdir)
     selected = select_arms(arms, values.only)
     require_same_sweep(workdir, command.source, arms)
@@ -55,10 +61,28 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     lock = DirectoryLock(workdir)
     try:
         note_sweep(workdir, command.source, arms)
-        runner = Runner(pending, values.jobs)
+        runner = Runner(pending, values.jobs or 1, read_state)
         runner.run(interrupts)
         results = write_results(command.source, arms, workdir)
         return _end({arm.name for arm in selected}, results, workdir, runner.is_stopping)
+    finally:
+        lock.release()
+
+
+def _run_study(command: CommandLine, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
+    """Checks all arms, runs what has not finished, writes the page; returns the exit code."""
+    from areal_jax.files import DirectoryLock
+    from areal_jax.study.study import Study
+
+    if values.only:
+        raise ConfigError(f'--only={values.only}: the stages of a study need each other; leave it out')
+    study = Study(command, 'quick' if values.quick else 'full', workdir, values.jobs)
+    if values.dry_run:
+        study.print_commands()
+        return ExitCode.FINISHED
+    lock = DirectoryLock(workdir)
+    try:
+        return study.run(interrupts)
     finally:
         lock.release()
 
@@ -108,7 +132,10 @@ def _define_flags() -> flags.FlagValues:
     flags.DEFINE_string(
         'workdir', None, 'Directory of the sweep: one workdir for each arm, and the table.', flag_values=values
     )
-    flags.DEFINE_integer('jobs', 1, 'How many arms run at a time.', flag_values=values)
+    flags.DEFINE_integer(
+        'jobs', None, 'How many arms run at a time: 1 without it, of a study as it plans.', flag_values=values
+    )
+    flags.DEFINE_bool('quick', False, 'The short form of a study.', flag_values=values)
     flags.DEFINE_string('only', '', "Arms to run, by name or pattern: 'eta4_*,eta0_seed1'.", flag_values=values)
     flags.DEFINE_bool(
         'dry_run', False, 'Check every arm, print the commands of those to run, write nothing.', flag_values=values

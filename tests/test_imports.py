@@ -28,6 +28,7 @@ LAYERS = [
     {'distributed', 'simulation', 'evaluation', 'report'},
     {'app'},
     {'arms'},
+    {'study'},
     {'main'},
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]

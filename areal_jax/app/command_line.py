@@ -5,6 +5,7 @@ Nothing here imports jax, so a mistake is reported at once.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.machinery
 import importlib.util
@@ -36,7 +37,7 @@ _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=config
 # of the commands, beside --config
 _FLAGS = (
     'workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port', 'name', 'jobs', 'only', 'dry_run',
-    'role', 'index', 'count',
+    'role', 'index', 'count', 'quick',
 )  # fmt: skip
 
 Result = TypeVar('Result')
@@ -158,6 +159,15 @@ def call_in_file(source: str, function: str, purpose: str) -> object:
             f'--config={source}: {function}() of {name} {takes} :{argument or "ARGUMENT"}'
         ) from error
     return _guard(source, function, lambda: called(*given))
+
+
+def defines(source: str, function: str) -> bool:
+    """Whether FILE, or FILE of FILE:ARGUMENT, defines a function of this name; it is read and not run."""
+    try:
+        tree = ast.parse(pathlib.Path(source.partition(':')[0]).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False  # what loads the file says why
+    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
 
 
 def require_workdir(name: str | None) -> None:

@@ -114,6 +114,8 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         family=config.model.family,
         qkv_bias=config.model.family == 'qwen2',
         qk_norm=config.model.family == 'qwen3',
+        learned_positions=config.model.positions == 'learned',
+        tie_embeddings=config.model.tie_embeddings,
     )
 
 

@@ -29,6 +29,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _evaluation_problems(c)
         yield from _server_problems(c)
     yield from _task_and_model_problems(c)
+    yield from _file_problems(c)
     yield from _device_problems(c)
     yield from _telemetry_problems(c)
 
@@ -217,6 +218,22 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f'model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}'
     if model.source == 'random' and model.head_dim % 2:
         yield f'model.head_dim={model.head_dim} must be even: rotary positions need pairs'
+
+
+def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Files of Hugging Face have no place for learned positions in these families."""
+    if c.model.source != 'random' or c.model.positions != 'learned':
+        return
+    for path, value, fix in (
+        ('run.export', c.run.export, False),
+        ('publication.channel', c.publication.channel, 'device'),
+        ('rollout.server', c.rollout.server, 'in_process'),
+    ):
+        if value != fix:
+            yield (
+                f"model.positions='learned' cannot be written for other programs, which {path}={value!r} asks for: use "
+                f'{path}={fix!r}'
+            )
 
 
 def _telemetry_problems(c: config_dict.ConfigDict) -> Iterator[str]:

@@ -71,6 +71,8 @@ SECTIONS: Mapping[str, Section] = {
         n_heads=Integer(4, COUNT, 'random: query heads'),
         n_kv_heads=Integer(2, COUNT, 'random: key-value heads, a divisor of n_heads'),
         head_dim=Integer(16, COUNT, 'random: width of a head, an even number'),
+        positions=Choice('rotary', ('rotary', 'learned'), 'random: learned = a vector for each place is added'),
+        tie_embeddings=Flag(True, 'random: the head is the embedding'),
         rope_theta=Real(10000.0, POSITIVE, 'random: base of the rotary angles'),
         init_scale=Real(1.0, POSITIVE, 'random: multiplies the standard deviation of every matrix'),
     ),

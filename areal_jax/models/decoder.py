@@ -139,8 +139,8 @@ class Decoder:
           wanted: int32 [], only the first so many tokens count, and the others may be left out; None = all.
         """
         c = self.config
-        rotation = rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        x = constrain(self._form.embed(params['embedding'], tokens))
+        x, rotation = self._enter(params, tokens, positions)
+        x = constrain(x)
         run = self._run_stacked if self.layers == 'stacked' else self._run_list
         count = jnp.int32(len(tokens)) if wanted is None else wanted
         make = functools.partial(self._make_block, rotation, attend, constrain, count)
@@ -173,12 +173,21 @@ class Decoder:
         """
         c = self.config
         layers = [params['layers'][str(i)] for i in range(c.n_layers)]
-        rotation = rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        x = self._form.embed(params['embedding'], tokens)
+        x, rotation = self._enter(params, tokens, positions)
         return native_layers.run_step(
             c, layers, params['final_norm'], self.head(params), x, rotation, cache, read,
             effective_temperature(temperature),
         )  # fmt: skip
+
+    def _enter(self, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, Rotation]:
+        """The embedded tokens, and the rotation of their queries and keys."""
+        c = self.config
+        angles = jnp.zeros_like(positions) if c.learned_positions else positions  # 0 turns nothing
+        rotation = rotary(angles, c.head_dim, c.rope_theta, c.rope_scaling)
+        x = self._form.embed(params['embedding'], tokens)
+        if c.learned_positions:
+            x = x + self._form.embed(params['positions'], positions)
+        return x, rotation
 
     def _is_native(self, layer: Params) -> bool:
         return self.tokens == 'native_columns' and native_layers.can_compute(layer)

@@ -4,7 +4,8 @@ A row says where a weight is in the tree, its shape, its logical axes, its initi
 Hugging Face and GGUF. `weights` puts in the sizes of a model; initial weights, sharding, loading and export read the
 table from there. A new family is a new entry of FAMILIES: the rows it shares with the others and the rows of its own.
 
-Sizes are letters: V vocabulary, d model width, F width of the MLP, D head_dim, HD all heads, KD all kv heads.
+Sizes are letters: V vocabulary, C context tokens, d model width, F width of the MLP, D head_dim, HD all heads, KD all
+kv heads.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def norm(path: str, shape: str, hf_name: str, gguf_name: str | None = None, when
 # in the order of the forward pass, which is the order of the tensors in files
 COMMON = (
     Weight('embedding', 'V d', 'vocab embed', Init.TABLE, 'model.embed_tokens.weight', gguf_name='token_embd.weight'),
+    Weight('positions', 'C d', 'features embed', Init.TABLE, when='learned_positions'),
     norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'),
     projection('attention/query', 'd HD', 'embed heads', 'self_attn.q_proj', 'attn_q'),
     bias('attention/query', 'HD', 'self_attn.q_proj', when='qkv_bias'),

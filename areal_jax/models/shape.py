@@ -55,6 +55,7 @@ class ModelConfig:
     qkv_bias: bool = False  # of the query, key and value projections
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False  # RMS norm over every query and key head before its rotation
+    learned_positions: bool = False  # a vector for each of context_tokens places, and no rotation
     rope_scaling: Llama3Scaling | None = None
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None = all before it
     first_window_layer: int = 0  # layers before this one have no window

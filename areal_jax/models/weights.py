@@ -127,7 +127,8 @@ def at_layer(pattern: str, layer: int) -> str:
 
 def _sizes(c: ModelConfig) -> dict[str, int]:
     heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    return {'V': c.vocab_size, 'd': c.d_model, 'F': c.d_ff, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
+    sizes = {'V': c.vocab_size, 'C': c.context_tokens, 'd': c.d_model, 'F': c.d_ff}
+    return {**sizes, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
 
 
 def _exists(row: Weight, config: ModelConfig) -> bool:

@@ -138,6 +138,7 @@ _SETTINGS: Mapping[str, str] = {
     'telemetry.profile_steps=0,3': 'telemetry.profile_steps=(0, 3) must be positive whole numbers in ascending order',
     'telemetry.profile_steps=1,2,3': 'telemetry.profile_steps=(1, 2, 3) must be the first and the last update',
     'telemetry.profile_steps=3,300 run.steps=200': 'ends after the last update, run.steps=200; lower it, or raise',
+    'model.positions=learned': "model.positions='learned' cannot be written for other programs, which run.export=True",
     # what is seen when the parts are built
     'telemetry.hook=mine.py': "telemetry.hook='mine.py' must name a function: path/to/file.py:name",
     'telemetry.hook=nothing.py:log': "there is no file 'nothing.py'",

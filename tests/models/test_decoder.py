@@ -222,6 +222,25 @@ def test_the_residual_stream_is_constrained_after_the_embedding_and_every_layer(
     np.testing.assert_allclose(state, 16 / 257**0.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize('tokens', ['rows', 'columns'])
+def test_learned_positions_are_added_to_the_embedding_and_nothing_is_rotated(tokens):
+    learned = Decoder(dataclasses.replace(CONFIG, learned_positions=True, context_tokens=20), tokens=tokens)
+    plain = Decoder(dataclasses.replace(CONFIG, vocab_size=29 + len(TOKENS)), tokens=tokens)
+    params = learned.init(seed=3)
+    assert params['positions'].shape == (20, CONFIG.d_model)
+    places = POSITIONS[::-1] + 5
+    rows = params['embedding'][TOKENS] + params['positions'][places]
+    same = {name: leaf for name, leaf in params.items() if name != 'positions'}
+    same['embedding'] = jnp.concatenate([params['embedding'], rows])
+
+    def hidden(decoder, params, tokens, positions):
+        return jax.jit(lambda p: decoder.hidden(decoder.prepare(p), tokens, positions, causal)[0])(params)
+
+    expected = hidden(plain, same, 29 + np.arange(len(TOKENS)), 0 * POSITIONS)
+    np.testing.assert_allclose(hidden(learned, params, TOKENS, places), expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(hidden(learned, params, TOKENS, POSITIONS) - expected).max() > 0.1
+
+
 def test_the_head_is_the_embedding_when_tied():
     tied, untied = Decoder(CONFIG), Decoder(UNTIED)
     params = tied.init(0)

@@ -81,6 +81,12 @@ def read_arms(command: CommandLine, workdir: pathlib.Path) -> list[Arm]:
     if not isinstance(found, Mapping) or not found:
         said = 'no arm' if isinstance(found, Mapping) else f'a {type(found).__name__}'
         raise CommandLineError(f'--config={source}: get_sweep() returns {said}; it must return a dict {_PURPOSE[14:]}')
+    return make_arms(command, found, workdir)
+
+
+def make_arms(command: CommandLine, found: Mapping[str, object], workdir: pathlib.Path) -> list[Arm]:
+    """Arms from {name: overrides}, in that order, each with a workdir below `workdir`; raises as `read_arms`."""
+    source = command.source
     common = _common_overrides(command)
     base = dict(flatten(command.config.copy_and_resolve_references()))
     arms = []

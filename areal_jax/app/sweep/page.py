@@ -29,7 +29,7 @@ def render_page(results: Results, pictures: Sequence[str]) -> str:
         *_differences(results),
         *(f'![{picture}]({picture})' for picture in pictures),
         '## Arms',
-        _table(
+        render_table(
             ('arm', 'seed', 'state', *(e.name for e in results.endpoints), 'weights'),
             [_arm_row(results, result) for result in results.arms],
         ),
@@ -72,7 +72,7 @@ def _unfinished(results: Results) -> list[str]:
         return []
     return [
         '## Arms that have not finished, or trained nothing',
-        _table(('arm', 'state', 'updates', 'why'), rows),
+        render_table(('arm', 'state', 'updates', 'why'), rows),
         'No mean and no difference below has an unfinished arm in it.',
     ]
 
@@ -82,7 +82,7 @@ def _means(results: Results) -> str:
         (group.name, _seeds(group), *(_interval(group.means.get(e.name)) for e in results.endpoints))
         for group in results.groups
     ]
-    return _table(('group', 'seeds', *(e.name for e in results.endpoints)), rows)
+    return render_table(('group', 'seeds', *(e.name for e in results.endpoints)), rows)
 
 
 def _differences(results: Results) -> list[str]:
@@ -101,7 +101,7 @@ def _differences(results: Results) -> list[str]:
         if not found:
             continue
         head = ('group', 'seeds', 'difference', 't', 'BCa', 'p', 'p (Holm)', 'r', 'standard error smaller by')
-        sections += [f'### {endpoint.name}', _table(head, [_difference_row(comparison) for comparison in found])]
+        sections += [f'### {endpoint.name}', render_table(head, [_difference_row(comparison) for comparison in found])]
         sections += [describe_pairing([c.difference.pairing for c in found if c.difference.pairing])]
     return sections
 
@@ -162,6 +162,7 @@ def _signed(value: float) -> str:
     return f'{value:+.3f}' if abs(value) < 10 else f'{value:+.4g}'
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
     lines = [head, ['---'] * len(head), *rows]
     return '\n'.join(f'| {" | ".join(cell.replace("|", "/") for cell in line)} |' for line in lines)

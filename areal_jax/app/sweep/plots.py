@@ -69,22 +69,22 @@ def _plot_curves(
     }
     if not any(curves.values()):
         return False
-    figure = _figure(5.2)
+    figure = make_figure(5.2)
     panels = figure.subplots(1, len(_AXES), sharey=True)
     for axes, (axis, x) in zip(panels, _AXES.items(), strict=True):
         for index, found in curves.items():
             if not found:
                 continue
             places, mean, low, high = band(found, axis, smoothing)
-            color, style = _look(index)
+            color, style = look(index)
             group = results.groups[index]
             axes.plot(places, mean, color=color, linestyle=style, linewidth=2, label=f'{group.name} ({len(found)})')
             axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
-        _label(axes, f'over {axis}', x, label if axis == 'updates' else '')
+        label_axes(axes, f'over {axis}', x, label if axis == 'updates' else '')
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc='outside lower center', ncols=min(6, len(labels)), frameon=False)
     figure.suptitle('Mean over the seeds (their number in brackets); band: lowest to highest seed', fontsize=12)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -93,14 +93,14 @@ def _plot_endpoints(results: Results, path: pathlib.Path) -> bool:
     if not results.outcomes:
         return False
     rows = -(-len(results.outcomes) // _PANELS)
-    figure = _figure(1 + 3.6 * rows)
+    figure = make_figure(1 + 3.6 * rows)
     panels = figure.subplots(rows, min(_PANELS, len(results.outcomes)), squeeze=False).flatten()
     for axes, endpoint in zip(panels, results.outcomes, strict=False):
         _draw_endpoint(axes, results, endpoint)
     for axes in panels[len(results.outcomes) :]:
         axes.set_visible(False)
     figure.suptitle('Points: seeds, joined where they are the same; bars: mean with its 95% interval', fontsize=12)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -113,7 +113,7 @@ def _draw_endpoint(axes: Axes, results: Results, endpoint: Endpoint) -> None:
     for points in seeds.values():
         axes.plot(*zip(*points, strict=True), color='#999999', linewidth=0.7, zorder=1)
     for index, group in enumerate(results.groups):
-        color, _ = _look(index)
+        color, _ = look(index)
         own = [result.values[endpoint.name] for result in group.arms if endpoint.name in result.values]
         axes.scatter([index] * len(own), own, s=16, color=color, zorder=2)
         if (mean := group.means.get(endpoint.name)) is None:
@@ -125,11 +125,11 @@ def _draw_endpoint(axes: Axes, results: Results, endpoint: Endpoint) -> None:
     names = [group.name for group in results.groups]
     axes.set_xticks(range(len(names)), names, rotation=30 if max(map(len, names)) > 6 else 0, ha='center', fontsize=9)
     axes.set_xlim(-0.5, len(names) - 0.5)
-    _label(axes, endpoint.name, '', '')
+    label_axes(axes, endpoint.name, '', '')
 
 
-def _look(index: int) -> tuple[str, str]:
-    """(colour, line style) of a group."""
+def look(index: int) -> tuple[str, str]:
+    """(colour, line style) of the line with this number."""
     return _COLORS[index % len(_COLORS)], _STYLES[index // len(_COLORS) % len(_STYLES)]
 
 
@@ -140,7 +140,7 @@ def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def _figure(height: float) -> Figure:
+def make_figure(height: float) -> Figure:
     """A figure 1300 px wide; made without pyplot, which keeps global state and may need a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -150,14 +150,14 @@ def _figure(height: float) -> Figure:
     return figure
 
 
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
+def label_axes(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=12)
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
     axes.spines[['top', 'right']].set_visible(False)
 
 
-def _save(figure: Figure, path: pathlib.Path) -> None:
+def save_figure(figure: Figure, path: pathlib.Path) -> None:
     png = io.BytesIO()
     figure.savefig(png, dpi=_DPI, format='png')
     files.write_bytes(path, png.getvalue())

@@ -9,17 +9,19 @@ import collections
 import contextlib
 import dataclasses
 import os
+import pathlib
 import queue
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from areal_jax import files
 from areal_jax.app.interrupt import Interrupts
-from areal_jax.app.sweep.arms import Arm, render_command
-from areal_jax.app.sweep.directory import ENDED, LOG, STARTED, describe_code, read_state
+from areal_jax.app.sweep.directory import ENDED, LOG, STARTED, ArmState, describe_code
 from areal_jax.telemetry.numerals import format_duration
 
 _LOOK_S = 0.1  # between two looks at the processes
@@ -27,20 +29,35 @@ _MOST_STARTS = 3  # of an arm that a signal ends
 _KILL_S = 10.0
 
 
+class Job(Protocol):
+    """What a process does: an arm, or several."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def workdir(self) -> pathlib.Path: ...
+
+    def command(self, resume: bool) -> list[str]: ...
+
+
+AnyJob = TypeVar('AnyJob', bound=Job)
+
+
 @dataclasses.dataclass
-class RunningArm:
+class RunningArm(Generic[AnyJob]):
     """The process of an arm; what it prints is appended to output.log in the arm's workdir."""
 
-    arm: Arm
+    arm: AnyJob
     process: subprocess.Popen[bytes]
     began_s: float
 
     @classmethod
-    def start(cls, arm: Arm, resume: bool) -> RunningArm:
+    def start(cls, arm: AnyJob, resume: bool) -> RunningArm[AnyJob]:
         """Starts the arm; --resume goes on from its newest checkpoint."""
         arm.workdir.mkdir(parents=True, exist_ok=True)
         with (arm.workdir / LOG).open('ab') as log:
-            log.write(f'{STARTED}{render_command(arm, resume)}\n'.encode())
+            log.write(f'{STARTED}{shlex.join(arm.command(resume))}\n'.encode())
             log.flush()
             process = subprocess.Popen(
                 [sys.executable, '-m', 'areal_jax.app.sweep.arm_process', str(os.getpid()), *arm.command(resume)],
@@ -58,20 +75,22 @@ class RunningArm:
         writer.close()
 
 
-class Runner:
+class Runner(Generic[AnyJob]):
     """Runs arms; one that fails does not keep the others from running.
 
     An arm that a signal ended, for want of memory for example, is started again, _MOST_STARTS times in all.
 
     Args:
       jobs: how many run at a time.
+      read_state: how far one has come, as its files say.
     """
 
-    def __init__(self, arms: Sequence[Arm], jobs: int):
+    def __init__(self, arms: Sequence[AnyJob], jobs: int, read_state: Callable[[AnyJob], ArmState]):
         self._waiting = collections.deque(arms)
         self._starts = collections.Counter[str]()
         self._count, self._jobs = len(arms), jobs
-        self._running: list[RunningArm] = []
+        self._running: list[RunningArm[AnyJob]] = []
+        self._read_state = read_state
         self._stops: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
         self.is_stopping = False
 
@@ -87,8 +106,8 @@ class Runner:
             finally:
                 self._kill()
 
-    def _start(self, arm: Arm) -> None:
-        resume = read_state(arm).holds_updates
+    def _start(self, arm: AnyJob) -> None:
+        resume = self._read_state(arm).holds_updates
         self._starts[arm.name] += 1
         self._running.append(RunningArm.start(arm, resume))
         _say(f'[{len(self._starts)}/{self._count}] {arm.name} {"goes on" if resume else "starts"}')
@@ -111,7 +130,7 @@ class Runner:
             self._running.remove(running)
             running.note_end(code)
             arm, took = running.arm, format_duration(time.monotonic() - running.began_s)
-            state = read_state(arm)
+            state = self._read_state(arm)
             if state.is_finished:
                 _say(f'{arm.name} finished in {took}{f", but {state.reason}" if state.reason else ""}')
                 continue
