@@ -73,7 +73,7 @@ def test_a_dry_run_prints_one_command_a_line(tmp_path):
     assert [re.search(r'--role=(\w+) --index=(\d)', line).groups() for line in lines] == [
         tuple(name.split('-')) for name in NAMES
     ]
-    assert not any('dry_run' in line for line in lines)
+    assert not any('--dry_run' in line for line in lines)
     assert lines[0].split(' -m ')[0].count('XLA_FLAGS') == 0
     assert run.pids() == []
     assert not (tmp_path / 'logs').exists()
