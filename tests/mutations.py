@@ -403,13 +403,6 @@ MUTATIONS = [
         'tests/distributed/test_key.py',
     ),
     Mutation(
-        'send to one process after the other',
-        'areal_jax/distributed/wire.py',
-        'for index in [index for index in left if not push(index)]:',
-        'for index in [index for index in left if not (connections[index]._socket.sendall(b"".join(left[index])) or 1)]:',
-        'tests/distributed/test_wire.py',
-    ),
-    Mutation(
         'serialise a command for each process',
         'areal_jax/distributed/peers.py',
         'frame = Frame.of(encode_message(Message(command.lane, number, command)))',
