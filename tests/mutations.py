@@ -503,8 +503,8 @@ MUTATIONS = [
     Mutation(
         'role: start again what can never run',
         'launch/roles.py',
-        'if code in _FINAL), None)',
-        'if False), None)',
+        'return refused[0], True',
+        'return refused[0], False',
         'tests/launch/test_roles.py',
     ),
     Mutation(
