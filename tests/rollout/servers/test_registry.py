@@ -44,6 +44,12 @@ def test_a_server_registers_beats_and_leaves(tmp_path):
     again.close()
 
 
+def test_a_file_beside_the_servers_is_passed_over(tmp_path):
+    (tmp_path / 'registry').mkdir()
+    (tmp_path / 'registry' / 'key').write_text('of the learner processes')
+    assert read_registry(tmp_path) == []
+
+
 def test_two_servers_of_one_name_are_refused_and_a_killed_one_gives_the_name_back(tmp_path):
     command = [sys.executable, '-c', SERVER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
