@@ -149,8 +149,8 @@ def test_an_error_of_one_process_alone_names_it(processes):
 
 def test_a_method_that_is_no_command_is_refused(processes):
     learner, _, learners, _, _ = processes
-    with pytest.raises(RemoteUserError, match="'close' is no command of a learner"):
-        learner._call('close')
+    with pytest.raises(RemoteUserError, match="'compile' is no command of a learner"):
+        learner._call('compile')
     assert [name for name, _ in learners[0].calls] == ['price']
 
 
