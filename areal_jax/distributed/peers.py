@@ -175,7 +175,7 @@ class Peers:
         alive = [peer for peer in self._peers if not peer.lost]
         body = encode_message(Message(LEARNER, next(self._numbers), Command(CLOSE)))
         send_all([peer.connection for peer in alive], Frame.of(body), _ANSWER_S)
-        for peer in alive:
+        for peer in self._peers:
             peer.close()
 
     def report_lost(self, reason: str) -> None:

@@ -46,7 +46,7 @@ class WrongKeyError(WireError):
 class Frame:
     """The body of a message, for any number of connections."""
 
-    body: bytes | memoryview
+    body: bytes
     digest: bytes
 
     @classmethod
