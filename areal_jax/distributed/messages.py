@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from areal_jax.distributed.codec import CodecError, decode, encode
 from areal_jax.errors import UserError
 
-LEARNER, CHECKPOINT, PUBLICATION = LANES = ('learner', 'checkpoint', 'publication')
+LEARNER, CHECKPOINT, PUBLICATION, RELAY = LANES = ('learner', 'checkpoint', 'publication', 'relay')
 CLOSE = 'close'  # the command after which the other end returns
 
 
