@@ -10,8 +10,8 @@ machine. The two sides are called in turns; the median of the turns counts, with
             the whole batch, so that this grows with their number here and not on a cluster
 
 Stub followers are threads in 4 processes without jax, and run what real ones run but for the learner: each checks and
-decodes the batch, passes it on where it has to, and answers. The exit code is 0 only if the CPU seconds with 64 are less than 2 times
-those with 4.
+decodes the batch, passes it on where it has to, and answers. The exit code is 0 only if the CPU seconds with 64 are
+less than 2 times those with 4.
 """
 
 from __future__ import annotations
