@@ -33,7 +33,7 @@ from areal_jax.errors import LostPeerError, UserError
 _RETRY_S = 0.1
 _BACKLOG = 128
 _SHOWN = 12  # characters of a digest in messages
-_HELLO_S = 10.0
+_HELLO_S = 30.0
 
 
 class Hello(NamedTuple):
@@ -104,6 +104,10 @@ class Listener:
         if isinstance(met, WireError):
             raise met
         return met
+
+    def connect(self, address: str, deadline_s: float) -> Met:
+        """A connection to another role that listens; see the function of this name."""
+        return connect(address, self._key, self._hello, deadline_s)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -192,7 +196,7 @@ def _exchange(own: socket.socket, connection: Connection, hello: Hello) -> Met:
     if failed := send_all([connection], Frame.of(encode(tuple(hello))), _HELLO_S):
         raise OSError(f'it {failed[0]}')
     try:
-        role, config, package = decode(connection.receive())
+        role, config, package = decode(connection.receive().body)
     except (CodecError, ValueError, TypeError):
         raise _OtherRunError(f'{hello} was answered by a role of another code version: start all of one') from None
     other = Hello(role, config, package)

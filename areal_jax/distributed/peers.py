@@ -21,6 +21,7 @@ from areal_jax.distributed.messages import (
     CLOSE,
     LANES,
     LEARNER,
+    RELAY,
     Answer,
     Command,
     Failure,
@@ -28,6 +29,7 @@ from areal_jax.distributed.messages import (
     decode_message,
     encode_message,
 )
+from areal_jax.distributed.relays import FANOUT, LEAST_BYTES, children_of
 from areal_jax.distributed.wire import Connection, Frame, WireError, send_all
 from areal_jax.errors import ExitCode, LostPeerError
 
@@ -53,6 +55,7 @@ class Peer:
         self._received: dict[str, queue.Queue[Message | None]] = {lane: queue.Queue() for lane in LANES}
         self._closing, self._lock = False, threading.Lock()
         self.lost = ''  # why it is, in one sentence
+        self.relay_to: list[Connection] = []  # who gets from here what the process at the other end wants passed on
         threading.Thread(target=self._read, name=f'peer {name}', daemon=True).start()
 
     def answer(self, lane: str, number: int, answer: Answer) -> None:
@@ -74,18 +77,27 @@ class Peer:
             raise CommandError(self.lost or f'{self.name} has ended')
         return message
 
+    def read_also(self, connection: Connection) -> None:
+        """Takes messages of the process that another one passes on; its end is no loss."""
+        threading.Thread(target=self._read_relayed, args=(connection,), name='relay', daemon=True).start()
+
     def close(self) -> None:
         """Ends the connection in this direction; what the other end has sent is still read."""
         self._closing = True
         self.connection.finish()
 
     def report_lost(self, reason: str) -> None:
+        if self.give_up(reason):
+            self._on_lost(reason)
+
+    def give_up(self, reason: str) -> bool:
+        """Ends every wait for this process; False where it was given up or closed before."""
         with self._lock:
             if self._closing or self.lost:
-                return
+                return False
             self.lost = reason
         self._end_lanes()
-        self._on_lost(reason)
+        return True
 
     def _end_lanes(self) -> None:
         for received in self._received.values():
@@ -94,7 +106,7 @@ class Peer:
     def _read(self) -> None:
         try:
             while True:
-                message = decode_message(self.connection.receive())
+                message = self._take_in(self.connection)
                 if isinstance(message.content, Command) and message.content.name == CLOSE:
                     self._closing = True
                 self._received[message.lane].put(message)
@@ -106,15 +118,32 @@ class Peer:
             self.report_lost(f'{self.name} cannot be understood: {error}')
         finally:
             self._end_lanes()
-            with self.connection.sending:
-                self.connection.close()
+            for connection in (self.connection, *self.relay_to):
+                with connection.sending:
+                    connection.close()
+
+    def _read_relayed(self, connection: Connection) -> None:
+        try:
+            while True:
+                message = self._take_in(connection)
+                self._received[message.lane].put(message)
+        except (EOFError, OSError, WireError, CodecError):  # the leader misses the answer, or the process
+            connection.close()
+
+    def _take_in(self, connection: Connection) -> Message:
+        """The next message, passed on before it is read."""
+        frame = connection.receive()
+        if frame.relayed and self.relay_to:
+            send_all(self.relay_to, frame, _ANSWER_S)  # the leader notices by itself who is gone
+        return decode_message(frame.body)
 
 
 class Peers:
     """All other processes that execute the commands of this one.
 
-    `on_lost` is called once for each lost process, from another thread and with one sentence. Where it returns, every
-    later call raises CommandError with that sentence. Calls of one lane come from one thread at a time.
+    The loss of one is the loss of all, because the others wait in collectives that it will not join. `on_lost` is
+    called once, from another thread and with one sentence. Where it returns, every call raises CommandError with that
+    sentence, those that are waiting too. Calls of one lane come from one thread at a time.
     """
 
     def __init__(
@@ -122,8 +151,30 @@ class Peers:
     ):
         """`connections` by the names of the processes, 'learner 0'; `deadline_s` bounds every command."""
         self.deadline_s, self._on_lost, self._closed = deadline_s, on_lost, False
-        self._numbers = itertools.count()
-        self._peers = [Peer(connection, name, self.report_lost) for name, connection in connections]
+        self._numbers, self._lock, self._lost = itertools.count(), threading.Lock(), ''
+        self._peers: list[Peer] = []
+        for name, connection in connections:
+            self._peers.append(Peer(connection, name, self.report_lost))
+        self._relays = False
+        if self._lost:  # while they were made
+            self._give_up()
+
+    def arrange_relays(self) -> None:
+        """Lets the processes pass large commands on, where there are many of them and all listen; see relays.py."""
+        count = len(self._peers)
+        if count <= FANOUT:
+            return
+        addresses = [peer.connection.address for peer in self._peers]
+        end, waits = time.monotonic() + self.deadline_s, []
+        for index, peer in enumerate(self._peers):
+            children = [addresses[child] for child in children_of(index, count)]
+            command = Command('join_relays', (children, index >= FANOUT), RELAY)
+            waits.append((peer, self._send([peer], command)))
+        answers = [self._answer_of(peer, RELAY, number, end) for peer, number in waits]
+        for peer, answer in zip(self._peers, answers, strict=True):
+            if answer.failure is not None:
+                raise CommandError(f'{peer.name} cannot pass commands on: {answer.failure}')
+        self._relays = all(answer.value for answer in answers)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -165,13 +216,21 @@ class Peers:
         alive = [peer for peer in self._peers if not peer.lost]
         body = encode_message(Message(LEARNER, next(self._numbers), Command(CLOSE)))
         send_all([peer.connection for peer in alive], Frame.of(body), _ANSWER_S)
-        for peer in alive:
+        for peer in self._peers:
             peer.close()
 
     def report_lost(self, reason: str) -> None:
         """Says that a process of the run is lost; also for losses that the caller notices."""
-        if not self._closed:
-            self._on_lost(f'{reason}; the run ends here, go on from the last checkpoint with --resume')
+        with self._lock:
+            if self._closed or self._lost:
+                return
+            self._lost = reason
+        self._give_up()
+        self._on_lost(f'{reason}; the run ends here, go on from the last checkpoint with --resume')
+
+    def _give_up(self) -> None:
+        for peer in self._peers:
+            peer.give_up(self._lost)
 
     def _start(self, peers: Sequence[Peer], command: Command) -> Callable[[], list[Answer]]:
         end = time.monotonic() + self.deadline_s
@@ -182,7 +241,11 @@ class Peers:
         if lost := [peer.lost for peer in peers if peer.lost]:
             raise CommandError(lost[0])
         number = next(self._numbers)
-        frame = Frame.of(encode_message(Message(command.lane, number, command)))
+        body = encode_message(Message(command.lane, number, command))
+        relayed = self._relays and len(peers) == len(self._peers) and len(body) >= LEAST_BYTES
+        if relayed:
+            peers = [peers[index] for index in children_of(-1, len(peers))]
+        frame = Frame.of(body, relayed=relayed)
         failed = send_all([peer.connection for peer in peers], frame, self.deadline_s)
         for index, reason in failed.items():
             peers[index].report_lost(f'{peers[index].name} {reason}')

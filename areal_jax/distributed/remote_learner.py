@@ -1,6 +1,6 @@
 """The learner of a controller that has none of its own: its commands go to all learner processes. jax-free.
 
-    learner process k    Listener(host, port, key, Hello('learner k', digest)) ... follow(learner, connection, ...)
+    learner process k    Listener(host, port, key, Hello('learner k', digest)) ... follow(..., listener=listener)
     controller           Peers([('learner k', connect(address, key, hello, deadline_s).connection), ...])
                          RemoteLearner(peers), RemoteChannel(peers, directory)
 
@@ -52,6 +52,7 @@ class RemoteLearner:
         """Asks learner process 0 how updates are priced."""
         self._peers = peers
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
+        peers.arrange_relays()
         self._price = UpdatePrice(*self._call('price'))
 
     def warm_up(self) -> int:
@@ -171,14 +172,15 @@ class _Request:
         self._wait = self._peers.request(self._index, command)
 
     def outcome(self, what: str) -> Any:
-        """Waits at most the deadline of a command from this call on: the caller has done its own part by then."""
+        """Waits at most the deadline of a command from this call on: the caller has done its own part by then.
+
+        Raises CommandError for a process that is lost.
+        """
         assert self._wait is not None, 'nothing was sent'
         try:
             answer = self._wait()
         except queue.Empty:
             return f'no word of {what} for distributed.command_deadline_s={self._peers.deadline_s:g}'
-        except CommandError as error:
-            return str(error)
         if answer.failure is None:
             return answer.value
         return answer.failure.text if answer.failure.is_user_error else str(answer.failure)

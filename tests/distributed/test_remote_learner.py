@@ -149,8 +149,8 @@ def test_an_error_of_one_process_alone_names_it(processes):
 
 def test_a_method_that_is_no_command_is_refused(processes):
     learner, _, learners, _, _ = processes
-    with pytest.raises(RemoteUserError, match="'close' is no command of a learner"):
-        learner._call('close')
+    with pytest.raises(RemoteUserError, match="'compile' is no command of a learner"):
+        learner._call('compile')
     assert [name for name, _ in learners[0].calls] == ['price']
 
 
@@ -193,6 +193,20 @@ def test_a_process_that_cannot_write_its_shards_is_named(processes, tmp_path):
     assert store.latest() == 1
 
 
+def test_a_process_that_is_lost_while_it_writes_ends_the_run_to_be_started_again(tmp_path):
+    ours, theirs = make_pair()
+    learner = _Learner(0)
+    options = {'reports': True, 'on_lost': lambda reason: None}
+    threading.Thread(target=follow, args=(learner, theirs, 'controller'), kwargs=options, daemon=True).start()
+    remote = RemoteLearner(Peers([('learner 0', ours)], deadline_s=60, on_lost=lambda reason: None))
+    saved = remote.save()
+    theirs._socket.shutdown(2)
+    store = CheckpointStore(tmp_path / 'steps')
+    with pytest.raises(CommandError, match='learner 0 is gone'):  # and not CheckpointError, which is for the user
+        store.save(1, saved, {}, remote.followers)
+    assert store.latest() is None
+
+
 def test_a_version_is_written_by_all_processes_and_finished_by_the_first(processes, tmp_path):
     learner, peers, _, _, _ = processes
     channel = RemoteChannel(peers, tmp_path / 'versions')
@@ -227,7 +241,7 @@ def test_a_process_that_cannot_write_its_part_is_told(processes, tmp_path, index
 
 
 def test_the_side_of_the_controller_is_free_of_jax():
-    names = ('remote_learner', 'peers', 'handshake', 'key', 'wire', 'codec', 'messages')
+    names = ('remote_learner', 'peers', 'handshake', 'key', 'wire', 'codec', 'messages', 'relays', 'follower')
     modules = [f'areal_jax.distributed.{name}' for name in names] + ['areal_jax.checkpoint.store']
     program = (
         f'import sys\nfor name in {modules}: __import__(name)\nprint({{"jax", "flax", "orbax"}} & set(sys.modules))'

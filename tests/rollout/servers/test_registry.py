@@ -26,13 +26,20 @@ def test_servers_are_read_and_other_roles_are_not(tmp_path):
     (read,) = read_registry(tmp_path)
     token = server.entry.token
     assert dataclasses.replace(read, heartbeat=None) == ServerEntry(
-        'a', 1, 'http://host:1', 'own', os.getpid(), token=token
+        'a', 1, 'http://host:1', 'own', os.getpid(), token=token, index=3
     )
     assert read.heartbeat is not None
     assert read.holder == f'1-{token}'
     assert ServerEntry('own+http://host:1', 1, 'http://host:1', 'own', 0).holder == ''
     server.close()
     assert read_registry(tmp_path)[0].is_leaving
+
+
+@pytest.mark.parametrize('name', ['key', 'learner.json'])
+def test_a_file_beside_the_entries_is_passed_over(tmp_path, name):
+    (tmp_path / 'registry').mkdir()
+    (tmp_path / 'registry' / name).write_text('of the learner processes')
+    assert read_registry(tmp_path) == []
 
 
 def entry(index, incarnation=1, heartbeat=0, is_leaving=False):
