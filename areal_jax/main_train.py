@@ -25,7 +25,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
     flags.DEFINE_integer(
-        'process_id', None, 'Which of distributed.processes this is; 0 drives the run.', flag_values=values
+        'process_id', None, 'Which of the hosts of cluster.learner this is; 0 drives the run.', flag_values=values
     )
     command = parse_train_command(argv, values)
 

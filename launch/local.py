@@ -18,7 +18,7 @@ from areal_jax import files
 from areal_jax.app.command_line import parse_train_command
 from areal_jax.app.ending import end_command
 from areal_jax.config import default_config, flatten, validate
-from areal_jax.config.cluster import ENGINES, parse_engines
+from areal_jax.config.cluster import ENGINES, has_roles, parse_engines
 from areal_jax.config.ranges import ConfigError
 from launch.heartbeats import Heartbeats
 from launch.programs import Server
@@ -68,10 +68,10 @@ def require_startable(config: config_dict.ConfigDict) -> None:
     validate(config)
     if config.rollout.server == 'vllm':
         find_python()  # raises where there is none
-    if config.distributed.processes > 1:
+    if has_roles(config):
         raise ConfigError(
-            f'distributed.processes={config.distributed.processes}: launch.local starts one trainer; use '
-            'distributed.processes=1, or start trainers and servers one by one'
+            f'cluster.learner={config.cluster.learner!r}: launch.local starts one trainer; leave out hosts, or start '
+            'trainers and servers one by one'
         )
 
 

@@ -19,6 +19,7 @@ from areal_jax.app.run_thread import CallerInterrupts, call_in_thread
 from areal_jax.app.training import build_run
 from areal_jax.app.workdir import Report
 from areal_jax.config import validate
+from areal_jax.config.cluster import parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 
@@ -114,10 +115,10 @@ def _load(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:
 
 def _require_one_process(config: config_dict.ConfigDict) -> None:
     validate(config)
-    if (processes := config.distributed.processes) > 1:
+    if (layout := parse_learner(config.cluster.learner)).processes > 1:
         raise ConfigError(
-            f'distributed.processes={processes}: a call from Python is one process; start python -m '
-            'areal_jax.main_train in each process, or use distributed.processes=1'
+            f'cluster.learner={config.cluster.learner!r} has {layout.processes} processes, and a call from Python is '
+            'one: start python -m areal_jax.main_train in each process, or leave out hosts'
         )
 
 

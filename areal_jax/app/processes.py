@@ -14,6 +14,7 @@ from areal_jax.app.interrupt import ignore_signals
 from areal_jax.app.learner import build_learner
 from areal_jax.app.model import build_model
 from areal_jax.config import TrackedConfig, validate
+from areal_jax.config.cluster import parse_learner
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.invitation import accept_invitation, invite
@@ -22,15 +23,15 @@ from areal_jax.learning.learner import SpmdLearner
 
 
 def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:
-    """Makes this one of `distributed.processes` processes, before anything asks for a device; True on followers.
+    """Makes this one of the processes of `cluster.learner`, before anything asks for a device; True on followers.
 
     Raises LostPeerError for processes that do not find each other, ConfigError for a wrong number of them.
     """
-    distributed = config.distributed
-    if distributed.processes == 1:
+    distributed, processes = config.distributed, parse_learner(config.cluster.learner).processes
+    if processes == 1:
         return False
     validate(config)
-    return rendezvous.join(distributed.coordinator, distributed.processes, process_id, distributed.command_deadline_s)
+    return rendezvous.join(distributed.coordinator, processes, process_id, distributed.command_deadline_s)
 
 
 def lead(config: TrackedConfig, learner: SpmdLearner, workdir: pathlib.Path) -> SpmdLearner | CommandLeader:
@@ -39,7 +40,7 @@ def lead(config: TrackedConfig, learner: SpmdLearner, workdir: pathlib.Path) -> 
     Raises CommandError where one does not come.
     """
     distributed = config.distributed
-    if distributed.processes == 1:
+    if parse_learner(config.cluster.learner).processes == 1:
         return learner
     deadline_s = distributed.command_deadline_s
     host = rendezvous.host_of(distributed.coordinator)

@@ -23,6 +23,7 @@ from areal_jax.app.starts import FILE as STARTS
 from areal_jax.app.starts import MODEL, SCHEDULE, TASK, Start, data_files, digest, restore_config
 from areal_jax.app.task import build_verifier
 from areal_jax.app.workdir import Report, sample_digest
+from areal_jax.config.cluster import parse_learner
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.replay import EndOfLogError, ReplayClock
 from areal_jax.control.events import truncate_events
@@ -134,8 +135,8 @@ def require_replayable(run: RecordedRun) -> None:
         )
     if (clock := values.get('run', {}).get('clock')) != 'real':
         raise UserError(f'{where} has run.clock={clock!r}, under which the same command repeats the run bit for bit')
-    if (processes := values.get('distributed', {}).get('processes')) != 1:
-        raise UserError(f'{where} has distributed.processes={processes}: only runs of one process are replayed')
+    if parse_learner(learner := values.get('cluster', {}).get('learner', 'data=1')).processes != 1:
+        raise UserError(f'{where} has cluster.learner={learner!r}: only runs of one process are replayed')
     if not run.starts:
         raise FileError(f'{where} has no {STARTS}, which says how each start was made: restore the file')
 

@@ -49,6 +49,7 @@ from areal_jax.app.workdir import (
 )
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, validate
+from areal_jax.config.cluster import parse_learner
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
@@ -246,7 +247,7 @@ class Run(abc.ABC):
         """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
         self._start.begin('building the learner')
         # processes that compile a program for all of them do so at the same time, at a command
-        ahead = self._finished is None and self.config.distributed.processes == 1
+        ahead = self._finished is None and parse_learner(self.config.cluster.learner).processes == 1
         learner = self._own(build_learner(self.config, model, compile_ahead=ahead))
         print_passed_over('learner.attention', learner.passed_over)
         learner.announce = functools.partial(self._start.count_programs, of='learner')

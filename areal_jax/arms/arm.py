@@ -53,7 +53,6 @@ _ONLY: Mapping[str, Value] = {
     'lora.rank': 0,
     'loss.objective': 'decoupled_ppo',
     'loss.kl_coefficient': 0.0,
-    'distributed.processes': 1,
 }  # what the program can compute; other values need a run of their own
 _ALONE = 'train it by itself, with main_train'
 

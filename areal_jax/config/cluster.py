@@ -1,7 +1,7 @@
-"""What `cluster.learner` and `cluster.engines` say: the sizes of the learner's mesh, and how many engines decode where.
+"""What `cluster.learner` and `cluster.engines` say: the mesh and the processes of the learner, and who decodes where.
 
 Parsed without jax, so that `config.validate` can refuse a layout before a device is touched; `sharding/allocation.py`
-then chooses the devices.
+then chooses the devices. `list_roles` says which processes a run has, for whoever starts them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from ml_collections import config_dict
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import suggest
@@ -17,8 +20,12 @@ from areal_jax.config.structure import suggest
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'
 AXES = ('data', 'fsdp', 'context', 'tensor')  # of the learner's mesh
 MOST_ENGINES = 1024  # each has a thread
+Role: TypeAlias = Literal['controller', 'learner', 'engine']
+STARTED_SERVERS = ('own', 'vllm')  # of rollout.server: those that a launcher starts, as engines
 _MOST_DEVICES = 2**31 - 1
+_HOSTS = re.compile(r'\s*hosts\s*=\s*([^\s,x]*)\s*x\s*(.*)', re.DOTALL)
 _FORMER = {
+    'distributed.processes': LEARNER,
     **{f'mesh.{axis}': LEARNER for axis in AXES},
     'mesh.strategy': STRATEGY,
     'rollout.engines': ENGINES,
@@ -28,17 +35,23 @@ _FORMER = {
 
 @dataclasses.dataclass(frozen=True)
 class LearnerLayout:
-    """The sizes of the learner's mesh."""
+    """The sizes of the learner's mesh, and over how many processes it lies."""
 
     data: int = 1  # replicas
     fsdp: int = 1  # shards of parameters, optimizer state and batch rows
     context: int = 1  # slices of a row's tokens
     tensor: int = 1  # slices of heads, MLP and vocabulary
+    hosts: int | None = None  # processes, each with as many of the devices; None: one, which may also lead the run
 
     def __post_init__(self) -> None:
         for axis, size in zip(AXES, self.sizes, strict=True):
             if size < 1:
                 raise ConfigError(f"{LEARNER}='{axis}={size}': the size of {axis} must be a whole number, at least 1")
+        if self.devices % self.processes:
+            raise ConfigError(
+                f'{LEARNER}={str(self)!r}: a mesh of {self.devices} devices cannot be shared out among '
+                f'{self.processes} processes evenly; use a number of hosts that divides {self.devices}'
+            )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -50,14 +63,23 @@ class LearnerLayout:
         return math.prod(self.sizes)
 
     @property
+    def processes(self) -> int:
+        return self.hosts or 1
+
+    @property
+    def devices_per_process(self) -> int:
+        return self.devices // self.processes
+
+    @property
     def data_shards(self) -> int:
         """Groups of devices that share out the rows of a micro-batch."""
         return self.data * self.fsdp
 
     def __str__(self) -> str:
-        """As in the config: 'data=2,fsdp=2'."""
+        """As in the config: 'data=2,fsdp=2', 'hosts=2 x fsdp=8'."""
         named = [f'{axis}={size}' for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return ','.join(named) or 'data=1'
+        hosts = '' if self.hosts is None else f'hosts={self.hosts} x '
+        return hosts + (','.join(named) or 'data=1')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +100,32 @@ class EnginesLayout:
 
 
 def parse_learner(text: str) -> LearnerLayout:
-    """'data=2,fsdp=2' -> the sizes of the mesh; an axis that is not named has size 1.
+    """'data=2,fsdp=2' or 'hosts=2 x fsdp=8' -> the sizes of the whole mesh; an axis that is not named has size 1.
 
-    Raises ConfigError for an unknown or repeated axis, and for a size that is not a positive whole number.
+    Raises ConfigError for an unknown or repeated axis, for a size that is not a positive whole number, and for a mesh
+    that cannot be shared out among the processes.
     """
     sizes: dict[str, int] = {}
-    for part in text.split(','):
+    hosts, mesh = _split_hosts(text)
+    for part in mesh.split(','):
         axis, size = _parse_axis(part, LEARNER, text, "'fsdp=4' or 'data=2,fsdp=2'")
         if axis in sizes:
             raise ConfigError(f'{LEARNER}={text!r} names the axis {axis} twice; give it one size')
         sizes[axis] = size
-    return LearnerLayout(**sizes)
+    return LearnerLayout(**sizes, hosts=hosts)
+
+
+def _split_hosts(text: str) -> tuple[int | None, str]:
+    """'hosts=2 x fsdp=8' -> (2, 'fsdp=8'); (None, text) without hosts."""
+    if not text.strip().startswith('hosts'):
+        return None, text
+    form = "'hosts=2 x fsdp=8': 8 devices, 4 in each of 2 processes"
+    match = _HOSTS.fullmatch(text)
+    if match is None or not match[2]:
+        raise ConfigError(f'{LEARNER}={text!r}: hosts stand before the mesh; write {form}')
+    if not re.fullmatch(r'\d{1,10}', match[1]) or not 1 <= int(match[1]) <= _MOST_DEVICES:
+        raise ConfigError(f'{LEARNER}={text!r}: the number of hosts must be a whole number, at least 1; write {form}')
+    return int(match[1]), match[2]
 
 
 def parse_engines(text: str) -> EnginesLayout:
@@ -130,6 +167,30 @@ def require_fit(learner: LearnerLayout, engines: EnginesLayout, available: int, 
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class RoleCount:
+    """Processes of one role, `python -m areal_jax.main_role --role=ROLE --index=K --count=COUNT`."""
+
+    role: Role
+    count: int
+    devices: int  # accelerators of each process; 0: none
+
+
+def list_roles(config: config_dict.ConfigDict) -> list[RoleCount]:
+    """The processes of a run in roles, in the order in which they are started. Does not validate the config."""
+    learner = parse_learner(config.cluster.learner)
+    roles = [RoleCount('controller', 1, 0), RoleCount('learner', learner.processes, learner.devices_per_process)]
+    if config.rollout.server in STARTED_SERVERS:
+        engines = parse_engines(config.cluster.engines)
+        roles.append(RoleCount('engine', engines.count, engines.tensor))
+    return roles
+
+
+def has_roles(config: config_dict.ConfigDict) -> bool:
+    """Whether the config names the processes of the learner, which a launcher then starts beside a controller."""
+    return parse_learner(config.cluster.learner).hosts is not None
+
+
 def describe_former(fields: Mapping[str, object]) -> str | None:
     """One sentence on what replaces fields of earlier configs, 'mesh.fsdp': 4 and so on; None where there are none."""
     named = {path: value for path, value in fields.items() if path in _FORMER}
@@ -139,7 +200,9 @@ def describe_former(fields: Mapping[str, object]) -> str | None:
     named = {path: 'N' if value is None else value for path, value in named.items()}  # the command line's next word
     sizes = [f'{axis}={value}' for axis in AXES if (value := named.get(f'mesh.{axis}', 1)) not in (1, '1')]
     if any(_FORMER[path] == LEARNER for path in named):
-        new[LEARNER] = ','.join(sizes) or 'data=1'
+        processes = named.get('distributed.processes', 1)
+        hosts = '' if processes in (1, '1') else f'hosts={processes} x '
+        new[LEARNER] = hosts + (','.join(sizes) or ('AXIS=SIZE' if hosts else 'data=1'))
     if 'mesh.strategy' in named:
         new[STRATEGY] = str(named['mesh.strategy'])
     if 'rollout.engines' in named:

@@ -211,14 +211,19 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'cluster': Section(
         'Which devices train and which generate',
-        learner=Text('data=1', "sizes of the learner's mesh over data, fsdp, context, tensor: 'data=2,fsdp=2'"),
+        learner=Text(
+            'data=1',
+            "sizes of the learner's mesh over data, fsdp, context, tensor: 'data=2,fsdp=2'; over processes: 'hosts=2 x "
+            "fsdp=8'",
+        ),
         engines=Text('1 x shared', "'N x shared' with the learner's first device | 'N x tensor=K': K devices for each"),
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
     ),
     'distributed': Section(
         'A learner over several processes',
-        processes=Integer(1, COUNT, 'each is started with the same config; process 0 drives the run'),
-        coordinator=Text('', "host:port of process 0, with --process_id; '' = found from SLURM, GKE or the TPU pod"),
+        coordinator=Text(
+            '', "main_train: host:port of process 0, with --process_id; '' = found from SLURM, GKE or the TPU pod"
+        ),
         command_deadline_s=Real(600.0, SECONDS, 'longest command of the learner, compilation included'),
     ),
     'publication': Section(

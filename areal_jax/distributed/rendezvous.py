@@ -59,7 +59,9 @@ def join(coordinator: str, processes: int, process_id: int | None, deadline_s: f
             'them, and let them reach that address'
         ) from error
     if jax.process_count() != processes:
-        raise ConfigError(f'distributed.processes={processes}, but {jax.process_count()} have come; set their number')
+        raise ConfigError(
+            f'cluster.learner has hosts={processes}, and {jax.process_count()} processes have come; set their number'
+        )
     atexit.register(_tell, _ENDED)  # runs before jax's own handler, which waits for the others
     return jax.process_index() > 0
 

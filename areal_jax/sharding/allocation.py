@@ -65,7 +65,7 @@ def allocate(learner: LearnerLayout, engines: EnginesLayout) -> Allocation:
     if engines.devices and jax.process_count() > 1:
         raise ConfigError(
             f'{ENGINES}={str(engines)!r}: devices of their own for engines of a learner over {jax.process_count()} '
-            f"processes (distributed.processes) are not built yet; use '{engines.count} x shared'"
+            f"processes (hosts) are not built yet; use '{engines.count} x shared'"
         )
     require_fit(learner, engines, len(available), available[0].platform)
     mesh = make_mesh(learner.data, learner.fsdp, context=learner.context, tensor=learner.tensor)

@@ -29,9 +29,9 @@ from areal_jax.formats.safetensors_file import StoredTensor
 def main(index: int, port: int, directory: str, report: pathlib.Path) -> None:
     config = default_config()
     config.model.source, config.model.path = 'hf', directory
-    config.cluster.learner, config.cluster.strategy = 'fsdp=4,tensor=2', 'fsdp_tensor'
+    config.cluster.learner, config.cluster.strategy = 'hosts=2 x fsdp=4,tensor=2', 'fsdp_tensor'
     config.learner.rows_per_microbatch, config.learner.layers = 4, 'stacked'
-    config.distributed.processes, config.distributed.coordinator = 2, f'127.0.0.1:{port}'
+    config.distributed.coordinator = f'127.0.0.1:{port}'
     join_processes(config, index)
     rows = count_rows()
     tracked = TrackedConfig(config)

@@ -300,7 +300,11 @@ def test_the_functions_are_there():
     [
         ({'run': {}}, ConfigError, 'config is a dict: give an ml_collections ConfigDict'),
         ('configs/nothing.py', UserError, "there is no file 'configs/nothing.py'"),
-        (small_config(distributed__processes=2), ConfigError, r'distributed\.processes=2.* in each process'),
+        (
+            small_config(cluster__learner='hosts=2 x data=2', learner__rows_per_microbatch=2),
+            ConfigError,
+            r"'hosts=2 x data=2' has 2 processes.* in each process",
+        ),
         (small_config(rollout__slots=0), ConfigError, r'rollout\.slots'),
     ],
 )

@@ -63,7 +63,7 @@ def _spawn(command, devices):
 def _start(workdir, fields, *more, processes=2, of_follower=()):
     fields = fields | ALL
     if processes > 1:
-        fields['distributed.processes'] = processes
+        fields['cluster.learner'] = f'hosts={processes} x {fields.get("cluster.learner", "data=1")}'
         fields['distributed.coordinator'] = f'127.0.0.1:{_free_port()}'
         fields['distributed.command_deadline_s'] = DEADLINE_S
     command = ['areal_jax.main_train', f'--config={fields.pop("config")}', f'--workdir={workdir}']
@@ -259,7 +259,8 @@ def test_training_of_loaded_weights_is_that_of_one_process(directory, tmp_path):
 
 def test_a_process_without_a_number_is_told():
     config = default_config()
-    config.distributed.processes, config.distributed.coordinator = 2, '127.0.0.1:1'
+    config.cluster.learner, config.learner.rows_per_microbatch = 'hosts=2 x data=2', 2
+    config.distributed.coordinator = '127.0.0.1:1'
     with pytest.raises(ConfigError, match=r'needs --process_id, from 0 to 1'):
         join_processes(config, None)
 

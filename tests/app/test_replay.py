@@ -73,7 +73,7 @@ def refused(capsys, *arguments: str) -> str:
         ('rollout', 'server', 'own', "has rollout.server='own': the tokens of servers come from outside and are not"),
         ('run', 'clock', 'virtual', "has run.clock='virtual', under which the same command repeats the run bit for"),
         ('loss', 'objective', 'sft', 'supervised training has no event log; the same command repeats it'),
-        ('distributed', 'processes', 2, 'has distributed.processes=2: only runs of one process are replayed'),
+        ('cluster', 'learner', 'hosts=2 x data=2', "has cluster.learner='hosts=2 x data=2': only runs of one process"),
     ],
 )
 def test_what_a_log_does_not_determine_is_refused(run, capsys, section, field, value, words):

@@ -4,11 +4,15 @@ import itertools
 
 import pytest
 
+from areal_jax.config import default_config
 from areal_jax.config.cluster import (
     AXES,
     EnginesLayout,
     LearnerLayout,
+    RoleCount,
     describe_former,
+    has_roles,
+    list_roles,
     parse_engines,
     parse_learner,
     require_fit,
@@ -27,6 +31,30 @@ def test_sizes_not_named_are_1():
 def test_a_layout_is_written_as_it_is_parsed(sizes):
     layout = LearnerLayout(**dict(zip(AXES, sizes, strict=True)))
     assert parse_learner(str(layout)) == layout
+
+
+def test_hosts_are_the_processes_that_share_the_mesh():
+    layout = parse_learner('hosts=4 x fsdp=8,tensor=2')
+    assert (layout.processes, layout.devices, layout.devices_per_process) == (4, 16, 4)
+    assert parse_learner('hosts=4x context=4') == LearnerLayout(context=4, hosts=4)  # 'context' has an x
+    assert str(layout) == 'hosts=4 x fsdp=8,tensor=2'
+    assert parse_learner(str(layout)) == layout
+    assert (parse_learner('fsdp=8').hosts, parse_learner('fsdp=8').processes) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ('learner', 'engines', 'server', 'roles'),
+    [
+        ('hosts=4 x fsdp=8,tensor=2', '8 x tensor=2', 'own', [('learner', 4, 4), ('engine', 8, 2)]),
+        ('data=2', '3 x shared', 'vllm', [('learner', 1, 2), ('engine', 3, 1)]),
+        ('hosts=2 x data=2', '3 x tensor=1', 'external', [('learner', 2, 1)]),
+    ],
+)
+def test_the_roles_of_a_run_come_from_the_config(learner, engines, server, roles):
+    config = default_config()
+    config.cluster.learner, config.cluster.engines, config.rollout.server = learner, engines, server
+    assert list_roles(config) == [RoleCount('controller', 1, 0), *(RoleCount(*role) for role in roles)]
+    assert has_roles(config) == learner.startswith('hosts')
 
 
 def test_engines_share_the_learners_device_or_have_their_own():
@@ -51,6 +79,12 @@ WRONG = [
     (parse_learner, 'fsdp', "'fsdp' has no 'AXIS=SIZE'; write 'fsdp=4' or 'data=2,fsdp=2'"),
     (parse_learner, '', "cluster.learner='': '' has no 'AXIS=SIZE'"),
     (parse_learner, 'fsdp=2,', "cluster.learner='fsdp=2,': '' has no 'AXIS=SIZE'"),
+    (parse_learner, 'hosts=3 x fsdp=8', 'a mesh of 8 devices cannot be shared out among 3 processes evenly; use a num'),
+    (parse_learner, 'hosts=0 x fsdp=8', 'the number of hosts must be a whole number, at least 1; write'),
+    (parse_learner, 'hosts= x fsdp=8', 'the number of hosts must be a whole number, at least 1; write'),
+    (parse_learner, 'hosts=2', "hosts stand before the mesh; write 'hosts=2 x fsdp=8': 8 devices, 4 in each of 2 pro"),
+    (parse_learner, 'hosts=2,fsdp=8', 'hosts stand before the mesh'),
+    (parse_learner, 'fsdp=8,hosts=2', "there is no axis 'hosts'"),
     (
         parse_engines,
         '2',

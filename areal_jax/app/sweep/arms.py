@@ -19,6 +19,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file, parse_train_command
 from areal_jax.config import TrackedConfig, flatten
+from areal_jax.config.cluster import parse_learner
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.fields import Value
 from areal_jax.config.ranges import ConfigError
@@ -216,8 +217,8 @@ def _require_one_process(config: config_dict.ConfigDict) -> None:
             f"rollout.server={config.rollout.server!r}: a sweep starts no servers; use rollout.server='in_process', or "
             'start the arms one by one with python -m launch.local'
         )
-    if config.distributed.processes > 1:
+    if (layout := parse_learner(config.cluster.learner)).processes > 1:
         raise ConfigError(
-            f'distributed.processes={config.distributed.processes}: an arm of a sweep is one process; use '
-            'distributed.processes=1'
+            f'cluster.learner={config.cluster.learner!r} has {layout.processes} processes, and an arm of a sweep is '
+            'one: leave out hosts'
         )
