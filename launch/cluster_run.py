@@ -50,15 +50,15 @@ class ClusterRun:
         return self.roles.get('engine', RoleCount('engine', 0, 0))
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """The flags of every executor."""
-    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
-    flags.DEFINE_bool('resume', False, 'Go on with the run that is in the workdir.', flag_values=values)
+def define_flags(values: flags.FlagValues, workdir: str = 'Directory for everything the run leaves.') -> None:
+    """The flags of every executor; `workdir` explains --workdir."""
+    flags.DEFINE_string('workdir', None, workdir, flag_values=values)
     flags.DEFINE_bool('dry_run', False, 'Print what would be started, and start nothing.', flag_values=values)
 
 
-def define_python(values: flags.FlagValues) -> None:
-    """--python, for executors whose machines have the same file system as this one."""
+def define_shared(values: flags.FlagValues) -> None:
+    """The flags of executors whose machines share this machine's file system."""
+    flags.DEFINE_bool('resume', False, 'Go on with the run that is in the workdir.', flag_values=values)
     flags.DEFINE_string('python', sys.executable, 'Interpreter of the roles, on every machine.', flag_values=values)
 
 

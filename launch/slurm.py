@@ -19,7 +19,7 @@ from areal_jax import files
 from areal_jax.app.command_line import CommandLine, parse_command, require_workdir
 from areal_jax.app.ending import end_command
 from areal_jax.errors import ExitCode, UserError
-from launch.cluster_run import define_flags, define_python, locate_run, require_shared, require_unused
+from launch.cluster_run import define_flags, define_shared, locate_run, require_shared, require_unused
 from launch.slurm_file import FOLDER, SWEEP_FOLDER, render_run, render_sweep
 from launch.slurm_layout import NodeKind, plan_layout, require_nodes
 
@@ -91,7 +91,7 @@ def _count_nodes(partition: str) -> tuple[str, int]:
 def _define() -> flags.FlagValues:
     values = flags.FlagValues()
     define_flags(values)
-    define_python(values)
+    define_shared(values)
     for name, text in (
         ('account', 'Account that pays.'),
         ('qos', 'Quality of service.'),
