@@ -1,4 +1,4 @@
-"""launch.slurm with roles that compute nothing: python -m tests.launch.stand_in_slurm, with the flags of launch.slurm."""
+"""launch.slurm with roles that compute nothing: python -m tests.launch.stand_in_slurm, flags as of launch.slurm."""
 
 from launch import cluster_run, slurm
 
