@@ -19,11 +19,10 @@ from areal_jax.app.command_line import parse_command
 from areal_jax.app.ending import end_command
 from areal_jax.config.cluster import ENGINES, LEARNER, RoleCount
 from areal_jax.errors import ExitCode, UserError
-from launch.accelerators import GENERATIONS, find_slice, require_fit
+from launch.accelerators import CPU, GENERATIONS, Slice, define_accelerators, find_accelerator, require_fit
 from launch.cluster_run import build_run, define_flags
 from launch.jobset_manifest import Hardware, Image, Manifest, build_jobset, render_yaml
 
-_GPU, _CPU = 'gpu', 'cpu'
 _NAME = re.compile(r'[a-z]([a-z0-9-]{0,30}[a-z0-9])?')  # with suffixes at most 63 characters, as a host name
 
 
@@ -83,30 +82,21 @@ def _find_hardware(values: flags.FlagValues, prefix: str, role: RoleCount, hosts
       field: what asks for them, for errors.
     """
 
-    def find(name: str) -> str | None:
-        own: str | None = values[prefix + name].value
-        return values[name].value if own is None else own
-
-    kind, topology = find('accelerator'), find('topology')
+    found = find_accelerator(values, prefix)
     selector = dict(_split(pair) for pair in values[f'{prefix}node_selector'].value)
-    if kind == _CPU:
+    if found == CPU:
         return Hardware({}, selector, {'XLA_FLAGS': f'--xla_force_host_platform_device_count={role.devices}'})
-    if kind == _GPU:
+    if not isinstance(found, Slice):
         if not selector:
             raise UserError(
-                f'--{prefix}accelerator=gpu needs --{prefix}node_selector, which names the node pool: '
+                f'--{prefix}accelerator={found} needs --{prefix}node_selector, which names the node pool: '
                 'cloud.google.com/gke-accelerator=NAME'
             )
         return Hardware({'nvidia.com/gpu': role.devices}, selector, {}, has_shared_memory=True)
-    if kind not in GENERATIONS:
-        raise UserError(f'--{prefix}accelerator={kind!r} is not known: use {", ".join(GENERATIONS)}, {_GPU} or {_CPU}')
-    if topology is None:
-        raise UserError(f'--{prefix}accelerator={kind} needs --{prefix}topology, for example 4x4')
-    found = find_slice(kind, topology, values[f'{prefix}chips_per_host'].value)
     require_fit(role, hosts, found, field)
     names = {
-        'cloud.google.com/gke-tpu-accelerator': GENERATIONS[kind].node_selector,
-        'cloud.google.com/gke-tpu-topology': topology,
+        'cloud.google.com/gke-tpu-accelerator': GENERATIONS[found.generation].node_selector,
+        'cloud.google.com/gke-tpu-topology': found.topology,
     }
     return Hardware({'google.com/tpu': found.chips_per_host}, names | selector, {}, is_slice=found.hosts > 1)
 
@@ -132,12 +122,9 @@ def _define() -> flags.FlagValues:
         'claim', None, 'PersistentVolumeClaim that all pods may write (ReadWriteMany).', flag_values=values
     )
     flags.DEFINE_string('mount', '/mnt/runs', 'Where the pods see that volume.', flag_values=values)
-    kinds = f'{", ".join(GENERATIONS)}, {_GPU} or {_CPU}'
-    for prefix, of in (('', 'the learner'), ('engine_', "engines, where it is not the learner's")):
-        flags.DEFINE_string(f'{prefix}accelerator', None, f'{kinds}: of {of}.', flag_values=values)
-        flags.DEFINE_string(f'{prefix}topology', None, f'Of a slice of TPUs, 4x4: of {of}.', flag_values=values)
-        flags.DEFINE_integer(f'{prefix}chips_per_host', None, f'Of a slice 2x4, 4 or 8: of {of}.', flag_values=values)
-        flags.DEFINE_multi_string(f'{prefix}node_selector', [], f'KEY=VALUE of the nodes: of {of}.', flag_values=values)
+    define_accelerators(values)
+    flags.DEFINE_multi_string('node_selector', [], "KEY=VALUE of the learner's nodes.", flag_values=values)
+    flags.DEFINE_multi_string('engine_node_selector', [], "KEY=VALUE of the engines' nodes.", flag_values=values)
     flags.DEFINE_string('controller_cpu', '4', 'Cores that the controller asks for.', flag_values=values)
     flags.DEFINE_string('controller_memory', '16Gi', 'Memory that the controller asks for.', flag_values=values)
     flags.DEFINE_integer('restarts', 20, 'Most restarts of jobs, of all roles together.', 0, flag_values=values)
