@@ -3,13 +3,16 @@
 import copy
 import json
 import re
+import sys
+import time
 
 import jsonschema
 import pytest
 import yaml
 
 from areal_jax.errors import UserError
-from launch import jobset
+from launch import cluster_run, jobset
+from launch.programs import Program
 from tests.launch.golden_files import require_golden
 from tests.launch.test_local import ROOT
 
@@ -126,8 +129,48 @@ def pod_command(container, replica, pod):
     return words, environment
 
 
-def test_every_command_starts_its_role(capsys, monkeypatch, tmp_path):
-    """The image's python is replaced by a program that says how it was called."""
+def run_pods(document, folder, seconds):
+    """Runs the commands of all pods as launch.local runs its own; returns the controller's code, None if it goes on.
+
+    This interpreter is the image's `python`.
+    """
+    running = []
+    with (folder / 'log').open('ab') as log:
+        for name, replica, pod, container in pods(document):
+            words, environment = pod_command(container, replica, pod)
+            assignments = [f'{key}={value}' for key, value in environment.items()]
+            running.append((name, Program(['env', *assignments, sys.executable, *words[1:]], log)))
+    end_s = time.monotonic() + seconds
+    try:
+        while (code := dict(running)['controller'].poll()) is None and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return code
+    finally:
+        for _, program in running:
+            program.kill()
+
+
+def test_the_pods_are_a_run_with_stand_ins_for_roles(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster_run, 'MODULE', 'tests.launch.stand_in_role')
+    monkeypatch.setenv('STAND_IN_STEPS', '5')
+    text = render([*CPU, f'--mount={tmp_path}', f'--workdir={tmp_path}/run'], capsys, monkeypatch)
+    assert run_pods(yaml.safe_load(text), tmp_path, 20) == 0, (tmp_path / 'log').read_text()
+    started = (tmp_path / 'run' / 'events').read_text().splitlines()
+    assert sorted(' '.join(line.split()[:2]) for line in started if line.split()[2] == 'start') == [
+        'controller 0', 'engine 0', 'engine 1', 'learner 0', 'learner 1',
+    ]  # fmt: skip
+    assert json.loads((tmp_path / 'run' / 'report.json').read_text()) == {'steps': 5}
+
+
+@pytest.mark.slow
+def test_the_pods_are_a_run(capsys, monkeypatch, tmp_path):
+    flags = [f'--mount={tmp_path}', f'--workdir={tmp_path}/run', '--config.run.steps=12']
+    document = yaml.safe_load(render([*CPU, *flags], capsys, monkeypatch))
+    assert run_pods(document, tmp_path, 400) == 0, (tmp_path / 'log').read_text()
+    assert json.loads((tmp_path / 'run' / 'report.json').read_text())['steps'] == 12
+
+
+def test_every_command_names_its_role(capsys, monkeypatch):
     document = yaml.safe_load(render([*CPU, '--config.task.name=a$(b).py:f'], capsys, monkeypatch))
     said = []
     for name, replica, pod, container in pods(document):
