@@ -1,4 +1,4 @@
-"""Which servers have stopped saying that they live: a program that hangs has no exit code. Used by supervisor.py."""
+"""Which processes of a run have stopped saying that they live: a program that hangs has no exit code."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import pathlib
 import time
 from collections.abc import Collection
 
-from areal_jax.errors import UserError
-from areal_jax.rollout.servers.registry import read_registry
+from areal_jax.registry.entries import read_entries
 
-PATIENCE_S = 60.0  # a server compiles without its heartbeat stopping for so long
+PATIENCE_S = 60.0  # a process compiles without its heartbeat stopping for so long
 _LOOK_S = 5.0  # between two looks at the registry
 
 
@@ -18,22 +17,22 @@ class Heartbeats:
 
     def __init__(self, workdir: pathlib.Path):
         self._workdir = workdir
-        self._changed: dict[str, tuple[object, float]] = {}  # by name: (incarnation and heartbeat, since when)
+        self._changed: dict[str, tuple[object, float]] = {}  # by name: (holder and heartbeat, since when)
         self._due_s = 0.0
 
     def list_silent(self) -> Collection[int]:
-        """Processes whose heartbeat has not changed for PATIENCE_S, those of earlier servers too."""
+        """Processes whose heartbeat has not changed for PATIENCE_S, those of earlier ones too."""
         now = time.monotonic()
         if now < self._due_s:
             return ()
         self._due_s = now + _LOOK_S
         try:
-            entries = read_registry(self._workdir)
-        except (UserError, OSError):  # a damaged entry: the trainer names it
+            entries = read_entries(self._workdir)
+        except OSError:  # a file system that is away for a while
             return ()
         silent = set()
         for entry in entries:
-            beat, since_s = (entry.incarnation, entry.heartbeat), self._changed.get(entry.name)
+            beat, since_s = (entry.order, entry.heartbeat), self._changed.get(entry.name)
             if since_s is None or since_s[0] != beat:
                 self._changed[entry.name] = beat, now
             elif now - since_s[1] >= PATIENCE_S and not entry.is_leaving:

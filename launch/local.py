@@ -1,13 +1,18 @@
-"""Starts servers and trainer of a run on this machine: python -m launch.local --config=FILE --workdir=DIR [--resume].
+"""Starts the processes of a run on this machine: python -m launch.local --config=FILE --workdir=DIR [--resume]
+[--dry_run] [--config.section.field=value ...], as main_train takes them.
 
-Further flags, --config.section.field=value, are as those of main_train. A server that dies or hangs is started again.
-Ctrl-C stops the run, whose trainer saves its state first. If this process is killed, all others end.
+They are a trainer and its servers, or, where cluster.learner names hosts, a controller, so many learner processes and
+the engines (roles.py). A server that dies or hangs is started again. Ctrl-C stops the run, which saves its state first.
+If this process is killed, all others end.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -20,12 +25,15 @@ from areal_jax.app.ending import end_command
 from areal_jax.config import default_config, flatten, validate
 from areal_jax.config.cluster import ENGINES, has_roles, parse_engines
 from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import ExitCode
+from areal_jax.registry.self_test import require_path
 from launch.heartbeats import Heartbeats
 from launch.programs import Server
+from launch.roles import run_roles
 from launch.supervisor import run_together
-from launch.vllm_server import find_python
+from launch.vllm_server import describe_command, find_python
 
-TRAINER, SERVER, VLLM = 'areal_jax.main_train', 'areal_jax.main_serve', 'launch.vllm_server'
+TRAINER, SERVER = 'areal_jax.main_train', 'areal_jax.main_serve'
 _STARTED = ('own', 'vllm')
 SERVERS = 'servers'  # in the workdir: config and output of the servers
 _CONFIG_FILE = '''"""The config of the servers of this run, written by launch.local at every start."""
@@ -47,12 +55,21 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
+    flags.DEFINE_bool('dry_run', False, 'Print the commands, one a line, and start nothing.', flag_values=values)
     config = parse_train_command(argv, values).config
-    require_startable(config)
+    require_path(values.workdir)
     workdir = pathlib.Path(values.workdir)
+    words = [word for word in argv[1:] if word.strip('-').removeprefix('no').partition('=')[0] != 'dry_run']
+    if has_roles(config):
+        rest = [word for word in words if word.strip('-').removeprefix('no').partition('=')[0] != 'resume']
+        return run_roles(config, workdir, rest, dict(os.environ), resume=values.resume, dry_run=values.dry_run)
+    require_startable(config)
+    trainer = [sys.executable, '-m', TRAINER, *words]
+    if values.dry_run:
+        print(shlex.join(trainer), *(server.describe() for server in plan_servers(config, workdir)), sep='\n')
+        return ExitCode.FINISHED
     lock = files.DirectoryLock(workdir / SERVERS)
     try:
-        trainer = [sys.executable, '-m', TRAINER, *argv[1:]]
         return run_together(trainer, plan_servers(config, workdir), Heartbeats(workdir))
     finally:
         lock.release()
@@ -68,11 +85,6 @@ def require_startable(config: config_dict.ConfigDict) -> None:
     validate(config)
     if config.rollout.server == 'vllm':
         find_python()  # raises where there is none
-    if has_roles(config):
-        raise ConfigError(
-            f'cluster.learner={config.cluster.learner!r}: launch.local starts one trainer; leave out hosts, or start '
-            'trainers and servers one by one'
-        )
 
 
 def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[Server]:
@@ -80,7 +92,11 @@ def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[
     directory = workdir / SERVERS
     command = _plan_own(config, workdir) if config.rollout.server == 'own' else _plan_vllm(config, workdir)
     return [
-        Server(str(number), [sys.executable, '-m', *command, f'--name={number}'], directory / f'{number}.log')
+        Server(
+            str(number),
+            [sys.executable, '-m', *command, f'--name={number}'],
+            functools.partial(pathlib.Path, directory, f'{number}.log'),
+        )
         for number in range(parse_engines(config.cluster.engines).count)
     ]
 
@@ -98,17 +114,14 @@ def _plan_own(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str
         if path not in default or value != default[path]
     }
     values[ENGINES] = str(dataclasses.replace(layout, count=1))
+    directory.mkdir(parents=True, exist_ok=True)
     files.write_text(directory / 'config.py', _CONFIG_FILE.format(values=values))
     return [SERVER, f'--config={directory / "config.py"}', '--port=0', f'--workdir={workdir}']
 
 
 def _plan_vllm(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
     """vLLM starts from a version that the trainer has published."""
-    publication, rollout = config.publication, config.rollout
-    return [
-        *(VLLM, f'--workdir={workdir}', f'--publication={publication.directory or workdir / "publication"}'),
-        *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}', f'--slots={rollout.slots}'),
-    ]
+    return [word for word in describe_command(config, workdir, '')[2:] if word != '--name=']
 
 
 def run() -> None:

@@ -6,11 +6,12 @@ import contextlib
 import os
 import pathlib
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO
 
 from areal_jax.app.interrupt import SIGNALS
@@ -22,6 +23,8 @@ _STEADY_S = 60.0  # a server that lived so long has started well
 _MOST_FAILURES = 5  # in a row, of a server that ends by itself
 _LONGEST_PAUSE_S = 30.0  # before a restart
 _KEEPER_S = 10.0  # for a keeper to kill what it keeps, and for what is left when the keeper itself was killed
+Variables = Mapping[str, str]  # of the environment
+_NONE: Variables = {}
 _MARK = 'AREAL_JAX_PROGRAM'  # environment variable: which program a process descends from
 
 
@@ -32,9 +35,13 @@ def say(sentence: str) -> None:
 
 
 class Program:
-    """A running command; its output goes to `log`, or where this process's output goes."""
+    """A running command; its output goes to `log`, or where this process's output goes.
 
-    def __init__(self, command: Sequence[str], log: IO[bytes] | None = None):
+    Args:
+      variables: added to the environment.
+    """
+
+    def __init__(self, command: Sequence[str], log: IO[bytes] | None = None, variables: Variables = _NONE):
         path = os.pathsep.join(entry for entry in (str(_ROOT), os.environ.get('PYTHONPATH', '')) if entry)
         self._mark = secrets.token_hex(8)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the keeper has handlers
@@ -43,7 +50,12 @@ class Program:
             stdin=subprocess.PIPE,  # closed by the kernel when this process dies
             stdout=log,
             stderr=log,
-            env={**os.environ, 'PYTHONPATH': path, _MARK: self._mark},  # the same copy of this package
+            env={
+                **os.environ,
+                **(variables or {}),
+                'PYTHONPATH': path,
+                _MARK: self._mark,
+            },  # the same copy of this package
             start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
         )
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -81,6 +93,21 @@ class Program:
         end_processes(lambda: list_marked(self._mark, _MARK), _KEEPER_S)
 
 
+def describe_command(command: Sequence[str], variables: Variables = _NONE) -> str:
+    """As a shell takes it: 'NAME=value python -m ...'."""
+    return ' '.join(
+        [*(f'{name}={shlex.quote(value)}' for name, value in (variables or {}).items()), shlex.join(command)]
+    )
+
+
+def start_logged(command: Sequence[str], path: pathlib.Path, variables: Variables = _NONE) -> Program:
+    """Its output is appended to the file, after a line with the command."""
+    with path.open('ab') as log:
+        log.write(f'--- {" ".join(command)}\n'.encode())
+        log.flush()
+        return Program(command, log, variables)
+
+
 class Server:
     """A server that is started again when it dies or hangs.
 
@@ -88,15 +115,27 @@ class Server:
     that ends with code 0 was told to stop and stays away.
 
     Args:
-      log: its output is appended to this file.
+      next_log: gives the file to which the output of the next start is appended.
+      variables: added to its environment.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: pathlib.Path):
-        self.name, self._command, self._log = name, command, log
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        next_log: Callable[[], pathlib.Path],
+        variables: Variables = _NONE,
+    ):
+        self.name, self._command, self._next_log, self._variables = name, command, next_log, variables
+        self._log = pathlib.Path()
         self.program: Program | None = None
         self.is_over = False  # it will not be started again
         self._started_s = self._due_s = time.monotonic()
         self._deaths = self._failures = 0  # in a row
+
+    def describe(self) -> str:
+        """Its command as a shell takes it."""
+        return describe_command(self._command, self._variables)
 
     def look(self, silent: Collection[int]) -> None:
         """Notices the end of the program, kills it if it is one of the `silent` processes, and starts it when due."""
@@ -109,10 +148,8 @@ class Server:
             self._start()
 
     def _start(self) -> None:
-        with self._log.open('ab') as log:
-            log.write(f'--- {" ".join(self._command)}\n'.encode())
-            log.flush()
-            self.program = Program(self._command, log)
+        self._log = self._next_log()
+        self.program = start_logged(self._command, self._log, self._variables)
         self._started_s = time.monotonic()
 
     def _note_end(self, code: int) -> None:

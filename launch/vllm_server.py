@@ -16,11 +16,14 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 
 from absl import flags
+from ml_collections import config_dict
 
+import areal_jax
 from areal_jax.app.ending import end_command
 from areal_jax.errors import UserError
 from areal_jax.publication.versions import keep_while_read, list_versions
-from areal_jax.rollout.servers.registry import Registration
+from areal_jax.registry.entries import Registration
+from areal_jax.rollout.servers.registry import describe_server
 from launch.wakeups import Wakeups
 
 PYTHON = 'AREAL_JAX_VLLM_PYTHON'  # environment variable
@@ -45,19 +48,37 @@ def main(argv: Sequence[str]) -> int:
         directory = _await_version(pathlib.Path(values.publication), wakeups)
         if directory is None:
             return 0
-        port = _find_port()
+        port = _find_port(values.host)
         with keep_while_read(directory):
             server = subprocess.Popen(
                 build_command(python, directory, port, values), env=dict(build_environment(os.environ))
             )
             try:
-                url = f'http://127.0.0.1:{port}'
+                url = f'http://{values.host}:{port}'
                 if (code := _await_answer(server, url, wakeups)) is not None:
                     return code
             except BaseException:
                 server.kill()
                 raise
         return _serve(server, url, values, wakeups)
+
+
+def describe_command(
+    config: config_dict.ConfigDict,
+    workdir: pathlib.Path,
+    name: str,
+    *,
+    index: int | None = None,
+    host: str = '127.0.0.1',
+) -> list[str]:
+    """The command of one server of a run; it starts from a version that the learner has published."""
+    publication, rollout = config.publication, config.rollout
+    directory = publication.directory or workdir / 'publication'
+    return [
+        *(sys.executable, '-m', 'launch.vllm_server', f'--workdir={workdir}', f'--publication={directory}'),
+        *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}', f'--slots={rollout.slots}'),
+        *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
+    ]
 
 
 def find_python() -> str:
@@ -78,7 +99,7 @@ def build_command(python: str, directory: pathlib.Path, port: int, values: flags
         *('--dtype', values.dtype, '--max-model-len', str(values.context_tokens)),
         *('--max-num-seqs', str(values.slots), '--enforce-eager', '--enable-scale-out'),
         *('--logprobs-mode', 'processed_logprobs', '--skip-tokenizer-init'),
-        *('--host', '127.0.0.1', '--port', str(port)),
+        *('--host', values.host, '--port', str(port)),
     ]
 
 
@@ -92,6 +113,8 @@ def _parse(argv: Sequence[str]) -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Of the run.', required=True, flag_values=values)
     flags.DEFINE_string('name', None, 'In the registry.', required=True, flag_values=values)
+    flags.DEFINE_integer('index', None, 'Of the engine, in a run in roles.', flag_values=values)
+    flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.', flag_values=values)
     flags.DEFINE_string('publication', None, 'Where versions are written.', required=True, flag_values=values)
     flags.DEFINE_string('dtype', 'float32', 'Of the weights.', flag_values=values)
     flags.DEFINE_integer('context_tokens', 2048, 'Most tokens of a sequence.', flag_values=values)
@@ -123,7 +146,8 @@ def _await_answer(server: subprocess.Popen[bytes], url: str, wakeups: Wakeups) -
 
 def _serve(server: subprocess.Popen[bytes], url: str, values: flags.FlagValues, wakeups: Wakeups) -> int:
     """Registered: a heartbeat for each answer, until it ends or a stop comes."""
-    registration = Registration(pathlib.Path(values.workdir), values.name, url, KIND)
+    entry = describe_server(values.name, url, KIND, index=values.index, code=areal_jax.__version__)
+    registration = Registration(pathlib.Path(values.workdir), entry)
     print(f'vLLM serves on {url}', flush=True)
     try:
         while server.poll() is None:
@@ -155,9 +179,9 @@ def _end(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def _find_port() -> int:
+def _find_port(host: str) -> int:
     with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
+        listener.bind((host, 0))
         return int(listener.getsockname()[1])
 
 

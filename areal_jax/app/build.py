@@ -1,8 +1,11 @@
-"""From a config to the settings of a run's parts. Each function reads the fields that its part uses, and only those."""
+"""From a config to the settings of a run's parts. Each function reads the fields that its part uses, and only those.
+
+What imports jax is imported by the functions that need it: a controller that has no learner uses the others.
+"""
 
 from __future__ import annotations
 
-from jax.sharding import Mesh
+from typing import TYPE_CHECKING
 
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.cluster import parse_engines, parse_learner
@@ -11,27 +14,35 @@ from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
 from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
-from areal_jax.learning.directions import DIRECTIONS
-from areal_jax.learning.optimizer import Optimizer, make_optimizer
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
-from areal_jax.models.lora import Lora
 from areal_jax.plugins import Function, load_function
-from areal_jax.sharding.allocation import Allocation, allocate
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.rollout import requirements
+from areal_jax.rollout.requirements import Requirement
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
 from areal_jax.telemetry.hook import FIELD
 from areal_jax.types import SamplingParams
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from areal_jax.learning.optimizer import Optimizer
+    from areal_jax.models.lora import Lora
+    from areal_jax.sharding.allocation import Allocation
+
 
 def build_mesh(config: TrackedConfig) -> Mesh:
     """The learner's mesh; `build_allocation` has the same one."""
+    from areal_jax.sharding.mesh import make_mesh
+
     layout = parse_learner(config.cluster.learner)
     return make_mesh(layout.data, layout.fsdp, context=layout.context, tensor=layout.tensor)
 
 
 def build_allocation(config: TrackedConfig) -> Allocation:
     """The devices of the learner and of every engine in this process."""
+    from areal_jax.sharding.allocation import Allocation, allocate
+
     if uses_servers(config):
         return Allocation(build_mesh(config), ())
     return allocate(parse_learner(config.cluster.learner), parse_engines(config.cluster.engines))
@@ -43,16 +54,22 @@ def uses_servers(config: TrackedConfig) -> bool:
 
 
 def build_lora(config: TrackedConfig) -> Lora | None:
+    from areal_jax.models.lora import Lora
+
     lora = config.lora
     return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
 
 
 def build_optimizer(config: TrackedConfig) -> Optimizer:
+    from areal_jax.learning.optimizer import make_optimizer
+
     return make_optimizer(build_optimizer_settings(config))
 
 
 def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
     """Reads the fields that the chosen optimizer and schedule use; the others keep their declared defaults."""
+    from areal_jax.learning.directions import DIRECTIONS
+
     ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
     reads = DIRECTIONS[ours.name].reads
     own = {field: getattr(ours if field in reads else idle, field) for field in ('b1', 'b2', 'eps', 'moment_dtype')}
@@ -92,6 +109,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         strategy=config.cluster.strategy,
         dtype=learner.dtype,
         publish_dtype=policy.publication.dtype,
+        publishes_shares=not supervised and config.publication.channel == 'files',
         loss_scale=learner.loss_scale,
         objective=loss.objective,
         advantage=policy.loss.advantage,
@@ -138,6 +156,23 @@ def count_cache_blocks(config: TrackedConfig, slots: int, *, beside: bool = Fals
         return most
     budget = rollout.cache_tokens // rollout.block_tokens
     return min(budget, most) if beside else budget
+
+
+def build_requirements(config: TrackedConfig) -> list[Requirement]:
+    """What this run needs of every engine."""
+    rollout, evaluation = config.rollout, config.evaluation
+    needed = [
+        requirements.needs_logprobs('learning from its answers', 'behavior'),
+        requirements.needs_spans('learning from its answers'),
+        requirements.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
+        requirements.needs_pause('taking checkpoints'),
+    ]
+    if cuts_softmax(config):
+        setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
+        needed.append(requirements.needs_logprobs(setting, 'sampling'))
+    if evaluation.every:
+        needed.append(requirements.needs_pinned(f'evaluation.every={evaluation.every}'))
+    return needed
 
 
 def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParams:

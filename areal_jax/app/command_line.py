@@ -36,6 +36,7 @@ _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=config
 # of the commands, beside --config
 _FLAGS = (
     'workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port', 'name', 'jobs', 'only', 'dry_run',
+    'role', 'index', 'count',
 )  # fmt: skip
 
 Result = TypeVar('Result')

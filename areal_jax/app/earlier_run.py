@@ -5,16 +5,14 @@ Used by model.py for model.source='run', and by export.py.
 
 from __future__ import annotations
 
-import pathlib
-import re
 from collections.abc import Callable
 
 import jax
 
-from areal_jax import files
+from areal_jax.app.run_config import FIELD, read_run_config, split_checkpoint
 from areal_jax.app.workdir import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
+from areal_jax.config import CONFIG, TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
@@ -25,10 +23,7 @@ from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import path_name
 
 _SHAPE = ('family', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
-_FIELD = 'model.path'
 _PARAMS = 'params'  # in the arrays of a checkpoint
-# the fields of that run's config that say which weights and tokenizer it has
-_READ = ('model.', 'lora.', 'task.symbols', 'loss.objective', 'learner.row_tokens', 'rollout.context_tokens')
 
 
 class EarlierRun:
@@ -45,7 +40,7 @@ class EarlierRun:
     that is not there (naming those that are), for a damaged one, and where none is intact.
     """
 
-    def __init__(self, path: str, step: int | None = None, field: str = _FIELD):
+    def __init__(self, path: str, step: int | None = None, field: str = FIELD):
         self.workdir, name = split_checkpoint(path)
         self.config = read_run_config(path, field)
         store = CheckpointStore(self.workdir / CHECKPOINTS)
@@ -68,7 +63,7 @@ class EarlierRun:
             value, theirs = getattr(config.model, field), getattr(shape, field)
             if value not in (default_config().model[field], theirs):
                 raise ConfigError(
-                    f'model.{field}={value!r} is another architecture than that of {_FIELD}={str(self.workdir)!r}, '
+                    f'model.{field}={value!r} is another architecture than that of {FIELD}={str(self.workdir)!r}, '
                     f'which has {theirs!r}: remove the setting'
                 )
 
@@ -101,35 +96,3 @@ class EarlierRun:
                 f'{self.checkpoint} does not hold the model that {self.workdir / CONFIG} describes; '
                 f'{len(different)} names or shapes differ, the first {different[0]}'
             )
-
-
-def split_checkpoint(path: str) -> tuple[pathlib.Path, str | None]:
-    """(workdir, name of the checkpoint's directory) of a path to either; no name for a workdir."""
-    given = pathlib.Path(path)
-    whole = given.absolute()
-    if whole.parent.name == CHECKPOINTS and re.fullmatch(r'step_\d+(_\d+)?', whole.name):
-        return given.parent.parent if len(given.parts) > 2 else whole.parent.parent, whole.name
-    return given, None
-
-
-def read_run_config(path: str, field: str = _FIELD) -> TrackedConfig:
-    """What the config of a run says about its model; raises ConfigError for a path that is not of a run."""
-    workdir, _ = split_checkpoint(path)
-    file, fix = workdir / CONFIG, 'restore the file as the run wrote it'
-    values = files.read_json(file, fix) if file.is_file() else {}
-    if not isinstance(values.get('model'), dict):  # a directory of Hugging Face has a config.json too
-        files_of_a_model = "; a directory of Hugging Face files needs model.source='hf'" if field == _FIELD else ''
-        raise ConfigError(
-            f'{field}={path!r} is no run: {workdir} has no {CONFIG} of one. Give the --workdir of a run, or one of its '
-            f'checkpoints, WORKDIR/{CHECKPOINTS}/step_...{files_of_a_model}'
-        )
-    config = default_config()
-    known = dict(flatten(config))
-    saved = {name: value for name, value in flatten(values) if name.startswith(_READ) and name in known}
-    try:
-        config.update_from_flattened_dict(
-            {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f'{file} holds a value of another type than its field ({error}): {fix}') from error
-    return TrackedConfig(config)

@@ -20,14 +20,12 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
-from areal_jax.publication.files import FilesChannel
-from areal_jax.rollout import requirements
+from areal_jax.publication.files import FilesChannel, VersionWriter
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.decode.parallel import weight_shardings
 from areal_jax.rollout.decode.weights import share_prepared
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.requirements import Requirement
 from areal_jax.sharding.allocation import Allocation, EngineDevices
 from areal_jax.sharding.placement import Place
 from areal_jax.telemetry.numerals import format_bytes
@@ -36,14 +34,20 @@ from areal_jax.types import PublishedWeights
 
 
 def build_channel(
-    config: TrackedConfig, workdir: pathlib.Path, model: Model, allocation: Allocation
+    config: TrackedConfig,
+    workdir: pathlib.Path,
+    model: Model,
+    allocation: Allocation,
+    writers: Sequence[VersionWriter] = (),
 ) -> DeviceChannel | FilesChannel:
+    """`writers` are the other processes of the learner."""
     verify = config.publication.verify
     if config.publication.channel == 'device':
         # engines that share a device decode with the copy that the channel holds there
         return DeviceChannel(allocation.engines[0][0] if allocation.engine_shares(0) else None, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
-    return FilesChannel(directory, model.decoder.config, verify=verify, companions=build_companions(workdir, model))
+    companions = build_companions(workdir, model)
+    return FilesChannel(directory, model.decoder.config, verify=verify, companions=companions, writers=writers)
 
 
 def place_of(decoder: Decoder, devices: EngineDevices) -> Place:
@@ -128,23 +132,6 @@ def describe_caches(
 def _describe_cache(backends: Mapping[EngineDevices, DecodeBackend]) -> str:
     backend = next(iter(backends.values()))  # those of other devices are equal
     return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions, {format_bytes(backend.state_bytes)}'
-
-
-def build_requirements(config: TrackedConfig) -> list[Requirement]:
-    """What this run needs of every engine."""
-    rollout, evaluation = config.rollout, config.evaluation
-    needed = [
-        requirements.needs_logprobs('learning from its answers', 'behavior'),
-        requirements.needs_spans('learning from its answers'),
-        requirements.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
-        requirements.needs_pause('taking checkpoints'),
-    ]
-    if cuts_softmax(config):
-        setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
-        needed.append(requirements.needs_logprobs(setting, 'sampling'))
-    if evaluation.every:
-        needed.append(requirements.needs_pinned(f'evaluation.every={evaluation.every}'))
-    return needed
 
 
 def build_engines(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.app.provenance import describe_hardware, git_commit, package_versions
 
 _CPU_INFO = pathlib.Path('/proc/cpuinfo')  # of Linux
 _FLAGS = ('flags', 'Features')  # x86, Arm
@@ -27,17 +27,19 @@ class Environment(TypedDict):
     settings: Mapping[str, str]  # variables of the environment that change what XLA computes
 
 
-def read_environment() -> Environment:
-    """Of this process; starts jax."""
-    import jax
+def read_environment(devices: Sequence[str] | None = None) -> Environment:
+    """Of this process; starts jax to find its devices where they are not given."""
+    if devices is None:
+        import jax
 
-    found = hardware()
+        devices = [f'{device} ({device.device_kind})' for device in jax.local_devices()]
+    found = describe_hardware(devices)
     return {
         'commit': git_commit(),
         'versions': package_versions(),
         'machine': found['machine'],
         'instructions': _read_instructions(),
-        'devices': [f'{device} ({device.device_kind})' for device in jax.local_devices()],
+        'devices': found['devices'],
         'cores': found['cores'],
         'settings': {name: os.environ[name] for name in _SETTINGS if name in os.environ},
     }

@@ -23,11 +23,12 @@ from areal_jax.app.evaluation_config import adapt_config
 from areal_jax.app.evaluation_workdir import EvaluationWorkdir
 from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import StopRequests
-from areal_jax.app.model import Model, build_model, describe_loading
+from areal_jax.app.model import Model, build_model
 from areal_jax.app.origin import read_version
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sizes import require_room_to_evaluate
 from areal_jax.app.task import build_task, build_verifier
+from areal_jax.app.text_model import describe_loading
 from areal_jax.app.workdir import note_weights, sample_digest
 from areal_jax.app.workflow import build_workflow
 from areal_jax.config import TrackedConfig, validate_evaluation

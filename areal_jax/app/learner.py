@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from areal_jax.app.build import build_learner_settings, build_lora, build_mesh, build_optimizer
 from areal_jax.app.model import Model
+from areal_jax.app.text_model import describe_source
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.leader import CommandLeader
@@ -34,11 +35,7 @@ def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | Command
 
     All processes take part: `learner` is the one that processes.lead returns.
     """
-    if model.source is None:
-        what, fix = f'weights drawn with model.init_scale={config.model.init_scale:g}', 'lower it'
-    else:
-        what, fix = f'model.path={str(model.source)!r}', 'get the files again or name another model'
-    learner.require_finite(what, fix)
+    learner.require_finite(*describe_source(config, model.source))
 
 
 def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping
-from typing import NotRequired, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
-from areal_jax.app.compilations import CompilationCounter
 from areal_jax.app.engine_counts import EngineCounts, EngineCountsState
 from areal_jax.control.controller import StepRecord
 from areal_jax.events import Event
@@ -35,6 +34,14 @@ class ObserverState(TypedDict):
     optimizer_steps: NotRequired[list[float]]  # OptimizerAges.state
 
 
+class Compilations(Protocol):
+    """Programs that this process has compiled since `reset`."""
+
+    count: int
+
+    def reset(self) -> None: ...
+
+
 class StepObserver:
     """Counts events between steps and writes one line of metrics per update.
 
@@ -45,7 +52,7 @@ class StepObserver:
         self,
         metrics: MetricsWriter,
         progress: Progress | None,
-        compilations: CompilationCounter,
+        compilations: Compilations,
         cpu_seconds: Callable[[], float],
         first_time_s: float,
         rates: DeviceRates,

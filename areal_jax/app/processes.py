@@ -17,9 +17,12 @@ from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import parse_learner
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.follower import follow
+from areal_jax.distributed.handshake import digest_config
 from areal_jax.distributed.invitation import accept_invitation, invite
 from areal_jax.distributed.leader import CommandLeader
+from areal_jax.distributed.peers import Peers
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.publication.parts import PartWriter
 
 
 def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:
@@ -46,7 +49,8 @@ def lead(config: TrackedConfig, learner: SpmdLearner, workdir: pathlib.Path) -> 
     host = rendezvous.host_of(distributed.coordinator)
     with rendezvous.witness(workdir):
         rendezvous.meet(deadline_s)
-    leader = CommandLeader(learner, invite(host, deadline_s), deadline_s=deadline_s)
+    followers = invite(host, workdir, digest_config(config.as_dict()), deadline_s)
+    leader = CommandLeader(learner, Peers(followers, deadline_s=deadline_s))
     atexit.register(leader.close)  # also where the run ends before it trains: jax's own waits for the followers
     return leader
 
@@ -57,12 +61,13 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     Raises CommandError where the others never come, ConfigError where it cannot see process 0's workdir.
     """
     tracked = TrackedConfig(config)
-    learner = build_learner(tracked, build_model(tracked))
+    model = build_model(tracked)
+    learner = build_learner(tracked, model)
     deadline_s = config.distributed.command_deadline_s
     rendezvous.require_shared_workdir(deadline_s)
     rendezvous.meet(deadline_s)
-    leader = accept_invitation()
+    leader = accept_invitation(digest_config(tracked.as_dict()), deadline_s)
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
     # which it needs the others; it lets them go, and they notice when it is gone.
     ignore_signals()
-    follow(learner, leader)
+    follow(learner, leader, versions=PartWriter(model.decoder.config))

@@ -7,6 +7,7 @@ import os
 import pathlib
 import platform
 import subprocess
+from collections.abc import Sequence
 from typing import TypedDict
 
 PACKAGES = ('areal_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'ml_collections')
@@ -46,5 +47,10 @@ def hardware() -> Hardware:
     """Cores this process may use, instruction set and accelerator."""
     import jax
 
+    return describe_hardware([str(device) for device in jax.local_devices()])
+
+
+def describe_hardware(devices: Sequence[str]) -> Hardware:
+    """The same with these accelerators, which may be those of other processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return {'cores': cores, 'machine': platform.machine(), 'devices': [str(d) for d in jax.local_devices()]}
+    return {'cores': cores, 'machine': platform.machine(), 'devices': list(devices)}

@@ -1,6 +1,7 @@
 """What every run has: a locked workdir, counters, checkpoints, signals, common facts, and an end that frees all parts.
 
-Used by session.py (asynchronous RL) and sft.py (supervised training), which add what is special to each.
+loop_run.py (asynchronous RL) and sft.py (supervised training) add what is special to each, own_learner.py and
+controller_run.py where the learner is: in this process, or in others. Nothing here imports jax.
 """
 
 from __future__ import annotations
@@ -8,64 +9,45 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import platform
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypedDict, TypeVar
 
-import jax
 import numpy as np
 from ml_collections import config_dict
 
 from areal_jax.app.build import build_hook_function
-from areal_jax.app.compilations import CompilationCounter, use_compilation_cache
-from areal_jax.app.export import DIRECTORY as EXPORT
-from areal_jax.app.export import holds_export, replace_export, write_export
 from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import StopRequests
-from areal_jax.app.learner import build_learner, require_finite_weights
-from areal_jax.app.model import Model, build_model, describe_loading
+from areal_jax.app.observer import Compilations
 from areal_jax.app.own_code import Digests, load_own_code, note_own_code
-from areal_jax.app.processes import lead
-from areal_jax.app.profile import DIRECTORY, TracedLearner
-from areal_jax.app.provenance import git_commit, hardware, package_versions
-from areal_jax.app.sizes import require_room
-from areal_jax.app.start_warnings import print_passed_over, print_warnings
+from areal_jax.app.provenance import Hardware, git_commit, package_versions
 from areal_jax.app.workdir import (
     CHECKPOINTS,
     Report,
     continue_run,
-    describe_unexported,
     describe_unsaved,
-    note_weights,
     prepare_workdir,
     read_prolongations,
     read_report,
     start_again,
 )
-from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Follower
 from areal_jax.config import TrackedConfig, validate
-from areal_jax.config.cluster import parse_learner
-from areal_jax.distributed.leader import CommandLeader
-from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
-from areal_jax.learning.finiteness import NonFiniteError
-from areal_jax.learning.learner import SpmdLearner
-from areal_jax.models.weights import Params
 from areal_jax.protocols import Learner
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.hook import MetricsHook
 from areal_jax.telemetry.metrics import FILE, MetricsWriter, read_metrics
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.telemetry.resources import ResourceSampler
+from areal_jax.types import TrajectoryGroup, Tree
 
 State = Mapping[str, Any]  # the run state of a checkpoint, JSON-able
-
-_OF_LEARNER = ('params', 'optimizer')  # names in the arrays of a checkpoint
 
 
 class Closable(Protocol):
@@ -77,12 +59,33 @@ class Closable(Protocol):
 Part = TypeVar('Part', bound=Closable)
 
 
+class RunLearner(Learner, Protocol):
+    """The learner of a whole run, wherever its processes are."""
+
+    @property
+    def followers(self) -> Sequence[Follower]:
+        """Processes that write shards of a checkpoint of their own."""
+        ...
+
+    def warm_up(self) -> int:
+        """Compiles every program; returns their number."""
+        ...
+
+    def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
+        """Tokens that an update of these groups reads."""
+        ...
+
+    def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
+        """float32 [A]: log-probs of an answer under the weights of a version; None where it has others by now."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """What a resumed run goes on from."""
 
     step: int
-    arrays: Params  # by name: trees of the learner, and what else a kind of run has saved
+    arrays: Tree  # by name: trees of the learner, and what else a kind of run has saved
     state: State
 
 
@@ -122,7 +125,7 @@ class Run(abc.ABC):
     Raises UserError for what the user can mend.
     """
 
-    learner: SpmdLearner | CommandLeader
+    learner: RunLearner
 
     def __init__(
         self,
@@ -136,9 +139,9 @@ class Run(abc.ABC):
     ):
         validate(config)
         require_extras(config)
-        require_room(config)
+        self._require_startable(config)
         self._own_code = load_own_code(config)
-        print_warnings(config)
+        self._print_warnings(config)
         self.workdir, self.config = workdir, TrackedConfig(config, overrides)
         self._source, self._resume, self._interrupts = source, resume, interrupts
         self._started = time.monotonic()
@@ -168,8 +171,42 @@ class Run(abc.ABC):
         """Makes all updates (True), or those up to a requested stop, which is saved (False)."""
 
     @abc.abstractmethod
-    def _report(self) -> tuple[Report, Params]:
+    def _report(self) -> tuple[Report, Tree]:
         """Writes the facts and the report of a finished run; returns the report and the published weights."""
+
+    # What depends on where the learner is.
+
+    @abc.abstractmethod
+    def _require_startable(self, config: config_dict.ConfigDict) -> None:
+        """Raises UserError for a config that cannot run here; nothing has been made yet."""
+
+    @abc.abstractmethod
+    def _print_warnings(self, config: config_dict.ConfigDict) -> None:
+        """Says on stderr what is probably a mistake."""
+
+    @abc.abstractmethod
+    def _use_compilation_cache(self) -> None:
+        """Until the run ends, compiled programs are kept in run.compilation_cache."""
+
+    @abc.abstractmethod
+    def _count_compilations(self) -> Compilations:
+        """Counts the programs that this process compiles from now on."""
+
+    @abc.abstractmethod
+    def _traced_learner(self) -> Learner:
+        """The learner, or one that traces the updates that telemetry.profile_steps names."""
+
+    @abc.abstractmethod
+    def _export(self, weights: Tree, digest: str) -> None:
+        """Writes WORKDIR/export. The results of the run are on the disk, so that a failure is kept for the end."""
+
+    @abc.abstractmethod
+    def _complete_export(self) -> None:
+        """Writes the export of a finished run where it is missing, after a kill or on a disk that was full."""
+
+    @abc.abstractmethod
+    def _find_hardware(self) -> Hardware:
+        """Where the run computes."""
 
     # From start to end.
 
@@ -227,49 +264,12 @@ class Run(abc.ABC):
         self._store.remove_unfinished()
 
     def _open_counters(self) -> None:
-        self._parts.enter_context(use_compilation_cache(self.config))
+        self._use_compilation_cache()
         self.resources = self._parts.enter_context(ResourceSampler())
-        self.compilations = self._parts.enter_context(CompilationCounter())
+        self.compilations = self._count_compilations()
         check = self._interrupts.check if self._interrupts else lambda: None
         self._start = StartProgress(self.config.telemetry.progress, check=check)
         self._parts.callback(self._start.end)
-
-    def _load_model(self) -> Model:
-        self._start.begin(describe_loading(self.config))
-        model = build_model(self.config)
-        note_weights(self.workdir, model.source, resume=self._resume)
-        self.decoder, self._model = model.decoder, model
-        self._exports = self.config.run.export
-        self._export_dtype = self.config.run.export_dtype if self._exports else ''
-        return model
-
-    def _build_learner(self, model: Model, checkpoint: Checkpoint | None) -> None:
-        """Builds the learner of all processes, with the checkpoint's weights or else the model's; drops the model's."""
-        self._start.begin('building the learner')
-        # processes that compile a program for all of them do so at the same time, at a command
-        ahead = self._finished is None and parse_learner(self.config.cluster.learner).processes == 1
-        learner = self._own(build_learner(self.config, model, compile_ahead=ahead))
-        print_passed_over('learner.attention', learner.passed_over)
-        learner.announce = functools.partial(self._start.count_programs, of='learner')
-        leader = lead(self.config, learner, self.workdir)
-        self.learner = leader if leader is learner else self._own(leader)
-        model.params = None  # the learner has its copy
-        require_finite_weights(self.config, self.learner, model)
-        if checkpoint is None:
-            return
-        try:
-            self.learner.restore({name: checkpoint.arrays[name] for name in _OF_LEARNER})
-        except NonFiniteError as error:
-            raise CheckpointError(f'{self.workdir / CHECKPOINTS}: {error}') from error
-        except ValueError as error:
-            raise CheckpointError(f'{self.workdir / CHECKPOINTS} is of another model: {error}') from error
-
-    def _traced_learner(self) -> Learner:
-        """The learner, or one that traces the updates that telemetry.profile_steps names."""
-        steps = self.config.telemetry.profile_steps
-        if not steps:
-            return self.learner
-        return self._own(TracedLearner(self.learner, steps[0], steps[-1], self.workdir / DIRECTORY))
 
     def _open_metrics(self, step: int) -> MetricsWriter:
         """Opens metrics.jsonl and removes the updates after `step`, which will be made again."""
@@ -330,7 +330,7 @@ class Run(abc.ABC):
         if step == self.config.run.steps:
             self._finished = read_report(self.workdir, step)
 
-    def _save(self, step: int, arrays: Params, state: State) -> None:
+    def _save(self, step: int, arrays: Tree, state: State) -> None:
         """Writes a checkpoint. After the last update a failure is kept for the end: the report comes first."""
         try:
             self._store.save(step, arrays, state, self.learner.followers)
@@ -338,31 +338,6 @@ class Run(abc.ABC):
             if step < self.config.run.steps:
                 raise
             self._unsaved = describe_unsaved(error, self.workdir)
-
-    # The export and the report.
-
-    def _export(self, weights: Params, digest: str) -> None:
-        """Writes WORKDIR/export. The results of the run are on the disk, so that a failure is kept for the end.
-
-        Engines may decode with weights of a lower precision. Then the checkpoint has what is exported.
-        """
-        if not self._exports:
-            return
-        steps = self.config.run.steps
-        try:
-            if all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights)):
-                out, dtype = self.workdir / EXPORT, self._export_dtype
-                write_export(out, self.workdir, steps, weights, digest, self._model, dtype)
-            else:
-                replace_export(self.workdir, steps, self._export_dtype)
-        except UserError as error:
-            self._unsaved = self._unsaved or describe_unexported(error, self.workdir)
-
-    def _complete_export(self) -> None:
-        """Writes the export of a finished run where it is missing, after a kill or on a disk that was full."""
-        steps = self.config.run.steps
-        if self._exports and not holds_export(self.workdir / EXPORT, steps):
-            replace_export(self.workdir, steps, self._export_dtype)
 
     def _common_facts(self) -> CommonFacts:
         return {
@@ -374,7 +349,7 @@ class Run(abc.ABC):
             'peak_memory_bytes': self.resources.peak_bytes,
             'git_commit': git_commit(),
             'versions': package_versions(),
-            'hardware': {**hardware(), 'platform': platform.platform()},
+            'hardware': {**self._find_hardware(), 'platform': platform.platform()},
             'prolonged': read_prolongations(self.workdir),
             'idle_fields': self._idle_fields,
             'own_code': self._own_code,

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import signal
 import socket
 import time
 from collections.abc import Collection
@@ -19,8 +20,9 @@ from areal_jax.app.engines import build_serving_backend, describe_caches, place_
 from areal_jax.app.evaluation_config import adapt_config
 from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import StopRequests
-from areal_jax.app.model import Model, build_model, describe_loading, describe_model
+from areal_jax.app.model import Model, build_model, describe_model
 from areal_jax.app.origin import read_version
+from areal_jax.app.text_model import describe_loading
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
@@ -33,7 +35,9 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Event
 from areal_jax.publication.files import find_version, load_version
 from areal_jax.publication.versions import parse_version
-from areal_jax.rollout.http.server.heartbeat import Heartbeat
+from areal_jax.registry.entries import FencedError
+from areal_jax.registry.heartbeat import Heartbeat
+from areal_jax.rollout.http.server.heartbeat import KIND, name_server, reachable
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
@@ -41,6 +45,7 @@ from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, descri
 from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.servers.fit import ServerFacts
+from areal_jax.rollout.servers.registry import describe_server
 from areal_jax.sharding.allocation import allocate_engines
 from areal_jax.sharding.placement import Place, move_to
 from areal_jax.telemetry.progress import StartProgress
@@ -59,6 +64,7 @@ def serve_model(
     interrupts: StopRequests | None = None,
     workdir: pathlib.Path | None = None,
     name: str | None = None,
+    index: int | None = None,
 ) -> None:
     """Serves until a stop is asked for; then answers under way have server.drain_timeout_s to end.
 
@@ -71,6 +77,7 @@ def serve_model(
         part, and `model` may be a version that the run has published.
 
       name: in the registry; None = HOST-PORT.
+      index: of the engine, where it is one of a run in roles.
 
     Raises UserError for what the user can mend.
     """
@@ -82,7 +89,7 @@ def serve_model(
         tracked = TrackedConfig(adapted, () if workdir else overrides)
         described = TrackedConfig(config) if version is not None else None
         server = _Server(tracked, _Source(version, described), listener, api_key, interrupts, parts)
-        server.run(workdir, name)
+        server.run(workdir, name, index)
 
 
 def adapt_server_config(
@@ -167,13 +174,14 @@ class _Server:
         )  # fmt: skip
         self.http = self._build_http(listener, api_key)
         self._heartbeat: Heartbeat | None = None
+        self._fenced: FencedError | None = None  # another process has taken the name
         self._drain_s = config.server.drain_timeout_s
         rollout = config.rollout
         self._facts = ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, 'processed')
         config.require_all_read()
         self._warm_up()
 
-    def run(self, workdir: pathlib.Path | None, name: str | None) -> None:
+    def run(self, workdir: pathlib.Path | None, name: str | None, index: int | None = None) -> None:
         stop = self.clock.event('stop requested')
         request = lambda number: self.clock.post_signal(number, stop)
         then, interrupts = 'answering what is under way', self._interrupts
@@ -184,9 +192,24 @@ class _Server:
                 serving.enter_context(interrupts.deferred(request, then, self.clock.abandon))
             serving.enter_context(self.http)
             if workdir is not None:
-                self._heartbeat = serving.enter_context(Heartbeat(workdir, self.url, name, self._facts))
+                self._heartbeat = serving.enter_context(self._register(workdir, name, index, stop))
             print(f'serving {self._name} on {self.url}', flush=True)
             self.clock.execute(self.supervisor.run(self._program(stop)))
+        if self._fenced is not None:
+            raise self._fenced
+
+    def _register(self, workdir: pathlib.Path, name: str | None, index: int | None, stop: Event) -> Heartbeat:
+        def end(error: FencedError) -> None:
+            self._fenced = error
+            self.clock.post_signal(signal.SIGTERM, stop)
+
+        url = reachable(self.url)
+        entry = describe_server(
+            name or name_server(self.url), url, KIND, self._facts, index=index, code=areal_jax.__version__
+        )
+        heartbeat = Heartbeat(workdir, entry, end)
+        self._served.facts.holder = heartbeat.entry.holder
+        return heartbeat
 
     async def _program(self, stop: Event) -> None:
         self.engine.start(self.supervisor)
@@ -230,7 +253,7 @@ class _Server:
         facts = Facts(
             self._name, config.model.path, f'{family}ForCausalLM', areal_jax.__version__, int(time.time())
         )  # fmt: skip
-        served = ServedModel(
+        served = self._served = ServedModel(
             Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts
         )
         limits = Limits(

@@ -10,10 +10,11 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from areal_jax.app.engines import build_requirements
+from areal_jax.app.build import build_requirements
 from areal_jax.app.extras import API_KEY
 from areal_jax.app.served import EndedBy, Servers
 from areal_jax.config import TrackedConfig
@@ -21,10 +22,8 @@ from areal_jax.config.declarations import SECTIONS
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.distributed.leader import CommandLeader
 from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER, control_lane, engine_lane, publish_lane
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.rollout.http.clients.address import DIALECTS, open_address
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.engine import ServerEngine
@@ -51,6 +50,14 @@ _OF_SERVERS: Mapping[str, Mapping[str, Sequence[str]]] = {
 _CONTROL_CALLS = 4  # at the same time, to one server
 _PROBE_TOKENS = 16
 _PROBE_SLACK = 4.0  # the largest of 16 differences against their mean, which is what max_mismatch bounds
+
+
+class Scorer(Protocol):
+    """The learner, as the probe of a server needs it."""
+
+    def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
+        """float32 [A]: log-probs of the answer under the weights of that version; None where it has others by now."""
+        ...
 
 
 def find_max_mismatch(config: TrackedConfig) -> float:
@@ -88,7 +95,7 @@ def build_servers(
     supervisor: Supervisor,
     *,
     workdir: pathlib.Path,
-    learner: SpmdLearner | CommandLeader,
+    learner: Scorer,
     vocab_size: int,
     published: PublishedWeights,
     probe_prompt: np.ndarray,
@@ -141,7 +148,7 @@ class ClientMaker:
 
     def _make(self, entry: ServerEntry, index: int) -> ServerEngine:
         if entry.kind == OWN:
-            connection = Connection(entry.url, self._api_key)
+            connection = Connection(entry.url, self._api_key, entry.holder)
             return OwnEngine(
                 index, connection, self._clock, self._log,
                 locate=_locate, limits=self._limits, kv_policy=self._kv_policy,

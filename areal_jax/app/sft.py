@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 
 from areal_jax.app.build import build_device_rates, build_mesh
-from areal_jax.app.run import Checkpoint, Run
+from areal_jax.app.own_learner import OwnLearner
+from areal_jax.app.run import Checkpoint
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.task import build_demonstrations
 from areal_jax.app.workdir import CHECKPOINTS, Report
@@ -23,7 +24,7 @@ from areal_jax.telemetry.progress import describe_skipped_steps
 _OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
 
 
-class SftSession(Run):
+class SftSession(OwnLearner):
     """A run of supervised training (loss.objective='sft'); see Run. The parts are attributes for tests.
 
     It uses the learner, packed rows and programs of asynchronous training. Only the learner works: there is no clock.

@@ -14,7 +14,7 @@ from ml_collections import config_dict
 
 from areal_jax.app import build
 from areal_jax.app.memory import memory_limit_bytes
-from areal_jax.app.model import read_shape
+from areal_jax.app.text_model import read_shape
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning import trees

@@ -46,11 +46,18 @@ class Start(TypedDict):
     evaluations: files.JsonObject | None
 
 
-def note_start(workdir: pathlib.Path, seq: int, config: TrackedConfig, weights: pathlib.Path | None) -> None:
+def note_start(
+    workdir: pathlib.Path,
+    seq: int,
+    config: TrackedConfig,
+    weights: pathlib.Path | None,
+    environment: Environment | None = None,
+) -> None:
     """Adds the start whose first event is `seq`; those whose events were cut off the log are dropped.
 
     Args:
       weights: the file or directory that the run begins from; None = drawn by config and seed.
+      environment: None = that of this process.
     """
     path = workdir / FILE
     before = read_starts(path.read_bytes(), str(path)) if seq and path.exists() else []
@@ -60,7 +67,9 @@ def note_start(workdir: pathlib.Path, seq: int, config: TrackedConfig, weights: 
         data[MODEL] = DataFile(path=str(weights), sha256=sample_digest(weights))
     scores = workdir / EVALUATIONS
     evaluations = files.read_json(scores, _FIX) if scores.exists() else None
-    start = Start(seq=seq, config=values, environment=read_environment(), data=data, evaluations=evaluations)
+    start = Start(
+        seq=seq, config=values, environment=environment or read_environment(), data=data, evaluations=evaluations
+    )
     kept = [earlier for earlier in before if earlier['seq'] < seq]
     files.write_json(path, {'starts': [*kept, start]}, indent=None, allow_nan=True)  # eta may be infinite
 

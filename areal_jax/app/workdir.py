@@ -45,6 +45,11 @@ _BLOCKS, _BLOCK_BYTES = 256, 4096
 _RESTORE = 'restore the file as the run wrote it, or start anew in another --workdir'
 
 
+def holds_run(workdir: pathlib.Path) -> bool:
+    """Whether a run has begun there, so that it can be resumed."""
+    return (workdir / CONFIG).exists()
+
+
 def prepare_workdir(workdir: pathlib.Path, values: Values, *, resume: bool) -> None:
     """Makes the directory, and writes config.json where a run begins.
 

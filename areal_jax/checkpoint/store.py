@@ -16,23 +16,24 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
-from areal_jax.checkpoint.shards import (
+from areal_jax.checkpoint.pieces import (
+    ArrayShape,
     CheckpointError,
     Index,
     Piece,
     StoredArray,
     brief,
+    map_leaves,
     named_leaves,
     require_whole,
     verify_arrays,
-    write_shards,
 )
+from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.trees import TreeReader
 from areal_jax.files import JsonObject, free_bytes, partial_name, remove_directory, sync
-from areal_jax.sharding.placement import HostShards
+from areal_jax.sharding.host_shards import HostShards
 
 CONTENTS = 'contents.json'
 DIRECTORY = 'checkpoints'  # of a workdir: holds the steps
@@ -86,7 +87,8 @@ class CheckpointStore:
     ) -> None:
         """Writes nested dicts of arrays and a JSON-able dict; removes old steps when the new one is complete.
 
-        Leaves are numpy arrays, or HostShards where every follower has the others of the same tree.
+        Leaves are numpy arrays, HostShards where every follower has the others of the same tree, or ArrayShape where
+        the followers have all of it.
 
         Raises CheckpointError, with the steps before untouched, when the disk is full or a write fails anywhere.
         """
@@ -106,7 +108,7 @@ class CheckpointStore:
             require_whole({name: leaf['shape'] for name, leaf in described.items()}, index)
             contents = {
                 'leaves': {name: leaf | {'pieces': index[name]} for name, leaf in described.items()},
-                'tree': jax.tree.unflatten(jax.tree.structure(arrays), list(leaves)),
+                'tree': map_leaves(lambda name, _: name, arrays),
                 'run_state_crc32': zlib.crc32(state.encode()),
             }
             for name, text in {_RUN_STATE: state, CONTENTS: json.dumps(contents)}.items():
@@ -178,7 +180,7 @@ class CheckpointStore:
         for step, _, path in reversed(self._saves()):
             try:
                 arrays, run_state = _read_step(path, 'it was intact when the run began: look at the disk')
-                verify_arrays(jax.tree.leaves(arrays if part is None else arrays[part]))
+                verify_arrays(_leaves(arrays if part is None else arrays[part]))
             except (MemoryError, PermissionError):  # say nothing about the files
                 raise
             except Exception as error:  # whatever a damaged file makes the readers raise
@@ -308,17 +310,19 @@ def read_named(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         arrays, _ = _read_step(path, if_damaged)
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise CheckpointError(f'{path} is damaged ({brief(error)}): {if_damaged}') from error
-    return {leaf.name: np.asarray(leaf) for leaf in jax.tree.leaves(arrays)}
+    return {leaf.name: np.asarray(leaf) for leaf in _leaves(arrays)}
 
 
 def _write_everywhere(
-    directory: pathlib.Path, leaves: Mapping[str, np.ndarray | HostShards], followers: Sequence[Follower]
+    directory: pathlib.Path, leaves: Mapping[str, np.ndarray | HostShards | ArrayShape], followers: Sequence[Follower]
 ) -> dict[str, list[Piece]]:
     """Returns when every process has stopped writing; raises the error of this process, or the first follower's."""
+    own = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, ArrayShape)}
     for number, follower in enumerate(followers, start=1):
         follower.write(str(directory / f'writer_{number:04d}'))
     try:
-        index = write_shards(directory / 'writer_0000', leaves)
+        written = write_shards(directory / 'writer_0000', own) if own or not followers else {}
+        index = {name: list(written.get(name, ())) for name in leaves}
     finally:
         outcomes = {follower.name: follower.written() for follower in followers}
     for name, outcome in outcomes.items():
@@ -342,11 +346,18 @@ def _read_step(path: pathlib.Path, if_damaged: str) -> tuple[Any, JsonObject]:
         name: StoredArray(arrays, name, tuple(leaf['shape']), np.dtype(leaf['dtype']), index[name], if_damaged, reader)
         for name, leaf in described.items()
     }
-    return jax.tree.map(lambda name: leaves[name], contents['tree']), json.loads(state)
+    return map_leaves(lambda _, name: leaves[name], contents['tree']), json.loads(state)
 
 
-def _whole_bytes(leaf: np.ndarray | HostShards) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
+def _leaves(arrays: Any) -> list[StoredArray]:
+    """Of what `_read_step` returns, in the order of their names."""
+    found: list[StoredArray] = []
+    map_leaves(lambda _, leaf: found.append(leaf), arrays)
+    return found
+
+
+def _whole_bytes(leaf: np.ndarray | HostShards | ArrayShape) -> int:
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def _stored_bytes(directory: pathlib.Path) -> int:

@@ -1,7 +1,8 @@
 """Arrays in orbax trees: one directory each, written by one process and opened by any.
 
 Used by checkpoint/shards.py. Orbax writes the directory and its metadata, and any orbax reads it again; tensorstore,
-on which orbax is built, writes and reads the arrays. Importing orbax takes a second, so the functions do it.
+on which orbax is built, writes and reads the arrays. Importing orbax and jax takes seconds, so the functions do it,
+and who only reads needs neither.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import jax
 import numpy as np
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class TreeReader:
 
 
 def _write_trees(directory: pathlib.Path, trees: Sequence[Mapping[str, np.ndarray]]) -> None:
+    import jax
     import orbax.checkpoint as ocp
 
     from areal_jax.checkpoint.handler import LocalNumpyHandler
@@ -76,6 +77,7 @@ def _write_trees(directory: pathlib.Path, trees: Sequence[Mapping[str, np.ndarra
 
 def _this_process_alone() -> ocp.options.MultiprocessingOptions:
     """Each process has trees of its own: orbax must not wait for the others of a distributed run."""
+    import jax
     import orbax.checkpoint as ocp
 
     this = jax.process_index()

@@ -1,9 +1,16 @@
-"""Training over several processes: process 0 drives the loop, the others execute its learner's commands.
+"""Training over several processes: one gives the commands of the learner, those that hold a learner execute them.
 
-rendezvous.py   the processes find each other and wait until all are built
-invitation.py   process 0 opens one connection to each follower
-messages.py     what is sent over a connection
-peers.py        one end of a connection; notices when the other process is gone
-leader.py       process 0: sends each command, then executes it
-follower.py     every other process: executes what process 0 sends
+rendezvous.py      the processes of a learner find each other and wait until all are built
+key.py             the key of the run, by which its processes know each other
+handshake.py       who listens, who connects, and whether both are of one run
+wire.py            authenticated frames over a socket, to one process or to all at the same time
+codec.py           values as bytes; group_columns.py has the batch of an update
+messages.py        commands and answers, and how a failure is told
+peers.py           the processes at the other ends; notices when one is gone
+leader.py          process 0 of a run without a controller: sends each command, then executes it
+remote_learner.py  a controller without a learner: its commands go to all learner processes. No jax
+follower.py        a process with a learner: executes what it is sent
+invitation.py      process 0 opens its connections
+
+docs/design/distributed.md says what is authenticated.
 """

@@ -1,7 +1,7 @@
-"""Every process of a run but process 0: executes the commands that process 0 sends, in the order of sending.
+"""A process that holds a learner and executes the commands of another one, in the order of sending.
 
-A second thread writes the shards of checkpoints, so that commands go on meanwhile. Used by app/processes.py; uses
-peers.py. Process 0 runs leader.py.
+Threads of their own write checkpoints and publications, so that commands go on meanwhile. Used by app/; uses peers.py.
+The other process runs leader.py, if it has a learner itself, or remote_learner.py.
 """
 
 from __future__ import annotations
@@ -9,50 +9,123 @@ from __future__ import annotations
 import collections
 import pathlib
 import threading
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
-from areal_jax.checkpoint.shards import Index, brief, named_leaves, write_shards
-from areal_jax.distributed.messages import CLOSE, Answer, Command, WriteAnswer, WriteRequest
-from areal_jax.distributed.peers import OnLost, Peer, end_process
-from areal_jax.learning.learner import SpmdLearner
+from areal_jax.checkpoint.pieces import named_leaves
+from areal_jax.checkpoint.shards import write_shards
+from areal_jax.distributed.codec import describe_arrays
+from areal_jax.distributed.messages import (
+    CHECKPOINT,
+    CLOSE,
+    LEARNER,
+    PUBLICATION,
+    Answer,
+    Command,
+    Failure,
+)
+from areal_jax.distributed.peers import CommandError, OnLost, Peer, end_process
+from areal_jax.distributed.wire import Connection
+from areal_jax.errors import UserError
 from areal_jax.types import Tree
 
-_Copies = collections.deque[Tree]
+if TYPE_CHECKING:
+    from areal_jax.learning.learner import SpmdLearner
+    from areal_jax.publication.parts import PartWriter
+
+COMMANDS = frozenset(
+    {'warm_up', 'price', 'update', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
+)
+_COPIES = 4  # published and not yet written: publication is never further behind
 
 
-def follow(learner: SpmdLearner, leader: Connection, *, on_lost: OnLost = end_process) -> None:
-    """Executes the commands of process 0 until it closes.
+def follow(
+    learner: SpmdLearner,
+    connection: Connection,
+    leader: str = 'process 0',
+    *,
+    versions: PartWriter | None = None,
+    reports: bool = False,
+    on_lost: OnLost = end_process,
+    commands: Collection[str] = COMMANDS,
+) -> None:
+    """Executes the commands of `leader`, the process at the other end, until it closes.
 
-    An error is reported to process 0, which decides how the run goes on; the next command is awaited.
+    An error is reported to the leader, which decides how the run goes on; the next command is awaited.
+
+    Args:
+      versions: writes this process's part of publications, where the leader has them written by all.
+      reports: results are sent back; for learner process 0 of a leader that has no learner itself.
     """
-    peer = Peer(leader, 'process 0', on_lost)
-    copies: _Copies = collections.deque(maxlen=1)  # what the last `save` returned, until it is written
-    threading.Thread(target=_write_copies, args=(peer, copies), daemon=True).start()
+    peer = Peer(connection, leader, on_lost)
+    execution = _Execution(learner, versions, reports, commands)
+    for lane, execute in ((CHECKPOINT, execution.write_checkpoint), (PUBLICATION, execution.write_publication)):
+        threading.Thread(target=_serve, args=(peer, lane, execute), name=lane, daemon=True).start()
+    _serve(peer, LEARNER, execution.command)
+
+
+def _serve(peer: Peer, lane: str, execute: Callable[[Command], Any]) -> None:
+    """Executes the commands of one lane until the leader closes or is lost."""
     while True:
-        command = peer.take(Command, None)
+        try:
+            message = peer.take(lane)
+        except CommandError:
+            return
+        command = message.content
+        assert isinstance(command, Command)
         if command.name == CLOSE:
             peer.close()
             return
-        peer.send(_execute(learner, command, copies))
-
-
-def _execute(learner: SpmdLearner, command: Command, copies: _Copies) -> Answer:
-    try:
-        if command.name == 'save':
-            copies.append(learner.save())
-        else:
-            getattr(learner, command.name)(*command.args)
-    except Exception as error:
-        return Answer(f'{type(error).__name__}: {error}')
-    return Answer(None)
-
-
-def _write_copies(peer: Peer, copies: _Copies) -> None:
-    """Writes the last copy for each request and answers with the shards written or the error. Never returns."""
-    while True:
-        request = peer.take(WriteRequest, None)
         try:
-            outcome: Index | str = write_shards(pathlib.Path(request.directory), named_leaves(copies.pop()))
+            answer = Answer(execute(command))
         except Exception as error:
-            outcome = brief(error)
-        peer.send(WriteAnswer(request.directory, outcome))
+            answer = Answer(None, Failure.of(error))
+        peer.answer(lane, message.number, answer)
+
+
+class _Execution:
+    """What this process does for each command, and what it keeps between them."""
+
+    def __init__(self, learner: SpmdLearner, versions: PartWriter | None, reports: bool, commands: Collection[str]):
+        self._learner, self._versions, self._reports, self._commands = learner, versions, reports, commands
+        self._saved: collections.deque[Tree] = collections.deque(maxlen=1)  # by `save`, until it is written
+        self._published: dict[int, Tree] = {}  # by version, until it is written
+        self._lock = threading.Lock()  # of the last
+
+    def command(self, command: Command) -> Any:
+        if command.name not in self._commands:
+            raise UserError(f'{command.name!r} is no command of a learner: start all roles of one code version')
+        result = getattr(self._learner, command.name)(*command.args)
+        if command.name == 'save':
+            self._saved.append(result)
+            return describe_arrays(result) if self._reports else None
+        if command.name == 'publish':
+            self._keep(int(command.args[0]), result)
+            return None
+        return result if self._reports else None
+
+    def write_checkpoint(self, command: Command) -> Any:
+        (directory,) = command.args
+        return write_shards(pathlib.Path(directory), named_leaves(self._saved.pop()))
+
+    def write_publication(self, command: Command) -> Any:
+        if self._versions is None:
+            raise UserError("publication.channel='device' is of one process: use 'files' where learners are apart")
+        directory, version, *rest = command.args
+        with self._lock:
+            copy = self._published[version]
+            if command.name == 'finish_version' or not self._reports:  # who reports has the last word too
+                del self._published[version]
+        if command.name == 'begin_version':
+            return self._versions.begin(directory, version, copy)
+        if command.name == 'write_version':
+            return self._versions.write(directory, version, copy)
+        return self._versions.finish(directory, version, copy, *rest)
+
+    def _keep(self, version: int, copy: Tree) -> None:
+        if self._versions is None:
+            return
+        with self._lock:
+            self._published[version] = copy
+            while len(self._published) > _COPIES:
+                del self._published[min(self._published)]

@@ -1,42 +1,99 @@
-"""What the processes of a run send each other. Used by leader.py and follower.py; peers.py carries it.
+"""What the processes of a run send each other, and how a failure of one is raised in another. jax-free.
 
-Messages are pickled. Commands and answers alternate on the main threads; write requests and their answers belong to
-checkpoints and may come at any time between them, so each kind of message has its own queue at the receiver.
+Used by peers.py, leader.py, follower.py and remote_learner.py; codec.py turns messages into bytes. Each message belongs
+to a lane: the other end executes the commands of one lane in the order of sending, and lanes go on beside each other.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from areal_jax.checkpoint.shards import Index
+from areal_jax.distributed.codec import CodecError, decode, encode
+from areal_jax.errors import UserError
 
-CLOSE = 'close'  # the command after which the follower returns
+LEARNER, CHECKPOINT, PUBLICATION = LANES = ('learner', 'checkpoint', 'publication')
+CLOSE = 'close'  # the command after which the other end returns
+
+
+class RemoteUserError(UserError):
+    """What the user can mend, as another process of the run said it."""
+
+
+class RemoteValueError(ValueError):
+    """A ValueError of another process, which it says more of."""
+
+
+class RemoteError(RuntimeError):
+    """A bug in another process of the run; its own output has the traceback."""
 
 
 class Command(NamedTuple):
-    """From process 0: call this method of the learner with these arguments (numbers and numpy arrays)."""
+    """Asks another process to execute something."""
 
-    name: str
-    args: tuple[object, ...] = ()
+    name: str  # on the lane of the learner a method of it
+    args: tuple[Any, ...] = ()
+    lane: str = LEARNER
+
+
+class Failure(NamedTuple):
+    """Why a command failed."""
+
+    kind: str  # type of the exception
+    text: str
+    is_user_error: bool
+    is_value_error: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        return cls(type(error).__name__, str(error), isinstance(error, UserError), isinstance(error, ValueError))
+
+    def __str__(self) -> str:
+        """Type and first line."""
+        return f'{self.kind}: {(self.text.splitlines() or [""])[0][:300]}'
 
 
 class Answer(NamedTuple):
-    """From a follower, after each command."""
+    """To a command: its result, or why it failed."""
 
-    error: str | None  # None = executed
-
-
-class WriteRequest(NamedTuple):
-    """From process 0: write the shards that the last `save` copied."""
-
-    directory: str
+    value: Any = None
+    failure: Failure | None = None
 
 
-class WriteAnswer(NamedTuple):
-    """From a follower: which shards it wrote, or why it failed."""
+class Message(NamedTuple):
+    """What is on the wire."""
 
-    directory: str  # of the request
-    outcome: Index | str
+    lane: str
+    number: int  # of the command, also in its answer
+    content: Command | Answer
 
 
-Message = Command | Answer | WriteRequest | WriteAnswer
+def encode_message(message: Message) -> bytes:
+    """Raises CodecError for arguments or results that do not travel."""
+    content = message.content
+    is_command = isinstance(content, Command)
+    fields = (content.name, content.args) if isinstance(content, Command) else (content.value, content.failure)
+    plain = tuple(fields[1]) if fields[1] is not None else None
+    return encode([is_command, message.lane, message.number, fields[0], plain])
+
+
+def decode_message(body: bytes | bytearray) -> Message:
+    """Raises CodecError for anything else."""
+    try:
+        is_command, lane, number, first, second = decode(body)
+        if lane not in LANES or type(number) is not int:
+            raise CodecError(f'a message for the lane {lane!r} with the number {number!r}')
+        if is_command:
+            return Message(lane, number, Command(first, second, lane))
+        return Message(lane, number, Answer(first, None if second is None else Failure(*second)))
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, CodecError) else CodecError(f'a message cannot be read ({error})') from error
+
+
+def raise_failure(failure: Failure, where: str) -> None:
+    """Raises what the other process raised as this process can: a user error as it was said, else with its place."""
+    if failure.is_user_error:
+        raise RemoteUserError(failure.text)
+    told = f'{where}: {failure.kind}: {failure.text}'
+    if failure.is_value_error:
+        raise RemoteValueError(told)
+    raise RemoteError(f'{told} (the traceback is in the output of that process)')

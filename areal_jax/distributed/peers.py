@@ -1,28 +1,42 @@
-"""One end of a connection between two processes of a run. Used by leader.py and follower.py.
+"""The processes at the other ends of connections, and commands to all of them. Used by leader.py, follower.py and
+remote_learner.py; wire.py carries the bytes. jax-free.
 
-The main thread may be waiting in a collective that the other process will never join, and a collective cannot be
-cancelled. A thread of each peer therefore reads the connection all the time and reports a lost process at once.
+The main thread of a learner may be waiting in a collective that another process will never join, and a collective
+cannot be cancelled. A thread of each peer therefore reads its connection all the time and reports a lost process at
+once.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import TypeVar, cast, get_args
+import time
+from collections.abc import Callable, Sequence
 
-from areal_jax.distributed.messages import CLOSE, Command, Message
+from areal_jax.distributed.codec import CodecError
+from areal_jax.distributed.messages import (
+    CLOSE,
+    LANES,
+    LEARNER,
+    Answer,
+    Command,
+    Failure,
+    Message,
+    decode_message,
+    encode_message,
+)
+from areal_jax.distributed.wire import Connection, Frame, WireError, send_all
 from areal_jax.errors import ExitCode, LostPeerError
 
 OnLost = Callable[[str], None]  # gets one sentence that names the process
-_M = TypeVar('_M', bound=Message)
+_ANSWER_S = 60.0  # for which the other end may take in no answer
 
 
 class CommandError(LostPeerError):
-    """A follower that failed where process 0 did not, or could not be reached; names the process and the command."""
+    """A process that failed where others did not, or could not be reached; names the process and the command."""
 
 
 def end_process(reason: str) -> None:
@@ -32,41 +46,160 @@ def end_process(reason: str) -> None:
 
 
 class Peer:
-    """The process at the other end of a connection."""
+    """The process at the other end of a connection. `on_lost` is called once, from another thread."""
 
     def __init__(self, connection: Connection, name: str, on_lost: OnLost):
-        self.name, self._connection, self._on_lost = name, connection, on_lost
-        self._received: dict[type, queue.Queue[Message]] = {kind: queue.Queue() for kind in get_args(Message)}
-        self._closing, self._sending = False, threading.Lock()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.name, self.connection, self._on_lost = name, connection, on_lost
+        self._received: dict[str, queue.Queue[Message | None]] = {lane: queue.Queue() for lane in LANES}
+        self._closing, self._lock = False, threading.Lock()
+        self.lost = ''  # why it is, in one sentence
+        threading.Thread(target=self._read, name=f'peer {name}', daemon=True).start()
 
-    def send(self, message: Message) -> None:
+    def answer(self, lane: str, number: int, answer: Answer) -> None:
+        """Sends the answer to a command; an answer that cannot travel is sent as a failure."""
         try:
-            with self._sending:
-                self._connection.send(message)
-        except OSError:
-            self._report_lost()
+            body = encode_message(Message(lane, number, answer))
+            failed = send_all([self.connection], Frame.of(body), _ANSWER_S)
+        except (CodecError, WireError) as error:
+            self.answer(lane, number, Answer(None, Failure.of(error)))
+            return
+        if failed:
+            self.report_lost(f'{self.name} {failed[0]}')
 
-    def take(self, kind: type[_M], timeout_s: float | None) -> _M:
-        """The next message of this kind; raises queue.Empty when none came in time."""
-        return cast(_M, self._received[kind].get(timeout=timeout_s))
+    def take(self, lane: str, timeout_s: float | None = None) -> Message:
+        """The next message of the lane. Raises queue.Empty when none came in time, CommandError for a lost peer."""
+        message = self._received[lane].get(timeout=timeout_s)
+        if message is None:
+            self._received[lane].put(None)  # for whoever asks next
+            raise CommandError(self.lost or f'{self.name} has ended')
+        return message
 
     def close(self) -> None:
+        """Ends the connection in this direction; what the other end has sent is still read."""
         self._closing = True
-        self._connection.close()
+        self.connection.finish()
+
+    def report_lost(self, reason: str) -> None:
+        with self._lock:
+            if self._closing or self.lost:
+                return
+            self.lost = reason
+        self._end_lanes()
+        self._on_lost(reason)
+
+    def _end_lanes(self) -> None:
+        for received in self._received.values():
+            received.put(None)
 
     def _read(self) -> None:
-        while True:
-            try:
-                message = self._connection.recv()
-            except (EOFError, OSError, TypeError):  # TypeError: this side closed the connection during the read
-                self._report_lost()
-                return
-            self._received[type(message)].put(message)
-            if message == Command(CLOSE):
-                self._closing = True
-                return
+        try:
+            while True:
+                message = decode_message(self.connection.receive())
+                if isinstance(message.content, Command) and message.content.name == CLOSE:
+                    self._closing = True
+                self._received[message.lane].put(message)
+                if self._closing and isinstance(message.content, Command):
+                    return
+        except (EOFError, OSError):
+            self.report_lost(f'{self.name} is gone')
+        except (WireError, CodecError) as error:
+            self.report_lost(f'{self.name} cannot be understood: {error}')
+        finally:
+            self._end_lanes()
+            with self.connection.sending:
+                self.connection.close()
 
-    def _report_lost(self) -> None:
-        if not self._closing:
-            self._on_lost(f'{self.name} is gone')
+
+class Peers:
+    """All other processes that execute the commands of this one.
+
+    `on_lost` is called once for each lost process, from another thread and with one sentence. Where it returns, every
+    later call raises CommandError with that sentence. Calls of one lane come from one thread at a time.
+    """
+
+    def __init__(
+        self, connections: Sequence[tuple[str, Connection]], *, deadline_s: float, on_lost: OnLost = end_process
+    ):
+        """`connections` by the names of the processes, 'learner 0'; `deadline_s` bounds every command."""
+        self.deadline_s, self._on_lost, self._closed = deadline_s, on_lost, False
+        self._numbers = itertools.count()
+        self._peers = [Peer(connection, name, self.report_lost) for name, connection in connections]
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    @property
+    def names(self) -> list[str]:
+        return [peer.name for peer in self._peers]
+
+    def call_all(self, command: Command) -> list[Answer]:
+        """Sends the command to all at the same time and waits for the answers, in the order of the processes.
+
+        Raises CommandError where one is lost or exceeds the deadline, which `on_lost` has then been told too; WireError
+        for a command that is too large and CodecError for arguments that do not travel, with nothing sent.
+        """
+        return self.start_all(command)()
+
+    def start_all(self, command: Command) -> Callable[[], list[Answer]]:
+        """The first half of `call_all`; the function that it returns is the second."""
+        return self._start(self._peers, command)
+
+    def call(self, index: int, command: Command) -> Answer:
+        """The same for one process."""
+        return self._start([self._peers[index]], command)()[0]
+
+    def request(self, index: int, command: Command) -> Callable[[], Answer]:
+        """Sends a command that may fail to be executed in time without an end of the run.
+
+        The function that it returns waits for the answer, at most `deadline_s` from its own call on: queue.Empty.
+        """
+        peer = self._peers[index]
+        number = self._send([peer], command)
+        return lambda: _wait(peer, command.lane, number, time.monotonic() + self.deadline_s)
+
+    def close(self) -> None:
+        """Tells the other ends to return. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        alive = [peer for peer in self._peers if not peer.lost]
+        body = encode_message(Message(LEARNER, next(self._numbers), Command(CLOSE)))
+        send_all([peer.connection for peer in alive], Frame.of(body), _ANSWER_S)
+        for peer in alive:
+            peer.close()
+
+    def report_lost(self, reason: str) -> None:
+        """Says that a process of the run is lost; also for losses that the caller notices."""
+        if not self._closed:
+            self._on_lost(f'{reason}; the run ends here, go on from the last checkpoint with --resume')
+
+    def _start(self, peers: Sequence[Peer], command: Command) -> Callable[[], list[Answer]]:
+        end = time.monotonic() + self.deadline_s
+        number = self._send(peers, command)
+        return lambda: [self._answer_of(peer, command.lane, number, end) for peer in peers]
+
+    def _send(self, peers: Sequence[Peer], command: Command) -> int:
+        if lost := [peer.lost for peer in peers if peer.lost]:
+            raise CommandError(lost[0])
+        number = next(self._numbers)
+        frame = Frame.of(encode_message(Message(command.lane, number, command)))
+        failed = send_all([peer.connection for peer in peers], frame, self.deadline_s)
+        for index, reason in failed.items():
+            peers[index].report_lost(f'{peers[index].name} {reason}')
+        return number
+
+    def _answer_of(self, peer: Peer, lane: str, number: int, end: float) -> Answer:
+        try:
+            return _wait(peer, lane, number, end)
+        except queue.Empty:
+            late = f'{peer.name} gave no answer for {self.deadline_s:g} s'
+            self.report_lost(late)
+            raise CommandError(late) from None
+
+
+def _wait(peer: Peer, lane: str, number: int, end: float) -> Answer:
+    while True:
+        message = peer.take(lane, max(end - time.monotonic(), 0.0))
+        if message.number == number and isinstance(message.content, Answer):
+            return message.content
+        # else the late answer to a command that was given up

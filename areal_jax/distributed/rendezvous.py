@@ -34,10 +34,11 @@ class _KeyValueStore(Protocol):
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
 
-def join(coordinator: str, processes: int, process_id: int | None, deadline_s: float) -> bool:
+def join(coordinator: str, processes: int, process_id: int | None, deadline_s: float, *, binds: bool = False) -> bool:
     """Makes this one of `processes` processes; True on followers. Call it before anything asks for a device.
 
-    With coordinator='' jax finds the others by itself, as it can on SLURM, GKE and TPU pods.
+    With coordinator='' jax finds the others by itself, as it can on SLURM, GKE and TPU pods. `binds`: process 0 listens
+    at that address alone, and not at every one of its machine.
     Raises LostPeerError if the processes do not find each other, ConfigError if their number is not `processes`.
     """
     if coordinator and process_id is None:
@@ -51,6 +52,7 @@ def join(coordinator: str, processes: int, process_id: int | None, deadline_s: f
             coordinator_address=coordinator or None,
             num_processes=processes if coordinator else None,
             process_id=process_id if coordinator else None,
+            coordinator_bind_address=coordinator if binds and process_id == 0 else None,
             initialization_timeout=int(deadline_s),
         )
     except (RuntimeError, ValueError) as error:

@@ -15,13 +15,13 @@ import numpy as np
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf_header import GgufHeader, StoredTensor, read_gguf_header
-from areal_jax.formats.hf import WeightsError, from_hf_names
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params
 
 if TYPE_CHECKING:
     import gguf  # an optional package
+
+    from areal_jax.models.weights import Params
 
 _MAGIC = b'GGUF'  # the first bytes of a file
 _SIZE_END = 2**31  # sizes are int32
@@ -44,6 +44,8 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[s
 
     Tokenizer fields: see `describe_gguf`. Raises GgufError.
     """
+    from areal_jax.formats.hf import WeightsError, from_hf_names  # needs jax, unlike the rest
+
     path = pathlib.Path(path)
     header = _read_header(path)
     config, tokenizer_fields = _describe(path, header)

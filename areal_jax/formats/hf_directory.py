@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.formats.hf import HfTensor, WeightsError, hf_tensors, require_tensors
+from areal_jax.formats.hf import HfTensor, WeightsError, from_hf_names, hf_tensors, require_tensors
 from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
 from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
 from areal_jax.models.layers import FORMS
@@ -75,6 +75,20 @@ def load_hf_weights(
         return _place_all(stored, config, shardings, dtype, layers)
     except SafetensorsError as error:
         raise HfError(str(error)) from error
+
+
+def map_hf_weights(directory: str | os.PathLike[str], config: ModelConfig) -> Params:
+    """The weights as numpy arrays over the files, read when they are used and never written; for a known config.
+
+    Raises HfError as `load_hf` does.
+    """
+    directory = pathlib.Path(directory)
+    try:
+        stored = _require_model(directory, _stored_tensors(directory), config)
+        mapped = {name: tensor.map() for name, tensor in stored.items()}
+    except SafetensorsError as error:
+        raise HfError(str(error)) from error
+    return from_hf_names(mapped, config)
 
 
 def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -71,19 +71,32 @@ class HfFiles:
         return weights + _HEADER_BYTES + texts + sum(path.stat().st_size for path in self.companions)
 
     def write(self, directory: pathlib.Path) -> None:
-        """Writes every file into an existing directory; fetches, transposes and casts one tensor at a time.
+        """Writes every file into an existing directory; see `write_weights` for the errors."""
+        for name in self.weights:
+            self.write_weights(directory, name)
+        self.write_rest(directory)
+
+    def write_weights(
+        self, directory: pathlib.Path, name: str, fetch: Callable[[str], np.ndarray] | None = None
+    ) -> None:
+        """Writes one file of weights into an existing directory; fetches, transposes and casts one tensor at a time.
+
+        `fetch(path)` is the leaf on the host; None = that of `params`.
 
         Raises OSError, SafetensorsError for a dtype that the format lacks, and HfError for values that the dtype of
         the files cannot hold.
         """
+        fetch = fetch or (lambda path: np.asarray(leaf_at(self.params, path)))
+        tensors, planned = {tensor.name: tensor for tensor in hf_tensors(self.config)}, self.weights[name]
+        read = lambda key: _host_tensor(fetch(tensors[key].path), tensors[key], planned[key].dtype)
+        write_tensors(directory / name, planned, read)
+
+    def write_rest(self, directory: pathlib.Path) -> None:
+        """Writes everything but the weights, and syncs all of the directory."""
         for path in self.companions:
             shutil.copyfile(path, directory / path.name)
         for name, text in self.texts.items():
             (directory / name).write_text(text)
-        tensors = {tensor.name: tensor for tensor in hf_tensors(self.config)}
-        for name, planned in self.weights.items():
-            read = lambda key: _host_tensor(self.params, tensors[key], planned[key].dtype)
-            write_tensors(directory / name, planned, read)
         if len(self.weights) > 1:
             write_record(directory / INDEX, _index(self.weights))
         write_record(directory / CONFIG, self.config_json)
@@ -96,6 +109,7 @@ def plan_hf_files(
     *,
     dtype: str | None = None,
     file_bytes: int | None = None,
+    file_of: Callable[[str], int] | None = None,
     companions: HfCompanions | None = None,
 ) -> HfFiles:
     """Plans `config.json`, the safetensors files and what goes along with them; fetches no values.
@@ -104,12 +118,16 @@ def plan_hf_files(
       params: nested dict of float arrays in list form, without adapters.
       dtype: of the files; None = that of the arrays.
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
+      file_of: leaves, given by their paths, with equal numbers share a file, in place of `file_bytes`.
       companions: None = nothing beside config and weights.
 
     Raises HfError for a config that the family cannot have, and WeightsError for adapters.
     """
     require_merged(params)
-    planned = _split(params, config, dtype, file_bytes)
+    if file_of is None:
+        planned = _split(params, config, dtype, file_bytes)
+    else:
+        planned = _assign(params, config, file_of)
     stored_dtype = str(next(iter(planned[0].values())).dtype)
     companions = companions or HfCompanions()
     config_json = hf_config(config, stored_dtype) | dict(companions.token_ids)
@@ -142,14 +160,22 @@ def _split(params: Params, config: ModelConfig, dtype: str | None, file_bytes: i
     return planned
 
 
+def _assign(params: Params, config: ModelConfig, file_of: Callable[[str], int]) -> list[_Planned]:
+    """The tensors of each file, files in the order of their numbers."""
+    planned: dict[int, _Planned] = {}
+    for tensor in hf_tensors(config):
+        described = jax.ShapeDtypeStruct(tensor.shape, leaf_at(params, tensor.path).dtype)
+        planned.setdefault(file_of(tensor.path), {})[tensor.name] = described
+    return [planned[number] for number in sorted(planned)]
+
+
 def _index(weights: Mapping[str, _Planned]) -> dict[str, object]:
     total = sum(_nbytes(tensor) for planned in weights.values() for tensor in planned.values())
     places = {key: name for name, planned in weights.items() for key in planned}
     return {'metadata': {'total_size': total}, 'weight_map': places}
 
 
-def _host_tensor(params: Params, tensor: HfTensor, dtype: np.dtype) -> np.ndarray:
-    leaf = np.asarray(leaf_at(params, tensor.path))
+def _host_tensor(leaf: np.ndarray, tensor: HfTensor, dtype: np.dtype) -> np.ndarray:
     with np.errstate(over='ignore'):
         values = leaf.astype(dtype, copy=False)
     if values.dtype != leaf.dtype and not np.isfinite(values).all():

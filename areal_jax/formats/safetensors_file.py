@@ -48,16 +48,23 @@ class StoredTensor:
 
     def read_rows(self, first: int, end: int) -> np.ndarray:
         """[end - first, ...] along the first axis; raises SafetensorsError for a dtype that is not one of DTYPES."""
-        if self.stored_as not in DTYPES:
-            raise SafetensorsError(
-                f'{self.path}: {self.name} has dtype {self.stored_as}; only {", ".join(DTYPES)} are supported'
-            )
-        dtype, row = DTYPES[self.stored_as], math.prod(self.shape[1:])
+        dtype, row = self._dtype(), math.prod(self.shape[1:])
         size = (end - first) * row * dtype.itemsize
         content = np.fromfile(self.path, np.uint8, size, offset=self.offset + first * row * dtype.itemsize)
         if len(content) < size:
             raise SafetensorsError(f'{self.path} became shorter while {self.name} was read')
         return content.view(dtype).reshape(end - first, *self.shape[1:])
+
+    def map(self) -> np.ndarray:
+        """The tensor as an array over the file, read when it is used; raises SafetensorsError as `read_rows`."""
+        return np.memmap(self.path, self._dtype(), 'r', self.offset, self.shape)
+
+    def _dtype(self) -> np.dtype:
+        if self.stored_as not in DTYPES:
+            raise SafetensorsError(
+                f'{self.path}: {self.name} has dtype {self.stored_as}; only {", ".join(DTYPES)} are supported'
+            )
+        return DTYPES[self.stored_as]
 
 
 def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:

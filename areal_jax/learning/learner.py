@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.learning import diagnostics, trees, truncation
-from areal_jax.learning.advantages import has_signal, make_estimator
+from areal_jax.learning.advantages import make_estimator
 from areal_jax.learning.denominators import denominator_scale
 from areal_jax.learning.diagnostics import Metrics
 from areal_jax.learning.finiteness import require_finite
@@ -26,8 +26,8 @@ from areal_jax.learning.interchange import export_weights, match_snapshot, read_
 from areal_jax.learning.layout import RowLayout
 from areal_jax.learning.likelihood import held_out_likelihood
 from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.packing import count_tokens
 from areal_jax.learning.passes import Passes
+from areal_jax.learning.price import UpdatePrice
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.settings import LearnerSettings
@@ -41,6 +41,7 @@ from areal_jax.models.lora import is_adapter
 from areal_jax.models.weights import logical_axes
 from areal_jax.sharding.placement import gather
 from areal_jax.sharding.rules import param_shardings, replicated
+from areal_jax.sharding.shares import Shares
 from areal_jax.telemetry.metrics import merge
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, Tree
 
@@ -54,7 +55,8 @@ class SpmdLearner:
     """
 
     announce: Callable[[int, int], None] = staticmethod(lambda done, total: None)  # of every program of `warm_up`
-    followers = ()  # the learners of other processes that must write a checkpoint too (distributed/leader.py)
+    # the learners of other processes that must write a checkpoint, or a version, too (distributed/leader.py)
+    followers = writers = ()
 
     def __init__(
         self,
@@ -79,6 +81,8 @@ class SpmdLearner:
         self._layout = RowLayout(decoder.config, mesh, settings)
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
+        filters = settings.objective != 'sft' and settings.filter_equal_rewards
+        self._price = UpdatePrice(self.packing, settings.epochs, filters)
         self._estimate = make_estimator(settings.advantage)
         if decoder.layers == 'stacked':
             params = stack_layers(params)
@@ -120,7 +124,11 @@ class SpmdLearner:
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: filtered groups and shared prompts are left out."""
-        return count_tokens(self._kept(groups), self.packing) * self._settings.epochs
+        return self._price.tokens(groups)
+
+    def price(self) -> UpdatePrice:
+        """How `update_tokens` counts, for a process that has no learner."""
+        return self._price
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
         """Trains on one batch with `n_minibatches * epochs` optimizer steps; `version` is that of the weights before.
@@ -136,7 +144,7 @@ class SpmdLearner:
         began_s = time.perf_counter()
         if settings.truncated_sampling == 'refuse':
             truncation.require_full_softmax(groups)
-        kept = self._kept(groups)
+        kept = self._price.kept(groups)
         oldest = None if settings.oldest_age is None else version - settings.oldest_age
         scale = denominator_scale(groups, kept, settings.aggregation) if settings.denominator == 'all' else 1.0
         batches, report = self._layout.pack(
@@ -205,12 +213,15 @@ class SpmdLearner:
     def publish(self, version: int) -> Tree:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
 
-        On this learner's devices, sharded as they are trained; on the host if the mesh spans processes.
+        On this learner's devices, sharded as they are trained. If the mesh spans processes: a tree of SharedLeaf, whole
+        leaves in this process and in others, or with `settings.publishes_shares` off the whole tree on every host.
         """
         self._version = version
         if self._ratio:
             self._ratio.keep(version, self.state)
         copy = self.programs.run('export', self.state.params, self.state.frozen)
+        if (shares := self.programs.definitions.shares) is not None:
+            return shares.collect(copy)
         self._copy = copy if jax.process_count() == 1 else jax.tree.map(gather, copy)
         return self._copy
 
@@ -269,6 +280,8 @@ class SpmdLearner:
         axes = logical_axes(config)
         cut = lambda tree: param_shardings(tree, axes, self._mesh, self._settings.strategy)
         export = functools.partial(export_weights, self._decoder, self._settings.publish_dtype)
+        exported = jax.eval_shape(export, trained, frozen)
+        spread = self._settings.publishes_shares and jax.process_count() > 1
         return Programs(
             self._decoder,
             self._settings,
@@ -278,16 +291,13 @@ class SpmdLearner:
             params=cut(trained),
             frozen=cut(frozen),
             state=optimizer.shardings(trained, cut(trained), replicated(self._mesh)),
-            exported=cut(jax.eval_shape(export, trained, frozen)),
+            exported=cut(exported),
+            shares=Shares(_with_shardings(exported, cut(exported)), self._mesh) if spread else None,
         )
 
     def _trains(self, path: str) -> bool:
         """With adapters only they are trained, else every weight."""
         return is_adapter(path) if self._decoder.lora else True
-
-    def _kept(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        everything = self._settings.objective == 'sft' or not self._settings.filter_equal_rewards
-        return [g for g in groups if everything or has_signal(g)]
 
     def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
@@ -296,3 +306,8 @@ class SpmdLearner:
         trained = {id(group) for group in kept}
         estimated = zip(groups, self._estimate(groups), strict=True)
         return [advantages for group, advantages in estimated if id(group) in trained]
+
+
+def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
+    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(describe, tree, shardings)

@@ -65,6 +65,7 @@ class LearnerSettings:
     strategy: str
     dtype: str  # of the working copy that passes compute with; master weights stay float32
     publish_dtype: str  # of the weights that engines get
+    publishes_shares: bool  # a mesh over several processes: each gets whole leaves of every version, nobody gets all
     loss_scale: float  # multiplies the loss before its gradient is taken; gradients are divided by it in float32
     objective: str
     advantage: str

@@ -24,6 +24,7 @@ from areal_jax.learning.proximal import proximal_logprobs
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import replicated
+from areal_jax.sharding.shares import Shares
 from areal_jax.types import PackedBatch, Tree
 
 Scalars = Mapping[str, jax.Array]  # what differs from call to call, see `training_scalars`
@@ -87,6 +88,7 @@ class Programs:
     frozen: Tree  # of the frozen ones
     state: Tree  # of the optimizer state
     exported: Tree  # of the interchange form
+    shares: Shares | None = None  # who publishes which leaves of it; None: every process has its shards of all
 
     def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in buffers of their own."""
@@ -105,12 +107,14 @@ class Programs:
         return jax.jit(lambda params: trees.cast(params, self.settings.dtype), out_shardings=self.params)
 
     def export(self) -> jax.stages.Wrapped:
-        """(params, frozen) -> the interchange form, in buffers of its own."""
+        """(params, frozen) -> the interchange form, in buffers of its own; or its leaves as `shares` spreads them."""
+        shares = self.shares
 
         def export(*sides: Tree) -> Tree:
-            return jax.tree.map(jnp.copy, export_weights(self.decoder, self.settings.publish_dtype, *sides))
+            whole = export_weights(self.decoder, self.settings.publish_dtype, *sides)
+            return jax.tree.map(jnp.copy, whole) if shares is None else shares.spread(whole)
 
-        return jax.jit(export, out_shardings=self.exported)
+        return jax.jit(export, out_shardings=self.exported if shares is None else shares.shardings)
 
     def logprobs(self) -> jax.stages.Wrapped:
         """(working, frozen, rows, scalars) -> log-probs [R, N]."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import jax
 
-from areal_jax import files
-from areal_jax.formats.hf_directory import load_hf_weights
+from areal_jax.formats.hf_directory import load_hf_weights, map_hf_weights
 from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
@@ -30,19 +29,32 @@ from areal_jax.publication.manifest import (
     manifest_hash,
     require_equal,
 )
+from areal_jax.publication.parts import PartWriter
 from areal_jax.publication.versions import (
     MANIFEST,
+    clear_versions,
     keep_while_read,
-    list_versions,
     parse_version,
-    remove_unread,
+    remove_old_versions,
     version_path,
 )
 from areal_jax.sharding.placement import Place
-from areal_jax.types import PublishedWeights
+from areal_jax.sharding.shares import is_shared
+from areal_jax.types import PublishedWeights, Tree
 
-_KEPT = 2  # newest versions that stay on the disk after their release: servers load them by path
 _FOREIGN = ''  # manifest hash of a directory that another program wrote
+
+
+class VersionWriter(Protocol):
+    """Another process, which holds leaves of the version that is being written (distributed/remote_learner.py)."""
+
+    def write(self, directory: str, version: int) -> None:
+        """Lets it begin to write them."""
+        ...
+
+    def written(self) -> Mapping[str, Mapping[str, object]] | str:
+        """Waits until it has; returns the manifest of its leaves, or why it failed, in one sentence."""
+        ...
 
 
 class FilesChannel:
@@ -53,6 +65,7 @@ class FilesChannel:
     Args:
       verify: `receive` recomputes the digest of every leaf.
       companions: tokenizer and so on, written with each version so that a server can start from any of them.
+      writers: the other processes of a learner over several, which hold leaves of each version too.
     """
 
     def __init__(
@@ -62,41 +75,60 @@ class FilesChannel:
         *,
         verify: bool,
         companions: HfCompanions | None = None,
+        writers: Sequence[VersionWriter] = (),
     ):
         self._directory, self._config = pathlib.Path(directory), config
         self._verify, self._companions = verify, companions or HfCompanions()
+        self._parts, self._writers = PartWriter(config, companions), writers
 
     def transfer(self, version: int, copy: Params) -> PublishedWeights:
-        """Writes `copy` as a directory; handle = its absolute path.
+        """Writes `copy` as a directory; handle = its absolute path. A tree of SharedLeaf is written by all processes.
 
         Removes directories of this and later versions: the run wrote them before it was resumed from an older
         checkpoint.
         Raises PublicationError for weights with NaN or infinity, lack of space, a failed write, or a foreign directory
         in the way.
         """
+        if is_shared(copy):
+            return self._transfer_shares(version, copy)
         manifest = finite_manifest(copy, version)
         digest = manifest_hash(manifest)
-        for abandoned in self._directory.glob('.v*.partial'):
-            shutil.rmtree(abandoned)
-        for path in [path for v, path in list_versions(self._directory).items() if v >= version]:
-            files.remove_directory(path)
+        clear_versions(self._directory, version)
         target = version_path(self._directory.absolute(), version)
         record = {'format': 1, 'version': version, 'manifest_hash': digest, 'leaves': encode_manifest(manifest)}
         write_hf_directory(target, plan_hf_files(copy, self._config, companions=self._companions), {MANIFEST: record})
         return PublishedWeights(version, digest, handle=str(target))
+
+    def _transfer_shares(self, version: int, copy: Tree) -> PublishedWeights:
+        directory = str(self._directory.absolute())
+        self._parts.begin(directory, version, copy)
+        for writer in self._writers:
+            writer.write(directory, version)
+        try:
+            manifest = self._parts.write(directory, version, copy)
+        finally:
+            written = [writer.written() for writer in self._writers]  # also then: nobody writes any more
+        for outcome in written:
+            if isinstance(outcome, str):
+                raise PublicationError(outcome)
+            manifest |= outcome
+        digest, path = self._parts.finish(directory, version, copy, manifest)
+        return PublishedWeights(version, digest, handle=path)
+
+    def map_version(self, version: int) -> Params:
+        """The weights of a version that is on the disk, as numpy arrays that are read when they are used.
+
+        Raises HfError where the directory is missing or damaged.
+        """
+        return map_hf_weights(version_path(self._directory, version), self._config)
 
     def receive(self, published: PublishedWeights, place: Place | None = None) -> Params:
         """See `load_version`."""
         return load_version(published, self._config, place, verify=self._verify)
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """Removes versions below `version` from the disk, except the newest two of all and the `pinned` ones.
-
-        A version that a process is reading stays until a later call.
-        """
-        for v, path in list(list_versions(self._directory).items())[:-_KEPT]:
-            if v < version and v not in pinned:
-                remove_unread(path)
+        """See `versions.remove_old_versions`."""
+        remove_old_versions(self._directory, version, pinned)
 
 
 def find_version(directory: str | os.PathLike[str], version: int) -> PublishedWeights:

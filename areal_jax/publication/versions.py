@@ -10,12 +10,14 @@ import fcntl
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Collection, Iterator
 
 from areal_jax import files
 from areal_jax.publication.errors import PublicationError
 
 MANIFEST = 'manifest.json'
+_KEPT = 2  # newest versions that stay on the disk after their release: servers load them by path
 _NAME = re.compile(r'v(\d{6,})')
 
 
@@ -54,6 +56,24 @@ def keep_while_read(directory: pathlib.Path) -> Iterator[bytes]:
         yield file.read()
         if not os.path.samestat(os.fstat(file.fileno()), os.stat(directory / MANIFEST)):
             raise PublicationError(f'{directory} was replaced while it was read: load it again')
+
+
+def clear_versions(directory: pathlib.Path, version: int) -> None:
+    """Removes this and later versions, and what the death of a writer has left."""
+    for abandoned in directory.glob('.v*.partial'):
+        shutil.rmtree(abandoned)
+    for path in [path for v, path in list_versions(directory).items() if v >= version]:
+        files.remove_directory(path)
+
+
+def remove_old_versions(directory: pathlib.Path, version: int, pinned: Collection[int] = ()) -> None:
+    """Removes versions below `version` from the disk, except the newest two of all and the `pinned` ones.
+
+    A version that a process is reading stays until a later call.
+    """
+    for v, path in list(list_versions(directory).items())[:-_KEPT]:
+        if v < version and v not in pinned:
+            remove_unread(path)
 
 
 def remove_unread(directory: pathlib.Path) -> bool:

@@ -5,7 +5,6 @@ Used by the learner (its rows and weights), by checkpoints (regions and shards) 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -17,33 +16,13 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
+from areal_jax.sharding.host_shards import HostShards
 from areal_jax.types import Tree
 
 Leaf = np.ndarray | jax.Array
 Index = tuple[slice, ...] | None  # one slice per axis, whose start and stop may be None; as jax describes a shard
 Region = tuple[slice, ...]  # one per axis, start and stop given
 Place: TypeAlias = Any  # jax.Device | Tree: one device of this process, or a tree of NamedSharding over some of them
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class HostShards:
-    """The part that this process saves of an array over several processes: copies on the host; no shard is saved twice.
-
-    An integer index selects an entry of the first axis, as for an array; the result is a view.
-    """
-
-    shape: tuple[int, ...]  # of the whole array
-    dtype: np.dtype
-    parts: tuple[tuple[tuple[int, ...], np.ndarray], ...]  # (where it begins in the whole, values)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def __getitem__(self, index: int) -> HostShards:
-        holding = [(s, part) for s, part in self.parts if s[0] <= index < s[0] + len(part)]
-        entries = tuple((start[1:], part[index - start[0], ...]) for start, part in holding)
-        return HostShards(self.shape[1:], self.dtype, entries)
 
 
 def place(tree: Tree, shardings: Tree) -> Tree:

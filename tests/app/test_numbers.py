@@ -79,7 +79,7 @@ def test_a_run_from_broken_weights_does_not_begin(tmp_path, monkeypatch, session
         model.params['final_norm'] = model.params['final_norm'].at[1].set(np.nan)
         return model
 
-    monkeypatch.setattr('areal_jax.app.run.build_model', broken_model)
+    monkeypatch.setattr('areal_jax.app.own_learner.build_model', broken_model)
     expected = r"weights drawn with model\.init_scale=1: 1 of the \d+ values of 'final_norm' are NaN or infinite; lower"
     with pytest.raises(UserError, match=expected):
         session(config(), tmp_path)

@@ -28,30 +28,41 @@ RL = {'task__verifier': 'process', 'task__verifier_workers': 1, 'telemetry__prog
 SFT = {'telemetry__progress': True}
 
 # what building calls, in its order; by the module that calls it
-RUN, STORE = 'areal_jax.app.run', 'areal_jax.checkpoint.store.CheckpointStore'
+RUN, OWN = 'areal_jax.app.run', 'areal_jax.app.own_learner'
+LOOP, STORE = 'areal_jax.app.loop_run', 'areal_jax.checkpoint.store.CheckpointStore'
 OF_EVERY_RUN = [
     f'{RUN}.prepare_workdir',
     f'{STORE}.remove_unfinished',
-    f'{RUN}.use_compilation_cache',
-    f'{RUN}.CompilationCounter',
-    f'{RUN}.build_model',
-    f'{RUN}.note_weights',
-    f'{RUN}.build_learner',
-    f'{RUN}.lead',
-    f'{RUN}.require_finite_weights',
+    f'{OWN}.use_compilation_cache',
+    f'{OWN}.CompilationCounter',
+    f'{OWN}.build_model',
+    f'{OWN}.note_weights',
+    f'{OWN}.build_learner',
+    f'{OWN}.lead',
+    f'{OWN}.require_finite_weights',
     f'{RUN}.MetricsWriter',
     f'{RUN}.MetricsWriter.truncate',
     'areal_jax.config.TrackedConfig.require_all_read',
     'areal_jax.config.TrackedConfig.idle_fields',
 ]
 OF_SESSION = [
-    f'areal_jax.app.session.{name}'
-    for name in (
-        *('build_task', 'Scores', 'truncate_events', 'EventLog', 'build_clock', 'build_verifier', 'Supervisor'),
-        *('build_channel', 'build.build_ring', 'build_backends', 'build_engines', 'Pool', 'StepObserver'),
-        *('build.build_sampling', 'build.build_gate', 'Controller', 'Evaluator'),
-    )
-] + ['areal_jax.tasks.process.WorkerProcess.wait_until_ready']
+    *(
+        f'{LOOP}.{name}'
+        for name in (
+            *('build_task', 'Scores', 'truncate_events', 'EventLog', 'build_clock', 'build_verifier', 'Supervisor'),
+            *(
+                'build.build_ring',
+                'StepObserver',
+                'build.build_sampling',
+                'build.build_gate',
+                'Controller',
+                'Evaluator',
+            ),
+        )
+    ),
+    *(f'areal_jax.app.session.{name}' for name in ('build_channel', 'build_backends', 'build_engines', 'Pool')),
+    'areal_jax.tasks.process.WorkerProcess.wait_until_ready',
+]
 OF_SFT = [
     'areal_jax.app.sft.build_demonstrations',
     'areal_jax.tasks.demonstrations.Demonstrations.stream',
@@ -62,7 +73,7 @@ OF_EVERY_RESUME = [
     'areal_jax.learning.learner.SpmdLearner.restore',
     f'{RUN}.continue_run',
 ]
-OF_SESSION_RESUME = ['areal_jax.app.session.decode_run_state', 'areal_jax.control.controller.Controller.restore']
+OF_SESSION_RESUME = [f'{LOOP}.decode_run_state', 'areal_jax.control.controller.Controller.restore']
 
 KINDS = {'rl': (Session, small_config, RL), 'sft': (SftSession, sft_config, SFT)}
 FIRST = [*[('rl', step) for step in OF_EVERY_RUN + OF_SESSION], *[('sft', step) for step in OF_EVERY_RUN + OF_SFT]]
@@ -199,9 +210,9 @@ def test_all_parts_are_freed_in_reverse_order_even_if_each_fails(tmp_path, freed
     assert freed == REVERSE
 
 
-@pytest.mark.parametrize('step', ['Controller', 'Session._warm_up'])
+@pytest.mark.parametrize('step', [f'{LOOP}.Controller', 'areal_jax.app.session.Session._warm_up'])
 def test_the_first_error_is_the_one_that_is_raised(tmp_path, monkeypatch, freed, step):
-    inject(monkeypatch, f'areal_jax.app.session.{step}')  # while it builds; when it runs
+    inject(monkeypatch, step)  # while it builds; when it runs
     with pytest.raises(InjectedError):
         Session(small_config(), tmp_path).train()
     assert freed == REVERSE

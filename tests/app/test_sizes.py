@@ -8,7 +8,8 @@ import pytest
 from areal_jax.app import build, memory, sizes
 from areal_jax.app.engines import build_backend, build_evaluation_backends
 from areal_jax.app.learner import build_learner
-from areal_jax.app.model import build_model, read_shape
+from areal_jax.app.model import build_model
+from areal_jax.app.text_model import read_shape
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError

@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.distributed.follower import follow
+from areal_jax.distributed.follower import COMMANDS, follow
 from areal_jax.distributed.invitation import accept_invitation, invite
 from areal_jax.distributed.leader import CommandLeader
+from areal_jax.distributed.peers import Peers
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.placement import copy_shards, place_regions
 
@@ -63,9 +64,9 @@ def main(index: int, port: int, directory: pathlib.Path) -> None:
     state = State()
     write_shards(directory / f'import {index}', {'x': np.ones(1)})  # what orbax itself takes is not counted
     if index:
-        follow(state, accept_invitation())
+        follow(state, accept_invitation('', 60), commands=COMMANDS | {'begin', 'end'})
     else:
-        leader = CommandLeader(state, invite('127.0.0.1', 60), deadline_s=60)
+        leader = CommandLeader(state, Peers(invite('127.0.0.1', directory, '', 60), deadline_s=60))
         store = CheckpointStore(directory / 'store')
         leader._everywhere(state.begin)
         store.save(0, leader.save(), {}, leader.followers)

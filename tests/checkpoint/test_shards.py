@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.checkpoint import shards
-from areal_jax.checkpoint.shards import CheckpointError, write_shards
+from areal_jax.checkpoint.pieces import CheckpointError, named_leaves
+from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.checkpoint.trees import TreeReader
 from areal_jax.models.layers import unstack_layers
@@ -41,7 +42,7 @@ class _Follower:
         self._leaves, self._error = leaves, error
 
     def write(self, directory):
-        self._index = self._error or write_shards(pathlib.Path(directory), shards.named_leaves(self._leaves))
+        self._index = self._error or write_shards(pathlib.Path(directory), named_leaves(self._leaves))
 
     def written(self):
         return self._index

@@ -2,11 +2,14 @@
 
 WHAT is 'train', or 'not finite' weights on process 1, or 'leader dies' | 'follower dies' | 'follower hangs' in the
 middle of an update; or, with steps in the store DIRECTORY/store, 'restore', or 'follower dies writing' | 'follower may
-not write' its shards of the second.
+not write' its shards of the second. 'publish' writes versions of the weights to files; 'remote' waits for a controller
+that has no learner.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import pathlib
 import pickle
@@ -28,22 +31,28 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     from areal_jax.distributed.follower import follow
     from areal_jax.distributed.invitation import accept_invitation, invite
     from areal_jax.distributed.leader import CommandLeader
+    from areal_jax.distributed.peers import Peers
     from tests.learning.test_meshes import _ADAM, _GROUPS, _PARAMS, _SGD, _learner
 
     params = _PARAMS
     if what == 'not finite':  # in the last row, which process 1 alone holds
         params = _PARAMS | {'embedding': _PARAMS['embedding'].at[-1, 0].set(np.nan)}
-    learner = _learner(fsdp=8, layers='stacked', params=params, optimizer=_ADAM if what == 'restore' else _SGD)
+    shares = {'publishes_shares': what in ('publish', 'remote')}
+    optimizer = _ADAM if what == 'restore' else _SGD
+    learner = _learner(fsdp=8, layers='stacked', params=params, optimizer=optimizer, changes=shares)
+    if shares['publishes_shares']:
+        _publish(index, directory, learner, what)
+        return
     if index:
         _arrange(learner, what)
-        follow(learner, accept_invitation())
+        follow(learner, accept_invitation('', DEADLINE_S))
         return
     from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
     from areal_jax.learning.finiteness import NonFiniteError
 
-    followers = invite('127.0.0.1', DEADLINE_S)
+    followers = invite('127.0.0.1', directory, '', DEADLINE_S)
     deadline_s = SHORT_DEADLINE_S if what == 'follower hangs' else DEADLINE_S
-    leader = CommandLeader(learner, followers, deadline_s=deadline_s)
+    leader = CommandLeader(learner, Peers(followers, deadline_s=deadline_s))
     (directory / 'ready').touch()
     if what == 'leader dies':
         os._exit(9)
@@ -74,6 +83,57 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
         save(2)
     leader.close()
     (directory / 'results.pickle').write_bytes(pickle.dumps(jax.tree.map(np.asarray, results)))
+
+
+def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
+    """Two versions, before and after an update; each process notes the bytes that it has fetched to its host."""
+    from areal_jax.distributed.follower import follow
+    from areal_jax.publication.parts import PartWriter
+    from areal_jax.sharding import placement
+    from areal_jax.sharding.shares import SharedLeaf
+    from tests.learning.test_meshes import _CONFIG
+
+    fetched, join = [], SharedLeaf.join
+    SharedLeaf.join = lambda leaf: fetched.append(leaf.dtype.itemsize * int(np.prod(leaf.shape))) or join(leaf)
+    placement.multihost_utils = None  # nothing is gathered
+    serve = functools.partial(follow, learner, versions=PartWriter(_CONFIG))
+    if what == 'remote':
+        met = _wait_for_controller(index, directory)
+        serve(met.connection, met.hello.role, reports=index == 0)
+    elif index:
+        from areal_jax.distributed.invitation import accept_invitation
+
+        serve(accept_invitation('', DEADLINE_S))
+    else:
+        _lead_publication(directory, learner)
+    (directory / f'fetched_{index}.json').write_text(json.dumps(fetched))
+
+
+def _wait_for_controller(index: int, directory: pathlib.Path):
+    from areal_jax.distributed.handshake import Hello, Listener
+    from areal_jax.distributed.key import key_path, load_key
+
+    with Listener('127.0.0.1', 0, load_key(key_path(directory)), Hello(f'learner {index}', '')) as listener:
+        (directory / f'address_{index}.partial').write_text(listener.address)
+        (directory / f'address_{index}.partial').rename(directory / f'address_{index}')
+        return listener.accept(DEADLINE_S)
+
+
+def _lead_publication(directory: pathlib.Path, learner) -> None:
+    from areal_jax.checkpoint.store import CheckpointStore
+    from areal_jax.distributed.invitation import invite
+    from areal_jax.distributed.leader import CommandLeader
+    from areal_jax.distributed.peers import Peers
+    from areal_jax.publication.files import FilesChannel
+    from tests.learning.test_meshes import _CONFIG, _GROUPS
+
+    leader = CommandLeader(learner, Peers(invite('127.0.0.1', directory, '', DEADLINE_S), deadline_s=DEADLINE_S))
+    channel = FilesChannel(directory / 'versions', _CONFIG, verify=True, writers=leader.writers)
+    channel.transfer(0, leader.publish(0))
+    leader.update(_GROUPS, 2)
+    channel.transfer(1, leader.publish(1))
+    CheckpointStore(directory / 'store').save(1, leader.save(), {}, leader.followers)
+    leader.close()
 
 
 def _arrange(learner, what: str) -> None:

@@ -1,10 +1,9 @@
-"""Process 0 sends commands to followers over a pipe, in one process: order, errors, deadlines, writing beside them."""
+"""Process 0 sends commands to a follower over a socket, in one process: order, errors, deadlines, writing beside."""
 
 from __future__ import annotations
 
 import threading
 import time
-from multiprocessing.connection import Pipe
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ import pytest
 from areal_jax.distributed import follower as following
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.leader import CommandLeader
-from areal_jax.distributed.peers import CommandError
+from areal_jax.distributed.peers import CommandError, Peers
+from areal_jax.distributed.wire import make_pair
 
 
 class _Recorder:
@@ -32,18 +32,16 @@ class _Recorder:
         return version
 
 
-def _pair(leader_learner, follower_learner, **settings):
-    ours, theirs = Pipe()
+def _pair(leader_learner, follower_learner, deadline_s=5.0):
+    ours, theirs = make_pair()
     lost: list[str] = []
-    options = {'on_lost': lost.append}
     # a daemon, so that a failing test does not keep the process
-    thread = threading.Thread(target=follow, args=(follower_learner, theirs), kwargs=options, daemon=True)
-    thread.start()
-    return (
-        CommandLeader(leader_learner, [ours], **({'deadline_s': 5.0, 'on_lost': lost.append} | settings)),
-        lost,
-        thread,
+    thread = threading.Thread(
+        target=follow, args=(follower_learner, theirs), kwargs={'on_lost': lost.append}, daemon=True
     )
+    thread.start()
+    peers = Peers([('follower 1', ours)], deadline_s=deadline_s, on_lost=lost.append)
+    return CommandLeader(leader_learner, peers), lost, thread
 
 
 def test_followers_do_what_is_said_in_that_order():

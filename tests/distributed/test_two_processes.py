@@ -1,21 +1,30 @@
-"""Two processes of four devices, under jax.distributed, against one of eight; and what becomes of the others when one
-is gone."""
+"""Two processes of four devices, under jax.distributed, against one of eight; led by one of them or by a controller
+without a learner; and what becomes of the others when one is gone."""
 
 from __future__ import annotations
 
+import json
 import os
+import pathlib
 import pickle
 import re
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from areal_jax.checkpoint.store import CheckpointStore
-from tests.learning.test_meshes import _ADAM, _PARAMS, _learner, _update
+from areal_jax.distributed.handshake import Hello, connect
+from areal_jax.distributed.key import key_path, load_key
+from areal_jax.distributed.peers import Peers
+from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
+from areal_jax.publication.files import FilesChannel, find_version, load_version
+from tests.learning.test_meshes import _ADAM, _CONFIG, _GROUPS, _PARAMS, _learner, _update
 
 
 def _free_port() -> int:
@@ -80,6 +89,87 @@ def test_a_checkpoint_of_one_process_is_that_of_two_and_back(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, arrays), saved)
     other.restore(arrays)
     jax.tree.map(np.testing.assert_array_equal, other.save(), saved)
+
+
+def _require_versions(tmp_path):
+    """The files of both versions hold what one process would have written, and no process fetched more than its part.
+
+    The checkpoint has the weights of version 1 as each process holds its shards.
+    """
+    trained = _read(tmp_path, 1)['params']
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
+    for version, params in enumerate((jax.device_get(_PARAMS), trained)):
+        alone = FilesChannel(tmp_path / 'alone', _CONFIG, verify=True).transfer(version, jax.device_put(params))
+        written = find_version(tmp_path / 'versions' / f'v{version:06d}', version)
+        assert written.manifest_hash == alone.manifest_hash
+        expected = load_file(pathlib.Path(alone.handle) / 'model.safetensors')
+        files = sorted(pathlib.Path(written.handle).glob('model-*.safetensors'))
+        assert [file.name for file in files] == [f'model-0000{n}-of-00002.safetensors' for n in (1, 2)]
+        found = [load_file(file) for file in files]
+        assert sum(map(len, found)) == len(expected)
+        for name, values in (item for file in found for item in file.items()):
+            assert values.tobytes() == expected[name].tobytes(), name
+        load_version(written, _CONFIG, verify=True)  # every digest
+    fetched = [sum(json.loads((tmp_path / f'fetched_{index}.json').read_text())) for index in range(2)]
+    assert sum(fetched) == 2 * total  # two versions
+    assert max(fetched) - min(fetched) <= 2 * max(leaf.nbytes for leaf in jax.tree.leaves(trained))
+
+
+@pytest.mark.slow
+def test_two_processes_publish_the_files_of_one_and_neither_holds_all(tmp_path):
+    processes = _start(tmp_path, 'publish')
+    errors = [p.communicate(timeout=300)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], errors
+    _require_versions(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_controller_without_a_learner_drives_two_processes(tmp_path):
+    processes = _start(tmp_path, 'remote')
+    expected, weights = _update(_learner(fsdp=8))
+    try:
+        hello, key = Hello('controller', ''), load_key(key_path(tmp_path))
+        addresses = [_wait_for(tmp_path / f'address_{index}', processes) for index in range(2)]
+        named = [(f'learner {i}', connect(each, key, hello, 60).connection) for i, each in enumerate(addresses)]
+        peers = Peers(named, deadline_s=120, on_lost=print)
+        learner, channel = RemoteLearner(peers), RemoteChannel(peers, tmp_path / 'versions')
+        store = CheckpointStore(tmp_path / 'store', keep=9)
+        save = lambda step: store.save(step, learner.save(), {'step': step}, learner.followers)
+        assert learner.warm_up() > 1
+        save(0)
+        channel.transfer(0, learner.publish(0))
+        assert learner.update_tokens(_GROUPS) == _learner(fsdp=8).update_tokens(_GROUPS)
+        metrics = learner.update(_GROUPS, 2)
+        copy = learner.publish(1)
+        later = learner.update(_GROUPS, 3)  # does not touch what was published
+        learner.restore(store.restore(0)[0])
+        again = learner.update(_GROUPS, 2)
+        channel.transfer(1, copy)
+        save(1)
+        answer = _GROUPS[0].trajectories[0]
+        scored = learner.score(3, answer.prompt.tokens, answer.answer_tokens)
+        learner.close()
+        errors = [p.communicate(timeout=60)[1] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], errors
+    assert again == metrics != later
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert scored.shape == answer.answer_tokens.shape
+    for found, one, before in zip(*map(jax.tree.leaves, (_read(tmp_path, 1)['params'], weights, _PARAMS)), strict=True):
+        assert np.linalg.norm(found - one) <= 1e-5 * np.linalg.norm(one - np.asarray(before))
+    _require_versions(tmp_path)
+
+
+def _wait_for(path: pathlib.Path, processes) -> str:
+    end = time.monotonic() + 200
+    while not path.exists():
+        assert time.monotonic() < end
+        assert all(p.poll() is None for p in processes), [p.communicate() for p in processes if p.poll() is not None]
+        time.sleep(0.05)
+    return path.read_text()
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 
 from areal_jax.app import build, sizes
 from areal_jax.app.engines import build_backend
-from areal_jax.app.model import read_shape
+from areal_jax.app.text_model import read_shape
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder

@@ -3,13 +3,14 @@
 import os
 import sys
 
-from areal_jax.rollout.servers.registry import Registration
+from areal_jax.registry.entries import Registration
+from areal_jax.rollout.servers.registry import describe_server
 from tests.launch.stand_in import StandIn
 
 server = StandIn('server')
 print('output of a server', flush=True)
 if server.behaviour.get('fails'):
     sys.exit(1)
-registration = Registration(server.workdir, str(os.getpid()), 'http://127.0.0.1:1', 'own')
+registration = Registration(server.workdir, describe_server(str(os.getpid()), 'http://127.0.0.1:1', 'own'))
 server.start_descendants()
 sys.exit(server.wait(registration.beat))

@@ -31,9 +31,12 @@ _MESHES = {
 }
 
 
-def _learner(*, optimizer=_SGD, config=_CONFIG, params=_PARAMS, layers='list', lora=None, strategy='fsdp', **mesh):
+def _learner(
+    *, optimizer=_SGD, config=_CONFIG, params=_PARAMS, layers='list', lora=None, strategy='fsdp', changes=None, **mesh
+):
     decoder = Decoder(config, layers=layers, lora=lora)
-    settings = learner_settings(row_tokens=40, row_loss_tokens=24, rows_per_microbatch=8, strategy=strategy)
+    rows = {'row_tokens': 40, 'row_loss_tokens': 24, 'rows_per_microbatch': 8}
+    settings = learner_settings(strategy=strategy, **rows, **(changes or {}))
     rate = _ADAM_RATE if optimizer is _ADAM else _RATE
     params = decoder.complete(params, 0)
     return SpmdLearner(decoder, params, make_mesh(**mesh), optimizer=optimizer, learning_rate=rate, settings=settings)

@@ -31,7 +31,8 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.app.provenance import git_commit, hardware, package_versions
-from areal_jax.rollout.servers.registry import Registration
+from areal_jax.registry.entries import Registration
+from areal_jax.rollout.servers.registry import describe_server
 from tests.soak import abuse
 from tests.soak.checks import (
     AnswerCheck,
@@ -146,7 +147,7 @@ class Havoc:
 def soak(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, Any]:
     """Everything that was found; `faults` is empty where all held."""
     seconds = 60 * flags.minutes
-    Registration(workdir, 'dead', 'http://127.0.0.1:9', 'own')  # nobody listens, no heartbeat follows
+    Registration(workdir, describe_server('dead', 'http://127.0.0.1:9', 'own'))  # nobody listens, no heartbeat follows
     servers = [ServerProcess(number, workdir) for number in range(2)]
     with contextlib.ExitStack() as parts:
         for server in servers:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.protocols import Clock
+from areal_jax.protocols import Clock, Event
 from areal_jax.rollout.requirements import EngineError, Requirement, require_capabilities
 from areal_jax.rollout.servers.keeper import Keeper
 from areal_jax.rollout.servers.member import Member
@@ -22,6 +22,7 @@ from areal_jax.rollout.servers.remote_engine import RemoteEngine, RemoteError
 from areal_jax.rollout.servers.settings import ServerSettings
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
+_LOOK_S = 0.2  # between two looks at how many serve
 _Withdrawn = Literal['syncing', 'unknown', 'quarantined']
 _Out = Literal['syncing', 'unknown', 'quarantined', 'gone']
 
@@ -134,6 +135,16 @@ class ServerPool:
 
     def statuses(self) -> list[EngineStatus]:
         return [member.engine.status() for member in self._members.values()]
+
+    async def await_serving(self, count: int, deadline_s: float, stop: Event) -> int:
+        """Waits until so many engines serve, `stop` is set or the deadline has passed; returns how many serve."""
+        end_s = self._clock.now() + deadline_s
+        while (serving := self._count_serving()) < count and not stop.is_set() and self._clock.now() < end_s:
+            await self._clock.wait(stop, min(_LOOK_S, end_s - self._clock.now()))
+        return serving
+
+    def _count_serving(self) -> int:
+        return sum(member.state == 'serving' for member in self._members.values())
 
     def states(self) -> dict[str, str]:
         return {name: member.state for name, member in self._members.items()}

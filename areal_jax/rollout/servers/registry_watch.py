@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from areal_jax import lanes
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
+from areal_jax.registry.entries import Order
 from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.rollout.servers.registry import ServerEntry
 from areal_jax.rollout.servers.remote_engine import RemoteEngine
@@ -22,7 +23,7 @@ class _Seen:
     """A server at the last look."""
 
     engine: str  # its name in the pool
-    incarnation: int
+    order: Order
     heartbeat: int | None
     beaten_s: float  # clock seconds of the look that saw the heartbeat change
     is_silent: bool = False  # and the pool knows
@@ -75,10 +76,10 @@ class RegistryWatch:
 
     def _note(self, entry: ServerEntry) -> None:
         now_s, seen = self._clock.now(), self._seen.get(entry.name)
-        if seen is None or entry.incarnation > seen.incarnation:
+        if seen is None or entry.order > seen.order:
             self._note_new(entry, now_s)
             return
-        if entry.incarnation < seen.incarnation or seen.is_gone:
+        if entry.order < seen.order or seen.is_gone:
             return
         if entry.is_leaving:
             seen.is_gone = True
@@ -91,7 +92,10 @@ class RegistryWatch:
 
     def _note_new(self, entry: ServerEntry, now_s: float) -> None:
         """An entry may be the rest of a dead server: it joins, and gets work when it has answered."""
-        seen = self._seen[entry.name] = _Seen('', entry.incarnation, entry.heartbeat, now_s, is_gone=True)
+        before = self._seen.get(entry.name)
+        if before is not None and before.engine and entry.incarnation == before.order[0]:
+            self._pool.remove(before.engine, 'another process that started at the same time has its name')
+        seen = self._seen[entry.name] = _Seen('', entry.order, entry.heartbeat, now_s, is_gone=True)
         if entry.is_leaving:
             return
         try:

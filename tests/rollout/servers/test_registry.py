@@ -2,70 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.files import FileError
+from areal_jax.registry.entries import Entry, Registration
 from areal_jax.rollout.requirements import needs_spans
-from areal_jax.rollout.servers.fit import ServerFacts, require_fit
-from areal_jax.rollout.servers.registry import Registration, ServerEntry, read_registry
+from areal_jax.rollout.servers.fit import SAYS_NOTHING, ServerFacts, require_fit
+from areal_jax.rollout.servers.registry import ServerEntry, describe_server, read_registry
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
 from tests.rollout.servers.rig import ServerRig, request
 
-SERVER = """
-import sys, pathlib
-from areal_jax.rollout.servers.registry import Registration
-server = Registration(pathlib.Path(sys.argv[1]), 'server/0'.replace('/', '-'), 'http://127.0.0.1:1', 'own')
-print(server.entry.incarnation, flush=True)
-sys.stdin.read()
-"""
+
+def register(workdir, name='a', facts=SAYS_NOTHING):
+    return Registration(workdir, describe_server(name, 'http://host:1', 'own', facts, index=3))
 
 
-def test_a_server_registers_beats_and_leaves(tmp_path):
-    assert read_registry(tmp_path) == []
-    server = Registration(tmp_path, 'a', 'http://host:1', 'own')
-    (first,) = read_registry(tmp_path)
-    assert dataclasses.replace(first, heartbeat=None) == ServerEntry('a', 1, 'http://host:1', 'own', os.getpid())
-    os.utime(tmp_path / 'registry' / 'a' / 'server.json', ns=(5, 5))
-    server.beat()
-    assert read_registry(tmp_path)[0].heartbeat not in (5, None)
+def test_servers_are_read_and_other_roles_are_not(tmp_path):
+    server = register(tmp_path)
+    Registration(tmp_path, Entry('learner-0', 0, '', 'host:2', role='learner', index=0))
+    (read,) = read_registry(tmp_path)
+    token = server.entry.token
+    assert dataclasses.replace(read, heartbeat=None) == ServerEntry(
+        'a', 1, 'http://host:1', 'own', os.getpid(), token=token
+    )
+    assert read.heartbeat is not None
+    assert read.holder == f'1-{token}'
+    assert ServerEntry('own+http://host:1', 1, 'http://host:1', 'own', 0).holder == ''
     server.close()
     assert read_registry(tmp_path)[0].is_leaving
-    again = Registration(tmp_path, 'a', 'http://host:2', 'own')
-    (entry,) = read_registry(tmp_path)
-    assert (entry.incarnation, entry.url, entry.is_leaving) == (2, 'http://host:2', False)
-    again.close()
-
-
-def test_two_servers_of_one_name_are_refused_and_a_killed_one_gives_the_name_back(tmp_path):
-    command = [sys.executable, '-c', SERVER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == '1\n'
-        with pytest.raises(
-            UserError, match=r"^a server called 'server-0' is registered already .*choose another name$"
-        ):
-            Registration(tmp_path, 'server-0', 'http://host:1', 'own')
-        process.send_signal(signal.SIGKILL)
-    (entry,) = read_registry(tmp_path)
-    assert not entry.is_leaving  # nobody said so
-    server = Registration(tmp_path, 'server-0', 'http://host:1', 'own')
-    assert server.entry.incarnation == 2
-    server.close()
-
-
-def test_a_damaged_entry_is_named(tmp_path):
-    Registration(tmp_path, 'a', 'http://host:1', 'own').close()
-    path = tmp_path / 'registry' / 'a' / 'server.json'
-    path.write_text(path.read_text().replace('"incarnation": 1', '"incarnation": "1"'))
-    with pytest.raises(FileError, match=r"server.json has incarnation='1', where int is expected; remove the direct"):
-        read_registry(tmp_path)
 
 
 def entry(index, incarnation=1, heartbeat=0, is_leaving=False):
@@ -111,6 +78,22 @@ def test_servers_join_as_they_register_and_leave_as_they_say_so():
     assert [state for state, _ in rig.reasons('engine/1')][-1] == 'gone'
 
 
+def test_of_two_that_started_at_the_same_time_the_later_one_seen_replaces_the_other():
+    looks = [dataclasses.replace(entry(0), token='aa')]
+
+    async def script(rig):
+        await rig.until(lambda: rig.pool.states() == {'engine/0': 'serving'})
+        looks[0] = dataclasses.replace(entry(0), token='bb')
+        await rig.until(lambda: len(rig.kinds('register')) == 2)
+        looks[0] = dataclasses.replace(entry(0), token='aa')
+        await rig.pass_time(0.5)
+
+    rig = ServerRig(1)
+    watch(rig, looks, script)
+    assert len(rig.kinds('register')) == 2
+    assert 'another process that started at the same time has its name' in dict(rig.reasons('engine/0'))['gone']
+
+
 def test_a_server_whose_heart_stops_gets_no_requests_until_it_answers():
     looks = [entry(0), entry(1)]
 
@@ -143,8 +126,10 @@ def test_an_entry_without_a_heartbeat_is_never_silent():
 
 def test_what_a_server_says_of_itself_is_read_again(tmp_path):
     facts = ServerFacts('keep', 512, 'bfloat16', 'processed')
-    with contextlib.closing(Registration(tmp_path, 'a', 'http://host:1', 'own', facts)):
-        assert read_registry(tmp_path)[0].facts == facts
+    registration = register(tmp_path, facts=facts)
+    assert read_registry(tmp_path)[0].facts == facts
+    registration.update(details={'facts': dataclasses.asdict(facts) | {'unknown': 1}})
+    assert read_registry(tmp_path)[0].facts == facts
 
 
 RUN = ServerFacts('recompute', 512, 'float32', 'processed')

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import aiohttp
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.exchange import INCARNATION
 
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError)
 _SHOWN = 300  # characters of an error body that an error repeats
@@ -55,11 +56,15 @@ class Connection:
     Args:
       url: 'http://host:port'.
       api_key: sent as a bearer token; '' = none.
+      holder: the one process that requests are meant for, by its entry in the registry; another one at the same address
+        answers 409. '' = whoever answers.
     """
 
-    def __init__(self, url: str, api_key: str = ''):
+    def __init__(self, url: str, api_key: str = '', holder: str = ''):
         self.url = url.rstrip('/')
         self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
+        if holder:
+            self._headers[INCARNATION] = holder
         self._session: aiohttp.ClientSession | None = None
         self._guard: asyncio.Task[None] | None = None
         self._is_closed = False

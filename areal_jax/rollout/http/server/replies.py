@@ -16,7 +16,7 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY
 from areal_jax.rollout.http.wire import sglang, vllm
-from areal_jax.rollout.http.wire.exchange import RequestError
+from areal_jax.rollout.http.wire.exchange import INCARNATION, RequestError
 from areal_jax.rollout.http.wire.fields import Fields, parse_json
 
 BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
@@ -50,8 +50,12 @@ async def read_fields(request: web.Request) -> Fields:
     return Fields(await read_body(request))
 
 
-def guard(api_key: str) -> Middleware:
-    """A middleware: asks for the key, and answers every refusal in the dialect of the path."""
+def guard(api_key: str, holder: Callable[[], str] = str) -> Middleware:
+    """A middleware: asks for the key, and answers every refusal in the dialect of the path.
+
+    Args:
+      holder: gives the name of this process in the registry of its run; requests that name another one are refused.
+    """
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -60,6 +64,7 @@ def guard(api_key: str) -> Middleware:
                 raise RequestError(
                     'Authorization', 'Authorization must be "Bearer KEY" with the key of this server', 401
                 )
+            _require_meant(request, holder())
             return await handler(request)
         except web.HTTPException as error:
             return web.json_response({'detail': error.reason}, status=error.status, headers=_allowed(error))
@@ -86,6 +91,14 @@ def refuse(request: web.Request, message: str, status: int, field: str = '') -> 
     if status == 401:
         headers['WWW-Authenticate'] = 'Bearer'
     return web.json_response(body, status=status, headers=headers)
+
+
+def _require_meant(request: web.Request, holder: str) -> None:
+    meant = request.headers.get(INCARNATION, '')
+    if holder and meant not in ('', holder):
+        raise RequestError(
+            INCARNATION, f'{INCARNATION}: {meant} is not this server, which is {holder}: look again', 409
+        )
 
 
 def _has_key(request: web.Request, api_key: str) -> bool:

@@ -19,7 +19,7 @@ _UNHEALTHY = 503
 
 @dataclasses.dataclass
 class Facts:
-    """What does not change while a server runs, but for `draining`."""
+    """What does not change while a server runs, but for `draining` and `holder`."""
 
     model: str
     model_path: str
@@ -27,6 +27,7 @@ class Facts:
     program_version: str
     started_s: int  # seconds since 1970
     draining: bool = False  # it ends when what runs has ended
+    holder: str = ''  # what the registry of a run calls this process; '' = it is in none
 
 
 FACTS: web.AppKey[Facts] = web.AppKey('facts', Facts)

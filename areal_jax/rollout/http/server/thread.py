@@ -92,7 +92,9 @@ class HttpThread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         model = self._model
-        app = web.Application(middlewares=[guard(self._api_key)], client_max_size=self._limits.body_bytes)
+        app = web.Application(
+            middlewares=[guard(self._api_key, lambda: model.facts.holder)], client_max_size=self._limits.body_bytes
+        )
         app[FACTS] = model.facts
         app[BRIDGE] = Bridge(
             self._inbox, model.texts, self._limits,

@@ -12,6 +12,8 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import LogprobKind, concatenate
 
+INCARNATION = 'X-Areal-Incarnation'  # header: the one server process that a request is meant for
+
 FinishWord = Literal['stop', 'length', 'abort']
 
 

@@ -1,0 +1,130 @@
+"""What the roles of a run have in common: which there are, and whether this process is one of them. Needs no jax.
+
+Used by main_role.py, controller_run.py and learner_role.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable
+
+from ml_collections import config_dict
+
+import areal_jax
+from areal_jax.config import TrackedConfig, flatten, validate
+from areal_jax.config.cluster import LEARNER, Role, list_roles
+from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import UserError
+from areal_jax.registry.entries import Entry, FencedError
+from areal_jax.registry.heartbeat import Heartbeat
+from areal_jax.registry.presence import await_living
+
+CONTROLLER = 'controller-0'  # in the registry
+_ENVIRONMENT = 'env:'
+_CONFIG = 'config'  # in the controller's entry
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleProcess:
+    """One process of a run in roles."""
+
+    role: Role
+    index: int
+    workdir: pathlib.Path
+    host: str = '127.0.0.1'  # the address at which the others reach it
+
+    @property
+    def name(self) -> str:
+        """In the registry: 'engine-3'."""
+        return f'{self.role}-{self.index}'
+
+    def __str__(self) -> str:
+        return f'{self.role} {self.index}'
+
+
+def parse_index(text: str | None) -> int:
+    """'3', or 'env:NAME': the number in a variable of the environment. Raises UserError for anything else."""
+    if not text:
+        raise UserError('--index is missing: give the number of this process among those of its role, from 0')
+    value: str | None = text
+    if text.startswith(_ENVIRONMENT):
+        value = os.environ.get(text.removeprefix(_ENVIRONMENT))
+        if value is None:
+            raise UserError(f'--index={text}: there is no such variable in the environment of this process')
+    if value is None or not value.isdecimal():
+        raise UserError(f'--index={text} gives {value!r}, and a whole number from 0 is needed')
+    return int(value)
+
+
+def require_roles(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for a run that cannot be in roles."""
+    validate(config)
+    if config.loss.objective == 'sft':
+        raise ConfigError(
+            "loss.objective='sft' has neither engines nor a controller: start python -m areal_jax.main_train in each "
+            'process'
+        )
+    if config.rollout.server == 'in_process':
+        raise ConfigError(
+            "rollout.server='in_process': engines of a run in roles are servers; use rollout.server='own' or 'vllm' "
+            "with publication.channel='files', or start python -m areal_jax.main_train"
+        )
+    if config.telemetry.profile_steps:
+        raise ConfigError(
+            f'telemetry.profile_steps={tuple(config.telemetry.profile_steps)}: the learner of a run in roles is not '
+            'traced; use ()'
+        )
+
+
+def require_role(config: config_dict.ConfigDict, role: Role, index: int, count: int | None) -> None:
+    """Raises UserError for a process that the config does not have, naming both numbers."""
+    found = {entry.role: entry.count for entry in list_roles(config)}
+    if role not in found:
+        raise UserError(
+            f'--role={role}: rollout.server={config.rollout.server!r} has no engines but those of rollout.urls; start '
+            'none'
+        )
+    field = {'learner': LEARNER, 'engine': 'cluster.engines'}.get(role, '')
+    given = f'{field}={config.cluster[field.partition(".")[2]]!r} has' if field else 'a run has'
+    if count is not None and count != found[role]:
+        raise UserError(f'--count={count}, and {given} {found[role]} of the role {role}: start as many')
+    if index >= found[role]:
+        raise UserError(
+            f'--role={role} --index={index}, and {given} {found[role]}: indices go from 0 to {found[role] - 1}'
+        )
+
+
+def await_controller(process: RoleProcess, config: config_dict.ConfigDict, deadline_s: float) -> None:
+    """Waits until the controller of this run is alive, which shows that both see one directory.
+
+    Raises LostPeerError where it is not within the deadline, UserError for one of another code version or config.
+    """
+    controller = await_living(
+        process.workdir,
+        [CONTROLLER],
+        deadline_s,
+        what='the controller',
+        fix='start it, and give all roles a --workdir that all their hosts share',
+    )[CONTROLLER]
+    if controller.code != areal_jax.__version__:
+        raise UserError(
+            f'{process} is areal_jax {areal_jax.__version__} and {controller} is areal_jax {controller.code}: install '
+            'one version on all hosts'
+        )
+    theirs = dict(flatten(controller.details.get(_CONFIG, {})))
+    for field, value in flatten(TrackedConfig(config).as_dict()):
+        if theirs.get(field) != value:
+            raise ConfigError(
+                f'{process} has {field}={value!r} and {controller} has {theirs.get(field)!r}: start all roles with the '
+                'same config'
+            )
+
+
+def keep_name(process: RoleProcess, config: config_dict.ConfigDict, end: Callable[[FencedError], None]) -> Heartbeat:
+    """Registers the process, and calls `end` on another thread where another one takes its name."""
+    details = {_CONFIG: TrackedConfig(config).as_dict()} if process.name == CONTROLLER else {}
+    name, role, index = process.name, process.role, process.index
+    entry = Entry(name, 0, '', role=role, index=index, code=areal_jax.__version__, details=details)
+    return Heartbeat(process.workdir, entry, end)

@@ -1,0 +1,161 @@
+"""Trees of arrays by the names of their leaves, the pieces of which those on the disk consist, and how regions of them
+are read. Nothing here imports jax.
+
+Used by checkpoint/store.py, and by distributed/, which tells other processes what to read; shards.py writes the pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from areal_jax.checkpoint.trees import TreeReader
+from areal_jax.errors import UserError
+from areal_jax.sharding.host_shards import HostShards
+
+Region = tuple[slice, ...]  # one per axis, start and stop given
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that cannot be written or read; the message names the directory, the step and the fix."""
+
+
+class Piece(NamedTuple):
+    """A part of an array as it was written; in JSON a list."""
+
+    start: Sequence[int]  # in the whole array
+    shape: Sequence[int]
+    crc32: int
+    tree: str  # the orbax tree that holds it, 'writer_0000/0003'
+
+
+Index = Mapping[str, Sequence[Piece]]  # by the leaf's name
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayShape:
+    """A leaf that only other processes hold and write."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'shape', tuple(self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """A leaf of a checkpoint. A region is read when it is asked for; the object is small and can be pickled.
+
+    Raises CheckpointError where a piece is missing or not what was written.
+    """
+
+    directory: str  # holds the trees of all writers
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: tuple[Piece, ...]  # together the whole array, each entry once
+    if_damaged: str  # what to do then, for the message
+    reader: TreeReader = dataclasses.field(default_factory=TreeReader, repr=False, compare=False)
+
+    def __getitem__(self, region: Region) -> np.ndarray:
+        """The region. Every piece that overlaps it is read as a whole and compared with its checksum."""
+        values = np.empty([s.stop - s.start for s in region], self.dtype)
+        for piece in self.pieces:
+            common = [
+                (max(s.start, first), min(s.stop, first + size))
+                for s, first, size in zip(region, piece.start, piece.shape, strict=True)
+            ]
+            if all(start < stop for start, stop in common):
+                to = [slice(a - s.start, b - s.start) for (a, b), s in zip(common, region, strict=True)]
+                of = [slice(a - first, b - first) for (a, b), first in zip(common, piece.start, strict=True)]
+                values[tuple(to)] = self._read(piece)[tuple(of)]
+        return values
+
+    def __array__(self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[tuple(slice(0, size) for size in self.shape)], dtype)
+
+    def _read(self, piece: Piece) -> np.ndarray:
+        try:
+            return self.read(piece)
+        except Exception as error:  # whatever a damaged file makes the readers raise
+            step = pathlib.Path(self.directory).parent
+            raise CheckpointError(f'{step} is damaged ({brief(error)}): {self.if_damaged}') from error
+
+    def read(self, piece: Piece) -> np.ndarray:
+        """The piece; raises ValueError if it is not what was saved, or what tensorstore raises for a damaged file."""
+        found = self.reader.read(pathlib.Path(self.directory) / piece.tree, piece_key(self.name, piece.start))
+        if (found.shape, checksum(found)) != (tuple(piece.shape), piece.crc32):
+            raise ValueError(f'leaf {self.name!r} is not what was saved')
+        return found
+
+
+def verify_arrays(leaves: Iterable[StoredArray]) -> None:
+    """Reads every piece of the leaves and compares it with its checksum; holds one piece at a time.
+
+    Raises ValueError that names a leaf, or whatever the readers raise for a damaged file.
+    """
+    for leaf in leaves:
+        for piece in leaf.pieces:
+            leaf.read(piece)
+
+
+def require_whole(shapes: Mapping[str, Sequence[int]], index: Index) -> None:
+    """Raises ValueError that names a leaf of which parts are missing."""
+    for name, shape in shapes.items():
+        written = sum({tuple(piece.start): math.prod(piece.shape) for piece in index[name]}.values())
+        if written != math.prod(shape):
+            raise ValueError(f'{written} of the {math.prod(shape)} values of leaf {name!r} were written')
+
+
+def brief(error: BaseException) -> str:
+    """Type and first line: orbax's messages go on for pages."""
+    lines = str(error).splitlines() or ['']
+    return f'{type(error).__name__}: {lines[0][:300]}'
+
+
+def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards | ArrayShape]:
+    """Leaves of nested dicts by name, 'params/layers/0/query', keys in order; None is no leaf.
+
+    Raises ValueError for a tree that is not made of dicts with text keys, or for two leaves of one name.
+    """
+    named: dict[str, np.ndarray | HostShards | ArrayShape] = {}
+
+    def add(path: tuple[str, ...], node: Any) -> None:
+        if isinstance(node, Mapping):
+            for key in sorted(node, key=str):
+                if not isinstance(key, str):
+                    raise ValueError(f'{[*path, key]} does not lie in dicts with text keys, as JSON needs')
+                add((*path, key), node[key])
+        elif isinstance(node, (list, tuple)):
+            raise ValueError(f'{[*path, 0]} does not lie in dicts with text keys, as JSON needs')
+        elif node is not None:
+            name = '/'.join(path)
+            if name in named:
+                raise ValueError('two leaves of the tree have the same path: no key may look like two joined by "/"')
+            named[name] = node if isinstance(node, (HostShards, ArrayShape)) else np.asarray(node)
+
+    add((), tree)
+    return named
+
+
+def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = '') -> Any:
+    """The nested dicts with `fn(name, leaf)` for each leaf; None stays."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(fn, tree[key], f'{path}/{key}' if path else key) for key in sorted(tree)}
+    return None if tree is None else fn(path, tree)
+
+
+def piece_key(name: str, start: Sequence[int]) -> str:
+    """Under which a piece of a leaf is stored in its tree."""
+    return f'{name}@{"_".join(map(str, start))}'
+
+
+def checksum(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

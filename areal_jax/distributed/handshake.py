@@ -1,0 +1,214 @@
+"""Connections between the roles of a run: who listens, who connects, and whether both are of one run.
+
+Both ends must have the key of the run (key.py); then each says which role, code and config it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import areal_jax
+from areal_jax.distributed.codec import CodecError, decode, encode
+from areal_jax.distributed.wire import (
+    Connection,
+    Frame,
+    WireError,
+    WrongKeyError,
+    prepare_socket,
+    prove_as_client,
+    prove_as_server,
+    send_all,
+)
+from areal_jax.errors import LostPeerError, UserError
+
+_RETRY_S = 0.1
+_BACKLOG = 128
+_SHOWN = 12  # characters of a digest in messages
+_HELLO_S = 10.0
+
+
+class Hello(NamedTuple):
+    """What a process says of itself when it connects."""
+
+    role: str  # 'learner 1'
+    config: str  # `digest_config` of its config
+    package: str = areal_jax.__version__
+
+    def __str__(self) -> str:
+        return f'{self.role} (areal_jax {self.package}, config {self.config[:_SHOWN]})'
+
+
+class Met(NamedTuple):
+    """A connection, and who is at its other end."""
+
+    hello: Hello
+    connection: Connection
+
+
+def digest_config(fields: Mapping[str, object]) -> str:
+    """sha256, in hex, of a resolved config as a JSON-able nested dict."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+class Listener:
+    """Accepts connections from other roles of the run at `host`, an address of this machine. A context manager.
+
+    Strangers are turned away, each on a thread of its own, so that none keeps a role waiting.
+
+    Raises UserError where the port is in use, or the host is no address of this machine.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, hello: Hello):
+        self._key, self._hello = key, hello
+        self._met: queue.Queue[Met | WireError] = queue.Queue()
+        self._refused: list[str] = []
+        family = socket.AF_INET6 if ':' in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
+            self._socket.listen(_BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise UserError(_describe_bind(host, port, error)) from error
+        self.host, self.port = host, int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, name='listener', daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """'host:port', for `connect`."""
+        return f'[{self.host}]:{self.port}' if ':' in self.host else f'{self.host}:{self.port}'
+
+    def accept(self, deadline_s: float) -> Met:
+        """The next role of this run that connects.
+
+        Raises LostPeerError where none has come in time, and WireError for a role of another config or code version.
+        """
+        try:
+            met = self._met.get(timeout=max(deadline_s, 0.0))
+        except queue.Empty:
+            turned = f'; {len(self._refused)} turned away, the last: {self._refused[-1]}' if self._refused else ''
+            raise LostPeerError(
+                f'nobody of the run connected to {self._hello.role} at {self.address} for {deadline_s:g} s{turned}: '
+                'start all roles of the run, and let them reach this address'
+            ) from None
+        if isinstance(met, WireError):
+            raise met
+        return met
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                own, address = self._socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._meet, args=(own, address[0]), daemon=True).start()
+
+    def _meet(self, own: socket.socket, host: str) -> None:
+        try:
+            prepare_socket(own)
+            connection = prove_as_server(own, self._key)
+            met = _exchange(own, connection, self._hello)
+        except _OtherRunError as error:
+            self._met.put(error)  # it has the key: a mistake of the user, which both ends tell
+            own.close()
+        except (WireError, EOFError, OSError) as error:
+            self._refused.append(f'{host}: {error}')
+            own.close()
+        else:
+            self._met.put(met)
+
+
+def connect(address: str, key: bytes, hello: Hello, deadline_s: float) -> Met:
+    """A connection to the role that listens at 'host:port'.
+
+    Raises LostPeerError where nobody answers within `deadline_s`, WrongKeyError where it has another key, and WireError
+    where it is of another config or code version.
+    """
+    host, _, port = address.rpartition(':')
+    own = _open(host.strip('[]'), int(port), hello, deadline_s)
+    try:
+        prepare_socket(own)
+        return _exchange(own, prove_as_client(own, key), hello)
+    except WrongKeyError:
+        own.close()
+        raise WrongKeyError(
+            f'who listens at {address} does not have the key of {hello.role}: start all roles of a run with one '
+            '--workdir, which they share (the key is in WORKDIR/registry/key)'
+        ) from None
+    except _OtherRunError:
+        own.close()
+        raise
+    except WireError as error:
+        own.close()
+        raise WireError(f'{address} is not a role of this run: {error}') from None
+    except (EOFError, OSError) as error:
+        own.close()
+        raise LostPeerError(
+            f'{hello.role} could not connect to {address} ({error}): is that role still alive?'
+        ) from error
+
+
+class _OtherRunError(WireError):
+    """An authenticated role of another config or code version."""
+
+
+def _open(host: str, port: int, hello: Hello, deadline_s: float) -> socket.socket:
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=max(end - time.monotonic(), _RETRY_S))
+        except OSError as error:
+            if time.monotonic() + _RETRY_S > end:
+                raise LostPeerError(
+                    f'{hello.role} could not connect to {host}:{port} within {deadline_s:g} s ({error}): start the '
+                    'role that listens there, and let this machine reach it'
+                ) from error
+        time.sleep(_RETRY_S)
+
+
+def _exchange(own: socket.socket, connection: Connection, hello: Hello) -> Met:
+    """Tells the other end who this is, and hears who it is."""
+    if failed := send_all([connection], Frame.of(encode(tuple(hello))), _HELLO_S):
+        raise OSError(f'it {failed[0]}')
+    try:
+        role, config, package = decode(connection.receive())
+    except (CodecError, ValueError, TypeError):
+        raise _OtherRunError(f'{hello} was answered by a role of another code version: start all of one') from None
+    other = Hello(role, config, package)
+    if (other.package, other.config) != (hello.package, hello.config):
+        what = 'code version' if other.package != hello.package else 'config'
+        raise _OtherRunError(
+            f'{hello} met a role of another {what}, {other}: start all roles of a run from one installation and with '
+            'one config'
+        )
+    own.settimeout(None)
+    return Met(other, connection)
+
+
+def _describe_bind(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f'port {port} of {host} is in use by another process: stop it, or choose another port (0 = any free one)'
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return f'--host={host} is no address of this machine ({error.strerror}): name one of its interfaces'
+    return f'{host}:{port} cannot be listened at ({error.strerror}): choose another host or port'

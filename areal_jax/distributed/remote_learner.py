@@ -1,0 +1,207 @@
+"""The learner of a controller that has none of its own: its commands go to all learner processes. jax-free.
+
+    learner process k    Listener(host, port, key, Hello('learner k', digest)) ... follow(learner, connection, ...)
+    controller           Peers([('learner k', connect(address, key, hello, deadline_s).connection), ...])
+                         RemoteLearner(peers), RemoteChannel(peers, directory)
+
+Results are those of learner process 0, the first of the peers. Weights and optimizer state stay where they are:
+`publish` and `save` return descriptions, and the processes write their own parts when they are told to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import queue
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_jax.checkpoint.pieces import Index
+from areal_jax.distributed.messages import (
+    CHECKPOINT,
+    PUBLICATION,
+    Answer,
+    Command,
+    RemoteUserError,
+    raise_failure,
+)
+from areal_jax.distributed.peers import CommandError, Peers
+from areal_jax.learning.price import UpdatePrice
+from areal_jax.publication.errors import PublicationError
+from areal_jax.publication.versions import remove_old_versions
+from areal_jax.types import PublishedWeights, TrajectoryGroup, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteCopy:
+    """A version of the weights that the learner processes hold, each its part."""
+
+    version: int
+
+
+class RemoteLearner:
+    """`protocols.Learner` over the learners of all peers. Blocking; for the thread of one lane.
+
+    Errors of learner process 0 are raised here: RemoteUserError for what the user can mend, RemoteValueError for a
+    ValueError, else RemoteError. CommandError for a process that is lost, late, or failed where process 0 did not.
+    """
+
+    def __init__(self, peers: Peers):
+        """Asks learner process 0 how updates are priced."""
+        self._peers = peers
+        self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
+        self._price = UpdatePrice(*self._call('price'))
+
+    def warm_up(self) -> int:
+        """Compiles every program of the learners; returns how many each has."""
+        return self._call('warm_up')
+
+    def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
+        """As SpmdLearner.update_tokens, counted here: the loop that asks must not wait for a batch to be sent."""
+        return self._price.tokens(groups)
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
+        return self._call('update', list(groups), version)
+
+    def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        return self._call('evaluate', list(groups))
+
+    def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
+        return self._call('score', version, prompt_tokens, answer_tokens)
+
+    def publish(self, version: int) -> RemoteCopy:
+        """For RemoteChannel.transfer, which makes the processes write what they have copied."""
+        self._call('publish', version)
+        return RemoteCopy(version)
+
+    def save(self) -> dict[str, Tree]:
+        """Nested dicts of ArrayShape, for CheckpointStore.save with `followers`."""
+        return self._call('save')
+
+    def restore(self, saved: Mapping[str, Tree]) -> None:
+        """Nested dicts of StoredArray, as CheckpointStore.restore returns them."""
+        self._call('restore', dict(saved))
+
+    def require_finite(self, what: str, fix: str) -> None:
+        self._call('require_finite', what, fix)
+
+    def close(self) -> None:
+        """Lets the learner processes end. A second call does nothing."""
+        self._peers.close()
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return result_of(self._peers.call_all(Command(name, args)), self._peers.names, name)
+
+
+class RemoteChannel:
+    """`protocols.Channel` whose versions the learner processes write, each its own files; see publication/files.py.
+
+    Args:
+      directory: of the versions, which learners and engines see under the same path.
+    """
+
+    def __init__(self, peers: Peers, directory: pathlib.Path):
+        self._peers, self._directory = peers, directory.absolute()
+
+    def transfer(self, version: int, copy: RemoteCopy) -> PublishedWeights:
+        """Returns when all files are on the disk and the directory has its name; handle = its path.
+
+        Raises PublicationError as FilesChannel.transfer does, CommandError for a process that is lost or late.
+        """
+        self._call_first('begin_version', str(self._directory), version)
+        answers = self._peers.call_all(Command('write_version', (str(self._directory), version), PUBLICATION))
+        for name, answer in zip(self._peers.names, answers, strict=True):
+            _require_published(answer, name)
+        manifest = {path: leaf for answer in answers for path, leaf in answer.value.items()}
+        digest, path = self._call_first('finish_version', str(self._directory), version, manifest)
+        return PublishedWeights(version, digest, handle=path)
+
+    def receive(self, published: PublishedWeights) -> Any:
+        raise PublicationError(
+            f'weights of version {published.version} are in {published.handle}: a controller without a learner holds '
+            'none, its engines load them from there'
+        )
+
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """As FilesChannel.release."""
+        remove_old_versions(self._directory, version, pinned)
+
+    def _call_first(self, name: str, *args: Any) -> Any:
+        answer = self._peers.call(0, Command(name, args, PUBLICATION))
+        _require_published(answer, self._peers.names[0])
+        return answer.value
+
+
+class RemoteWriter:
+    """`checkpoint.store.Follower`: lets one process write its shards of the last save while commands go on."""
+
+    def __init__(self, peers: Peers, index: int):
+        self.name, self._request = peers.names[index], _Request(peers, index)
+
+    def write(self, directory: str) -> None:
+        self._request.send(Command('write_shards', (directory,), CHECKPOINT))
+
+    def written(self) -> Index | str:
+        return self._request.outcome('its shards')
+
+
+class RemotePartWriter:
+    """`publication.files.VersionWriter`: the same for its leaves of a version."""
+
+    def __init__(self, peers: Peers, index: int):
+        self._request = _Request(peers, index)
+
+    def write(self, directory: str, version: int) -> None:
+        self._request.send(Command('write_version', (directory, version), PUBLICATION))
+
+    def written(self) -> Mapping[str, Mapping[str, object]] | str:
+        return self._request.outcome('its part of the weights')
+
+
+class _Request:
+    """One command beside the others, whose failure is told in a sentence."""
+
+    def __init__(self, peers: Peers, index: int):
+        self._peers, self._index = peers, index
+        self._wait: Callable[[], Answer] | None = None
+
+    def send(self, command: Command) -> None:
+        self._wait = self._peers.request(self._index, command)
+
+    def outcome(self, what: str) -> Any:
+        """Waits at most the deadline of a command from this call on: the caller has done its own part by then."""
+        assert self._wait is not None, 'nothing was sent'
+        try:
+            answer = self._wait()
+        except queue.Empty:
+            return f'no word of {what} for distributed.command_deadline_s={self._peers.deadline_s:g}'
+        except CommandError as error:
+            return str(error)
+        if answer.failure is None:
+            return answer.value
+        return answer.failure.text if answer.failure.is_user_error else str(answer.failure)
+
+
+def result_of(answers: Sequence[Answer], names: Sequence[str], command: str) -> Any:
+    """The result of the first process; raises its error, or else that of the first process that failed alone."""
+    if (failure := answers[0].failure) is not None:
+        raise_failure(failure, f'{names[0]} failed at the command {command!r}')
+    require_done(answers, names, command, names[0])
+    return answers[0].value
+
+
+def require_done(answers: Sequence[Answer], names: Sequence[str], command: str, by: str) -> None:
+    """Raises CommandError that names the first process that failed where the one called `by` did not."""
+    for name, answer in zip(names, answers, strict=True):
+        if answer.failure is not None:
+            raise CommandError(f'{name} failed at the command {command!r} that {by} did: {answer.failure}')
+
+
+def _require_published(answer: Answer, name: str) -> None:
+    try:
+        if answer.failure is not None:
+            raise_failure(answer.failure, f'{name} failed at publishing')
+    except RemoteUserError as error:
+        raise PublicationError(str(error)) from None

@@ -1,0 +1,149 @@
+"""One process of a run in roles, which an executor starts (docs/cluster.md): python -m areal_jax.main_role
+--role=controller|learner|engine --index=K|env:NAME --config=FILE --workdir=DIR [--count=N] [--host=ADDRESS]
+[--config.section.field=value ...]. It goes on from what is in the workdir.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast, get_args
+
+from areal_jax.app.ending import ProcessEnd, describe_untrained, end_command
+from areal_jax.app.interrupt import Interrupts
+from areal_jax.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from absl import flags
+
+    from areal_jax.app.command_line import CommandLine
+    from areal_jax.app.roles import RoleProcess
+
+# Slow imports come after the signal handlers are set and the command line is parsed. A controller never imports jax.
+
+
+def main(argv: Sequence[str], interrupts: Interrupts) -> int:
+    """Parse, check the directory, run the role; returns the exit code."""
+    from areal_jax.app.command_line import parse_train_command
+    from areal_jax.app.noise import silence_libraries
+    from areal_jax.app.roles import require_role, require_roles
+    from areal_jax.registry.self_test import require_path, require_usable
+
+    silence_libraries()
+    values = _define_flags()
+    command = parse_train_command(argv, values)
+    require_path(values.workdir)
+    process = _parse_process(values)
+    require_roles(command.config)
+    require_role(command.config, process.role, process.index, values.count)
+    require_usable(process.workdir)
+
+    from areal_jax.app.memory import return_freed_memory
+
+    return_freed_memory()  # before jax is imported
+    if process.role == 'controller':
+        return _control(command, process, interrupts)
+    if process.role == 'learner':
+        from areal_jax.app.learner_role import serve_learner
+
+        serve_learner(command.config, process)
+        return ExitCode.FINISHED
+    return _serve(command, process, interrupts)
+
+
+def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
+    from areal_jax.app.controller_run import ControllerRun
+    from areal_jax.app.workdir import holds_run
+
+    run = ControllerRun(
+        command.config,
+        process,
+        resume=holds_run(process.workdir),
+        source=command.source,
+        overrides=command.overrides,
+        interrupts=interrupts,
+    )
+    report = run.train()
+    if report is None:
+        print(f'stopped; the same roles go on from {process.workdir}/checkpoints', flush=True)
+        return ExitCode.STOPPED
+    print(f'report: {process.workdir}/report.html', flush=True)
+    if not report['optimizer_steps']:
+        print(describe_untrained(report['steps'], report['skipped_steps']))
+        return ExitCode.NOTHING_TRAINED
+    return ExitCode.FINISHED
+
+
+def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
+    from areal_jax.app.extras import API_KEY, require_serving
+    from areal_jax.app.roles import await_controller
+
+    config = command.config
+    await_controller(process, config, config.distributed.command_deadline_s)
+    if config.rollout.server == 'vllm':
+        from launch.vllm_server import describe_command
+
+        program = describe_command(config, process.workdir, process.name, index=process.index, host=process.host)
+        os.execv(program[0], program)
+    require_serving()
+
+    from areal_jax.app.serve import serve_model
+    from areal_jax.rollout.http.server.thread import bind
+
+    serve_model(
+        config,
+        bind(process.host, 0),
+        api_key=os.environ.get(API_KEY, ''),
+        interrupts=interrupts,
+        workdir=process.workdir,
+        name=process.name,
+        index=process.index,
+    )
+    return ExitCode.FINISHED
+
+
+def _parse_process(values: flags.FlagValues) -> RoleProcess:
+    from areal_jax.app.roles import RoleProcess, parse_index
+    from areal_jax.config.cluster import Role
+    from areal_jax.config.structure import suggest
+
+    roles = get_args(Role)
+    if values.role not in roles:
+        near = suggest(values.role or '', list(roles))
+        raise UserError(f'--role={values.role or ""} is none of {", ".join(roles)}{near}')
+    if values.role == 'learner' and values.host in ('0.0.0.0', '::'):
+        raise UserError(f'--host={values.host}: name the interface at which the other roles reach this learner process')
+    index = 0 if values.role == 'controller' and values.index is None else parse_index(values.index)
+    return RoleProcess(cast(Role, values.role), index, pathlib.Path(values.workdir), values.host)
+
+
+def _define_flags() -> flags.FlagValues:
+    """The flags of this command, beside --config."""
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_string('role', None, 'controller, learner or engine.', flag_values=values)
+    flags.DEFINE_string(
+        'index',
+        None,
+        'Of this process among those of its role, from 0; env:NAME = in that variable.',
+        flag_values=values,
+    )
+    flags.DEFINE_integer('count', None, 'Processes of the role, to be compared with the config.', flag_values=values)
+    flags.DEFINE_string('workdir', None, 'Of the run; all hosts share it.', flag_values=values)
+    flags.DEFINE_string('host', '127.0.0.1', 'Address at which other roles reach this one.', flag_values=values)
+    return values
+
+
+def run() -> None:
+    """Entry point of `python -m areal_jax.main_role`."""
+    end = ProcessEnd()
+    with Interrupts('the same role goes on') as interrupts:
+        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir')
+        sys.exit(end.note(code))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,197 @@
+"""The entries of a run's registry: what a process says of itself, and which of several holders of one name counts.
+
+    WORKDIR/registry/engine-3.000002.5f0c1b9a.json    name, incarnation, token
+
+Each start writes a file of its own under a name that it does not share, so nothing is ever replaced by another process
+and no lock is needed. The incarnation is one more than the highest there is; two processes that start at the same time
+may count alike, and then the larger token wins. The highest (incarnation, token) of a name is its holder: every reader
+comes to the same one, and it never goes back. A holder removes the files of those before it, which is how they learn
+that they have lost the name. The time of change of the file is the heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from areal_jax import files
+from areal_jax.errors import UserError
+
+REGISTRY = 'registry'  # in the workdir
+_FILE = re.compile(r'(.+)\.(\d{6,})\.([0-9a-f]{8})\.json')
+_NAME = re.compile(r'[\w:@-][\w.:@-]*')
+_LOOKS = 3  # at a directory in which a file cannot be read: it may be half written, or its holder has just changed
+
+Order = tuple[int, str]  # of the holders of one name: the highest counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a process says of itself."""
+
+    name: str  # 'engine-3'
+    incarnation: int  # counts the holders of the name, from 1
+    token: str  # random, eight hexadecimal digits
+    address: str = ''  # 'http://host:port', 'host:port'; '' = nobody calls it
+    kind: str = ''  # of an engine: which client speaks to it
+    role: str = ''  # with `index`, where it is one process of a run in roles
+    index: int | None = None
+    host: str = ''
+    process: int = 0
+    code: str = ''  # version of this package
+    is_leaving: bool = False  # it takes nothing new
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what else its readers may need
+    heartbeat: int | None = None  # changes while the process lives
+
+    @property
+    def order(self) -> Order:
+        return self.incarnation, self.token
+
+    @property
+    def holder(self) -> str:
+        """'2-5f0c1b9a': names the process, and travels with requests that are meant for it alone."""
+        return f'{self.incarnation}-{self.token}'
+
+    def __str__(self) -> str:
+        return f'{self.name} (process {self.process} on {self.host or "a host unknown"})'
+
+
+class FencedError(UserError):
+    """Another process has taken the name of this one."""
+
+
+class Registration:
+    """The entry of this process, which takes the name from whoever had it.
+
+    Raises UserError for a name that is none of a file, FencedError where another process took it at the same time.
+    """
+
+    def __init__(self, workdir: pathlib.Path, entry: Entry):
+        """`entry` without incarnation and token; host and process are those of this one."""
+        for _ in self.steps(workdir, entry):
+            pass
+
+    def steps(self, workdir: pathlib.Path, entry: Entry) -> Iterator[str]:
+        """What the constructor does, between accesses to the directory: a test lets other processes act there."""
+        if not _NAME.fullmatch(entry.name):
+            raise UserError(f'--name={entry.name!r} is no name in a registry: use letters, digits, - and .')
+        self._directory = workdir / REGISTRY
+        self._directory.mkdir(parents=True, exist_ok=True)
+        earlier = list_orders(self._directory).get(entry.name, [])
+        yield 'counted'
+        self.entry = dataclasses.replace(
+            entry,
+            incarnation=max((incarnation for incarnation, _ in earlier), default=0) + 1,
+            token=secrets.token_hex(4),
+            host=socket.gethostname(),
+            process=os.getpid(),
+        )
+        self._write()
+        yield 'written'
+        self.remove_earlier()
+
+    def remove_earlier(self) -> None:
+        """Tells those before that they have lost the name. Raises FencedError where this process has lost it."""
+        for order in list_orders(self._directory).get(self.entry.name, []):
+            if order < self.entry.order:
+                file_of(self._directory, self.entry.name, order).unlink(missing_ok=True)
+        self._require_newest()
+
+    def beat(self) -> None:
+        """Says that this process is alive; several times in a reader's patience.
+
+        Raises FencedError where another process has the name. An entry that was removed is written again.
+        """
+        try:
+            os.utime(self.path)
+        except FileNotFoundError:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._require_newest()
+            self._write()
+
+    def update(self, **changes: Any) -> None:
+        """Replaces fields of the entry."""
+        self.entry = dataclasses.replace(self.entry, **changes)
+        self._write()
+
+    def close(self) -> None:
+        """The entry stays and says that its process is leaving, unless another one has the name."""
+        with contextlib.suppress(FencedError):
+            self._require_newest()
+            if not self.entry.is_leaving:
+                self.update(is_leaving=True)
+
+    @property
+    def path(self) -> pathlib.Path:
+        return file_of(self._directory, self.entry.name, self.entry.order)
+
+    def _require_newest(self) -> None:
+        newest = max(list_orders(self._directory).get(self.entry.name, []), default=self.entry.order)
+        if newest <= self.entry.order:
+            return
+        other = read_entry(file_of(self._directory, self.entry.name, newest))
+        by = f'process {other.process} on {other.host}' if other else 'another process'
+        raise FencedError(
+            f'{self.entry.name} of {self._directory} was taken over by {by}: this process ends; start each name once'
+        )
+
+    def _write(self) -> None:
+        fields = dataclasses.asdict(self.entry)
+        del fields['heartbeat']
+        files.write_json(self.path, fields, allow_nan=True)  # a config may have infinite fields
+
+
+def file_of(directory: pathlib.Path, name: str, order: Order) -> pathlib.Path:
+    return directory / f'{name}.{order[0]:06d}.{order[1]}.json'
+
+
+def list_orders(directory: pathlib.Path) -> dict[str, list[Order]]:
+    """All holders that a name has a file of, by name."""
+    found: dict[str, list[Order]] = {}
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return {}
+    for name in names:
+        if match := _FILE.fullmatch(name):
+            found.setdefault(match[1], []).append((int(match[2]), match[3]))
+    return found
+
+
+def read_entry(path: pathlib.Path) -> Entry | None:
+    """The entry in a file; None for one that is gone or that is not whole. Unknown fields are ignored."""
+    try:
+        heartbeat = path.stat().st_mtime_ns
+        fields = files.read_json(path)
+    except (OSError, files.FileError):
+        return None
+    known = {field.name: fields[field.name] for field in dataclasses.fields(Entry) if field.name in fields}
+    texts = ('name', 'token', 'address', 'kind', 'role', 'host', 'code')
+    types: Mapping[str, type | tuple[type, ...]] = {
+        **dict.fromkeys(texts, str),
+        **dict.fromkeys(('incarnation', 'process'), int),
+        'index': (int, type(None)),
+        'is_leaving': bool,
+        'details': dict,
+    }
+    if any(not isinstance(known.get(name), kind) for name, kind in types.items()):
+        return None
+    return Entry(**{**known, 'heartbeat': heartbeat})
+
+
+def read_entries(workdir: pathlib.Path) -> list[Entry]:
+    """The holder of each name, by name; one whose file cannot be read after several looks is left out."""
+    directory = workdir / REGISTRY
+    for _ in range(_LOOKS):
+        newest = {name: max(orders) for name, orders in list_orders(directory).items()}
+        found = [read_entry(file_of(directory, name, order)) for name, order in sorted(newest.items())]
+        if None not in found:
+            break
+    return [entry for entry in found if entry is not None]

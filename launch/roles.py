@@ -1,0 +1,252 @@
+"""A run in roles on this machine: which commands, and who starts whom again. Used by local.py.
+
+An engine is started again alone. The learner processes are one program, which a lost one ends for all. The controller
+goes on from its checkpoint, with learners that start anew. So whenever the controller or a learner is lost, all of them
+start again as a new attempt, while the engines serve on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from ml_collections import config_dict
+
+from areal_jax import files
+from areal_jax.app.roles import require_roles
+from areal_jax.app.workdir import holds_run
+from areal_jax.config.cluster import list_roles
+from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import ExitCode
+from areal_jax.registry.self_test import require_usable
+from launch.heartbeats import Heartbeats
+from launch.keeper import SIGNALLED, describe_code
+from launch.programs import Program, Server, describe_command, say, start_logged
+from launch.vllm_server import find_python
+from launch.wakeups import Wakeups
+
+ROLE = 'areal_jax.main_role'
+LOGS = 'logs'  # in the workdir: a file for each role and attempt
+_HOST_DEVICES = 'xla_force_host_platform_device_count'
+_LOOK_S = 0.2
+_STEADY_S = 60.0  # an attempt that lived so long has started well
+_MOST_RESTARTS = 5  # of controller and learners, in a row
+_LONGEST_PAUSE_S = 30.0  # before a restart
+_NOTICE_S = 20.0  # for controller and learners to notice that one of them is lost, and to end
+_STOP_S = 10.0  # for what is left to end after SIGTERM
+_QUOTED = 5  # last lines of a log, in an error
+_FINAL = (ExitCode.BUG, ExitCode.USER_ERROR)  # would fail again
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleCommand:
+    """One process of a run."""
+
+    role: str
+    index: int
+    command: Sequence[str]
+    variables: dict[str, str]  # added to the environment
+
+    @property
+    def name(self) -> str:
+        return f'{self.role}-{self.index}'
+
+
+def plan_roles(
+    config: config_dict.ConfigDict, words: Sequence[str], environment: dict[str, str] | None = None
+) -> list[RoleCommand]:
+    """The commands of all roles.
+
+    Args:
+      words: of the command line of main_role, beside those that say which role.
+      environment: of this process; its XLA_FLAGS are extended. Virtual devices exist where jax computes on the CPU.
+    """
+    given = re.sub(rf'--{_HOST_DEVICES}=\d+ ?', '', (environment or {}).get('XLA_FLAGS', '')).strip()
+    planned = []
+    for entry in list_roles(config):
+        flags = f'{given} --{_HOST_DEVICES}={entry.devices}'.strip()
+        for index in range(entry.count):
+            which = [f'--role={entry.role}', f'--index={index}', f'--count={entry.count}']
+            command = [sys.executable, '-m', ROLE, *which, *words]
+            planned.append(RoleCommand(entry.role, index, command, {'XLA_FLAGS': flags} if entry.devices else {}))
+    return planned
+
+
+def run_roles(
+    config: config_dict.ConfigDict,
+    workdir: pathlib.Path,
+    words: Sequence[str],
+    environment: dict[str, str],
+    *,
+    resume: bool,
+    dry_run: bool,
+) -> int:
+    """Starts all roles and keeps them running until the controller ends; returns its exit code.
+
+    Raises UserError for a run that cannot be in roles, and for a workdir that is used and not resumed.
+    """
+    require_roles(config)
+    planned = plan_roles(config, words, environment)
+    if dry_run:
+        print(*(describe_command(role.command, role.variables) for role in planned), sep='\n')
+        return ExitCode.FINISHED
+    if config.rollout.server == 'vllm':
+        find_python()  # raises where there is none
+    if holds_run(workdir) != resume:
+        fix = 'start without --resume' if resume else 'go on with --resume, or give another --workdir'
+        raise ConfigError(f'{workdir} holds {"no run yet" if resume else "a run already"}: {fix}')
+    lock = files.DirectoryLock(workdir / LOGS)
+    try:
+        require_usable(workdir)
+        return _Roles(planned, workdir / LOGS, Heartbeats(workdir)).run()
+    finally:
+        lock.release()
+
+
+class _Roles:
+    """All processes of a run. The first stop signal goes to the controller, the second one too, the third kills all."""
+
+    def __init__(self, planned: Sequence[RoleCommand], logs: pathlib.Path, heartbeats: Heartbeats):
+        self._heartbeats, self._logs = heartbeats, logs
+        self._together = [role for role in planned if role.role != 'engine']
+        self._engines = [
+            Server(role.name, role.command, functools.partial(self._next_log, role.name), role.variables)
+            for role in planned
+            if role.role == 'engine'
+        ]
+        self._programs: dict[str, Program] = {}  # of controller and learners, by name
+        self._paths: dict[str, pathlib.Path] = {}  # their logs
+        self._shown = 0  # bytes of the controller's log that were printed
+        self._stops = self._restarts = 0
+        self._is_deserted = False
+        self._started_s = 0.0
+        self._lost_s: float | None = None  # since when one of them is gone
+
+    def run(self) -> int:
+        """Until the controller ends for good; its exit code."""
+        with Wakeups() as wakeups:
+            try:
+                self._start()
+                while (code := self._look(wakeups)) is None:
+                    pass
+                return code
+            finally:
+                self._end(wakeups)
+
+    def _start(self) -> None:
+        """One attempt of controller and learners."""
+        self._started_s, self._lost_s, self._shown = time.monotonic(), None, 0
+        for role in self._together:
+            path = self._paths[role.name] = self._next_log(role.name)
+            self._programs[role.name] = start_logged(role.command, path, role.variables)
+
+    def _look(self, wakeups: Wakeups) -> int | None:
+        """The exit code when the run is over."""
+        numbers, _ = wakeups.wait(_LOOK_S)
+        for number in numbers:
+            self._stop(number)
+        silent = self._heartbeats.list_silent()
+        if not self._stops:
+            for engine in self._engines:
+                engine.look(silent)
+            self._end_silent(silent)
+            self._notice_deserted()
+        self._show()
+        codes = {name: code for name, program in self._programs.items() if (code := program.poll()) is not None}
+        return self._judge(codes) if codes else None
+
+    def _judge(self, codes: dict[str, int]) -> int | None:
+        """What follows from the processes that have ended."""
+        controller = codes.get(self._together[0].name)
+        if controller is not None and controller not in (*_FINAL, ExitCode.STOPPED) and controller < SIGNALLED:
+            return controller  # finished, or nothing was trained
+        now = time.monotonic()
+        self._lost_s = self._lost_s or now
+        if len(codes) < len(self._programs) and now - self._lost_s < _NOTICE_S and self._stops < 3:
+            return None  # the others notice it and end
+        final = next((name for name, code in codes.items() if code in _FINAL), None)
+        if final is not None:
+            say(f'{final} {describe_code(codes[final])}; the end of {self._paths[final]}:\n{self._quote(final)}')
+            return codes[final]
+        for program in self._programs.values():
+            program.kill()
+        if self._is_deserted:
+            return ExitCode.USER_ERROR
+        if self._stops:
+            return ExitCode.STOPPED
+        return self._restart(codes)
+
+    def _restart(self, codes: dict[str, int]) -> int | None:
+        lived_s = time.monotonic() - self._started_s
+        self._restarts = 1 if lived_s >= _STEADY_S else self._restarts + 1
+        first = next((name for name, code in codes.items() if code != ExitCode.STOPPED), next(iter(codes)))
+        said = f'{first} {describe_code(codes[first])} after {lived_s:.0f} s'
+        if self._restarts > _MOST_RESTARTS:
+            say(f'{said}, {_MOST_RESTARTS} restarts in a row; the end of {self._paths[first]}:\n{self._quote(first)}')
+            say('the same command with --resume goes on')
+            return ExitCode.STOPPED
+        pause_s = min(2.0 ** (self._restarts - 1), _LONGEST_PAUSE_S)
+        say(f'{said}: controller and learners are started again in {pause_s:.0f} s; see {self._paths[first]}')
+        time.sleep(pause_s)
+        self._start()
+        return None
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stops += 1
+        if self._stops > 2:
+            say(f'{number.name}: everything is killed')
+            for program in self._programs.values():
+                program.kill()
+        else:
+            self._programs[self._together[0].name].send(number)
+
+    def _end_silent(self, silent: Sequence[int]) -> None:
+        for name, program in self._programs.items():
+            if silent and program.poll() is None and program.runs_any(silent):
+                say(f'{name} has given no sign of life for a long time: it is killed')
+                program.kill()
+
+    def _notice_deserted(self) -> None:
+        if self._engines and not self._is_deserted and all(engine.is_over for engine in self._engines):
+            self._is_deserted = True
+            say('no engine is left: the controller is told to save and stop')
+            self._programs[self._together[0].name].send(signal.SIGTERM)
+
+    def _show(self) -> None:
+        """Prints what the controller has said since the last look."""
+        with self._paths[self._together[0].name].open('rb') as log:
+            log.seek(self._shown)
+            said = log.read()
+        self._shown += len(said)
+        if said:
+            say(said.decode(errors='replace').rstrip('\n'))
+
+    def _quote(self, name: str) -> str:
+        lines = self._paths[name].read_text(errors='replace').splitlines()
+        return '\n'.join(f'  {line}' for line in lines[-_QUOTED:])
+
+    def _next_log(self, name: str) -> pathlib.Path:
+        """WORKDIR/logs/learner-0.2.log for the second start of this process in the life of the workdir."""
+        taken = [int(path.name.split('.')[-2]) for path in self._logs.glob(f'{name}.*.log')]
+        return self._logs / f'{name}.{max(taken, default=0) + 1}.log'
+
+    def _end(self, wakeups: Wakeups) -> None:
+        """Lets the learners end, whom the controller has told to, and tells the engines; kills what is left."""
+        engines = [engine.program for engine in self._engines if engine.program is not None]
+        for program in engines:
+            program.send(signal.SIGTERM)
+        programs = [*self._programs.values(), *engines]
+        end_s = time.monotonic() + _STOP_S
+        while any(program.poll() is None for program in programs) and time.monotonic() < end_s:
+            numbers, _ = wakeups.wait(_LOOK_S)
+            if numbers:
+                break
+        self._show()
+        for program in programs:
+            program.kill()

@@ -1,0 +1,142 @@
+"""Roles of one run meet; everybody else is turned away in one sentence that names both sides, and holds nobody up."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from areal_jax.distributed import wire
+from areal_jax.distributed.handshake import Hello, Listener, connect, digest_config
+from areal_jax.distributed.wire import Frame, WireError, WrongKeyError, send_all
+from areal_jax.errors import LostPeerError, UserError
+
+_KEY, _CONFIG = bytes(range(32)), digest_config({'run': {'steps': 3}})
+_LEARNER, _CONTROLLER = Hello('learner 1', _CONFIG), Hello('controller', _CONFIG)
+
+
+@pytest.fixture
+def listener():
+    with Listener('127.0.0.1', 0, _KEY, _LEARNER) as listening:
+        yield listening
+
+
+def test_two_roles_of_a_run_meet_and_speak(listener):
+    theirs = connect(listener.address, _KEY, _CONTROLLER, 5)
+    ours = listener.accept(5)
+    assert (ours.hello, theirs.hello) == (_CONTROLLER, _LEARNER)
+    for one, other in ((ours, theirs), (theirs, ours)):
+        assert send_all([one.connection], Frame.of(b'hello'), 5) == {}
+        assert other.connection.receive() == b'hello'
+
+
+def test_each_connection_has_keys_of_its_own(listener):
+    first, second = (connect(listener.address, _KEY, _CONTROLLER, 5).connection for _ in range(2))
+    accepted = [listener.accept(5).connection for _ in range(2)]
+    keys = {key for each in (first, second) for key in (each._send_key, each._receive_key)}
+    assert len(keys) == 4
+    assert keys == {key for each in accepted for key in (each._send_key, each._receive_key)}
+
+
+def test_who_has_another_key_is_turned_away_and_told(listener):
+    with pytest.raises(
+        WrongKeyError, match=rf'who listens at {listener.address} does not have the key of controller: '
+    ):
+        connect(listener.address, bytes(32), _CONTROLLER, 5)
+    message = (
+        r'nobody of the run connected to learner 1 at .*; 1 turned away, the last: 127\.0\.0\.1: it has another key'
+    )
+    with pytest.raises(LostPeerError, match=message):
+        listener.accept(0.3)
+
+
+def test_who_only_repeats_what_it_has_seen_is_turned_away(listener):
+    """A client without the key, which sends the server's own proof back."""
+    with socket.create_connection((listener.host, listener.port), timeout=5) as own:
+        own.sendall(wire._MAGIC + bytes(32))
+        greeting = own.recv(16 + 32 + 32, socket.MSG_WAITALL)
+        own.sendall(greeting[-32:])
+        assert own.recv(1) == b''
+    with pytest.raises(LostPeerError, match='it has another key'):
+        listener.accept(0.2)
+
+
+@pytest.mark.parametrize(
+    ('hello', 'what'),
+    [(Hello('controller', 'f' * 64), 'config'), (Hello('controller', _CONFIG, '9.9'), 'code version')],
+)
+def test_a_role_of_another_config_or_code_version_is_named_by_both(listener, hello, what):
+    with pytest.raises(WireError) as theirs:
+        connect(listener.address, _KEY, hello, 5)
+    with pytest.raises(WireError) as ours:
+        listener.accept(5)
+    assert str(theirs.value).startswith(f'{hello} met a role of another {what}, {_LEARNER}: start all roles')
+    assert str(ours.value).startswith(f'{_LEARNER} met a role of another {what}, {hello}: start all roles')
+    assert 'areal_jax 9.9' in str(Hello('controller', _CONFIG, '9.9'))
+
+
+def test_a_stranger_that_keeps_silent_holds_nobody_up(listener):
+    began = time.monotonic()
+    with contextlib.ExitStack() as open_sockets:
+        for _ in range(4):
+            open_sockets.enter_context(socket.create_connection((listener.host, listener.port)))
+        connect(listener.address, _KEY, _CONTROLLER, 5)
+        assert listener.accept(5).hello == _CONTROLLER
+    assert time.monotonic() - began < 2
+
+
+def test_a_stranger_of_another_protocol_is_turned_away(listener):
+    with socket.create_connection((listener.host, listener.port), timeout=5) as own:
+        own.sendall(b'GET / HTTP/1.1\r\nHost: x\r\n\r\n')
+        with contextlib.suppress(ConnectionResetError):
+            assert own.recv(1) == b''
+    with pytest.raises(LostPeerError, match=r'turned away, the last: 127\.0\.0\.1: it speaks another protocol'):
+        listener.accept(0.2)
+
+
+def test_a_role_that_connects_to_another_service_says_so():
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer():
+            own, _ = server.accept()
+            own.sendall(b'HTTP/1.1 400 Bad Request\r\n\r\n')
+            own.recv(64)
+            own.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(
+            WireError, match=rf'127\.0\.0\.1:{port} is not a role of this run: it speaks another protocol'
+        ):
+            connect(f'127.0.0.1:{port}', _KEY, _CONTROLLER, 5)
+
+
+def test_a_port_in_use_and_a_foreign_address_are_one_sentence(listener):
+    with pytest.raises(UserError, match=rf'port {listener.port} of 127\.0\.0\.1 is in use by another process'):
+        Listener('127.0.0.1', listener.port, _KEY, _LEARNER)
+    with pytest.raises(UserError, match=r'--host=192\.0\.2\.1 is no address of this machine'):
+        Listener('192.0.2.1', 0, _KEY, _LEARNER)
+
+
+def test_nobody_who_listens_and_nobody_who_comes_are_one_sentence(listener):
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        free = server.getsockname()[1]
+    with pytest.raises(LostPeerError, match=rf'controller could not connect to 127\.0\.0\.1:{free} within 0\.3 s'):
+        connect(f'127.0.0.1:{free}', _KEY, _CONTROLLER, 0.3)
+    with pytest.raises(
+        LostPeerError, match=r'nobody of the run connected to learner 1 at 127\.0\.0\.1:\d+ for 0\.1 s: '
+    ):
+        listener.accept(0.1)
+
+
+def test_only_the_named_interface_is_listened_at():
+    with Listener('127.0.0.2', 0, _KEY, _LEARNER) as listening, pytest.raises(LostPeerError):
+        connect(f'127.0.0.1:{listening.port}', _KEY, _CONTROLLER, 0.1)
+
+
+def test_the_digest_of_a_config_does_not_depend_on_the_order_of_fields():
+    assert digest_config({'a': {'x': 1, 'y': None}, 'b': 2}) == digest_config({'b': 2, 'a': {'y': None, 'x': 1}})
+    assert digest_config({'a': 1}) != digest_config({'a': 2})

@@ -1,0 +1,236 @@
+"""A controller without a learner: results are those of learner process 0, failures are told, each process writes its
+part. The learners are stubs on threads; tests/distributed/test_two_processes.py has real ones."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from areal_jax.checkpoint.pieces import ArrayShape
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.distributed.follower import follow
+from areal_jax.distributed.messages import RemoteError, RemoteUserError, RemoteValueError
+from areal_jax.distributed.peers import CommandError, Peers
+from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
+from areal_jax.distributed.wire import make_pair
+from areal_jax.errors import LostPeerError, UserError
+from areal_jax.learning.price import UpdatePrice
+from areal_jax.publication.errors import PublicationError
+from areal_jax.sharding.host_shards import HostShards
+from tests.learning.examples import random_groups
+
+_WHOLE = np.arange(8, dtype=np.float32).reshape(4, 2)
+
+
+class _Learner:
+    """Holds two rows of a weight, as one of two processes; fails where it is told to."""
+
+    def __init__(self, index):
+        self.index, self.calls, self.errors = index, [], {}
+
+    def __getattr__(self, name):
+        if name.startswith('_'):
+            raise AttributeError(name)
+        results = {
+            'warm_up': 7, 'price': UpdatePrice('ordinary', 2, False), 'update': {'loss/value': 0.5, 'ages': [1.0, 2]},
+            'evaluate': {'nll': 1.5}, 'score': np.float32([1, 2]) + self.index, 'publish': {'w': self.index},
+            'restore': None, 'require_finite': None,
+        }  # fmt: skip
+
+        def call(*args):
+            self.calls.append((name, args))
+            if name in self.errors:
+                raise self.errors[name]
+            return results[name]
+
+        return call
+
+    def save(self):
+        part = HostShards((4, 2), np.dtype(np.float32), (((2 * self.index, 0), _WHOLE[2 * self.index :][:2]),))
+        return {'params': {'w': part}, 'optimizer': {}}
+
+
+class _Versions:
+    """What a process writes of a version; see publication/parts.py."""
+
+    def __init__(self, index):
+        self.index, self.error = index, None
+
+    def begin(self, directory, version, copy):
+        pathlib.Path(directory).mkdir(exist_ok=True)
+
+    def write(self, directory, version, copy):
+        if self.error:
+            raise self.error
+        (pathlib.Path(directory) / f'{version}-{self.index}').write_text(str(copy))
+        return {f'leaf {self.index}': {'shape': [1]}}
+
+    def finish(self, directory, version, copy, manifest):
+        return f'digest of {sorted(manifest)}', f'{directory}/v{version}'
+
+
+@pytest.fixture
+def processes():
+    """(RemoteLearner, its Peers, the learners, the writers of versions, what was lost)."""
+    learners, writers, named, lost = [_Learner(0), _Learner(1)], [_Versions(0), _Versions(1)], [], []
+    for index in range(2):
+        ours, theirs = make_pair()
+        options = {'versions': writers[index], 'reports': index == 0, 'on_lost': lambda reason: None}
+        threading.Thread(
+            target=follow, args=(learners[index], theirs, 'controller'), kwargs=options, daemon=True
+        ).start()
+        named.append((f'learner {index}', ours))
+    peers = Peers(named, deadline_s=10, on_lost=lost.append)
+    yield RemoteLearner(peers), peers, learners, writers, lost
+    peers.close()
+    assert lost == []
+
+
+def test_every_process_executes_every_command_and_the_first_one_answers(processes):
+    learner, _, learners, _, _ = processes
+    groups = random_groups(3, 2)
+    assert learner.warm_up() == 7
+    assert learner.update(groups, 4) == {'loss/value': 0.5, 'ages': [1.0, 2]}
+    assert learner.evaluate(groups) == {'nll': 1.5}
+    np.testing.assert_array_equal(learner.score(3, np.arange(2), np.arange(2)), np.float32([1, 2]))
+    learner.require_finite('the weights', 'mend them')
+    assert learner.publish(5).version == 5
+    names = ['price', 'warm_up', 'update', 'evaluate', 'score', 'require_finite', 'publish']
+    assert [[name for name, _ in each.calls] for each in learners] == [names, names]
+    (sent, version), expected = learners[1].calls[2][1], groups
+    assert version == 4
+    for one, other in zip(sent, expected, strict=True):
+        for found, wanted in zip(one.trajectories, other.trajectories, strict=True):
+            np.testing.assert_array_equal(found.tokens, wanted.tokens)
+            np.testing.assert_array_equal(found.behavior_logprobs, wanted.behavior_logprobs)
+
+
+def test_tokens_of_an_update_are_counted_without_sending_it(processes):
+    learner, _, learners, _, _ = processes
+    groups = random_groups(3, 2)
+    assert learner.update_tokens(groups) == UpdatePrice('ordinary', 2, False).tokens(groups) > 0
+    assert [name for name, _ in learners[0].calls] == ['price']
+
+
+@pytest.mark.parametrize(
+    ('error', 'raised', 'message'),
+    [
+        (UserError('the weights are NaN: lower it'), RemoteUserError, '^the weights are NaN: lower it$'),
+        (
+            ValueError('of another model'),
+            RemoteValueError,
+            "learner 0 failed at the command 'update': ValueError: of an",
+        ),
+        (KeyError('x'), RemoteError, r"learner 0 failed at the command 'update': KeyError: 'x' \(the traceback is in"),
+    ],
+)
+def test_an_error_of_all_is_that_of_the_first_process(processes, error, raised, message):
+    learner, _, learners, _, _ = processes
+    for each in learners:
+        each.errors['update'] = error
+    with pytest.raises(raised, match=message):
+        learner.update([], 1)
+    assert learner.warm_up() == 7  # the next command works
+
+
+def test_an_error_of_one_process_alone_names_it(processes):
+    learner, _, learners, _, _ = processes
+    learners[1].errors['publish'] = OSError('no memory')
+    message = "learner 1 failed at the command 'publish' that learner 0 did: OSError: no memory"
+    with pytest.raises(CommandError, match=message) as raised:
+        learner.publish(1)
+    assert isinstance(raised.value, LostPeerError)  # ends with 75
+
+
+def test_a_method_that_is_no_command_is_refused(processes):
+    learner, _, learners, _, _ = processes
+    with pytest.raises(RemoteUserError, match="'close' is no command of a learner"):
+        learner._call('close')
+    assert [name for name, _ in learners[0].calls] == ['price']
+
+
+def test_a_checkpoint_is_written_by_the_processes_and_read_again(processes, tmp_path):
+    learner, _, learners, _, _ = processes
+    store = CheckpointStore(tmp_path / 'steps')
+    saved = learner.save()
+    assert saved == {'params': {'w': ArrayShape((4, 2), 'float32')}, 'optimizer': {}}
+    ring = {'3': {'w': np.ones(2, np.float32)}}  # what the controller itself holds
+    store.save(5, {**saved, 'ring': ring}, {'version': 5}, learner.followers)
+    step, arrays, state = store.restore_latest()
+    assert (step, state) == (5, {'version': 5})
+    np.testing.assert_array_equal(np.asarray(arrays['params']['w']), _WHOLE)
+    np.testing.assert_array_equal(np.asarray(arrays['ring']['3']['w']), ring['3']['w'])
+    assert {piece.tree.split('/')[0] for piece in arrays['params']['w'].pieces} == {'writer_0001', 'writer_0002'}
+    learner.restore({name: arrays[name] for name in ('params', 'optimizer')})
+    for each in learners:
+        ((name, (restored,)),) = each.calls[1:]
+        assert name == 'restore'
+        np.testing.assert_array_equal(restored['params']['w'][slice(1, 3), slice(0, 2)], _WHOLE[1:3])
+
+
+def test_a_save_without_arrays_of_the_controller_has_no_files_of_it(processes, tmp_path):
+    learner, *_ = processes
+    store = CheckpointStore(tmp_path / 'steps')
+    store.save(1, learner.save(), {}, learner.followers)
+    assert sorted(path.name for path in (tmp_path / 'steps/step_00000001/arrays').iterdir()) == [
+        'writer_0001',
+        'writer_0002',
+    ]
+
+
+def test_a_process_that_cannot_write_its_shards_is_named(processes, tmp_path):
+    learner, *_ = processes
+    store = CheckpointStore(tmp_path / 'steps')
+    saved = learner.save()
+    store.save(1, saved, {}, learner.followers)
+    with pytest.raises(CheckpointError, match=r'learner 0: IndexError: .*The checkpoint of step 1 is untouched'):
+        store.save(2, saved, {}, learner.followers)  # what was saved has been written already
+    assert store.latest() == 1
+
+
+def test_a_version_is_written_by_all_processes_and_finished_by_the_first(processes, tmp_path):
+    learner, peers, _, _, _ = processes
+    channel = RemoteChannel(peers, tmp_path / 'versions')
+    published = channel.transfer(3, learner.publish(3))
+    assert published.manifest_hash == "digest of ['leaf 0', 'leaf 1']"
+    assert published.handle == f'{tmp_path}/versions/v3'
+    assert {path.name: path.read_text() for path in (tmp_path / 'versions').iterdir()} == {
+        '3-0': "{'w': 0}",
+        '3-1': "{'w': 1}",
+    }
+    with pytest.raises(PublicationError, match='a controller without a learner holds none'):
+        channel.receive(published)
+    with pytest.raises(RemoteError, match='KeyError'):
+        channel.transfer(3, learner)  # it was published, and is gone
+
+
+def test_versions_that_are_not_read_any_more_are_removed(processes, tmp_path):
+    _, peers, *_ = processes
+    for version in range(5):
+        (tmp_path / f'v{version:06d}').mkdir()
+        (tmp_path / f'v{version:06d}' / 'manifest.json').write_text('{}')
+    RemoteChannel(peers, tmp_path).release(4, pinned=[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['v000001', 'v000003', 'v000004']
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_process_that_cannot_write_its_part_is_told(processes, tmp_path, index):
+    learner, peers, _, writers, _ = processes
+    writers[index].error = PublicationError('writing v000001 failed: no space')
+    with pytest.raises(PublicationError, match=r'^writing v000001 failed: no space$'):
+        RemoteChannel(peers, tmp_path / 'versions').transfer(1, learner.publish(1))
+
+
+def test_the_side_of_the_controller_is_free_of_jax():
+    names = ('remote_learner', 'peers', 'handshake', 'key', 'wire', 'codec', 'messages')
+    modules = [f'areal_jax.distributed.{name}' for name in names] + ['areal_jax.checkpoint.store']
+    program = (
+        f'import sys\nfor name in {modules}: __import__(name)\nprint({{"jax", "flax", "orbax"}} & set(sys.modules))'
+    )
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == 'set()'
