@@ -15,12 +15,15 @@ from ml_collections import config_dict
 
 from areal_jax.app.command_line import CommandLine, require_workdir
 from areal_jax.app.extras import require_extras
-from areal_jax.config import CONFIG, flatten, validate
+from areal_jax.app.roles import require_roles
+from areal_jax.app.workdir import holds_run
+from areal_jax.config import flatten
 from areal_jax.config.cluster import LEARNER, Role, RoleCount, has_roles, list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 
 MODULE = 'areal_jax.main_role'
+STEADY_S = 600  # a role that lived so long has started well: its restarts are counted anew
 _PER_NODE = ('/tmp', '/var/tmp', '/dev/shm', '/run')  # usually a disk or memory of one machine
 
 
@@ -79,7 +82,7 @@ def locate_source(source: str) -> str:
 def build_run(command: CommandLine, workdir: str, python: str) -> ClusterRun:
     """The run of a parsed command line. Raises ConfigError for a config that names no roles."""
     config = command.config
-    validate(config)
+    require_roles(config)
     if not has_roles(config):
         raise ConfigError(
             f'{LEARNER}={config.cluster.learner!r} names no processes, and an executor starts a learner of one or '
@@ -96,9 +99,10 @@ def render_overrides(command: CommandLine) -> tuple[str, ...]:
 
 
 def require_unused(run: ClusterRun, resume: bool) -> None:
-    """Raises UserError for a workdir that holds a run, unless it shall go on."""
-    if not resume and (pathlib.Path(run.workdir) / CONFIG).exists():
-        raise UserError(f'{run.workdir} holds a run already: go on with --resume, or give another --workdir')
+    """Raises UserError for a workdir that holds a run, unless it shall go on, and for none that could."""
+    if holds_run(pathlib.Path(run.workdir)) != resume:
+        fix = 'start without --resume' if resume else 'go on with --resume, or give another --workdir'
+        raise UserError(f'{run.workdir} holds {"no run yet" if resume else "a run already"}: {fix}')
 
 
 def require_shared(workdir: str, nodes: int) -> None:

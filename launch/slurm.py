@@ -109,7 +109,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_integer('engine_gpus_per_node', None, 'Where engines get other nodes.', 0, flag_values=values)
     flags.DEFINE_bool('share_nodes', False, "Engines run on the learner's nodes, on other GPUs.", flag_values=values)
     flags.DEFINE_bool('local_nodes', False, 'All nodes are on this machine, and share its /tmp.', flag_values=values)
-    flags.DEFINE_integer('restarts', 10, 'Most restarts of a role in one start of the job.', 0, flag_values=values)
+    flags.DEFINE_integer('restarts', 10, 'Most restarts of a role in a row.', 0, flag_values=values)
     flags.DEFINE_integer('grace_s', 120, 'Seconds to save the state before the time limit.', 10, flag_values=values)
     flags.DEFINE_multi_string('setup', [], 'Line of bash to run first: module load cuda.', flag_values=values)
     flags.DEFINE_multi_string('sbatch_option', [], 'Further option of sbatch: --mem=0.', flag_values=values)

@@ -13,7 +13,7 @@ from areal_jax.app.command_line import CommandLine
 from areal_jax.app.sweep.arms import read_arms, select_arms
 from areal_jax.app.sweep.directory import read_state, require_same_sweep
 from areal_jax.errors import UserError
-from launch.cluster_run import ClusterRun, locate_source, render_overrides, require_shared
+from launch.cluster_run import STEADY_S, ClusterRun, locate_source, render_overrides, require_shared
 from launch.slurm_layout import Component, Layout, NodeKind
 
 FOLDER = 'slurm'  # in the workdir: the sbatch file, and a folder with logs for each start of the job
@@ -47,6 +47,7 @@ def render_run(run: ClusterRun, layout: Layout, learner: NodeKind, engine: NodeK
         het_engine=het[1],
         host=shlex.quote(values.host) if values.host else '',
         restarts=values.restarts,
+        steady_s=STEADY_S,
         grace_s=values.grace_s,
     )
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from areal_jax.errors import ExitCode
+from launch.cluster_run import STEADY_S
 from launch.programs import Program
 
 FINAL = (ExitCode.FINISHED, ExitCode.BUG, ExitCode.USER_ERROR, ExitCode.NOTHING_TRAINED)  # not to be started again
@@ -33,7 +34,7 @@ class RoleActor:
       cwd: paths of the config are relative to it.
       host: address of the role; '' for that of the node.
       logs: a folder that all nodes share.
-      restarts: most restarts.
+      restarts: most restarts in a row.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class RoleActor:
         os.environ.update(environment)
         self._name, self._logs = name, pathlib.Path(logs)
         self._command = [*command, f'--host={host or _find_address()}']
-        self._restarts, self._starts, self._due_s = restarts, 0, 0.0
+        self._restarts, self._starts, self._failures = restarts, 0, 0
+        self._began_s = self._due_s = 0.0
         self._program: Program | None = None
         self._code: int | None = None
         self._is_told = False
@@ -61,7 +63,8 @@ class RoleActor:
         """Notices the end of the role, and starts it again when that is due."""
         if self._program is not None and (code := self._program.poll()) is not None:
             self._program = None
-            if code in FINAL or self._is_told or self._starts > self._restarts:
+            self._failures = self._failures + 1 if time.monotonic() - self._began_s < STEADY_S else 1
+            if code in FINAL or self._is_told or self._failures > self._restarts:
                 self._code = code
             self._due_s = time.monotonic() + _PAUSE_S
         if self._program is None and self._code is None and time.monotonic() >= self._due_s:
@@ -88,7 +91,7 @@ class RoleActor:
         self._log = self._logs / f'{self._name}.{number}.log'
         with self._log.open('ab') as log:
             self._program = Program(self._command, log)
-        self._starts += 1
+        self._starts, self._began_s = self._starts + 1, time.monotonic()
 
     def _read_tail(self) -> str:
         with self._log.open('rb') as file:

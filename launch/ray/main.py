@@ -80,9 +80,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_float('cpus', 1.0, 'Cores that a learner process or an engine asks for.', 0.0, flag_values=values)
     flags.DEFINE_float('controller_cpus', 1.0, 'Cores that the controller asks for.', 0.0, flag_values=values)
     flags.DEFINE_multi_string('environment', [], 'NAME=VALUE for every role.', flag_values=values)
-    flags.DEFINE_integer(
-        'restarts', 10, 'Most restarts of a role on its node, and on another one.', 0, flag_values=values
-    )
+    flags.DEFINE_integer('restarts', 10, 'Most restarts of a role in a row, and most moves.', 0, flag_values=values)
     flags.DEFINE_float('wait_s', 600.0, 'Seconds to wait for nodes.', 0.0, flag_values=values)
     flags.DEFINE_float('grace_s', 120.0, 'Seconds for roles to save their state.', 0.0, flag_values=values)
     flags.DEFINE_bool('local_nodes', False, 'All nodes are on this machine, and share its /tmp.', flag_values=values)

@@ -138,6 +138,8 @@ def test_a_file_is_submitted_and_a_used_workdir_needs_resume(programs, tmp_path,
     with pytest.raises(UserError, match='holds a run already: go on with --resume'):
         slurm.main(flags)
     assert slurm.main([*flags, '--resume']) == 0
+    with pytest.raises(UserError, match='holds no run yet: start without --resume'):
+        slurm.main([*flags, f'--workdir={tmp_path}/other', '--resume'])
     programs.add('sbatch', 'echo "invalid partition" >&2; exit 1')
     with pytest.raises(UserError, match=r'sbatch refuses .*: invalid partition'):
         slurm.main([*flags, '--resume'])
