@@ -49,8 +49,7 @@ class RoleActor:
         restarts: int,
     ):
         os.chdir(cwd)
-        os.environ.update(environment)
-        self._name, self._logs = name, pathlib.Path(logs)
+        self._name, self._logs, self._environment = name, pathlib.Path(logs), environment
         self._command = [*command, f'--host={host or _find_address()}']
         self._restarts, self._starts, self._failures = restarts, 0, 0
         self._began_s = self._due_s = 0.0
@@ -65,7 +64,7 @@ class RoleActor:
             self._program = None
             self._failures = self._failures + 1 if time.monotonic() - self._began_s < STEADY_S else 1
             if code in FINAL or self._is_told or self._failures > self._restarts:
-                self._code = code
+                self._code = code if code in FINAL else ExitCode.STOPPED
             self._due_s = time.monotonic() + _PAUSE_S
         if self._program is None and self._code is None and time.monotonic() >= self._due_s:
             self._start()
@@ -90,7 +89,7 @@ class RoleActor:
         number = sum(1 for _ in self._logs.glob(f'{self._name}.*.log'))
         self._log = self._logs / f'{self._name}.{number}.log'
         with self._log.open('ab') as log:
-            self._program = Program(self._command, log)
+            self._program = Program(self._command, log, self._environment)
         self._starts, self._began_s = self._starts + 1, time.monotonic()
 
     def _read_tail(self) -> str:
