@@ -1,5 +1,6 @@
 """launch.ray without Ray: bundles and commands, what an actor does with its role, and what becomes of lost groups."""
 
+import importlib.util
 import os
 import re
 import signal
@@ -68,7 +69,8 @@ def test_what_cannot_be_placed_is_refused_in_one_sentence(flags, said):
 
 
 def test_a_machine_without_ray_is_told_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(command.importlib.util, 'find_spec', lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'ray' else find(name))
     flags = [word for word in COMMON if 'workdir' not in word]
     with pytest.raises(UserError, match=re.escape("pip install 'areal_jax[ray]'")):
         command.main([*flags, f'--workdir={tmp_path}/run', *PLANS['cpu']])
