@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ml_collections import config_dict
 
@@ -125,7 +125,7 @@ class _Roles:
         self._shown = 0  # bytes of the controller's log that were printed
         self._stops = self._restarts = 0
         self._is_deserted = False
-        self._started_s = 0.0
+        self._started_s = self._due_s = 0.0
         self._lost_s: float | None = None  # since when one of them is gone
 
     def run(self) -> int:
@@ -151,6 +151,11 @@ class _Roles:
         numbers, _ = wakeups.wait(_LOOK_S)
         for number in numbers:
             self._stop(number)
+        if not self._programs:  # between two attempts
+            if self._stops:
+                return ExitCode.STOPPED
+            if time.monotonic() >= self._due_s:
+                self._start()
         silent = self._heartbeats.list_silent()
         if not self._stops:
             for engine in self._engines:
@@ -193,8 +198,7 @@ class _Roles:
             return ExitCode.STOPPED
         pause_s = min(2.0 ** (self._restarts - 1), _LONGEST_PAUSE_S)
         say(f'{said}: controller and learners are started again in {pause_s:.0f} s; see {self._paths[first]}')
-        time.sleep(pause_s)
-        self._start()
+        self._programs, self._due_s = {}, time.monotonic() + pause_s
         return None
 
     def _stop(self, number: signal.Signals) -> None:
@@ -204,9 +208,9 @@ class _Roles:
             for program in self._programs.values():
                 program.kill()
         else:
-            self._programs[self._together[0].name].send(number)
+            self._tell_controller(number)
 
-    def _end_silent(self, silent: Sequence[int]) -> None:
+    def _end_silent(self, silent: Collection[int]) -> None:
         for name, program in self._programs.items():
             if silent and program.poll() is None and program.runs_any(silent):
                 say(f'{name} has given no sign of life for a long time: it is killed')
@@ -216,7 +220,12 @@ class _Roles:
         if self._engines and not self._is_deserted and all(engine.is_over for engine in self._engines):
             self._is_deserted = True
             say('no engine is left: the controller is told to save and stop')
-            self._programs[self._together[0].name].send(signal.SIGTERM)
+            self._tell_controller(signal.SIGTERM)
+
+    def _tell_controller(self, number: signal.Signals) -> None:
+        """Nothing between two attempts."""
+        if (controller := self._programs.get(self._together[0].name)) is not None:
+            controller.send(number)
 
     def _show(self) -> None:
         """Prints what the controller has said since the last look."""

@@ -38,24 +38,21 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
     Raises LostPeerError where the others do not come, UserError for what the user can mend.
     """
     deadline_s = config.distributed.command_deadline_s
-    with keep_name(process, config, _end_at_once) as heartbeat:
+    tracked = TrackedConfig(config)
+    with keep_name(process, config, _end_at_once) as heartbeat, use_compilation_cache(tracked):
         await_controller(process, config, deadline_s)
         attempt = _meet(config, process, heartbeat.entry, deadline_s)
         _require_devices(config, process)
-        tracked = TrackedConfig(config)
+        model = build_model(tracked)
+        learner = build_learner(tracked, model)
+        model.params = None  # the learner has its copy
+        if process.index == 0:
+            print_warnings(config)
+            print_passed_over('learner.attention', learner.passed_over)
+        if len(attempt.members) > 1:
+            rendezvous.meet(deadline_s)
         hello = Hello(str(process), digest_config(tracked.as_dict()))
-        with (
-            use_compilation_cache(tracked),
-            Listener(process.host, 0, load_key(key_path(process.workdir)), hello) as listener,
-        ):
-            model = build_model(tracked)
-            learner = build_learner(tracked, model)
-            model.params = None  # the learner has its copy
-            if process.index == 0:
-                print_warnings(config)
-                print_passed_over('learner.attention', learner.passed_over)
-            if attempt.coordinator:
-                rendezvous.meet(deadline_s)
+        with Listener(process.host, 0, load_key(key_path(process.workdir)), hello) as listener:
             heartbeat.update(address=listener.address, details=_describe(attempt))
             print(f'{process} of attempt {attempt.number} waits for the controller at {listener.address}', flush=True)
             connection = listener.accept(deadline_s).connection

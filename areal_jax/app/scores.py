@@ -1,6 +1,6 @@
 """Scores of the evaluations before, after and beside training: written to the workdir and printed.
 
-Used by session.py and beside.py.
+Used by loop_run.py and beside.py.
 """
 
 from __future__ import annotations

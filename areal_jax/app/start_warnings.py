@@ -1,6 +1,6 @@
 """Warnings on stderr before the first update: values that are probably a mistake, attention backends that fail here.
 
-Used by app/run.py.
+Used by own_learner.py and learner_role.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The loop on the host: batches, updates, stops and checkpoints around its parts, joined by bounded queues.
 
-app/session.py builds and runs it. Its parts are admission (admission.py, lock_step.py), groups on their way through
+app/loop_run.py builds and runs it. Its parts are admission (admission.py, lock_step.py), groups on their way through
 generation and reward (groups.py), publication (publisher.py) and the writing of checkpoints (checkpoint_writer.py).
 It imports no jax and holds no array larger than a trajectory.
 """

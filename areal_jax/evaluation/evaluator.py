@@ -1,6 +1,6 @@
 """Accuracy on held-out problems, sampled and greedy, under the weights that the engines hold.
 
-Used by app/session.py before the first and after the last update, with the run's pool and verifier, and by
+Used by app/loop_run.py before the first and after the last update, with the run's pool and verifier, and by
 app/evaluate.py for a model on its own.
 """
 

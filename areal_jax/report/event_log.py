@@ -1,6 +1,6 @@
 """The reader of the event log: every line is checked against the schema of areal_jax/events.py.
 
-Used by report.py, app/session.py and app/rebuild.py once a run has ended.
+Used by report.py, app/loop_run.py and app/rebuild.py once a run has ended.
 """
 
 from __future__ import annotations

@@ -6,5 +6,5 @@ from areal_jax.app.ending import end_command
 from launch import cluster_run
 from launch.ray.main import main
 
-cluster_run.MODULE = 'tests.launch.stand_in_role'
+cluster_run.MODULE = 'tests.launch.stand_in_peer'
 sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir'))

@@ -2,5 +2,5 @@
 
 from launch import cluster_run, slurm
 
-cluster_run.MODULE = 'tests.launch.stand_in_role'
+cluster_run.MODULE = 'tests.launch.stand_in_peer'
 slurm.run()

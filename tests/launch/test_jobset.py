@@ -151,7 +151,7 @@ def run_pods(document, folder, seconds):
 
 
 def test_the_pods_are_a_run_with_stand_ins_for_roles(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster_run, 'MODULE', 'tests.launch.stand_in_role')
+    monkeypatch.setattr(cluster_run, 'MODULE', 'tests.launch.stand_in_peer')
     monkeypatch.setenv('STAND_IN_STEPS', '5')
     text = render([*CPU, f'--mount={tmp_path}', f'--workdir={tmp_path}/run'], capsys, monkeypatch)
     assert run_pods(yaml.safe_load(text), tmp_path, 20) == 0, (tmp_path / 'log').read_text()

@@ -294,7 +294,6 @@ def test_two_launchers_of_a_workdir_are_refused(tmp_path):
         ('--config.rollout.server=in_process', 'launch.local starts servers of this project or vLLM'),
         ('--config.rollout.server=vllm', 'needs an interpreter that has vLLM'),
         ('--config.rollout.slots=0', 'rollout.slots=0 must be'),
-        ('--config.cluster.learner=hosts=1 x data=1', 'launch.local starts one trainer'),
     ],
 )
 def test_a_run_that_cannot_start_is_refused_by_name(tmp_path, flag, sentence):

@@ -96,7 +96,7 @@ class OneRole:
         words = [
             sys.executable,
             '-m',
-            'tests.launch.stand_in_role',
+            'tests.launch.stand_in_peer',
             f'--workdir={tmp_path}',
             '--role=engine',
             '--index=0',
@@ -145,7 +145,7 @@ def test_a_role_that_is_told_to_stop_ends_by_itself(tmp_path):
 def test_a_role_ends_with_its_actor(tmp_path):
     program = (
         'import sys, time\nfrom launch.ray.actor import RoleActor\n'
-        f'RoleActor("engine-0", [sys.executable, "-m", "tests.launch.stand_in_role", "--workdir={tmp_path}", '
+        f'RoleActor("engine-0", [sys.executable, "-m", "tests.launch.stand_in_peer", "--workdir={tmp_path}", '
         f'"--role=engine", "--index=0"], {{}}, {str(ROOT)!r}, {str(tmp_path)!r}, host="h", restarts=0)\ntime.sleep(100)'
     )
     actor = subprocess.Popen([sys.executable, '-c', program], cwd=ROOT)

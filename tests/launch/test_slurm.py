@@ -152,7 +152,7 @@ class Job:
     """
 
     def __init__(self, programs, tmp_path, monkeypatch, capsys, **environment):
-        monkeypatch.setattr(cluster_run, 'MODULE', 'tests.launch.stand_in_role')
+        monkeypatch.setattr(cluster_run, 'MODULE', 'tests.launch.stand_in_peer')
         self.workdir, pids = tmp_path / 'run', tmp_path / 'pids'
         programs.add('scontrol', f'case $1 in requeue) echo requeued >>{tmp_path}/calls ;; '
                      'hostnames) ;; esac; case "$1 $2" in "show hostnames") printf "n1\\nn2\\n" ;; '

@@ -1,0 +1,117 @@
+"""Whole runs in roles: they survive their processes, and without a kill their weights are those of one process."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from areal_jax.registry.entries import read_entries
+from tests.launch.test_local import is_alive
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = '--config=configs/tiny_cpu.py'
+FIELDS = {
+    'rollout.server': 'own', 'publication.channel': 'files', 'cluster.engines': '2 x tensor=1',
+    'learner.rows_per_microbatch': 4, 'rollout.prefill_buckets': (256,), 'evaluation.samples': 2,
+    'telemetry.tensorboard': False, 'telemetry.plots': False, 'distributed.command_deadline_s': 300,
+}  # fmt: skip
+# importing jax raises ImportError in a controller
+NO_JAX = """
+import sys
+with open('/proc/self/cmdline') as file:
+    if '--role=controller' in file.read().split('\\0'):
+        sys.modules['jax'] = None
+"""
+
+
+class Launched:
+    """A run under launch.local; a context manager that leaves no process."""
+
+    def __init__(self, workdir, *flags, devices=1, **fields):
+        workdir.mkdir(exist_ok=True)
+        self.workdir, modules = workdir, workdir.parent / 'modules'
+        modules.mkdir(exist_ok=True)
+        (modules / 'sitecustomize.py').write_text(NO_JAX)
+        chosen = FIELDS | {name.replace('__', '.'): value for name, value in fields.items()}
+        overrides = [f'--config.{name}={value}' for name, value in chosen.items()]
+        self._process = subprocess.Popen(
+            [sys.executable, '-m', 'launch.local', CONFIG, f'--workdir={workdir}', *overrides, *flags],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={
+                **os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(modules),
+                'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+            },
+        )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def finish(self, timeout_s=500):
+        output, _ = self._process.communicate(timeout=timeout_s)
+        return self._process.returncode, output
+
+    def events(self, kind):
+        path = self.workdir / 'events.jsonl'
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for line in lines if line.endswith('}') and (event := json.loads(line))['kind'] == kind]
+
+    def await_publications(self, count, timeout_s=300):
+        end_s = time.monotonic() + timeout_s
+        while len(self.events('publish')) < count:
+            assert self._process.poll() is None, self._process.stdout.read()
+            assert time.monotonic() < end_s, f'waited for {count} publications'
+            time.sleep(0.1)
+
+    def kill(self, name):
+        (entry,) = [entry for entry in read_entries(self.workdir) if entry.name == name]
+        os.kill(entry.process, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_run_survives_its_roles(tmp_path):
+    fields = {'run__steps': 14, 'checkpoint__every': 2, 'evaluation__problems': 2}
+    with Launched(tmp_path / 'run', cluster__learner='hosts=2 x data=4', **fields) as run:
+        run.await_publications(3)
+        run.kill('engine-1')
+        run.await_publications(5)
+        run.kill('learner-1')
+        code, output = run.finish()
+    assert code == 0, output
+    assert json.loads((run.workdir / 'report.json').read_text())['steps'] == 14
+    assert (run.workdir / 'export' / 'model.safetensors').exists()
+    assert 'learner-1 was ended by SIGKILL' in output
+    assert output.count('controller and learners are started again') == 1
+    logs = {path.name for path in (run.workdir / 'logs').glob('*.log')}
+    assert {'controller-0.2.log', 'learner-0.2.log', 'engine-1.2.log'} <= logs
+    assert 'engine-0.2.log' not in logs  # it served on
+    trained = [draw for event in run.events('consume') for draw in event['draws']]
+    assert len(trained) == len(set(trained))
+    assert [event['version'] for event in run.events('publish')] == list(range(1, 15))
+    check = [sys.executable, '-m', 'areal_jax.main_check_log', str(run.workdir)]
+    assert subprocess.run(check, cwd=ROOT, check=False).returncode == 0
+    assert not any(is_alive(entry.process) for entry in read_entries(run.workdir))
+
+
+@pytest.mark.slow
+def test_without_a_kill_the_weights_are_those_of_one_process(tmp_path):
+    fields = {'run__steps': 4, 'staleness__eta': 0, 'evaluation__problems': 0}
+    manifests, digests = [], []
+    for name, learner, devices in (('roles', 'hosts=2 x data=4', 1), ('one', 'data=4', 4)):
+        with Launched(tmp_path / name, cluster__learner=learner, devices=devices, **fields) as run:
+            code, output = run.finish()
+        assert code == 0, output
+        manifests.append([event['manifest'] for event in run.events('publish')])
+        digests.append(json.loads((run.workdir / 'facts.json').read_text())['weights_sha256'])
+    assert manifests[0] == manifests[1]
+    assert len(manifests[0]) == 4
+    assert digests[0] == digests[1]
