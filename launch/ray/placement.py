@@ -22,7 +22,7 @@ from launch.ray.supervision import LostGroupError
 _ANSWER_S = 10.0  # for one look at an actor
 _PATIENCE_S = 60.0  # with an actor that does not answer
 _VERSIONS = {'v5e': 'v5litepod'}  # where Ray has another name for a generation
-_TOPOLOGY_LABEL = 'ray.io/tpu-topology'
+_TOPOLOGY_LABEL, _WORKER_LABEL = 'ray.io/tpu-topology', 'ray.io/tpu-worker-id'
 
 
 class PlacedGroup:
@@ -110,8 +110,10 @@ def _reserve(group: Group, wait_s: float) -> tuple[PlacementGroup, Callable[[], 
         placement = ray.util.placement_group([dict(group.bundle) for _ in group.processes], strategy='SPREAD')
         return placement, lambda: ray.util.remove_placement_group(placement)
     found = group.slice
-    # hosts of a larger slice have as many chips, and must not be taken one by one
-    labels = [{_TOPOLOGY_LABEL: found.topology} for _ in group.processes] if found.hosts == 1 else None
+    if found.hosts > 1:  # process K on host K, as libtpu numbers them
+        labels = [{_WORKER_LABEL: str(index)} for index in range(found.hosts)]
+    else:  # a host of a larger slice has as many chips, and must not be taken for it
+        labels = [{_TOPOLOGY_LABEL: found.topology}]
     try:
         slices = ray.util.tpu.slice_placement_group(
             topology=found.topology,
