@@ -187,13 +187,13 @@ class Job:
 
 
 def test_a_job_runs_its_roles_restarts_an_engine_and_ends(programs, tmp_path, monkeypatch, capsys):
-    job = Job(programs, tmp_path, monkeypatch, capsys, STAND_IN_STEPS='40')
+    job = Job(programs, tmp_path, monkeypatch, capsys, STAND_IN_STEPS='15')
     job.start()
     wait_until(lambda: len(job.events('engine 1 start')) == 1, 'the engine')
     os.kill(int(job.events('engine 1 start')[0].split()[3]), 9)
     code, output = job.finish()
     assert code == 0, output
-    assert json.loads((job.workdir / 'report.json').read_text()) == {'steps': 40}
+    assert json.loads((job.workdir / 'report.json').read_text()) == {'steps': 15}
     assert [len(job.events(*role)) for role in (
         ('controller 0 start',), ('learner 0 start',), ('learner 1 start',), ('engine 0 start',), ('engine 1 start',),
     )] == [1, 1, 1, 1, 2]  # fmt: skip
@@ -229,7 +229,7 @@ def test_a_role_with_an_error_of_the_configuration_ends_the_job(programs, tmp_pa
 
 
 def test_learners_are_started_again_together_when_one_is_killed(programs, tmp_path, monkeypatch, capsys):
-    job = Job(programs, tmp_path, monkeypatch, capsys, STAND_IN_STEPS='20')
+    job = Job(programs, tmp_path, monkeypatch, capsys, STAND_IN_STEPS='12')
     job.start()
     wait_until(lambda: len(job.events('learner')) == 2, 'the learners')
     os.kill(int(job.events('learner 1 start')[0].split()[3]), 9)
