@@ -177,11 +177,16 @@ state_of() { scontrol show job "$JOB" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p' 
 is_in() { [ "$(state_of)" = "$1" ]; }
 has_ended() { case $(state_of) in COMPLETED | FAILED | CANCELLED | TIMEOUT | NODE) ;; *) false ;; esac }
 
-# A job that was requeued waits for two minutes unless it is told to start now.
-restarts_at() {
-  scontrol update "JobId=$JOB" StartTime=now 2>/dev/null || true
-  [ -d "$RUN/slurm/$JOB.$1" ]
+# Waits for start number $1 of the job. SLURM waits for two minutes after a requeue, which is shortened here; not to
+# nothing, since a node refuses the credential of a job that it has ended in the same second.
+await_start() {
+  wait_until 120 'the job to be queued again' is_in PENDING
+  sleep 10
+  scontrol update "JobId=$JOB" StartTime=now
+  wait_until 180 "start $1 of the job" has_start "$1"
 }
+
+has_start() { [ -d "$RUN/slurm/$JOB.$1" ]; }
 
 require_end() {
   wait_until "$LONG_S" 'the end of the job' has_ended
@@ -199,13 +204,13 @@ check_requeue_and_loss() {
   wait_until "$LONG_S" 'the first steps' has_steps "$FIRST"
   scontrol requeue "$JOB"
   say 'requeued'
-  wait_until 180 'the second start' restarts_at 1
+  await_start 1
   wait_until "$LONG_S" 'steps after the requeue' has_steps "$SECOND"
   lose_node n2
   say 'the node n2 is lost'
   wait_until 120 'the end of the job on a lost node' is_in PENDING
   slurmd -N n2 -f "$SLURM_CONF"
-  wait_until 180 'the third start' restarts_at 2
+  await_start 2
   require_end
   if [ -z "$STUB" ]; then "$PYTHON" -m areal_jax.main_check_log "$RUN/events.jsonl" || fail 'the event log breaks a rule'; fi
 }
@@ -217,7 +222,7 @@ check_time_limit() {
   scancel --batch --signal=TERM "$JOB"
   wait_until 60 'the job to be queued again' is_in PENDING
   grep -q '^learner 0 end 75' "$RUN/events" && grep -q '^controller 0 end 75' "$RUN/events" || fail 'a role did not save'
-  wait_until 180 'the second start' restarts_at 1
+  await_start 1
   require_end
 }
 
