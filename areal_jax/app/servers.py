@@ -119,7 +119,10 @@ def build_servers(
 
 
 class ClientMaker:
-    """Makes the client of each server. Servers are numbered as they come; one that is started again keeps its number.
+    """Makes the client of each server.
+
+    An engine of a run in roles has its index as number, others are numbered as they come; one that is started again
+    keeps its number.
 
     Raises UserError, naming the server, for one of another kind than rollout.server says, and for one that computes
     something else than the run means.
@@ -138,13 +141,19 @@ class ClientMaker:
     def __call__(self, entry: ServerEntry) -> ServerEngine:
         self._require_kind(entry)
         require_fit(f'{entry.name} at {entry.url}', entry.facts, self._needs)
-        index = self._numbers.setdefault(entry.name, len(self._numbers))
+        index = self._find_number(entry)
         self._clock.declare(engine_lane(index), self._limits.slots + 1)
         self._clock.declare(publish_lane(index), 1)
         self._clock.declare(control_lane(index), _CONTROL_CALLS)
         engine = self._make(entry, index)
         engine.start(self._supervisor)
         return engine
+
+    def _find_number(self, entry: ServerEntry) -> int:
+        taken = set(self._numbers.values())
+        free = next(number for number in range(len(taken) + 1) if number not in taken)
+        wanted = free if entry.index is None or entry.index in taken else entry.index
+        return self._numbers.setdefault(entry.name, wanted)
 
     def _make(self, entry: ServerEntry, index: int) -> ServerEngine:
         if entry.kind == OWN:

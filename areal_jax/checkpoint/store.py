@@ -32,6 +32,7 @@ from areal_jax.checkpoint.pieces import (
 )
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.trees import TreeReader
+from areal_jax.errors import LostPeerError
 from areal_jax.files import JsonObject, free_bytes, partial_name, remove_directory, sync
 from areal_jax.sharding.host_shards import HostShards
 
@@ -90,7 +91,8 @@ class CheckpointStore:
         Leaves are numpy arrays, HostShards where every follower has the others of the same tree, or ArrayShape where
         the followers have all of it.
 
-        Raises CheckpointError, with the steps before untouched, when the disk is full or a write fails anywhere.
+        Raises CheckpointError, with the steps before untouched, when the disk is full or a write fails anywhere, and
+        LostPeerError for a follower that is gone.
         """
         leaves = named_leaves(arrays)
         state = json.dumps(run_state)
@@ -118,7 +120,7 @@ class CheckpointStore:
                 sync(directory)
             partial.rename(target)
             sync(self._directory)
-        except CheckpointError:
+        except (CheckpointError, LostPeerError):
             raise
         except Exception as error:  # orbax raises many kinds
             shutil.rmtree(partial, ignore_errors=True)

@@ -33,7 +33,7 @@ from areal_jax.errors import LostPeerError, UserError
 _RETRY_S = 0.1
 _BACKLOG = 128
 _SHOWN = 12  # characters of a digest in messages
-_HELLO_S = 10.0
+_HELLO_S = 30.0
 
 
 class Hello(NamedTuple):

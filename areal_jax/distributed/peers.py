@@ -80,12 +80,17 @@ class Peer:
         self.connection.finish()
 
     def report_lost(self, reason: str) -> None:
+        if self.give_up(reason):
+            self._on_lost(reason)
+
+    def give_up(self, reason: str) -> bool:
+        """Ends every wait for this process; False where it was given up or closed before."""
         with self._lock:
             if self._closing or self.lost:
-                return
+                return False
             self.lost = reason
         self._end_lanes()
-        self._on_lost(reason)
+        return True
 
     def _end_lanes(self) -> None:
         for received in self._received.values():
@@ -113,8 +118,9 @@ class Peer:
 class Peers:
     """All other processes that execute the commands of this one.
 
-    `on_lost` is called once for each lost process, from another thread and with one sentence. Where it returns, every
-    later call raises CommandError with that sentence. Calls of one lane come from one thread at a time.
+    The loss of one is the loss of all, because the others wait in collectives that it will not join. `on_lost` is
+    called once, from another thread and with one sentence. Where it returns, every call raises CommandError with that
+    sentence, those that are waiting too. Calls of one lane come from one thread at a time.
     """
 
     def __init__(
@@ -122,8 +128,12 @@ class Peers:
     ):
         """`connections` by the names of the processes, 'learner 0'; `deadline_s` bounds every command."""
         self.deadline_s, self._on_lost, self._closed = deadline_s, on_lost, False
-        self._numbers = itertools.count()
-        self._peers = [Peer(connection, name, self.report_lost) for name, connection in connections]
+        self._numbers, self._lock, self._lost = itertools.count(), threading.Lock(), ''
+        self._peers: list[Peer] = []
+        for name, connection in connections:
+            self._peers.append(Peer(connection, name, self.report_lost))
+        if self._lost:  # while they were made
+            self._give_up()
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -170,8 +180,16 @@ class Peers:
 
     def report_lost(self, reason: str) -> None:
         """Says that a process of the run is lost; also for losses that the caller notices."""
-        if not self._closed:
-            self._on_lost(f'{reason}; the run ends here, go on from the last checkpoint with --resume')
+        with self._lock:
+            if self._closed or self._lost:
+                return
+            self._lost = reason
+        self._give_up()
+        self._on_lost(f'{reason}; the run ends here, go on from the last checkpoint with --resume')
+
+    def _give_up(self) -> None:
+        for peer in self._peers:
+            peer.give_up(self._lost)
 
     def _start(self, peers: Sequence[Peer], command: Command) -> Callable[[], list[Answer]]:
         end = time.monotonic() + self.deadline_s

@@ -171,14 +171,15 @@ class _Request:
         self._wait = self._peers.request(self._index, command)
 
     def outcome(self, what: str) -> Any:
-        """Waits at most the deadline of a command from this call on: the caller has done its own part by then."""
+        """Waits at most the deadline of a command from this call on: the caller has done its own part by then.
+
+        Raises CommandError for a process that is lost.
+        """
         assert self._wait is not None, 'nothing was sent'
         try:
             answer = self._wait()
         except queue.Empty:
             return f'no word of {what} for distributed.command_deadline_s={self._peers.deadline_s:g}'
-        except CommandError as error:
-            return str(error)
         if answer.failure is None:
             return answer.value
         return answer.failure.text if answer.failure.is_user_error else str(answer.failure)

@@ -29,7 +29,7 @@ MOST_FRAME_BYTES = 1 << 30
 _MAGIC = b'areal-jax wire 1'
 _RANDOM_BYTES, _DIGEST_BYTES = 32, hashlib.sha256().digest_size
 _PREFIX = struct.Struct(f'!QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s')
-_HANDSHAKE_S = 10.0  # for each step of a handshake: nobody who keeps silent holds a place for longer
+_HANDSHAKE_S = 30.0  # for each step of a handshake: nobody who keeps silent holds a place for longer
 _LEAST_WAIT_S = 1e-3
 _KEEPALIVE = {'TCP_KEEPIDLE': 10, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 6}  # a machine that is gone is noticed in 40 s
 

@@ -113,6 +113,24 @@ def test_two_processes_train_and_resume(tmp_path):
     assert [m['loss/value'] for m in _metrics(tmp_path)] == [m['loss/value'] for m in metrics]
 
 
+@pytest.mark.slow
+def test_versions_in_files_are_written_by_both_processes(tmp_path):
+    fields = LOOP | {'publication.channel': 'files', 'publication.verify': True, 'run.steps': 2, 'checkpoint.every': 1}
+    _complete(tmp_path, fields)
+    newest = tmp_path / 'publication' / 'v000002'
+    assert sorted(path.name for path in newest.glob('*.safetensors')) == [
+        f'model-0000{index}-of-00002.safetensors' for index in (1, 2)
+    ]
+    sha256 = json.loads((tmp_path / 'facts.json').read_text())['weights_sha256']
+    exported = jax.device_get(load_hf(tmp_path / 'export')[1])
+    assert weights_sha256(exported) == weights_sha256(jax.device_get(load_hf(newest)[1])) == sha256
+    before = _metrics(tmp_path)
+    shutil.rmtree(tmp_path / 'checkpoints' / 'step_00000002')
+    _complete(tmp_path, fields, '--resume')  # versions after the checkpoint are written again
+    assert [m['loss/value'] for m in _metrics(tmp_path)] == [m['loss/value'] for m in before]
+    assert (tmp_path / 'registry' / 'key').stat().st_mode & 0o777 == 0o600
+
+
 @pytest.fixture(scope='module')
 def supervised(tmp_path_factory):
     """The directory of a supervised run over two processes."""

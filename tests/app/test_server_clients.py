@@ -56,6 +56,15 @@ def test_a_server_that_fits_gets_its_client_and_its_lanes():
     assert set(clock.widths) == {'engine/0', 'publish/0', 'control/0'}
 
 
+def test_an_engine_has_its_index_as_number_and_other_servers_the_next_free_one():
+    config = TrackedConfig(small_config(rollout__server='own'))
+    make = ClientMaker(config, Clock(), None, Supervisor(), vocab_size=16)
+    came = [('engine-2', 2), ('by-hand', None), ('engine-1', 1), ('engine-0', 0), ('engine-2', 2), ('by-hand', None)]
+    names = [make(dataclasses.replace(entry(), name=name, index=index)).name for name, index in came]
+    # engine-0 comes when its number is taken
+    assert names == ['engine/2', 'engine/0', 'engine/1', 'engine/3', 'engine/2', 'engine/0']
+
+
 @pytest.mark.parametrize(('facts', 'fields', 'says'), [
     ({'kv_policy': 'keep'}, {}, "kv_policy='keep', and this run needs 'recompute' (rollout.kv_policy)"),
     ({'context_tokens': 8}, {}, 'context_tokens=8, and this run needs 16 (rollout.context_tokens)'),

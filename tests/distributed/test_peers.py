@@ -89,6 +89,17 @@ def test_a_process_that_dies_is_named_at_once_and_later_calls_say_so_too():
     assert lost == ['learner 1 is gone; the run ends here, go on from the last checkpoint with --resume']
 
 
+def test_the_loss_of_one_process_ends_the_wait_for_all():
+    """The first one waits in a collective that the second will never join."""
+    peers, stubs, lost = _peers(lambda _: None, lambda _: None, lambda _: None, deadline_s=60)
+    threading.Timer(0.1, stubs[1].theirs._socket.shutdown, [2]).start()
+    began = time.monotonic()
+    with pytest.raises(CommandError, match='learner 1 is gone'):
+        peers.call_all(Command('update'))
+    assert time.monotonic() - began < 5
+    assert len(lost) == 1
+
+
 def test_a_process_that_gives_no_answer_is_named_within_the_deadline():
     peers, _, lost = _peers(lambda _: 'done', lambda _: None, deadline_s=0.3)
     with pytest.raises(CommandError, match=r'learner 1 gave no answer for 0\.3 s'):

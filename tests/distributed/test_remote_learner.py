@@ -193,6 +193,20 @@ def test_a_process_that_cannot_write_its_shards_is_named(processes, tmp_path):
     assert store.latest() == 1
 
 
+def test_a_process_that_is_lost_while_it_writes_ends_the_run_to_be_started_again(tmp_path):
+    ours, theirs = make_pair()
+    learner = _Learner(0)
+    options = {'reports': True, 'on_lost': lambda reason: None}
+    threading.Thread(target=follow, args=(learner, theirs, 'controller'), kwargs=options, daemon=True).start()
+    remote = RemoteLearner(Peers([('learner 0', ours)], deadline_s=60, on_lost=lambda reason: None))
+    saved = remote.save()
+    theirs._socket.shutdown(2)
+    store = CheckpointStore(tmp_path / 'steps')
+    with pytest.raises(CommandError, match='learner 0 is gone'):  # and not CheckpointError, which is for the user
+        store.save(1, saved, {}, remote.followers)
+    assert store.latest() is None
+
+
 def test_a_version_is_written_by_all_processes_and_finished_by_the_first(processes, tmp_path):
     learner, peers, _, _, _ = processes
     channel = RemoteChannel(peers, tmp_path / 'versions')

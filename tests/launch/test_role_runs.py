@@ -60,10 +60,11 @@ class Launched:
         output, _ = self._process.communicate(timeout=timeout_s)
         return self._process.returncode, output
 
-    def events(self, kind):
+    def events(self, kind=None):
         path = self.workdir / 'events.jsonl'
         lines = path.read_text().splitlines() if path.exists() else []
-        return [event for line in lines if line.endswith('}') and (event := json.loads(line))['kind'] == kind]
+        found = [json.loads(line) for line in lines if line.endswith('}')]
+        return [event for event in found if kind in (None, event['kind'])]
 
     def await_publications(self, count, timeout_s=300):
         end_s = time.monotonic() + timeout_s
@@ -79,24 +80,32 @@ class Launched:
 
 @pytest.mark.slow
 def test_a_run_survives_its_roles(tmp_path):
-    fields = {'run__steps': 14, 'checkpoint__every': 2, 'evaluation__problems': 2}
+    fields = {'run__steps': 16, 'checkpoint__every': 2, 'evaluation__problems': 2}
     with Launched(tmp_path / 'run', cluster__learner='hosts=2 x data=4', **fields) as run:
         run.await_publications(3)
         run.kill('engine-1')
         run.await_publications(5)
         run.kill('learner-1')
+        run.await_publications(9)
+        run.kill('controller-0')
         code, output = run.finish()
     assert code == 0, output
-    assert json.loads((run.workdir / 'report.json').read_text())['steps'] == 14
+    assert json.loads((run.workdir / 'report.json').read_text())['steps'] == 16
     assert (run.workdir / 'export' / 'model.safetensors').exists()
     assert 'learner-1 was ended by SIGKILL' in output
-    assert output.count('controller and learners are started again') == 1
+    assert 'controller-0 was ended by SIGKILL' in output
+    assert output.count('controller and learners are started again') == 2
     logs = {path.name for path in (run.workdir / 'logs').glob('*.log')}
-    assert {'controller-0.2.log', 'learner-0.2.log', 'engine-1.2.log'} <= logs
+    assert {'controller-0.3.log', 'learner-0.3.log', 'engine-1.2.log'} <= logs
     assert 'engine-0.2.log' not in logs  # it served on
+    for restart in run.events('log'):  # nothing is generated before all engines hold the first weights
+        later = [event for event in run.events() if event['seq'] > restart['seq']]
+        first = next(event['seq'] for event in later if event['kind'] == 'route')
+        states = [event for event in later if event['kind'] == 'engine_state' and event['seq'] < first]
+        assert {event['engine'] for event in states if event['state'] == 'serving'} == {'engine/0', 'engine/1'}
     trained = [draw for event in run.events('consume') for draw in event['draws']]
     assert len(trained) == len(set(trained))
-    assert [event['version'] for event in run.events('publish')] == list(range(1, 15))
+    assert [event['version'] for event in run.events('publish')] == list(range(1, 17))
     check = [sys.executable, '-m', 'areal_jax.main_check_log', str(run.workdir)]
     assert subprocess.run(check, cwd=ROOT, check=False).returncode == 0
     assert not any(is_alive(entry.process) for entry in read_entries(run.workdir))

@@ -29,6 +29,7 @@ class ServerEntry:
     heartbeat: int | None = None  # changes while the server lives; None: it has none (rollout.urls)
     facts: ServerFacts = SAYS_NOTHING
     token: str = ''  # with the incarnation it names this one process
+    index: int | None = None  # of the engine, in a run in roles
 
     @property
     def order(self) -> Order:
@@ -56,7 +57,7 @@ def read_registry(workdir: pathlib.Path) -> list[ServerEntry]:
 def _read(entry: Entry) -> ServerEntry:
     return ServerEntry(
         entry.name, entry.incarnation, entry.address, entry.kind, entry.process, entry.is_leaving, entry.heartbeat,
-        _read_facts(entry.details.get('facts')), entry.token,
+        _read_facts(entry.details.get('facts')), entry.token, entry.index,
     )  # fmt: skip
 
 

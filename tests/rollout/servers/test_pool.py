@@ -44,6 +44,22 @@ def test_a_server_gets_the_current_version_and_answers_a_probe_before_it_gets_wo
     assert [state for state, _ in rig.reasons('engine/0')] == ['syncing', 'probing', 'serving']
 
 
+def test_a_run_can_wait_until_so_many_engines_serve_but_not_for_ever():
+    async def script(rig):
+        stop, clock = rig.clock.event('stop'), rig.clock
+        assert await rig.pool.await_serving(0, 5.0, stop) == 0
+        rig.pool.join(rig.servers[0], 1, 'toy:0')
+        assert await rig.pool.await_serving(1, 5.0, stop) == 1
+        began = clock.now()
+        assert await rig.pool.await_serving(2, 5.0, stop) == 1
+        assert clock.now() - began == pytest.approx(5.0)
+        stop.set()
+        assert await rig.pool.await_serving(2, 5.0, stop) == 1
+        assert clock.now() - began == pytest.approx(5.0)
+
+    ServerRig(2).run(script, join=False)
+
+
 def test_a_server_whose_logprobs_are_not_the_learners_gets_no_work_until_they_are():
     async def score(version, prompt, tokens):
         assert (version, prompt.tolist(), len(tokens)) == (0, PROMPT.tolist(), 4)

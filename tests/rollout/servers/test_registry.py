@@ -26,7 +26,7 @@ def test_servers_are_read_and_other_roles_are_not(tmp_path):
     (read,) = read_registry(tmp_path)
     token = server.entry.token
     assert dataclasses.replace(read, heartbeat=None) == ServerEntry(
-        'a', 1, 'http://host:1', 'own', os.getpid(), token=token
+        'a', 1, 'http://host:1', 'own', os.getpid(), token=token, index=3
     )
     assert read.heartbeat is not None
     assert read.holder == f'1-{token}'

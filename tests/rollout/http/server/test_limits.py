@@ -8,6 +8,7 @@ import pytest
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.thread import bind
+from areal_jax.rollout.http.wire.exchange import INCARNATION
 from tests.rollout.http.server.rig import ToyServer, body, until
 
 
@@ -86,6 +87,23 @@ def test_a_key_is_asked_for_everywhere_but_by_probes():
 
     with ToyServer(api_key='secret') as server:
         assert server.run(script) == [401, 401, 401, 200, 200, 200]
+
+
+def test_a_request_that_is_meant_for_another_process_at_this_address_is_409():
+    async def script(client):
+        meant = lambda holder: {'headers': {INCARNATION: holder}}
+        return [
+            await client.post('/generate', body(1), **meant('2-bb')),
+            await client.post('/generate', body(1), **meant('1-aa')),
+            await client.post('/pause_generation', {}, **meant('1-aa')),
+            await client.post('/generate', body(1)),
+        ]
+
+    with ToyServer() as server:
+        server.facts.holder = '2-bb'
+        (own, _), (other, reply), (control, _), (anyone, _) = server.run(script)
+    assert [own, other, control, anyone] == [200, 409, 409, 200]
+    assert '1-aa is not this server, which is 2-bb' in reply['error']['message']
 
 
 def test_the_state_of_a_server():
