@@ -264,6 +264,7 @@ FOLDER=$(cd "$FOLDER" && pwd)
 REAL=1
 [ -z "$STUB" ] || REAL=
 trap finish EXIT
+trap 'exit 1' INT TERM
 find_slurm
 [ "$(id -u)" = 0 ] || refuse "slurmctld and slurmd must be run by root, and this is $(id -un): use root"
 source launch/environment.sh

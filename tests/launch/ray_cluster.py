@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -94,7 +95,7 @@ class Run:
             *(f'--address={address}', '--config=configs/tiny_cpu.py', f'--workdir={workdir}', '--local_nodes'),
             *('--accelerator=v4', '--topology=2x2x2', '--engine_accelerator=v6e', '--engine_topology=1x1'),
             *('--host=127.0.0.1', learner, '--config.cluster.engines=2 x tensor=1', '--config.rollout.server=own'),
-            *('--config.publication.channel=files', '--config.learner.rows_per_microbatch=8', '--config.run.steps=60'),
+            *('--config.publication.channel=files', '--config.learner.rows_per_microbatch=8', '--config.run.steps=120'),
             *('--config.checkpoint.every=5', '--environment=JAX_PLATFORMS=cpu', '--wait_s=120'),
             '--environment=XLA_FLAGS=--xla_force_host_platform_device_count=4',
             *(f'--python={os.environ.get("AREAL_JAX_PYTHON", sys.executable)}', '--environment=STAND_IN_STEPS=300'),
@@ -177,6 +178,7 @@ def main():
     parser.add_argument('--workdir', required=True, type=pathlib.Path)
     parser.add_argument('--stub', action='store_true')
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster ends with this process
     try:
         check(options.workdir, options.stub)
     except CheckError as error:
