@@ -29,7 +29,7 @@ TPU = [
 GPU = [
     *('--accelerator=gpu', '--node_selector=cloud.google.com/gke-accelerator=NAME', '--engine_image=registry/vllm'),
     *('--engine_node_selector=cloud.google.com/gke-accelerator=OTHER', '--config.rollout.server=vllm'),
-    *('--config.cluster.learner=hosts=2 x fsdp=16', '--config.cluster.engines=4 x tensor=2'),
+    *('--config.cluster.learner=hosts=2 x fsdp=16', '--config.cluster.engines=4 x tensor=1'),
     '--config.learner.rows_per_microbatch=16',
 ]
 CPU = [
