@@ -37,7 +37,8 @@ class Kept:
 
     def __init__(self, group: Group, place: Callable[[Group], Placed], restarts: int, wait_s: float):
         self.group, self._place, self._left = group, place, restarts
-        self._wait_s, self._since_s, self._is_placed = wait_s, time.monotonic(), False
+        self._wait_s, self._since_s = wait_s, time.monotonic()
+        self._was_placed = self._has_roles = False  # ever; now
         self.placed: Placed | None = place(group)
         self.code: int | None = None  # with which it ended for good
         self._starts = [0] * len(group.processes)
@@ -50,16 +51,25 @@ class Kept:
             if not self.placed.is_placed():
                 self._note_waiting(describe_shortage)
                 return
-            self._is_placed = True
+            self._was_placed = self._has_roles = True
             states = self.placed.look()
         except LostGroupError as error:
             self._replace(str(error))
             return
         for index, state in enumerate(states):
             if state.starts > self._starts[index] > 0:
-                say(f'{self.group.processes[index].name} is started again, for the {state.starts}th time')
+                say(f'{self.group.processes[index].name} was started again: start {state.starts}')
             self._starts[index] = state.starts
         self._note_end(states)
+
+    def stop(self) -> None:
+        """SIGTERM to its roles; a group that is not placed has none and ends at once."""
+        if self.code is not None:
+            return
+        if self._has_roles and self.placed is not None:
+            self.placed.stop()
+        else:
+            self.code = ExitCode.STOPPED
 
     def _note_end(self, states: Sequence[State]) -> None:
         codes = [state.code for state in states]
@@ -80,7 +90,7 @@ class Kept:
         self._left -= 1
         say(f'{self.group.name} is lost ({reason}): it is placed again')
         self._starts = [0] * len(self.group.processes)
-        self._since_s = time.monotonic()
+        self._since_s, self._has_roles = time.monotonic(), False
         self.placed = self._place(self.group)
 
     def _note_waiting(self, describe_shortage: Callable[[Group], str]) -> None:
@@ -88,7 +98,7 @@ class Kept:
         if time.monotonic() - self._since_s < self._wait_s:
             return
         sentence = describe_shortage(self.group)
-        if not self._is_placed:
+        if not self._was_placed:
             raise UserError(sentence)
         if self.group.name in (CONTROLLER, LEARNER):
             say(sentence)
@@ -141,8 +151,7 @@ def _drain(kept: Sequence[Kept], wakeups: Wakeups, describe_shortage: Callable[[
     """SIGTERM to all roles; returns when they have ended, at the next signal, or after `grace_s`."""
     end_s = time.monotonic() + grace_s
     for one in kept:
-        if one.placed is not None and one.code is None:
-            one.placed.stop()
+        one.stop()
     while any(one.code is None for one in kept) and time.monotonic() < end_s:
         if wakeups.wait(_LOOK_S)[0]:
             break

@@ -224,6 +224,14 @@ def test_an_engine_that_is_lost_for_good_does_not_end_the_run():
     assert stage.run(restarts=0) == 0
 
 
+def test_an_engine_that_finds_no_room_again_is_not_waited_for_at_the_end():
+    stage = Stage(controller=['runs'] * 5 + [0], learner=['runs'], **{'engine-0': ['lost', 'waiting']})
+    began_s = time.monotonic()
+    assert stage.run() == 0
+    assert time.monotonic() - began_s < 1.0  # of 2 s that roles have to save their state
+    assert 'stop engine-0' not in stage.calls
+
+
 def test_an_error_of_the_configuration_ends_the_run():
     stage = Stage(controller=['runs'], learner=['runs'], **{'engine-0': ['runs', 2]})
     assert stage.run() == 2
