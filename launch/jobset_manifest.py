@@ -1,7 +1,8 @@
 """The JobSet of a run as a dictionary and as YAML, for jobset.x-k8s.io/v1alpha2. Used by jobset.py.
 
-Who restarts whom: a pod that ends with a code other than 0 fails its Job. Code 2, and of a controller also 1 and 3,
-ends the JobSet; after any other code the Job alone is made again: the controller, one engine, or all learner processes.
+Who restarts whom: a pod that ends with a code other than 0 fails its Job. After code 2, of controller and
+learner also 1, of a controller also 3, the JobSet ends. After any other the Job alone is made again: the controller, one
+engine, or all learner processes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ _LABEL = "metadata.labels['jobset.sigs.k8s.io/job-index']"
 _JOB_INDEX, _POD_INDEX = 'AREAL_JAX_JOB_INDEX', 'JOB_COMPLETION_INDEX'  # the second one is set by Kubernetes
 _POD_IP = 'AREAL_JAX_POD_IP'
 _ONE_SLICE = {'alpha.jobset.sigs.k8s.io/exclusive-topology': 'cloud.google.com/gke-nodepool'}
+_FINAL = {  # codes after which a start would end in the same way
+    'controller': (ExitCode.BUG, ExitCode.USER_ERROR, ExitCode.NOTHING_TRAINED),
+    'learner': (ExitCode.BUG, ExitCode.USER_ERROR),
+    'engine': (ExitCode.USER_ERROR,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +110,8 @@ def _replicated_job(name: str, replicas: int, job: Node, is_slice: bool = False)
 
 
 def _job(run: ClusterRun, manifest: Manifest, role: str, pods: int = 1) -> Node:
-    codes = [ExitCode.USER_ERROR]
-    if role == 'controller':
-        codes = [ExitCode.BUG, ExitCode.USER_ERROR, ExitCode.NOTHING_TRAINED]
-    on_codes = {'containerName': role, 'operator': 'In', 'values': [int(code) for code in codes]}
+    codes = [int(code) for code in _FINAL[role]]
+    on_codes = {'containerName': role, 'operator': 'In', 'values': codes}
     return {
         'backoffLimit': 0,
         'completionMode': 'Indexed',

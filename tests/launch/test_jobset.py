@@ -199,7 +199,7 @@ def test_who_is_made_again(capsys, monkeypatch):
         [rule] = job['template']['spec']['podFailurePolicy']['rules']
         assert (rule['action'], rule['onExitCodes']['containerName']) == ('FailJob', container['name'])
         final[job['name']] = rule['onExitCodes']['values']
-    assert final == {'controller': [1, 2, 3], 'learner': [2], 'engine': [2]}
+    assert final == {'controller': [1, 2, 3], 'learner': [1, 2], 'engine': [2]}
     assert [rule['action'] for rule in document['spec']['failurePolicy']['rules']] == ['FailJobSet', 'RestartJob']
 
 
