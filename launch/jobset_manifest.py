@@ -1,8 +1,7 @@
 """The JobSet of a run as a dictionary and as YAML, for jobset.x-k8s.io/v1alpha2. Used by jobset.py.
 
-Who restarts whom: a pod that ends with a code other than 0 fails its Job. After code 2, of controller and
-learner also 1, of a controller also 3, the JobSet ends. After any other the Job alone is made again: the controller, one
-engine, or all learner processes.
+Who restarts whom: a pod that ends with a code other than 0 fails its Job. After the codes of _FINAL the JobSet ends;
+after any other the Job alone is made again: the controller, one engine, or all learner processes.
 """
 
 from __future__ import annotations
