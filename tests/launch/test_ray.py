@@ -92,24 +92,16 @@ def test_the_package_does_not_stand_in_for_ray():
 class OneRole:
     """An actor with a stand-in for its role, in this process."""
 
-    def __init__(self, tmp_path, **arguments):
-        self.workdir = tmp_path
-        words = [
-            sys.executable,
-            '-m',
-            'tests.launch.stand_in_peer',
-            f'--workdir={tmp_path}',
-            '--role=engine',
-            '--index=0',
-        ]
-        self.actor = RoleActor(
-            'engine-0', words, {}, str(ROOT), str(tmp_path / 'logs'), host='127.0.0.1', **{'restarts': 1} | arguments
-        )
+    def __init__(self, tmp_path, name='engine'):
+        self.workdir, self.name = tmp_path, name
+        words = [sys.executable, '-m', 'tests.launch.stand_in_peer', f'--workdir={tmp_path}', f'--role={name}']
+        words += ['--index=0', '--count=1']
+        self.actor = RoleActor(f'{name}-0', words, {}, str(ROOT), str(tmp_path / 'logs'), host='127.0.0.1', restarts=1)
 
     def pids(self):
         path = self.workdir / 'events'
         lines = path.read_text().splitlines() if path.exists() else []
-        return [int(line.split()[3]) for line in lines if line.startswith('engine 0 start')]
+        return [int(line.split()[3]) for line in lines if line.startswith(f'{self.name} 0 start')]
 
     def await_start(self, count):
         wait_until(lambda: self.actor.look() and len(self.pids()) == count, f'start {count}')
@@ -136,11 +128,15 @@ def test_a_role_with_an_error_of_the_configuration_is_not_started_again(tmp_path
     assert (state.starts, state.code, state.tail) == (1, 2, 'error: port 1 is in use: use another')
 
 
-def test_a_role_that_is_told_to_stop_ends_by_itself(tmp_path):
-    role = OneRole(tmp_path)
+@pytest.mark.parametrize(('name', 'code'), [('engine', 0), ('learner', 75)])
+def test_a_role_that_is_told_to_stop_ends_by_itself_and_stays_away(name, code, tmp_path, monkeypatch):
+    monkeypatch.setattr('launch.ray.actor._PAUSE_S', 0.0)
+    role = OneRole(tmp_path, name)
     role.await_start(1)
     role.actor.stop()
-    wait_until(lambda: role.actor.look().code == 0, 'the end')
+    wait_until(lambda: role.actor.look().code is not None, 'the end')
+    state = role.actor.look()
+    assert (state.starts, state.code) == (1, code)
 
 
 def test_a_role_ends_with_its_actor(tmp_path):
@@ -161,7 +157,7 @@ class Stage:
     """Groups on a cluster that a test moves: what each look at a group finds, one after the other."""
 
     def __init__(self, **looks):
-        self.looks, self.placed, self.calls = looks, [], []
+        self.looks, self.placed, self.calls, self.count = looks, [], [], 0
 
     def place(self, group):
         self.placed.append(group.name)
@@ -185,6 +181,8 @@ class StagedGroup:
     def look(self):
         looks = self.stage.looks[self.name]
         found = looks.pop(0) if len(looks) > 1 else looks[0]
+        self.stage.count += 1
+        assert self.stage.count < 500, 'the run does not end'
         if found == 'lost':
             raise LostGroupError('the node is gone')
         return [State(1, None if found == 'runs' else found, 'last words')]
