@@ -6,12 +6,12 @@ One call of `Peers.call_all` with the groups of an update, from the arguments to
 machine. The two sides are called in turns; the median of the turns counts, with quartiles.
 
   cpu_s     CPU seconds of the calling process, user and system: what the controller's machine pays
-  wall_s    seconds of the call. The stubs share the cores of this machine with the caller, and each of them reads and
-            checks the whole batch, so that this grows with their number here and not on a cluster
+  wall_s    seconds of the call. The stubs share the cores of this machine with the caller, and each of them decodes
+            the whole batch, so that this grows with their number here and not on a cluster
 
-Stub followers are threads in processes of their own, without jax: each reads its frame, checks its HMAC and SHA-256,
-and answers; it does not decode the batch. The exit code is 0 only if the CPU seconds with 64 are less than 2 times
-those with 4.
+Stub followers are threads in 4 processes without jax, and run what real ones run but for the learner: each checks and
+decodes the batch, passes it on where it has to, and answers. The exit code is 0 only if the CPU seconds with 64 are
+less than 2 times those with 4.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, connect
-from areal_jax.distributed.messages import LEARNER, Answer, Command, Message, encode_message
+from areal_jax.distributed.messages import LEARNER, Command, Message, encode_message
 from areal_jax.distributed.peers import Peers
-from areal_jax.distributed.wire import Connection, Frame, send_all
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 from benchmarks.sides import ROOT
 
@@ -63,26 +63,26 @@ def make_groups(groups: int, answers: int, tokens: int, seed: int) -> list[Traje
     return made
 
 
+class Stub:
+    """A learner that costs nothing."""
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> None: ...
+
+
 def serve_stubs(key: bytes, count: int) -> None:
-    """Accepts `count` connections at an address, which it prints, and answers every frame until all are closed."""
-    with Listener('127.0.0.1', 0, key, Hello('stub', '')) as listener:
-        print(listener.address, flush=True)
-        threads = [
-            threading.Thread(target=_answer_all, args=(listener.accept(DEADLINE_S).connection,)) for _ in range(count)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    """Prints `count` addresses, accepts a controller at each, and follows it until all are closed."""
+    listeners = [Listener('127.0.0.1', 0, key, Hello('stub', '')) for _ in range(count)]
+    print(*(listener.address for listener in listeners), flush=True)
+    threads = [threading.Thread(target=_follow, args=(listener,)) for listener in listeners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
-def _answer_all(connection: Connection) -> None:
-    number = 0
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            connection.receive()
-            send_all([connection], Frame.of(encode_message(Message(LEARNER, number, Answer()))), DEADLINE_S)
-            number += 1
+def _follow(listener: Listener) -> None:
+    met = listener.accept(DEADLINE_S)
+    follow(Stub(), met.connection, listener=listener, on_lost=lambda reason: None)
 
 
 @contextlib.contextmanager
@@ -102,9 +102,10 @@ def started(followers: int) -> Iterator[Peers]:
             assert process.stdout is not None
             process.stdin.write(f'{key.hex()}\n')
             process.stdin.flush()
-            address = process.stdout.readline().strip()
-            connections += [connect(address, key, Hello('controller', ''), 30).connection for _ in range(share)]
+            addresses = process.stdout.readline().split()
+            connections += [connect(address, key, Hello('controller', ''), 30).connection for address in addresses]
         peers = Peers([(f'stub {index}', each) for index, each in enumerate(connections)], deadline_s=DEADLINE_S)
+        peers.arrange_relays()
         yield peers
         peers.close()
         for process in processes:

@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ml_collections import config_dict
 
@@ -41,7 +41,6 @@ _LONGEST_PAUSE_S = 30.0  # before a restart
 _NOTICE_S = 20.0  # for controller and learners to notice that one of them is lost, and to end
 _STOP_S = 10.0  # for what is left to end after SIGTERM
 _QUOTED = 5  # last lines of a log, in an error
-_FINAL = (ExitCode.BUG, ExitCode.USER_ERROR)  # would fail again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +108,20 @@ def run_roles(
         lock.release()
 
 
+def find_cause(codes: Mapping[str, int]) -> tuple[str, bool]:
+    """Which of the processes that ended made the others end, and whether it would fail again.
+
+    Args:
+      codes: exit codes by name, the first end first; not all are 0.
+    """
+    if refused := [name for name, code in codes.items() if code == ExitCode.USER_ERROR]:
+        return refused[0], True
+    if killed := [name for name, code in codes.items() if code > SIGNALLED]:
+        return killed[0], False  # an error after that is no bug of its own
+    first = next(name for name, code in codes.items() if code)
+    return first, codes[first] == ExitCode.BUG
+
+
 class _Roles:
     """All processes of a run. The first stop signal goes to the controller, the second one too, the third kills all."""
 
@@ -122,6 +135,7 @@ class _Roles:
         ]
         self._programs: dict[str, Program] = {}  # of controller and learners, by name
         self._paths: dict[str, pathlib.Path] = {}  # their logs
+        self._ended: dict[str, int] = {}  # exit codes of those that have, the first one first
         self._shown = 0  # bytes of the controller's log that were printed
         self._stops = self._restarts = 0
         self._is_deserted = False
@@ -142,6 +156,7 @@ class _Roles:
     def _start(self) -> None:
         """One attempt of controller and learners."""
         self._started_s, self._lost_s, self._shown = time.monotonic(), None, 0
+        self._ended = {}
         for role in self._together:
             path = self._paths[role.name] = self._next_log(role.name)
             self._programs[role.name] = start_logged(role.command, path, role.variables)
@@ -163,42 +178,46 @@ class _Roles:
             self._end_silent(silent)
             self._notice_deserted()
         self._show()
-        codes = {name: code for name, program in self._programs.items() if (code := program.poll()) is not None}
-        return self._judge(codes) if codes else None
+        ended = {name: code for name, program in self._programs.items() if (code := program.poll()) is not None}
+        self._ended.update({name: code for name, code in ended.items() if name not in self._ended})
+        return self._judge(self._ended) if self._ended else None
 
     def _judge(self, codes: dict[str, int]) -> int | None:
-        """What follows from the processes that have ended."""
+        """What follows from the processes that have ended, the first one first."""
         controller = codes.get(self._together[0].name)
-        if controller is not None and controller not in (*_FINAL, ExitCode.STOPPED) and controller < SIGNALLED:
-            return controller  # finished, or nothing was trained
+        if controller in (ExitCode.FINISHED, ExitCode.NOTHING_TRAINED):
+            return controller
+        if not any(codes.values()):
+            return None  # a learner that was let go waits for nobody
+        cause, is_final = find_cause(codes)
         now = time.monotonic()
         self._lost_s = self._lost_s or now
-        if len(codes) < len(self._programs) and now - self._lost_s < _NOTICE_S and self._stops < 3:
+        is_waiting = len(codes) < len(self._programs) and now - self._lost_s < _NOTICE_S and self._stops < 3
+        if is_waiting and codes[cause] != ExitCode.USER_ERROR:
             return None  # the others notice it and end
-        final = next((name for name, code in codes.items() if code in _FINAL), None)
-        if final is not None:
-            say(f'{final} {describe_code(codes[final])}; the end of {self._paths[final]}:\n{self._quote(final)}')
-            return codes[final]
+        if is_final:
+            say(f'{cause} {describe_code(codes[cause])}; the end of {self._paths[cause]}:\n{self._quote(cause)}')
+            return codes[cause]
         for program in self._programs.values():
             program.kill()
         if self._is_deserted:
             return ExitCode.USER_ERROR
         if self._stops:
             return ExitCode.STOPPED
-        return self._restart(codes)
+        return self._restart(cause, codes[cause])
 
-    def _restart(self, codes: dict[str, int]) -> int | None:
+    def _restart(self, first: str, code: int) -> int | None:
+        """A new attempt when it is due; the exit code where there were too many."""
         lived_s = time.monotonic() - self._started_s
         self._restarts = 1 if lived_s >= _STEADY_S else self._restarts + 1
-        first = next((name for name, code in codes.items() if code != ExitCode.STOPPED), next(iter(codes)))
-        said = f'{first} {describe_code(codes[first])} after {lived_s:.0f} s'
+        said = f'{first} {describe_code(code)} after {lived_s:.0f} s'
         if self._restarts > _MOST_RESTARTS:
             say(f'{said}, {_MOST_RESTARTS} restarts in a row; the end of {self._paths[first]}:\n{self._quote(first)}')
             say('the same command with --resume goes on')
             return ExitCode.STOPPED
         pause_s = min(2.0 ** (self._restarts - 1), _LONGEST_PAUSE_S)
         say(f'{said}: controller and learners are started again in {pause_s:.0f} s; see {self._paths[first]}')
-        self._programs, self._due_s = {}, time.monotonic() + pause_s
+        self._programs, self._ended, self._due_s = {}, {}, time.monotonic() + pause_s
         return None
 
     def _stop(self, number: signal.Signals) -> None:

@@ -405,9 +405,23 @@ MUTATIONS = [
     Mutation(
         'serialise a command for each process',
         'areal_jax/distributed/peers.py',
-        'frame = Frame.of(encode_message(Message(command.lane, number, command)))',
-        'frame = [Frame.of(encode_message(Message(command.lane, number, command))) for _ in peers][0]',
+        'body = encode_message(Message(command.lane, number, command))',
+        'body = [encode_message(Message(command.lane, number, command)) for _ in peers][0]',
         'tests/distributed/test_peers.py',
+    ),
+    Mutation(
+        'send large commands to each of many processes',
+        'areal_jax/distributed/peers.py',
+        'relayed = self._relays and ',
+        'relayed = False and ',
+        'tests/distributed/test_relays.py',
+    ),
+    Mutation(
+        'pass nothing on',
+        'areal_jax/distributed/peers.py',
+        'if frame.relayed and self.relay_to:',
+        'if False:',
+        'tests/distributed/test_relays.py',
     ),
     Mutation(
         'wait for the others when one process is lost',
@@ -503,8 +517,8 @@ MUTATIONS = [
     Mutation(
         'role: start again what can never run',
         'launch/roles.py',
-        'if code in _FINAL), None)',
-        'if False), None)',
+        'return refused[0], True',
+        'return refused[0], False',
         'tests/launch/test_roles.py',
     ),
     Mutation(

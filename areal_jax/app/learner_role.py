@@ -56,11 +56,11 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
             heartbeat.update(address=listener.address, details=_describe(attempt))
             print(f'{process} of attempt {attempt.number} waits for the controller at {listener.address}', flush=True)
             connection = listener.accept(deadline_s).connection
-        # a signal reaches all roles of a job; the controller finishes its update and saves, which needs this process
-        ignore_signals()
-        companions = build_companions(process.workdir, model)
-        versions = PartWriter(model.decoder.config, companions)
-        follow(learner, connection, 'the controller', versions=versions, reports=process.index == 0)
+            # a signal reaches all roles; the controller finishes its update and saves, which needs this process
+            ignore_signals()
+            versions = PartWriter(model.decoder.config, build_companions(process.workdir, model))
+            reports = process.index == 0
+            follow(learner, connection, 'the controller', versions=versions, reports=reports, listener=listener)
 
 
 def _meet(config: config_dict.ConfigDict, process: RoleProcess, own: Entry, deadline_s: float) -> Attempt:

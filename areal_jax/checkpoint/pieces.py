@@ -20,6 +20,7 @@ from areal_jax.errors import UserError
 from areal_jax.sharding.host_shards import HostShards
 
 Region = tuple[slice, ...]  # one per axis, start and stop given
+_OTHER_NODE = '{} does not lie in dicts with text keys, as JSON needs'
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -131,10 +132,10 @@ def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards | ArrayShape]:
         if isinstance(node, Mapping):
             for key in sorted(node, key=str):
                 if not isinstance(key, str):
-                    raise ValueError(f'{[*path, key]} does not lie in dicts with text keys, as JSON needs')
+                    raise ValueError(_OTHER_NODE.format(_spell(*path, key)))
                 add((*path, key), node[key])
         elif isinstance(node, (list, tuple)):
-            raise ValueError(f'{[*path, 0]} does not lie in dicts with text keys, as JSON needs')
+            raise ValueError(_OTHER_NODE.format(_spell(*path, 0)))
         elif node is not None:
             name = '/'.join(path)
             if name in named:
@@ -143,6 +144,10 @@ def named_leaves(tree: Any) -> dict[str, np.ndarray | HostShards | ArrayShape]:
 
     add((), tree)
     return named
+
+
+def _spell(*path: object) -> str:
+    return ''.join(f'[{key!r}]' for key in path)
 
 
 def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = '') -> Any:

@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 from areal_jax.checkpoint.pieces import named_leaves
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.distributed.codec import describe_arrays
+from areal_jax.distributed.handshake import Listener
 from areal_jax.distributed.messages import (
     CHECKPOINT,
     CLOSE,
     LEARNER,
     PUBLICATION,
+    RELAY,
     Answer,
     Command,
     Failure,
 )
 from areal_jax.distributed.peers import CommandError, OnLost, Peer, end_process
+from areal_jax.distributed.relays import join_relays
 from areal_jax.distributed.wire import Connection
 from areal_jax.errors import UserError
 from areal_jax.types import Tree
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 COMMANDS = frozenset(
     {'warm_up', 'price', 'update', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
 )
+_RELAY_S = 60.0  # for the processes that pass commands on to find each other
 _COPIES = 4  # published and not yet written: publication is never further behind
 
 
@@ -46,6 +50,7 @@ def follow(
     *,
     versions: PartWriter | None = None,
     reports: bool = False,
+    listener: Listener | None = None,
     on_lost: OnLost = end_process,
     commands: Collection[str] = COMMANDS,
 ) -> None:
@@ -56,10 +61,16 @@ def follow(
     Args:
       versions: writes this process's part of publications, where the leader has them written by all.
       reports: results are sent back; for learner process 0 of a leader that has no learner itself.
+      listener: where the leader has connected; others connect there too if this one is to pass commands on.
     """
     peer = Peer(connection, leader, on_lost)
     execution = _Execution(learner, versions, reports, commands)
-    for lane, execute in ((CHECKPOINT, execution.write_checkpoint), (PUBLICATION, execution.write_publication)):
+    beside = {
+        CHECKPOINT: execution.write_checkpoint,
+        PUBLICATION: execution.write_publication,
+        RELAY: lambda command: join_relays(peer, listener, *command.args, _RELAY_S),
+    }
+    for lane, execute in beside.items():
         threading.Thread(target=_serve, args=(peer, lane, execute), name=lane, daemon=True).start()
     _serve(peer, LEARNER, execution.command)
 

@@ -8,7 +8,7 @@ that trajectories share is written once, and shared again after reading.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,5 +99,5 @@ def _pieces(whole: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return [whole[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
-def _integers(values: Iterator[int] | Any) -> np.ndarray:
+def _integers(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, np.int64)

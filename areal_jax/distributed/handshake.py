@@ -105,6 +105,10 @@ class Listener:
             raise met
         return met
 
+    def connect(self, address: str, deadline_s: float) -> Met:
+        """A connection to another role that listens; see the function of this name."""
+        return connect(address, self._key, self._hello, deadline_s)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -192,7 +196,7 @@ def _exchange(own: socket.socket, connection: Connection, hello: Hello) -> Met:
     if failed := send_all([connection], Frame.of(encode(tuple(hello))), _HELLO_S):
         raise OSError(f'it {failed[0]}')
     try:
-        role, config, package = decode(connection.receive())
+        role, config, package = decode(connection.receive().body)
     except (CodecError, ValueError, TypeError):
         raise _OtherRunError(f'{hello} was answered by a role of another code version: start all of one') from None
     other = Hello(role, config, package)

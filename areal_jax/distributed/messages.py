@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from areal_jax.distributed.codec import CodecError, decode, encode
 from areal_jax.errors import UserError
 
-LEARNER, CHECKPOINT, PUBLICATION = LANES = ('learner', 'checkpoint', 'publication')
+LEARNER, CHECKPOINT, PUBLICATION, RELAY = LANES = ('learner', 'checkpoint', 'publication', 'relay')
 CLOSE = 'close'  # the command after which the other end returns
 
 
@@ -70,10 +70,10 @@ class Message(NamedTuple):
 def encode_message(message: Message) -> bytes:
     """Raises CodecError for arguments or results that do not travel."""
     content = message.content
-    is_command = isinstance(content, Command)
-    fields = (content.name, content.args) if isinstance(content, Command) else (content.value, content.failure)
-    plain = tuple(fields[1]) if fields[1] is not None else None
-    return encode([is_command, message.lane, message.number, fields[0], plain])
+    if isinstance(content, Command):
+        return encode([True, message.lane, message.number, content.name, tuple(content.args)])
+    failure = None if content.failure is None else tuple(content.failure)
+    return encode([False, message.lane, message.number, content.value, failure])
 
 
 def decode_message(body: bytes | bytearray) -> Message:

@@ -21,6 +21,7 @@ from areal_jax.distributed.messages import (
     CLOSE,
     LANES,
     LEARNER,
+    RELAY,
     Answer,
     Command,
     Failure,
@@ -28,6 +29,7 @@ from areal_jax.distributed.messages import (
     decode_message,
     encode_message,
 )
+from areal_jax.distributed.relays import FANOUT, LEAST_BYTES, children_of
 from areal_jax.distributed.wire import Connection, Frame, WireError, send_all
 from areal_jax.errors import ExitCode, LostPeerError
 
@@ -53,6 +55,7 @@ class Peer:
         self._received: dict[str, queue.Queue[Message | None]] = {lane: queue.Queue() for lane in LANES}
         self._closing, self._lock = False, threading.Lock()
         self.lost = ''  # why it is, in one sentence
+        self.relay_to: list[Connection] = []  # who gets from here what the process at the other end wants passed on
         threading.Thread(target=self._read, name=f'peer {name}', daemon=True).start()
 
     def answer(self, lane: str, number: int, answer: Answer) -> None:
@@ -73,6 +76,10 @@ class Peer:
             self._received[lane].put(None)  # for whoever asks next
             raise CommandError(self.lost or f'{self.name} has ended')
         return message
+
+    def read_also(self, connection: Connection) -> None:
+        """Takes messages of the process that another one passes on; its end is no loss."""
+        threading.Thread(target=self._read_relayed, args=(connection,), name='relay', daemon=True).start()
 
     def close(self) -> None:
         """Ends the connection in this direction; what the other end has sent is still read."""
@@ -99,7 +106,7 @@ class Peer:
     def _read(self) -> None:
         try:
             while True:
-                message = decode_message(self.connection.receive())
+                message = self._take_in(self.connection)
                 if isinstance(message.content, Command) and message.content.name == CLOSE:
                     self._closing = True
                 self._received[message.lane].put(message)
@@ -111,8 +118,24 @@ class Peer:
             self.report_lost(f'{self.name} cannot be understood: {error}')
         finally:
             self._end_lanes()
-            with self.connection.sending:
-                self.connection.close()
+            for connection in (self.connection, *self.relay_to):
+                with connection.sending:
+                    connection.close()
+
+    def _read_relayed(self, connection: Connection) -> None:
+        try:
+            while True:
+                message = self._take_in(connection)
+                self._received[message.lane].put(message)
+        except (EOFError, OSError, WireError, CodecError):  # the leader misses the answer, or the process
+            connection.close()
+
+    def _take_in(self, connection: Connection) -> Message:
+        """The next message, passed on before it is read."""
+        frame = connection.receive()
+        if frame.relayed and self.relay_to:
+            send_all(self.relay_to, frame, _ANSWER_S)  # the leader notices by itself who is gone
+        return decode_message(frame.body)
 
 
 class Peers:
@@ -132,8 +155,26 @@ class Peers:
         self._peers: list[Peer] = []
         for name, connection in connections:
             self._peers.append(Peer(connection, name, self.report_lost))
+        self._relays = False
         if self._lost:  # while they were made
             self._give_up()
+
+    def arrange_relays(self) -> None:
+        """Lets the processes pass large commands on, where there are many of them and all listen; see relays.py."""
+        count = len(self._peers)
+        if count <= FANOUT:
+            return
+        addresses = [peer.connection.address for peer in self._peers]
+        end, waits = time.monotonic() + self.deadline_s, []
+        for index, peer in enumerate(self._peers):
+            children = [addresses[child] for child in children_of(index, count)]
+            command = Command('join_relays', (children, index >= FANOUT), RELAY)
+            waits.append((peer, self._send([peer], command)))
+        answers = [self._answer_of(peer, RELAY, number, end) for peer, number in waits]
+        for peer, answer in zip(self._peers, answers, strict=True):
+            if answer.failure is not None:
+                raise CommandError(f'{peer.name} cannot pass commands on: {answer.failure}')
+        self._relays = all(answer.value for answer in answers)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -175,7 +216,7 @@ class Peers:
         alive = [peer for peer in self._peers if not peer.lost]
         body = encode_message(Message(LEARNER, next(self._numbers), Command(CLOSE)))
         send_all([peer.connection for peer in alive], Frame.of(body), _ANSWER_S)
-        for peer in alive:
+        for peer in self._peers:
             peer.close()
 
     def report_lost(self, reason: str) -> None:
@@ -200,7 +241,11 @@ class Peers:
         if lost := [peer.lost for peer in peers if peer.lost]:
             raise CommandError(lost[0])
         number = next(self._numbers)
-        frame = Frame.of(encode_message(Message(command.lane, number, command)))
+        body = encode_message(Message(command.lane, number, command))
+        relayed = self._relays and len(peers) == len(self._peers) and len(body) >= LEAST_BYTES
+        if relayed:
+            peers = [peers[index] for index in children_of(-1, len(peers))]
+        frame = Frame.of(body, relayed=relayed)
         failed = send_all([peer.connection for peer in peers], frame, self.deadline_s)
         for index, reason in failed.items():
             peers[index].report_lost(f'{peers[index].name} {reason}')

@@ -1,6 +1,6 @@
 """The learner of a controller that has none of its own: its commands go to all learner processes. jax-free.
 
-    learner process k    Listener(host, port, key, Hello('learner k', digest)) ... follow(learner, connection, ...)
+    learner process k    Listener(host, port, key, Hello('learner k', digest)) ... follow(..., listener=listener)
     controller           Peers([('learner k', connect(address, key, hello, deadline_s).connection), ...])
                          RemoteLearner(peers), RemoteChannel(peers, directory)
 
@@ -52,6 +52,7 @@ class RemoteLearner:
         """Asks learner process 0 how updates are priced."""
         self._peers = peers
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
+        peers.arrange_relays()
         self._price = UpdatePrice(*self._call('price'))
 
     def warm_up(self) -> int:

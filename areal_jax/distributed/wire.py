@@ -2,7 +2,8 @@
 
     connect     client: MAGIC, 32 random bytes            server: MAGIC, 32 random bytes, proof of the key
                 client: proof of the key                  both: a frame with its Hello
-    a frame     length (8 bytes), counter (8), SHA-256 of the body (32), HMAC-SHA256 of these three (32), the body
+    a frame     length (8 bytes; its highest bit: to be passed on, relays.py), counter (8), SHA-256 of the body (32),
+                HMAC-SHA256 of these three (32), the body
 
 A proof is the HMAC of both random values. They also give the connection a key of its own for each direction, so no
 frame can be sent again, in another order, on another connection or back to its sender. The body is hashed once, however
@@ -27,6 +28,7 @@ from areal_jax.errors import UserError
 
 MOST_FRAME_BYTES = 1 << 30
 _MAGIC = b'areal-jax wire 1'
+_RELAYED = 1 << 63
 _RANDOM_BYTES, _DIGEST_BYTES = 32, hashlib.sha256().digest_size
 _PREFIX = struct.Struct(f'!QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s')
 _HANDSHAKE_S = 30.0  # for each step of a handshake: nobody who keeps silent holds a place for longer
@@ -46,12 +48,13 @@ class WrongKeyError(WireError):
 class Frame:
     """The body of a message, for any number of connections."""
 
-    body: bytes | memoryview
+    body: bytes | bytearray
     digest: bytes
+    relayed: bool = False  # who gets it passes it on (relays.py)
 
     @classmethod
-    def of(cls, body: bytes) -> Frame:
-        return cls(body, hashlib.sha256(body).digest())
+    def of(cls, body: bytes, *, relayed: bool = False) -> Frame:
+        return cls(body, hashlib.sha256(body).digest(), relayed)
 
 
 class Connection:
@@ -68,12 +71,19 @@ class Connection:
         """Of the body of a frame."""
         return self._most_bytes
 
+    @property
+    def address(self) -> str:
+        """'host:port' of the other end."""
+        host, port = self._socket.getpeername()[:2]
+        return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def seal(self, frame: Frame) -> bytes:
         """The prefix of the frame as the next one on this connection; hold `sending`."""
-        head = struct.pack('!QQ', len(frame.body), self._sent) + frame.digest
+        size = len(frame.body) | (_RELAYED if frame.relayed else 0)
+        head = struct.pack('!QQ', size, self._sent) + frame.digest
         self._sent += 1
         return head + _mac(self._send_key, head)
 
@@ -84,13 +94,14 @@ class Connection:
         except BlockingIOError:
             return 0
 
-    def receive(self) -> bytearray:
-        """The body of the next frame. Raises EOFError where the other end has closed, OSError where it is lost.
+    def receive(self) -> Frame:
+        """The next frame. Raises EOFError where the other end has closed, OSError where it is lost.
 
         Raises WireError, after which nothing more can be read, for a frame that does not come from the other end.
         """
         prefix = _read(self._socket, _PREFIX.size)
-        length, counter, digest, tag = _PREFIX.unpack(prefix)
+        size, counter, digest, tag = _PREFIX.unpack(prefix)
+        length, relayed = size & ~_RELAYED, bool(size & _RELAYED)
         expected = _mac(self._receive_key, bytes(prefix[:-_DIGEST_BYTES]))
         if not hmac.compare_digest(tag, expected) or counter != self._received:
             raise WireError('a message is forged, repeated or out of order: something else writes to the connection')
@@ -100,7 +111,7 @@ class Connection:
         if not hmac.compare_digest(hashlib.sha256(body).digest(), digest):
             raise WireError('a message was changed on its way: something else writes to the connection')
         self._received += 1
-        return body
+        return Frame(body, digest, relayed)
 
     def finish(self) -> None:
         """Sends nothing more; what the other end has sent can still be read."""

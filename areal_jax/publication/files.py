@@ -105,7 +105,7 @@ class FilesChannel:
         for writer in self._writers:
             writer.write(directory, version)
         try:
-            manifest = self._parts.write(directory, version, copy)
+            manifest: dict[str, Mapping[str, object]] = {**self._parts.write(directory, version, copy)}
         finally:
             written = [writer.written() for writer in self._writers]  # also then: nobody writes any more
         for outcome in written:

@@ -30,7 +30,7 @@ def test_two_roles_of_a_run_meet_and_speak(listener):
     assert (ours.hello, theirs.hello) == (_CONTROLLER, _LEARNER)
     for one, other in ((ours, theirs), (theirs, ours)):
         assert send_all([one.connection], Frame.of(b'hello'), 5) == {}
-        assert other.connection.receive() == b'hello'
+        assert other.connection.receive().body == b'hello'
 
 
 def test_each_connection_has_keys_of_its_own(listener):

@@ -166,14 +166,14 @@ def test_bytes_that_do_not_come_from_the_process_end_the_connection():
 
 
 def test_closing_lets_the_others_return_and_leaves_no_thread():
+    before = set(threading.enumerate())
     peers, stubs, lost = _peers(lambda _: 1, lambda _: 2)
     peers.call_all(Command('update'))
     peers.close()
     peers.close()
     end = time.monotonic() + 5
-    names = {'peer leader', 'peer learner 0', 'peer learner 1'}
-    while names & {thread.name for thread in threading.enumerate()}:
-        assert time.monotonic() < end, [thread.name for thread in threading.enumerate()]
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < end, left
         time.sleep(0.01)
     assert [stub.seen[-1].name for stub in stubs] == [CLOSE, CLOSE]
     assert lost == []

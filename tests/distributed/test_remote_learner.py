@@ -149,8 +149,8 @@ def test_an_error_of_one_process_alone_names_it(processes):
 
 def test_a_method_that_is_no_command_is_refused(processes):
     learner, _, learners, _, _ = processes
-    with pytest.raises(RemoteUserError, match="'close' is no command of a learner"):
-        learner._call('close')
+    with pytest.raises(RemoteUserError, match="'compile' is no command of a learner"):
+        learner._call('compile')
     assert [name for name, _ in learners[0].calls] == ['price']
 
 
@@ -241,7 +241,7 @@ def test_a_process_that_cannot_write_its_part_is_told(processes, tmp_path, index
 
 
 def test_the_side_of_the_controller_is_free_of_jax():
-    names = ('remote_learner', 'peers', 'handshake', 'key', 'wire', 'codec', 'messages')
+    names = ('remote_learner', 'peers', 'handshake', 'key', 'wire', 'codec', 'messages', 'relays', 'follower')
     modules = [f'areal_jax.distributed.{name}' for name in names] + ['areal_jax.checkpoint.store']
     program = (
         f'import sys\nfor name in {modules}: __import__(name)\nprint({{"jax", "flax", "orbax"}} & set(sys.modules))'

@@ -23,7 +23,9 @@ def test_frames_arrive_in_both_directions():
     for one, other in ((ours, theirs), (theirs, ours), (ours, theirs)):
         # the last is larger than what a socket buffers
         received = []
-        reader = threading.Thread(target=lambda to=other, into=received: into.extend(to.receive() for _ in _FRAMES))
+        reader = threading.Thread(
+            target=lambda to=other, into=received: into.extend(to.receive().body for _ in _FRAMES)
+        )
         reader.start()
         for frame in _FRAMES:
             assert send_all([one], frame, 5) == {}
@@ -79,7 +81,7 @@ def test_a_frame_above_the_limit_is_refused_by_both_ends_and_no_memory_is_taken(
     ):
         send_all([ours], Frame.of(bytes(101)), 5)
     assert send_all([ours], Frame.of(b'nothing was sent before'), 5) == {}
-    assert theirs.receive() == b'nothing was sent before'
+    assert theirs.receive().body == b'nothing was sent before'
     _inject(ours, ours.seal(Frame.of(bytes(101))))  # the body never comes, and is not waited for
     with pytest.raises(WireError, match='a message of 101 bytes is above the limit of 100'):
         theirs.receive()
@@ -92,7 +94,7 @@ def test_one_that_reads_nothing_does_not_keep_the_others_waiting():
 
     def read(index):
         with contextlib.suppress(OSError):
-            assert pairs[index][1].receive() == frame.body
+            assert pairs[index][1].receive().body == frame.body
             times[index] = time.monotonic() - began
 
     readers = [threading.Thread(target=read, args=(index,), daemon=True) for index in (0, 1, 3)]
@@ -110,7 +112,7 @@ def test_one_that_is_gone_is_named_and_the_others_get_the_frame():
     pairs = [make_pair() for _ in range(3)]
     pairs[1][1].close()
     assert send_all([ours for ours, _ in pairs], Frame.of(b'x'), 5) == {1: 'is gone'}
-    assert [pairs[index][1].receive() for index in (0, 2)] == [b'x', b'x']
+    assert [pairs[index][1].receive().body for index in (0, 2)] == [b'x', b'x']
     pairs[0][0].close()
     with pytest.raises(EOFError):
         pairs[0][1].receive()

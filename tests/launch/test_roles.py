@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from areal_jax.app.command_line import load_config
-from launch.roles import plan_roles
+from launch.roles import find_cause, plan_roles
 from tests.launch.test_local import CONFIG, TWO, Run, is_alive
 
 HOSTS = ['--config.cluster.learner=hosts=2 x data=4', '--config.learner.rows_per_microbatch=4', TWO]
@@ -116,6 +116,21 @@ def test_a_role_that_can_never_run_ends_all_and_its_last_lines_are_quoted(tmp_pa
     assert code == 2
     assert f'learner-1 ended with code 2; the end of {tmp_path}/logs/learner-1.1.log:\n' in output
     assert '  last line of a role' in output
+
+
+@pytest.mark.parametrize(
+    ('codes', 'cause'),
+    [
+        ({'learner-0': 75, 'learner-1': 137, 'controller-0': 75}, ('learner-1', False)),
+        ({'learner-0': 1, 'learner-1': 137}, ('learner-1', False)),  # an error after a death is no bug of its own
+        ({'learner-0': 0, 'controller-0': 75}, ('controller-0', False)),
+        ({'learner-0': 75, 'learner-1': 1}, ('learner-0', False)),
+        ({'learner-1': 1, 'learner-0': 75}, ('learner-1', True)),
+        ({'learner-1': 137, 'learner-0': 2}, ('learner-0', True)),
+    ],
+)
+def test_the_cause_of_an_end(codes, cause):
+    assert find_cause(codes) == cause
 
 
 def test_restarts_in_a_row_are_counted(tmp_path):

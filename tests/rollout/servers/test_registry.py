@@ -35,6 +35,13 @@ def test_servers_are_read_and_other_roles_are_not(tmp_path):
     assert read_registry(tmp_path)[0].is_leaving
 
 
+@pytest.mark.parametrize('name', ['key', 'learner.json'])
+def test_a_file_beside_the_entries_is_passed_over(tmp_path, name):
+    (tmp_path / 'registry').mkdir()
+    (tmp_path / 'registry' / name).write_text('of the learner processes')
+    assert read_registry(tmp_path) == []
+
+
 def entry(index, incarnation=1, heartbeat=0, is_leaving=False):
     return ServerEntry(f'engine/{index}', incarnation, f'toy:{index}', 'own', 1, is_leaving, heartbeat)
 
