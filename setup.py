@@ -10,6 +10,8 @@ TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
 PLOTS = ['matplotlib>=3.9', 'bokeh>=3.9']  # pictures; report.html and compare.html
 GGUF = ['gguf>=0.19']
 SERVE = ['aiohttp>=3.11']  # servers and their clients
+RAY = ['ray>=2.60,<3']  # placement groups of TPU slices
+JOBSET = ['pyyaml>=6']
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
@@ -23,8 +25,8 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     python_requires='>=3.11',
-    packages=find_packages(include=['areal_jax', 'areal_jax.*', 'launch']),
-    package_data={'areal_jax.native': ['*.cc', '*.h'], 'areal_jax.report': ['*.html']},
+    packages=find_packages(include=['areal_jax', 'areal_jax.*', 'launch', 'launch.*']),
+    package_data={'areal_jax.native': ['*.cc', '*.h'], 'areal_jax.report': ['*.html'], 'launch': ['*.j2']},
     install_requires=[
         'jax>=0.10.2,<0.13',
         'flax>=0.12.8',
@@ -51,6 +53,8 @@ setup(
         'tensorboard': [*TENSORBOARD, 'tensorboard>=2.20'],  # and TensorBoard itself
         'plots': PLOTS,
         'gguf': GGUF,
+        'ray': RAY,  # launch.ray
+        'jobset': JOBSET,  # launch.jobset
         'docs': DOCS,
         'browser': [*PLOTS, *BROWSER],  # of launch/test_page.sh
         'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
@@ -61,6 +65,8 @@ setup(
             *GGUF,
             *SERVE,
             *DOCS,
+            *JOBSET,
+            'jsonschema>=4.20',
             'pytest>=8',
             'pytest-xdist>=3.6',
             'hypothesis>=6',

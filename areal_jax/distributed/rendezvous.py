@@ -53,6 +53,8 @@ def join(coordinator: str, processes: int, process_id: int | None, deadline_s: f
             num_processes=processes if coordinator else None,
             process_id=process_id if coordinator else None,
             coordinator_bind_address=coordinator if binds and process_id == 0 else None,
+            # under SLURM, jax would give a process the one GPU of its local number
+            cluster_detection_method='deactivate' if coordinator else None,
             initialization_timeout=int(deadline_s),
         )
     except (RuntimeError, ValueError) as error:

@@ -1,0 +1,9 @@
+"""Entry point of `python -m launch.ray`."""
+
+import sys
+
+from areal_jax.app.ending import end_command
+from launch.ray.main import main
+
+if __name__ == '__main__':
+    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir'))

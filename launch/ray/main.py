@@ -1,0 +1,87 @@
+"""Starts a run on a Ray cluster: python -m launch.ray --config=FILE --workdir=DIR --accelerator=gpu [...].
+
+Run it on a node that stays: all roles end with it. --dry_run prints bundles and commands, and needs no Ray.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from areal_jax.app.command_line import parse_command
+from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import ExitCode, UserError
+from launch.accelerators import define_accelerators
+from launch.cluster_run import define_flags, define_shared, locate_run, require_shared, require_unused
+from launch.ray.plan import Group, plan_groups
+from launch.ray.supervision import supervise
+
+LOGS = 'ray'  # in the workdir: a log for each start of a role
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, place, supervise; returns the exit code, that of the controller."""
+    values = _define()
+    run = locate_run(parse_command(argv, values), values)
+    groups = plan_groups(run, values)
+    if values.dry_run:
+        print('\n'.join(map(str, groups)))
+        return ExitCode.FINISHED
+    if importlib.util.find_spec('ray') is None:
+        raise ConfigError("launch.ray needs the package ray, which is not installed: pip install 'areal_jax[ray]'")
+    require_unused(run, values.resume)
+    return _place_and_supervise(groups, run.workdir, values)
+
+
+def _place_and_supervise(groups: Sequence[Group], workdir: str, values: flags.FlagValues) -> int:
+    import ray
+
+    from launch.ray.placement import PlacedGroup, describe_shortage
+
+    try:
+        ray.init(
+            address=values.address,
+            log_to_driver=False,
+            runtime_env={'env_vars': {'PYTHONPATH': os.pathsep.join([str(_ROOT), os.environ.get('PYTHONPATH', '')])}},
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f'--address={values.address}: no Ray cluster answers there ({error})') from error
+    try:
+        if not values.local_nodes:
+            require_shared(workdir, sum(1 for node in ray.nodes() if node['Alive']))
+        return supervise(
+            groups,
+            lambda group: PlacedGroup(
+                group, logs=f'{workdir}/{LOGS}', host=values.host, restarts=values.restarts, wait_s=values.wait_s
+            ),
+            describe_shortage,
+            restarts=values.restarts,
+            wait_s=values.wait_s,
+            grace_s=values.grace_s,
+        )
+    finally:
+        ray.shutdown()
+
+
+def _define() -> flags.FlagValues:
+    values = flags.FlagValues()
+    define_flags(values)
+    define_shared(values)
+    flags.DEFINE_string(
+        'address', 'auto', 'Of the cluster: HOST:PORT, or auto on one of its nodes.', flag_values=values
+    )
+    define_accelerators(values)
+    flags.DEFINE_string('host', '', "Address of all roles; by default that of each one's node.", flag_values=values)
+    flags.DEFINE_float('cpus', 1.0, 'Cores that a learner process or an engine asks for.', 0.0, flag_values=values)
+    flags.DEFINE_float('controller_cpus', 1.0, 'Cores that the controller asks for.', 0.0, flag_values=values)
+    flags.DEFINE_multi_string('environment', [], 'NAME=VALUE for every role.', flag_values=values)
+    flags.DEFINE_integer('restarts', 10, 'Most restarts of a role in a row, and most moves.', 0, flag_values=values)
+    flags.DEFINE_float('wait_s', 600.0, 'Seconds to wait for nodes.', 0.0, flag_values=values)
+    flags.DEFINE_float('grace_s', 120.0, 'Seconds for roles to save their state.', 0.0, flag_values=values)
+    flags.DEFINE_bool('local_nodes', False, 'All nodes are on this machine, and share its /tmp.', flag_values=values)
+    return values
