@@ -23,6 +23,7 @@ from areal_jax.app.own_learner import OwnLearner
 from areal_jax.config.cluster import parse_learner
 from areal_jax.control.schedule import VersionRing
 from areal_jax.lanes import LEARNER
+from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.programs import AHEAD
 from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
@@ -80,6 +81,7 @@ class Session(OwnLearner, LoopRun):
         if self._trains_later():
             self._start.begin('compiling what generates:')
             generated = self._compile_engines()
+            assert isinstance(self.learner, SpmdLearner)
             self.learner.wait_traced()  # tracing would hold up the loop
             self.learner.begin_compiling()
             return generated
@@ -99,6 +101,7 @@ class Session(OwnLearner, LoopRun):
 
     async def _finish_compiling(self) -> None:
         if self._trains_later():
+            assert isinstance(self.learner, SpmdLearner)
             self._start.begin('compiling what trains:')
             programs = await self.clock.run(LEARNER, self.learner.finish_compiling, Work('compile'))
             self._start.end()
