@@ -43,11 +43,14 @@ from areal_jax.control.controller import Controller
 from areal_jax.control.events import EventLog, truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.distributed.leader import CommandLeader
 from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
+from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.weights import Params
+from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.event_log import load_events
@@ -347,7 +350,7 @@ class Session(Run):
         self.resources.stop()  # the report is not part of what is measured
         config = self.config
         events = load_events(self.workdir / EVENTS)
-        weights = self._final_weights()
+        weights = _final_weights(self.learner, self._channel, config.run.steps)
         facts = RunFacts(
             **self._common_facts(),
             eta=config.staleness.eta if config.staleness.schedule == 'natural' else None,
@@ -369,10 +372,11 @@ class Session(Run):
         facts.save(self.workdir)
         return write_report(self.workdir, facts, plots=self._plots), weights
 
-    def _final_weights(self) -> Params:
-        """Those of the last version; from its files where no process has them all."""
-        weights = self.learner.publish(self.config.run.steps)
-        if is_shared(weights):
-            assert isinstance(self._channel, FilesChannel)
-            return self._channel.map_version(self.config.run.steps)
-        return weights
+
+def _final_weights(learner: SpmdLearner | CommandLeader, channel: DeviceChannel | FilesChannel, step: int) -> Params:
+    """Those of the last version; from its files where no process has them all."""
+    weights = learner.publish(step)
+    if is_shared(weights):
+        assert isinstance(channel, FilesChannel)
+        return channel.map_version(step)
+    return weights
