@@ -15,7 +15,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.clock import lane_widths
 from areal_jax.app.environment import describe_differences, read_environment
-from areal_jax.app.loop_run import ModelText
+from areal_jax.app.loop_parts import ModelText
 from areal_jax.app.model import Model
 from areal_jax.app.own_code import load_own_code
 from areal_jax.app.recorded_run import RecordedRun
