@@ -83,7 +83,7 @@ def _find_hardware(values: flags.FlagValues, prefix: str, role: RoleCount, hosts
     """
 
     found = find_accelerator(values, prefix)
-    selector = dict(_split(pair) for pair in values[f'{prefix}node_selector'].value)
+    selector = dict(_split(pair) for pair in values[f'{prefix}node_selector'].value or ())
     if found == CPU:
         return Hardware({}, selector, {'XLA_FLAGS': f'--xla_force_host_platform_device_count={role.devices}'})
     if not isinstance(found, Slice):

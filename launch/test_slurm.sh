@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs under a real SLURM on this machine: Debian's slurmctld and two slurmd, as two nodes. As root.
 #   bash launch/test_slurm.sh          configs/tiny_cpu.py with two learner processes and two engines; the job is requeued
-#                                      by hand, then a node is lost; the run must end with its report. About 10 minutes.
+#                                      by hand, then a node is lost; the run must end with its report. About 3 minutes.
 #   bash launch/test_slurm.sh --stub   the same, and more, with roles that compute nothing. About 4 minutes.
 # FOLDER names the folder for everything it leaves (a temporary one by default, removed at the end).
 # Exit code 1 where a check fails, 2 where it cannot run.
@@ -169,7 +169,7 @@ submit() {
 
 # How far the run has come.
 count_steps() {
-  if [ -n "$STUB" ]; then cat "$RUN/step" 2>/dev/null || echo 0; else wc -l <"$RUN/metrics.jsonl" 2>/dev/null || echo 0; fi
+  if [ -n "$STUB" ]; then cat "$RUN/step" 2>/dev/null || echo 0; else cat "$RUN/metrics.jsonl" 2>/dev/null | wc -l; fi
 }
 
 has_steps() { [ "$(count_steps)" -ge "$1" ]; }

@@ -5,21 +5,19 @@ session.py adds a learner and engines of this process, controller_run.py a learn
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
-import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any
 
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.beside import UNDER_WAY, build_beside, restore_rows
 from areal_jax.app.clock import build_clock
-from areal_jax.app.environment import Environment
 from areal_jax.app.ledger_check import find_ledger_fault
+from areal_jax.app.loop_parts import LoopParts, ModelText
 from areal_jax.app.observer import StepObserver
-from areal_jax.app.run import Checkpoint, Run, State
+from areal_jax.app.run import Checkpoint, State
 from areal_jax.app.scores import Scores
 from areal_jax.app.served import Servers
 from areal_jax.app.starts import note_start
@@ -38,7 +36,6 @@ from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
-from areal_jax.protocols import Channel
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
@@ -47,9 +44,7 @@ from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.tasks.task import Task
-from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
-from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
 from areal_jax.types import PublishedWeights, SamplingParams, Tree
@@ -57,27 +52,7 @@ from areal_jax.types import PublishedWeights, SamplingParams, Tree
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
 
-class ModelText(Protocol):
-    """What the loop needs of a model."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def source(self) -> pathlib.Path | None:
-        """File or directory of the weights; None = drawn."""
-        ...
-
-
-class EngineFacts(TypedDict):
-    """The fields of RunFacts that say what engines and learner compute on."""
-
-    kv_cache_bytes: int | None
-    lanes_own_devices: bool
-    devices: Mapping[str, Any]
-
-
-class LoopRun(Run):
+class LoopRun(LoopParts):
     """A run that generates, scores and trains at the same time; see Run. The parts are attributes for tests."""
 
     version_at_start = 0
@@ -85,53 +60,6 @@ class LoopRun(Run):
     _awaited_engines = 0  # in other processes: with which the run begins
     _servers: Servers | None = None
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
-
-    # What depends on where engines and learner are.
-
-    @abc.abstractmethod
-    def _load_model(self) -> Any:
-        """A ModelText; what belongs to it is kept for `_build_learner`."""
-
-    @abc.abstractmethod
-    def _build_learner(self, model: Any, checkpoint: Checkpoint | None) -> None:
-        """Sets `learner`, with the checkpoint's weights or else the model's."""
-
-    @abc.abstractmethod
-    def _find_vocab_size(self) -> int: ...
-
-    @abc.abstractmethod
-    def _find_rates(self) -> DeviceRates:
-        """Finds out who has which devices."""
-
-    @abc.abstractmethod
-    def _build_channel(self) -> Channel: ...
-
-    @abc.abstractmethod
-    def _restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
-        """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
-
-    @abc.abstractmethod
-    def _build_pool_here(self, published: PublishedWeights) -> Pool:
-        """Engines in this process."""
-
-    @abc.abstractmethod
-    def _copy_version(self, published: PublishedWeights) -> Tree:
-        """Weights of an earlier version for a checkpoint, in host memory."""
-
-    @abc.abstractmethod
-    def _find_final_weights(self) -> Tree:
-        """Those after the last update, as engines have them."""
-
-    @abc.abstractmethod
-    def _digest(self, weights: Tree) -> str:
-        """What the report says of the weights at the end."""
-
-    @abc.abstractmethod
-    def _read_environment(self) -> Environment:
-        """What the bits of the run depend on."""
-
-    @abc.abstractmethod
-    def _find_engine_facts(self) -> EngineFacts: ...
 
     # Building, in the order in which parts need each other.
 

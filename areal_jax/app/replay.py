@@ -15,6 +15,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.clock import lane_widths
 from areal_jax.app.environment import describe_differences, read_environment
+from areal_jax.app.loop_parts import ModelText
 from areal_jax.app.model import Model
 from areal_jax.app.own_code import load_own_code
 from areal_jax.app.recorded_run import RecordedRun
@@ -78,7 +79,7 @@ class ReplaySession(Session):
         failures = {'WorkerDiedError': WorkerDiedError}
         return ReplayClock(lane_widths(self.config), self.log, self._recording, start_s=start_s, failures=failures)
 
-    def _launch_verifier(self, task: Task, model: Model, **settings: Any) -> ProcessVerifier | InlineVerifier:
+    def _launch_verifier(self, task: Task, model: ModelText, **settings: Any) -> ProcessVerifier | InlineVerifier:
         settings['start_worker'] = RecordedWorker
         verifier = self._own(build_verifier(self.config, self.clock, task, model.tokenizer.decode, **settings))
         verifier.launch()

@@ -18,7 +18,8 @@ from areal_jax.app.engines import (
     restore_ring,
 )
 from areal_jax.app.environment import Environment, read_environment
-from areal_jax.app.loop_run import EngineFacts, LoopRun
+from areal_jax.app.loop_parts import EngineFacts
+from areal_jax.app.loop_run import LoopRun
 from areal_jax.app.own_learner import OwnLearner
 from areal_jax.config.cluster import parse_learner
 from areal_jax.control.schedule import VersionRing
