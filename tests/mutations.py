@@ -888,7 +888,7 @@ MUTATIONS = [
     ),
     Mutation(
         'ledger: end a run that does not close as if it did',
-        'areal_jax/app/session.py',
+        'areal_jax/app/loop_run.py',
         'self._unsaved = self._unsaved or find_ledger_fault(',
         'find_ledger_fault(',
         'tests/app/test_token_ledger.py',

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = '--config=configs/tiny_cpu.py'
 FIELDS = {
     'rollout.server': 'own', 'publication.channel': 'files', 'cluster.engines': '2 x tensor=1',
-    'learner.rows_per_microbatch': 4, 'rollout.prefill_buckets': (256,), 'evaluation.samples': 2,
+    'learner.rows_per_microbatch': 4, 'rollout.prefill_buckets': (256,),
     'telemetry.tensorboard': False, 'telemetry.plots': False, 'distributed.command_deadline_s': 300,
 }  # fmt: skip
 # importing jax raises ImportError in a controller
@@ -80,7 +80,7 @@ class Launched:
 
 @pytest.mark.slow
 def test_a_run_survives_its_roles(tmp_path):
-    fields = {'run__steps': 16, 'checkpoint__every': 2, 'evaluation__problems': 2}
+    fields = {'run__steps': 16, 'checkpoint__every': 2, 'evaluation__problems': 2, 'evaluation__samples': 2}
     with Launched(tmp_path / 'run', cluster__learner='hosts=2 x data=4', **fields) as run:
         run.await_publications(3)
         run.kill('engine-1')
