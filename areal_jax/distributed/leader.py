@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import numpy as np
 
 from areal_jax.distributed.messages import Command
 from areal_jax.distributed.peers import OnLost, Peers
 from areal_jax.distributed.remote_learner import RemotePartWriter, RemoteWriter, require_done
-from areal_jax.learning.diagnostics import Metrics
-from areal_jax.learning.learner import SpmdLearner
 from areal_jax.types import TrajectoryGroup, Tree
+
+if TYPE_CHECKING:
+    from areal_jax.learning.diagnostics import Metrics
+    from areal_jax.learning.learner import SpmdLearner
 
 _Args = TypeVarTuple('_Args')
 _R = TypeVar('_R')
