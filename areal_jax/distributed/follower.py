@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from areal_jax.checkpoint.pieces import named_leaves
+from areal_jax.checkpoint.pieces import ArrayShape, named_leaves
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.distributed.codec import describe_arrays
 from areal_jax.distributed.handshake import Listener
@@ -65,10 +65,15 @@ def follow(
     """
     peer = Peer(connection, leader, on_lost)
     execution = _Execution(learner, versions, reports, commands)
+
+    def join(command: Command) -> bool:
+        children, has_parent = command.args
+        return join_relays(peer, listener, children, has_parent, _RELAY_S)
+
     beside = {
         CHECKPOINT: execution.write_checkpoint,
         PUBLICATION: execution.write_publication,
-        RELAY: lambda command: join_relays(peer, listener, *command.args, _RELAY_S),
+        RELAY: join,
     }
     for lane, execute in beside.items():
         threading.Thread(target=_serve, args=(peer, lane, execute), name=lane, daemon=True).start()
@@ -117,7 +122,10 @@ class _Execution:
 
     def write_checkpoint(self, command: Command) -> Any:
         (directory,) = command.args
-        return write_shards(pathlib.Path(directory), named_leaves(self._saved.pop()))
+        leaves = named_leaves(self._saved.pop())
+        return write_shards(
+            pathlib.Path(directory), {name: x for name, x in leaves.items() if not isinstance(x, ArrayShape)}
+        )
 
     def write_publication(self, command: Command) -> Any:
         if self._versions is None:
