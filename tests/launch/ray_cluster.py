@@ -95,7 +95,12 @@ class Run:
             *(f'--address={address}', '--config=configs/tiny_cpu.py', f'--workdir={workdir}', '--local_nodes'),
             *('--accelerator=v4', '--topology=2x2x2', '--engine_accelerator=v6e', '--engine_topology=1x1'),
             *('--host=127.0.0.1', learner, '--config.cluster.engines=2 x tensor=1', '--config.rollout.server=own'),
-            *('--config.publication.channel=files', '--config.learner.rows_per_microbatch=8', '--config.run.steps=120'),
+            *(
+                '--config.publication.channel=files',
+                '--config.learner.rows_per_microbatch=8',
+                '--config.run.steps=120',
+                '--config.run.stall_timeout_s=60.0',
+            ),
             *('--config.checkpoint.every=5', '--environment=JAX_PLATFORMS=cpu', '--wait_s=120'),
             '--environment=XLA_FLAGS=--xla_force_host_platform_device_count=4',
             *(f'--python={os.environ.get("AREAL_JAX_PYTHON", sys.executable)}', '--environment=STAND_IN_STEPS=300'),
