@@ -1,4 +1,4 @@
-"""One process of a run in roles, which an executor starts (docs/cluster.md): python -m areal_jax.main_role
+"""One process of a run in roles, which an executor starts (docs/cluster/index.md): python -m areal_jax.main_role
 --role=controller|learner|engine --index=K|env:NAME --config=FILE --workdir=DIR [--count=N] [--host=ADDRESS]
 [--config.section.field=value ...]. It goes on from what is in the workdir.
 """
