@@ -82,6 +82,7 @@ setup(
             'areal-eval=areal_jax.main_eval:run',
             'areal-export=areal_jax.main_export:run',
             'areal-report=areal_jax.main_report:run',
+            'areal-role=areal_jax.main_role:run',
             'areal-serve=areal_jax.main_serve:run',
             'areal-replay=areal_jax.main_replay:run',
             'areal-check-log=areal_jax.main_check_log:run',

@@ -55,6 +55,7 @@ def _assert_trained(session: Session, steps: int):
         assert loaded[-1] == steps
 
 
+@pytest.mark.slow
 def test_learner_and_engines_on_devices_of_their_own(tmp_path):
     session = Session(small_config(run__clock='real', run__steps=10, **_OWN), tmp_path)
     with record_reads() as reads:

@@ -42,6 +42,7 @@ def weights_of(config):
     return to_host(build_model(TrackedConfig(config)).params)
 
 
+@pytest.mark.slow
 def test_a_run_by_rewards_starts_from_the_weights_of_a_supervised_one(origin, tmp_path):
     workdir, final = origin
     shape = {'model__n_heads': 2, 'model__n_kv_heads': 1, **SHAPE}

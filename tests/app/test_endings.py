@@ -29,6 +29,7 @@ main_train.run()
 """
 
 
+@pytest.mark.slow
 def test_a_bug_shows_its_traceback_and_ends_with_1(tmp_path):
     arguments = command(tmp_path, *FEW)[3:]
     done = subprocess.run(

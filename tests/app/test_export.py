@@ -107,6 +107,7 @@ def test_weights_are_cast_to_the_dtype(finished, tmp_path, dtype):
     assert equal(to_host(load_hf(tmp_path / 'out', dtype=dtype)[1]), cast)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_and_engines_of_lower_precision_change_nothing(tmp_path):
     run = SmallRun(
         tmp_path / 'run', run__export=True, run__steps=2, lora__rank=2, publication__dtype='bfloat16'

@@ -88,6 +88,7 @@ def test_a_config_file_gives_the_same_run_and_its_name(report, tmp_path):
     assert again['config'] == f'{tmp_path}/config_file.py'
 
 
+@pytest.mark.slow
 def test_other_runs_between_two_equal_ones_change_nothing(report, tmp_path, monkeypatch):
     areal_jax.train(sft_config(), tmp_path / 'sft')
     wider = {'model__d_model': 64, 'model__n_layers': 1, 'rollout__slots': 4}

@@ -52,9 +52,8 @@ def test_the_table_is_printed(whole):
     assert done.stdout.endswith(f'{workdir}/results.json\n')
 
 
-@pytest.mark.parametrize(
-    'end', [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)], ids=['ctrl-c', 'kill -9']
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('end', [signal.SIGINT, signal.SIGKILL], ids=['ctrl-c', 'kill -9'])
 def test_an_evaluation_that_was_ended_resumes(whole, tmp_path, end):
     process = subprocess.Popen(
         command(tmp_path / 'run', *MANY), cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE

@@ -85,9 +85,8 @@ def test_the_tiny_run_learns_and_leaves_what_it_promises(tmp_path):
     assert '# ' in done.stdout  # ends with the report
 
 
-@pytest.mark.parametrize(
-    'end', [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=['ctrl-c', 'kill -9']
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('end', [signal.SIGINT, signal.SIGKILL], ids=['ctrl-c', 'kill -9'])
 def test_a_run_that_was_ended_resumes(tmp_path, end):
     options = [*QUICK, '--config.run.steps=60', '--config.checkpoint.every=5']
     process = subprocess.Popen(
@@ -148,6 +147,7 @@ def test_a_workdir_with_a_run_is_not_overwritten(tmp_path):
     assert (tmp_path / 'metrics.jsonl').read_text() == '{"step": 1}\n'
 
 
+@pytest.mark.slow
 def test_a_workdir_can_be_used_again_once_the_config_is_mended(tmp_path):
     assert train(tmp_path, '--config.task.datasets=("chain_sum",)').returncode == 2
     done = train(tmp_path, *QUICK, '--config.run.steps=2')

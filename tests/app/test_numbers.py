@@ -125,6 +125,7 @@ def test_finite_weights_whose_pass_overflows_end_the_run(tmp_path):
         SmallRun(tmp_path, optimizer__learning_rate=1e15).train()
 
 
+@pytest.mark.slow
 def test_a_publication_dtype_that_cannot_hold_the_weights_is_named(tmp_path):
     run = SmallRun(tmp_path, publication__dtype='float16')
     learner = run.session.learner

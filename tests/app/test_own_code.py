@@ -156,6 +156,7 @@ def test_what_an_own_function_raises_later_ends_the_run_with_its_line(own):
         run.train()
 
 
+@pytest.mark.slow
 def test_digests_are_noted_and_a_resume_says_what_has_changed(own, tmp_path, capsys):
     fields = {'task__name': 'own.py:build', 'loss__advantage': 'own.py:advantage', 'evaluation__problems': 0}
     run = own(run__steps=1, **fields).train()

@@ -53,7 +53,6 @@ def check_whole(events, metrics, steps):
     assert max(line.get('mismatch/max_abs', 0) for line in metrics) < 1e-4
 
 
-@pytest.mark.slow
 def test_a_run_trains_with_servers_of_its_own(tmp_path):
     process = launch(tmp_path, f'--config.run.steps={STEPS}', '--config.cluster.engines=2 x shared')
     events, metrics = finish(process, tmp_path)
@@ -84,6 +83,7 @@ def read_scores(workdir):
     return json.loads((workdir / 'evaluations.json').read_text())['before']
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_comes_back_and_nothing_is_lost(tmp_path):
     steps = 100  # enough left when the log shows the update: it is written in parts
     process = launch(tmp_path, f'--config.run.steps={steps}', '--config.cluster.engines=2 x shared')

@@ -85,6 +85,7 @@ def test_unparsed_answers_are_trained_as_reward_0_and_counted(tmp_path, monkeypa
     assert rate == {'first': expected[0], 'last': expected[-1], 'mean': pytest.approx(sum(expected) / 3)}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_which_answers_were_unparsed(tmp_path, monkeypatch):
     monkeypatch.setattr(token_reversal, 'score', read_or_not)
     fields = {'run__steps': 4, 'checkpoint__every': 2}
@@ -110,6 +111,7 @@ def stop_after(run, step):
     run.session.controller._on_step = stop
 
 
+@pytest.mark.slow
 def test_the_audit_counts_and_changes_no_reward(tmp_path, monkeypatch):
     monkeypatch.setattr(token_reversal, 'score', right_or_wrong)
     runs = []

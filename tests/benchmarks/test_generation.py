@@ -164,6 +164,7 @@ def test_a_stopwatch_adds_its_parts(monkeypatch):
     assert watch.parts() == {'part_cpu_s': 12.0, 'part_wall_s': 6.0}
 
 
+@pytest.mark.slow
 def test_our_engine_against_itself(tmp_path):
     path = tmp_path / 'requests.json'
     requests = RequestWorkload(6, (4, 9), 6, 12, 1.0, MODEL.vocab_size).draw()

@@ -58,6 +58,7 @@ def use(engine, weights_of):
     return decoding.finish()
 
 
+@pytest.mark.slow
 def test_two_engines_over_two_devices_decode_what_one_device_does(engines):
     # no near ties under these seeds, so the tokens are the same
     expected, *found = (use(*engine) for engine in engines)
@@ -116,7 +117,7 @@ def test_no_program_moves_the_cache_or_weights_between_devices(engines):
     assert moved(generate) == moved(prefill) == moved(copy) == []
     with_cuts, _, _ = programs(*(engines[1][0], over(PAIRS[0])))
     a_layer_of_one_device = 31 * 4 * 1 * 4  # elements
-    assert max(moved(with_cuts)) < a_layer_of_one_device
+    assert max(moved(with_cuts), default=0) < a_layer_of_one_device
 
 
 def test_the_count_of_exchanges_finds_a_gather():
