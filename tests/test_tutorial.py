@@ -60,6 +60,7 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_every_line_of_the_tutorial(run, tmp_path):
     names, codes = {}, []
     for language, file, text in blocks():

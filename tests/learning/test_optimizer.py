@@ -344,8 +344,15 @@ def test_numbers_out_of_range_are_named(settings, message):
 _DECAYED = {'query/weight', 'key/weight', 'value/weight', 'output/weight', 'gate/weight', 'up/weight', 'down/weight'}
 
 
-@pytest.mark.parametrize('tied', [True, False])
-@pytest.mark.parametrize('layers', ['list', 'stacked'])
+@pytest.mark.parametrize(
+    ('layers', 'tied'),
+    [
+        ('list', True),
+        ('stacked', False),
+        pytest.param('list', False, marks=pytest.mark.slow),
+        pytest.param('stacked', True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize('name', DIRECTIONS)
 def test_only_matrices_decay_in_either_form(name, layers, tied):
     # zero gradients give zero directions, so that what is left of a step is the decay: 1 - .1 * .5 = .95

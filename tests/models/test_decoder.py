@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -286,9 +287,20 @@ def test_activations_have_the_dtype_of_the_weights_and_logits_are_float32(layers
 # Tokens as rows or as columns.
 
 
-@pytest.mark.parametrize('layers', ['list', 'stacked'])
-@pytest.mark.parametrize('lora', [None, Lora(rank=3, alpha=6.0, targets=TARGETS)], ids=['whole', 'lora'])
-@pytest.mark.parametrize('name', VARIANTS)
+_ADAPTERS = Lora(rank=3, alpha=6.0, targets=TARGETS)
+_QUICK = {(name, None, 'list') for name in VARIANTS} | {
+    ('everything', _ADAPTERS, 'list'),
+    ('everything', None, 'stacked'),
+}
+
+
+@pytest.mark.parametrize(
+    ('name', 'lora', 'layers'),
+    [
+        pytest.param(*case, marks=() if case in _QUICK else pytest.mark.slow)
+        for case in itertools.product(VARIANTS, (None, _ADAPTERS), ('list', 'stacked'))
+    ],
+)
 def test_tokens_as_columns_compute_what_rows_do(name, lora, layers):
     rows, columns = (Decoder(VARIANTS[name], layers=layers, lora=lora, tokens=tokens) for tokens in ('rows', 'columns'))
     params = scattered(rows.init(5))

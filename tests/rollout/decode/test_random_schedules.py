@@ -400,7 +400,7 @@ def expected_events(block_tokens, cache_tokens, kv_policy):
     [
         pytest.param(4, 64, 'recompute', id='recompute'),
         pytest.param(4, 64, 'keep', id='keep'),
-        pytest.param(CONTEXT, 4 * CONTEXT, 'recompute', id='a block for each slot'),
+        pytest.param(CONTEXT, 4 * CONTEXT, 'recompute', id='a block for each slot', marks=pytest.mark.slow),
     ],
 )
 def test_random_schedules_give_what_a_decoder_without_a_cache_gives(block_tokens, cache_tokens, kv_policy):
