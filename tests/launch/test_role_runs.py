@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from areal_jax.registry.entries import read_entries
 from tests.launch.test_local import is_alive
@@ -38,6 +40,8 @@ class Launched:
         modules.mkdir(exist_ok=True)
         (modules / 'sitecustomize.py').write_text(NO_JAX)
         chosen = FIELDS | {name.replace('__', '.'): value for name, value in fields.items()}
+        if 'hosts=' not in chosen['cluster.learner']:
+            del chosen['distributed.command_deadline_s']
         overrides = [f'--config.{name}={value}' for name, value in chosen.items()]
         self._process = subprocess.Popen(
             [sys.executable, '-m', 'launch.local', CONFIG, f'--workdir={workdir}', *overrides, *flags],
@@ -113,14 +117,16 @@ def test_a_run_survives_its_roles(tmp_path):
 
 @pytest.mark.slow
 def test_without_a_kill_the_weights_are_those_of_one_process(tmp_path):
+    """To rounding: sums over processes are taken in another order than those over the devices of one."""
     fields = {'run__steps': 4, 'staleness__eta': 0, 'evaluation__problems': 0}
-    manifests, digests = [], []
+    exports = []
     for name, learner, devices in (('roles', 'hosts=2 x data=4', 1), ('one', 'data=4', 4)):
         with Launched(tmp_path / name, cluster__learner=learner, devices=devices, **fields) as run:
             code, output = run.finish()
         assert code == 0, output
-        manifests.append([event['manifest'] for event in run.events('publish')])
-        digests.append(json.loads((run.workdir / 'facts.json').read_text())['weights_sha256'])
-    assert manifests[0] == manifests[1]
-    assert len(manifests[0]) == 4
-    assert digests[0] == digests[1]
+        assert len(run.events('publish')) == 4
+        exports.append(load_file(run.workdir / 'export' / 'model.safetensors'))
+    in_roles, alone = exports
+    assert in_roles.keys() == alone.keys()
+    for name, weight in alone.items():  # four steps of Adam move a weight by up to 4e-3
+        np.testing.assert_allclose(in_roles[name], weight, atol=4e-6, rtol=0, err_msg=name)
