@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import config_dict
 
 from areal_jax.app.environment import Environment, read_environment
-from areal_jax.app.export_process import export_in_process, holds_export
+from areal_jax.app.finished_export import export_in_process, holds_export
 from areal_jax.app.loop_parts import EngineFacts
 from areal_jax.app.loop_run import LoopRun
 from areal_jax.app.provenance import Hardware, describe_hardware

@@ -1,6 +1,6 @@
 """Exports the weights of a run as a directory that transformers, vLLM and SGLang load, with tokenizer and model card.
 
-Used by main_export.py for a checkpoint of any run, and by run.py when a run has finished; publication/export.py writes.
+Used by main_export.py for a checkpoint of any run, and by own_learner.py when a run has finished; publication/export.py writes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 
 from areal_jax import files
 from areal_jax.app.earlier_run import EarlierRun
+from areal_jax.app.finished_export import DIRECTORY, RECORD
 from areal_jax.app.model import Model, describe_model
 from areal_jax.app.model_card import FILE as CARD
 from areal_jax.app.model_card import ExportedModel, render_card
@@ -28,8 +29,6 @@ from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.tasks.tokenizer import GgufTokenizer, HfTokenizer
 
-DIRECTORY = 'export'  # of a workdir: the weights of the finished run
-RECORD = 'areal_jax.json'  # in the directory: which weights it holds
 _GENERATION = 'generation_config.json'
 _FIX = 'restore the file as the run wrote it'
 
@@ -103,12 +102,6 @@ def write_export(
 def build_companions(workdir: pathlib.Path, model: Model) -> HfCompanions:
     """The tokenizer and parameters of sampling that belong to the weights of a run, for a server that loads them."""
     return _companions(_read_values(workdir), model)
-
-
-def holds_export(directory: pathlib.Path, step: int) -> bool:
-    """Whether an export of the weights after `step` updates is there, whole."""
-    path = directory / RECORD
-    return path.exists() and files.read_json(path, 'remove the directory, it is written again').get('step') == step
 
 
 def _companions(values: Values, model: Model) -> HfCompanions:

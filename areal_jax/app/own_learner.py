@@ -12,8 +12,9 @@ import numpy as np
 from ml_collections import config_dict
 
 from areal_jax.app.compilations import CompilationCounter, use_compilation_cache
-from areal_jax.app.export import DIRECTORY as EXPORT
-from areal_jax.app.export import holds_export, replace_export, write_export
+from areal_jax.app.export import replace_export, write_export
+from areal_jax.app.finished_export import DIRECTORY as EXPORT
+from areal_jax.app.finished_export import holds_export
 from areal_jax.app.learner import build_learner, require_finite_weights
 from areal_jax.app.model import Model, build_model
 from areal_jax.app.processes import lead
@@ -116,7 +117,7 @@ class OwnLearner(Run):
     def _complete_export(self) -> None:
         """Writes the export of a finished run where it is missing, after a kill or on a disk that was full."""
         steps = self.config.run.steps
-        if self._exports and not holds_export(self.workdir / EXPORT, steps):
+        if self._exports and not holds_export(self.workdir, steps):
             replace_export(self.workdir, steps, self._export_dtype)
 
     def _find_hardware(self) -> Hardware:

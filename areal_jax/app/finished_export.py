@@ -1,4 +1,7 @@
-"""Exports the weights of a run from a process that holds none: main_export as a child. Needs no jax."""
+"""The export of a finished run: where it lies, what it holds, and writing it from a process without jax.
+
+export.py writes it in the process that has the weights.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import sys
 from areal_jax import files
 from areal_jax.errors import UserError
 
-DIRECTORY = 'export'  # of a workdir, as export.DIRECTORY
-RECORD = 'areal_jax.json'  # as export.RECORD
+DIRECTORY = 'export'  # of a workdir: the weights of the finished run
+RECORD = 'areal_jax.json'  # in the directory: which weights it holds
 _FIX = 'remove the directory, it is written again'
 
 
