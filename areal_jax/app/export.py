@@ -1,6 +1,7 @@
 """Exports the weights of a run as a directory that transformers, vLLM and SGLang load, with tokenizer and model card.
 
-Used by main_export.py for a checkpoint of any run, and by own_learner.py when a run has finished; publication/export.py writes.
+Used by main_export.py for a checkpoint of any run, and by own_learner.py when a run has finished. publication/export.py
+writes.
 """
 
 from __future__ import annotations
