@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast, get_args
 
-from areal_jax.app.ending import ProcessEnd, describe_untrained, end_command
+from areal_jax.app.ending import ProcessEnd, end_command, judge_training
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode, UserError
 
@@ -70,10 +70,7 @@ def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts)
         print(f'stopped; the same roles go on from {process.workdir}/checkpoints', flush=True)
         return ExitCode.STOPPED
     print(f'report: {process.workdir}/report.html', flush=True)
-    if not report['optimizer_steps']:
-        print(describe_untrained(report['steps'], report['skipped_steps']))
-        return ExitCode.NOTHING_TRAINED
-    return ExitCode.FINISHED
+    return judge_training(report)
 
 
 def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:

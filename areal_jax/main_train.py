@@ -6,7 +6,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.ending import ProcessEnd, describe_untrained, end_command
+from areal_jax.app.ending import ProcessEnd, end_command, judge_training
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode
 
@@ -56,11 +56,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
         return ExitCode.STOPPED
     print((workdir / 'report.md').read_text())
-    steps = report['optimizer_steps']
-    if not steps['applied']:
-        print(f'error: {describe_untrained(report["steps"], steps["skipped"])}', file=sys.stderr)
-        return ExitCode.NOTHING_TRAINED
-    return ExitCode.FINISHED
+    return judge_training(report)
 
 
 def run() -> None:

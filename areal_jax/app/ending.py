@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble, describe_memory_trouble
 
@@ -66,7 +67,16 @@ def end_command(command: Callable[[], int], doing: str) -> int:
         return ExitCode.BUG
 
 
-def describe_untrained(updates: int, skipped: int) -> str:
+def judge_training(report: Mapping[str, Any]) -> ExitCode:
+    """The exit code of a finished run, by its report; one without an optimizer step is named on stderr."""
+    steps = report['optimizer_steps']
+    if steps['applied']:
+        return ExitCode.FINISHED
+    _print_error(_describe_untrained(report['steps'], steps['skipped']))
+    return ExitCode.NOTHING_TRAINED
+
+
+def _describe_untrained(updates: int, skipped: int) -> str:
     """The sentence for a run without an optimizer step, `skipped` of which had a gradient that was not finite."""
     why = (
         f'all {skipped} were skipped because their gradient was not finite'

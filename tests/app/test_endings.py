@@ -1,5 +1,6 @@
 """How the entry point ends as a real process: bugs, nothing trained, a second run, signals while it builds."""
 
+import importlib
 import json
 import signal
 import subprocess
@@ -45,6 +46,18 @@ def test_a_bug_shows_its_traceback_and_ends_with_1(tmp_path):
     assert 'in fail' in done.stderr  # the traceback of the lane's thread
     assert 'terminate called' not in done.stderr
     assert json.loads((tmp_path / 'events.jsonl').read_text().splitlines()[-1])['kind'] == 'error'
+
+
+@pytest.mark.parametrize(
+    ('applied', 'skipped', 'code', 'said'),
+    [(3, 1, 0, ''), (0, 2, 3, 'all 2 were skipped'), (0, 0, 3, 'no update held a token to train')],
+)
+@pytest.mark.parametrize('command', ['main_train', 'main_role'])  # of a learner here, and of a controller
+def test_a_finished_run_is_judged_by_its_optimizer_steps(capsys, command, applied, skipped, code, said):
+    module = importlib.import_module(f'areal_jax.{command}')
+    report = {'steps': 4, 'optimizer_steps': {'applied': applied, 'skipped': skipped}}
+    assert module.judge_training(report) == code
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_without_an_optimizer_step_says_so_and_ends_with_3(tmp_path):
