@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 import pytest
 
@@ -16,6 +17,11 @@ if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', '')
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}'.strip()
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(__file__).parents[1] / '.jax_cache'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.05')  # else tests compile the same again
+
+
+# A shell has what it starts in the background ignore SIGINT, and the runs that the tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
