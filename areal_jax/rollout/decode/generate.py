@@ -40,7 +40,8 @@ class _Rows:
     """What a step changes.
 
     A row that has ended is computed along with the others until the dispatch ends, and its position grows: so the rows
-    stay in the descending order of their positions. It writes to the padding block, and nobody reads its results.
+    stay in the descending order of their positions. It writes to the padding block, and nobody reads its results. The
+    native attention needs no order of the rows, and reads nothing for one that has ended.
     """
 
     token: jax.Array  # int32 [B]
@@ -104,9 +105,10 @@ class Generate:
         )
 
     def _lengths(self, batch: Batch, rows: _Rows) -> jax.Array:
-        """int32 [B]: positions that a step attends to, its own included."""
+        """int32 [B]: positions that a step attends to, its own included; 0 = the row needs no attention."""
         held = self.sizes.table_blocks * self.sizes.block_tokens
-        return jnp.where(batch.limit > 0, jnp.minimum(rows.position + 1, held), 0)
+        attends = rows.live if self.attention.name == 'native' else batch.limit > 0
+        return jnp.where(attends, jnp.minimum(rows.position + 1, held), 0)
 
     def _forward(
         self, weights: Params, cache: Cache, batch: Batch, rows: _Rows, lengths: jax.Array

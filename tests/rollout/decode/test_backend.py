@@ -431,6 +431,14 @@ def test_the_positions_read_are_few_more_than_the_live_ones(attention):
         assert 64 * blocks <= read <= 1.5 * live
 
 
+def test_the_native_attention_reads_nothing_for_a_row_that_has_ended():
+    one = build(attention='native')
+    rows = [DecodeRow(request(), 1, 4, 7, [1, 2]), DecodeRow(request(1), 1, 4, 9, [3, 4])]  # 2 and 4 tokens to come
+    _, output = one.generate(one.prepare(weights()), one.initial_state(), rows, 4)
+    assert output.valid.sum(0).tolist() == [2, 4]
+    assert output.positions_read == (5 + 6) + (5 + 6 + 7 + 8)
+
+
 def test_the_plain_attention_reads_whole_tables():
     one = build(attention='gather')
     rows = [DecodeRow(request(), 1, 4, 9, [1, 2])]
