@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 import aiohttp
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import INCARNATION
 
-_BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError)
+# aiohttp raises a bare RuntimeError where the connection was closed on our side in the middle of a reply
+_BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, RuntimeError)
 _SHOWN = 300  # characters of an error body that an error repeats
 
 
@@ -82,17 +84,22 @@ class Connection:
 
         Raises StatusError, NoReplyError where it is cut off, and what `take` raises.
         """
+        left = b''
+        async with contextlib.aclosing(self._chunks(path, body)) as chunks:
+            async for chunk in chunks:
+                *lines, left = (left + chunk).split(b'\n')
+                for line in lines:
+                    take(_decode(path, line))
+
+    async def _chunks(self, path: str, body: JsonObject) -> AsyncGenerator[bytes, None]:
         try:
             async with self._open().post(self.url + path, json=body) as reply:
                 if reply.status != 200:
                     raise StatusError('POST', path, _read(reply.status, await reply.text()))
-                left = b''
                 async for chunk in reply.content.iter_any():
-                    *lines, left = (left + chunk).split(b'\n')
-                    for line in lines:
-                        take(line.decode())
+                    yield chunk
         except _BROKEN as error:
-            raise NoReplyError(f'POST {path}: the stream broke off ({type(error).__name__}: {error})') from error
+            raise _broken_off(path, error) from error
 
     async def require(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
         """The reply where its status is 200; raises StatusError for another, NoReplyError without a reply."""
@@ -127,6 +134,17 @@ async def _close_at_end(session: aiohttp.ClientSession) -> None:
         await asyncio.get_running_loop().create_future()
     finally:
         await session.close()
+
+
+def _decode(path: str, line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise _broken_off(path, error) from error
+
+
+def _broken_off(path: str, error: Exception) -> NoReplyError:
+    return NoReplyError(f'POST {path}: the stream broke off ({type(error).__name__}: {error})')
 
 
 def _read(status: int, text: str) -> Reply:

@@ -1,11 +1,12 @@
-"""A connection belongs to the I/O loop, and ends with it."""
+"""A connection belongs to the I/O loop, and ends with it; a reply that is cut off is no error of the program."""
 
+import asyncio
 import threading
 
 import pytest
 
 from areal_jax.control.clocks.io import IoLoop
-from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from tests.rollout.http.server.rig import ToyServer
 
 
@@ -20,3 +21,37 @@ def test_nothing_is_left_open_when_the_loop_ends(caplog, is_under_way):
             loop.start('generate', lambda: connection.request('POST', '/generate', body), 5.0, lambda: None)
         loop.close()
     assert caplog.text == ''
+
+
+BODY = {'input_ids': [1], 'stream': True, 'sampling_params': {'max_new_tokens': 300, 'ignore_eos': True}}
+
+
+def stream(take):
+    """A stream whose lines go to `take(connection, line)`."""
+
+    async def follow(url):
+        connection = Connection(url)
+        try:
+            await connection.stream('/generate', BODY, lambda line: take(connection, line))
+        finally:
+            await connection.close()
+
+    with ToyServer() as server:
+        asyncio.run(asyncio.wait_for(follow(server.url), 20))
+
+
+def test_a_connection_that_is_closed_in_the_middle_of_a_reply_gave_no_reply():
+    def close(connection, line):
+        connection._session.connector._close()  # what `close` does at once
+
+    with pytest.raises(NoReplyError, match='/generate: the stream broke off'):
+        stream(close)
+
+
+@pytest.mark.parametrize('kind', [RuntimeError, TimeoutError, OSError])
+def test_what_the_receiver_of_the_lines_raises_comes_as_it_is(kind):
+    def fail(connection, line):
+        raise kind('a fault of the receiver')
+
+    with pytest.raises(kind, match='a fault of the receiver'):
+        stream(fail)
