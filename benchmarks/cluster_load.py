@@ -26,6 +26,8 @@ DECODE_STEPS = 16  # rollout.decode_steps: tokens of an answer in a piece
 CHECK_EVERY_S, LOOK_EVERY_S = 5.0, 1.0  # ServerSettings.health_every_s, RegistryWatch.every_s
 FILE_SERVER_BYTES_S = 10e9  # that all nodes together read from the shared file system: yours will differ
 MOST_FRAME_BYTES = 1 << 30  # areal_jax/distributed/wire.py, of the command with a batch
+# of a batch of 512 groups of 16 answers of 256 tokens, sent to 64 learner processes: docs/log.md, 2026-11-23
+BATCH_BYTES, BATCH_CPU_S, BATCH_TOKENS = 17.9e6, 0.092, 512 * 16 * 256
 TOKEN_BYTES = 8  # of an answer in the controller: token and log-prob
 DAY_S = 86_400
 
@@ -79,18 +81,15 @@ class Measured:
     read_byte_s: float  # of a version, by an engine
 
 
-def read_measured(host: pathlib.Path, commands: pathlib.Path) -> Measured:
-    """From the results of benchmarks/host.py and commands.py."""
+def read_measured(host: pathlib.Path) -> Measured:
+    """From the results of benchmarks/host.py."""
     rows = json.loads(host.read_text())['rows']
     wire, registry = find(rows, 'wire'), find(rows, 'registry', engines=64)
     version = find(rows, 'publication', dtype='bfloat16')
-    sent = json.loads(commands.read_text())
-    batch, cpu_s = sent['batch'], sent['followers']['64']['cpu_s']['median']
     return Measured(
         answer_s=1e-6 * wire['us_answer'], piece_s=1e-6 * wire['us_piece'], token_s=1e-6 * wire['us_token'],
         question_s=1e-6 * wire['us_question'], entry_s=1e-6 * registry['us_entry_read'],
-        batch_byte_s=cpu_s / batch['bytes'],
-        batch_token_bytes=batch['bytes'] / (batch['groups'] * batch['answers'] * batch['tokens']),
+        batch_byte_s=BATCH_CPU_S / BATCH_BYTES, batch_token_bytes=BATCH_BYTES / BATCH_TOKENS,
         log_bytes=wire['log_bytes'], question_log_bytes=wire['question_log_bytes'],
         write_byte_s=version['write_cpu_s'] / version['bytes_written'],
         read_byte_s=version['read_cpu_s'] / version['bytes_written'],

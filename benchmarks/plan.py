@@ -107,10 +107,9 @@ def fill(page: str, tables: Mapping[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--host', type=pathlib.Path, default=RESULTS / 'host.json')
-    parser.add_argument('--commands', type=pathlib.Path, default=RESULTS / 'commands.json')
     parser.add_argument('--page', type=pathlib.Path, help='the page whose tables are replaced')
     options = parser.parse_args()
-    tables = make_tables(read_measured(options.host, options.commands))
+    tables = make_tables(read_measured(options.host))
     if options.page:
         options.page.write_text(fill(options.page.read_text(), tables))
     print('\n\n'.join(tables.values()))
