@@ -1,252 +1,226 @@
-"""What the host's loop costs: the real controller, pool, gate, clock and event log around engines that cost nothing.
+"""What the host's side of a run costs as it grows: the loop, its servers' words, the registry, and a publication.
 
-    python -m benchmarks.host --out=benchmarks/results/host.json
+    python -m benchmarks.host --out=benchmarks/results/host.json [--rows=loop,answers,wire,registry,publication]
 
-For each number of engines and of open requests:
+  loop         64, 512 and 4,096 engines that cost nothing, with 25 open requests each, event log on (side_host.py): CPU
+               microseconds of the whole loop for each trajectory, from admission to publication, for engines in this
+               process and for servers. `growth` is that of the most engines over that of the fewest, turn by turn: at
+               most 1.5. `lag_ms_max` is the longest time without a look at new completions, `lag_ms_p99` what a
+               completion that comes while the loop is busy waits for it at most in 99 of 100 cases; `spell_ms_p99` the
+               time without a look that 99 of 100 stay below.
+  answers      Updates of 1,048,576 tokens in answers of 1,024 through the in-process engine, 64 slots, 16 steps a
+               dispatch: the longest time without a look, and bytes of the log for each generated token.
+  wire         Servers behind HTTP that answer at a fixed pace (side_wire.py), 9,000 tokens in pieces of 16 or of 64:
+               CPU microseconds of the controller for an answer, for each of its pieces, for each of its tokens, and for
+               a question what a server holds, as a health check asks.
+  registry     Engines whose entries change once a second (side_registry.py): operations a second on the files, CPU
+               microseconds of a heartbeat, of an engine's start, and for each entry in a look of the controller.
+  publication  A version of SmolLM2-135M through the files channel: bytes written, bytes read by so many engines, CPU
+               seconds of both sides.
 
-  us_request      CPU microseconds from a request's arrival at the pool to its end: routing, ledger, coroutine, clock
-                  and log lines (route, finish);
-  us_trajectory   CPU microseconds of the whole loop for each trajectory: admission, request, reward, buffer, batch,
-                  publication, and all their log lines.
-
-Under the virtual clock work runs inline, so the CPU time of the process is that of the loop. `lag_s_1m_tokens` is the
-longest time for which the loop is busy without a look at new completions while it handles updates of 1,048,576 trained
-tokens (1,024 answers of 1,024 tokens; 64 slots, 16 steps a dispatch, through the in-process engine), and
-`log_bytes_token` the size of the same run's log for each generated token.
+Each call is a process of its own; sizes take turns. Numbers are medians over the turns, `all` has every call's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pathlib
-import platform
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.controller import Controller, LoopSettings, StepRecord
-from areal_jax.control.events import EventLog
-from areal_jax.control.gate import StalenessGate
-from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import DISK, LEARNER, REWARD, engine_lane, publish_lane
-from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.workflow import SingleTurn
-from areal_jax.types import GenerationRequest, SamplingParams
-from benchmarks.host_toys import FastBackend, ToyChannel, ToyEngine, ToyLearner, ToyStream, ToyVerifier
+from areal_jax.app.provenance import git_commit
+from areal_jax.errors import UserError
+from benchmarks.options import Row, make_parser, report, run, show, split_choices
+from benchmarks.ratios import Bar, ratio
+from benchmarks.sides import Run, Side
 
-ENGINES, OPEN = (2, 32, 256), (64, 512, 4096)
-GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 8, 64, 64
-PRICES = dict.fromkeys(('decode', 'prefill', 'train', 'publish', 'load', 'snapshot', 'reward', 'save'), 0.001)
-SAMPLING = SamplingParams(max_new_tokens=1024, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(0,))
+OPEN_EACH = 25
+POOLS = ('in_process', 'servers')
+GROWTH = Bar(1.5, at_least=False)
+# of an answer: pieces, tokens of a piece, seconds before each
+SHAPES = {'short': (1, 16, 0.25), 'many': (562, 16, 0.02), 'large': (141, 64, 0.08)}
+WIRE_ENGINES, WIRE_OPEN_EACH = 4, 16
+LOOKS = 5
+DTYPES = ('float32', 'bfloat16')
+Name = TypeVar('Name', bound=Hashable)
 
 
-def make_clock(engines: int, log: EventLog) -> VirtualClock:
-    lanes = {LEARNER: 1, REWARD: 4, DISK: 1} | {
-        lane(i): 1 for i in range(engines) for lane in (engine_lane, publish_lane)
+def in_turns(sides: Mapping[Name, Mapping[str, Any]], module: str, turns: int) -> dict[Name, list[Run]]:
+    """A call of each side in each turn, A B A B, each in a new process; `sides` has their arguments."""
+    calls: dict[Name, list[Run]] = {name: [] for name in sides}
+    for turn in range(turns):
+        for name, arguments in sides.items():
+            with Side(sys.executable, f'benchmarks.{module}', arguments) as side:
+                calls[name].append(side.call())
+            print(turn, module, name, calls[name][-1]['checks'], file=sys.stderr, flush=True)
+    return calls
+
+
+def middle(calls: Sequence[Run], name: str, factor: float = 1.0) -> float:
+    """The median of a check, with four digits."""
+    return shorten(factor * statistics.median(call['checks'][name] for call in calls))
+
+
+def shorten(value: float) -> float:
+    return float(f'{value:.4g}')
+
+
+def us_trajectory(call: Run) -> float:
+    return 1e6 * call['checks']['part_cpu_s'] / call['checks']['tokens']
+
+
+def measure_loop(options: argparse.Namespace) -> Iterator[Row]:
+    sides = {
+        (pool, engines): {'pool': pool, 'engines': engines, 'open_each': OPEN_EACH, 'seconds': options.seconds}
+        for engines in options.engines
+        for pool in POOLS
     }
-    return VirtualClock(lanes, log, PRICES)
+    calls = in_turns(sides, 'side_host', options.turns)
+    for (pool, engines), found in calls.items():
+        costs = [us_trajectory(call) for call in found]
+        yield {
+            'row': 'loop', 'pool': pool, 'engines': engines, 'open': OPEN_EACH * engines,
+            'us_trajectory': shorten(statistics.median(costs)), 'all': [shorten(cost) for cost in costs],
+            **{name: middle(found, name) for name in (
+                'lag_ms_p99', 'lag_ms_max', 'spell_ms_p99', 'log_bytes', 'start_cpu_s',
+            )}, 'calls': found,
+        }  # fmt: skip
+    fewest, most = min(options.engines), max(options.engines)
+    for pool in POOLS:
+        grown = ratio(calls[pool, most], calls[pool, fewest], 'cpu_s', GROWTH)
+        yield {
+            'row': 'growth', 'pool': pool, 'engines': [fewest, most], 'ratio_cpu': shorten(grown.median),
+            'quartile_cpu': shorten(grown.quartile), 'bar': GROWTH.value, 'met': GROWTH.holds(grown),
+        }  # fmt: skip
 
 
-def measure_requests(engines: int, open_requests: int, seconds: float, folder: pathlib.Path) -> float:
-    """CPU microseconds a request while `open_requests` are open."""
-    log = EventLog(folder / 'requests.jsonl')
-    clock = make_clock(engines, log)
-    supervisor = Supervisor(clock)
-    toys = [ToyEngine(i, clock, ANSWER_TOKENS) for i in range(engines)]
-    pool = Pool(toys, clock, log, supervisor)
-    prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
-    started, done, first = 0, 0, [0.0, 0]
-    ended = clock.event('end')
-
-    async def follow(number: int) -> None:
-        nonlocal done
-        request = GenerationRequest(number // GROUP_SIZE, number % GROUP_SIZE, 0, prompt, SAMPLING)
-        generation = pool.generate(request)
-        versions = [segment.policy_version async for segment in generation]
-        log.write(
-            'finish', draw=request.draw, sample=request.sample, tokens=ANSWER_TOKENS, reason=generation.finish_reason,
-            versions=versions,
-        )  # fmt: skip
-        done += 1
-        if done == open_requests:
-            first[:] = time.process_time(), done
-        if done > open_requests and time.process_time() - first[0] > seconds:
-            ended.set()
-        else:
-            start_next()
-
-    def start_next() -> None:
-        nonlocal started
-        supervisor.start(f'request {started}', follow(started))
-        started += 1
-
-    async def program() -> float:
-        for toy in toys:
-            toy.start(supervisor)
-        for _ in range(open_requests):
-            start_next()
-        await clock.wait(ended)
-        return (time.process_time() - first[0]) / (done - first[1])
-
-    result = clock.execute(supervisor.run(program()))
-    log.close()
-    return 1e6 * result
+def measure_answers(options: argparse.Namespace) -> Iterator[Row]:
+    [found] = in_turns({'answers': {}}, 'side_host', options.turns).values()
+    numbers = {name: middle(found, name) for name in ('lag_ms_max', 'log_bytes_token')}
+    yield {'row': 'answers', 'tokens_an_update': 1 << 20, **numbers, 'calls': found}
 
 
-def make_controller(
-    clock: VirtualClock, log: EventLog, supervisor: Supervisor, pool: Pool, open_requests: int, batch: int, steps: int,
-    on_step: Callable[[StepRecord], None],
-) -> Controller:  # fmt: skip
-    groups = open_requests // GROUP_SIZE
-    gate = StalenessGate(
-        groups_per_update=batch, eta=float('inf'), max_running=groups, buffer_capacity=groups + 2 * batch,
-        max_admitted=steps * batch,
-    )  # fmt: skip
-    return Controller(
-        LoopSettings(
-            steps=steps,
-            group_size=GROUP_SIZE,
-            groups_per_update=batch,
-            max_token_age=None,
-            over_age='off',
-            checkpoint_every=0,
-            max_failed_groups=32,
-        ),
-        clock=clock,
-        log=log,
-        supervisor=supervisor,
-        stream=ToyStream(PROMPT_TOKENS),
-        pool=pool,
-        workflow=SingleTurn(pool, SAMPLING, 0),
-        verifier=ToyVerifier(clock),
-        learner=ToyLearner(),
-        channel=ToyChannel(),
-        gate=gate,
-        ring=None,
-        update_tokens=lambda groups: 1,
-        on_step=on_step,
-        observer_state=dict,
-        save_checkpoint=lambda *_: None,
-        copy_version=lambda published: None,
+def measure_wire(options: argparse.Namespace) -> Iterator[Row]:
+    sides = {
+        name: {
+            'engines': WIRE_ENGINES, 'open_each': WIRE_OPEN_EACH, 'seconds': options.seconds,
+            'pieces': min(pieces, 20) if options.small else pieces, 'tokens': tokens, 'pause_s': pause_s,
+        }
+        for name, (pieces, tokens, pause_s) in SHAPES.items()
+    }  # fmt: skip
+    calls = in_turns(sides, 'side_wire', options.turns)
+    shapes = [(arguments['pieces'], arguments['tokens']) for arguments in sides.values()]
+    costs = split_costs(shapes, [statistics.median(map(us_trajectory, found)) for found in calls.values()])
+    many = calls['many']
+    yield {
+        'row': 'wire', 'engines': WIRE_ENGINES, 'open': WIRE_ENGINES * WIRE_OPEN_EACH, 'shapes': shapes,
+        **{name: shorten(value) for name, value in costs.items()},
+        'us_question': middle(many, 'question_s', 1e6), 'lag_ms_max': middle(many, 'lag_ms_max'),
+        'log_bytes': middle(many, 'log_bytes'), 'question_log_bytes': middle(many, 'question_log_bytes'),
+        'all': {name: [shorten(us_trajectory(call)) for call in found] for name, found in calls.items()},
+        'calls': [call for found in calls.values() for call in found],
+    }  # fmt: skip
+
+
+def split_costs(shapes: Sequence[tuple[int, int]], costs: Sequence[float]) -> dict[str, float]:
+    """What an answer, a piece and a token cost, from the costs of answers of three shapes (pieces, tokens of a piece).
+
+    An answer of p pieces of t tokens costs answer + p (piece + t token).
+    """
+    sizes = np.array([(1, pieces, pieces * tokens) for pieces, tokens in shapes], float)
+    return dict(zip(('us_answer', 'us_piece', 'us_token'), np.linalg.solve(sizes, costs).tolist(), strict=True))
+
+
+def measure_registry(options: argparse.Namespace) -> Iterator[Row]:
+    sides = {engines: {'engines': engines, 'looks': 2 if options.small else LOOKS} for engines in options.engines}
+    for engines, found in in_turns(sides, 'side_registry', options.turns).items():
+        looks_a_s = middle(found, 'looks_a_s')
+        yield {
+            'row': 'registry', 'engines': engines, 'looks_a_s': looks_a_s,
+            'operations_a_s': shorten(registry_operations(engines, looks_a_s)),
+            'controller_cpu_share': shorten(middle(found, 'look_cpu_s') * looks_a_s),
+            'us_entry_read': middle(found, 'look_cpu_s', 1e6 / engines), 'us_beat': middle(found, 'beat_cpu_s', 1e6),
+            'ms_start': middle(found, 'start_cpu_s', 1e3), 'calls': found,
+        }  # fmt: skip
+
+
+def registry_operations(engines: int, looks_a_s: float) -> float:
+    """A second: a heartbeat of each engine; in a look a listing, and of each entry its time and its content."""
+    return engines + looks_a_s * (1 + 2 * engines)
+
+
+def measure_publication(options: argparse.Namespace) -> Iterator[Row]:
+    sides = {dtype: {'dtype': dtype, 'versions': 1 if options.small else 3} for dtype in DTYPES}
+    for dtype, found in in_turns(sides, 'side_publication', options.turns).items():
+        nbytes, parameters = (found[0]['checks'][name] for name in ('bytes', 'parameters'))
+        yield {
+            'row': 'publication', 'model': 'SmolLM2-135M', 'dtype': dtype, 'parameters': parameters,
+            'bytes_written': nbytes, 'bytes_a_parameter': shorten(nbytes / parameters),
+            'bytes_read': {str(engines): engines * nbytes for engines in options.engines},
+            **{name: middle(found, name) for name in ('write_cpu_s', 'read_cpu_s')}, 'calls': found,
+        }  # fmt: skip
+
+
+ROWS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    'loop': measure_loop,
+    'answers': measure_answers,
+    'wire': measure_wire,
+    'registry': measure_registry,
+    'publication': measure_publication,
+}
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Raises UserError for rows and sizes that cannot be."""
+    parser = make_parser(__doc__, turns=5)
+    parser.add_argument('--rows', default=','.join(ROWS))
+    parser.add_argument('--engines', default='64,512,4096', help='rows loop, registry and publication')
+    parser.add_argument('--keep', action='store_true', help='rows of other names that are in --out stay')
+    parser.add_argument(
+        '--seconds', type=float, default=2.0, help='CPU seconds of a call, at least: rows loop and wire'
     )
+    options = parser.parse_args(arguments)
+    options.rows = split_choices('rows', options.rows, ROWS)
+    if options.small:
+        options.engines, options.seconds = '32,64', 0.2
+    sizes = options.engines.split(',')
+    if len(sizes) < 2 or not all(size.isdecimal() and int(size) >= 32 for size in sizes):
+        raise UserError(f'--engines={options.engines} must be two numbers or more, each at least 32')
+    options.engines = [int(size) for size in sizes]
+    return options
 
 
-def measure_trajectories(engines: int, open_requests: int, steps: int, seconds: float, folder: pathlib.Path) -> float:
-    """CPU microseconds of the loop for each trajectory, from the second update on."""
-    log = EventLog(folder / 'trajectories.jsonl')
-    clock = make_clock(engines, log)
-    supervisor = Supervisor(clock)
-    toys = [ToyEngine(i, clock, ANSWER_TOKENS) for i in range(engines)]
-    pool, batch = Pool(toys, clock, log, supervisor), max(8, open_requests // GROUP_SIZE // 4)
-    times: list[float] = []
-
-    def on_step(step: StepRecord) -> None:
-        times.append(time.process_time())
-        if times[-1] - times[0] > seconds and len(times) > 2:
-            controller.stop_requested.set()
-
-    controller = make_controller(clock, log, supervisor, pool, open_requests, batch, steps, on_step)
-
-    async def program() -> None:
-        for toy in toys:
-            toy.start(supervisor)
-        await controller.run()
-
-    clock.execute(supervisor.run(program()))
-    log.close()
-    return 1e6 * (times[-1] - times[0]) / ((len(times) - 1) * batch * GROUP_SIZE)
+def measure(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    for name in options.rows:
+        for row in ROWS[name](options):
+            rows.append(row)
+            show(row)
+    return rows
 
 
-def measure_lag(folder: pathlib.Path, updates: int = 3) -> tuple[float, float]:
-    """(longest time the loop is busy, bytes of log a generated token) at 1,024 answers of 1,024 tokens an update."""
-    log = EventLog(folder / 'lag.jsonl')
-    clock = make_clock(2, log)
-    supervisor = Supervisor(clock)
-    channel, batch = ToyChannel(), 1024 // GROUP_SIZE
-    engines = [
-        LocalEngine(
-            i, FastBackend(64), clock, log, receive=channel.receive, version=0, params=0,
-            kv_policy='recompute', decode_steps=16,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    pool = Pool(engines, clock, log, supervisor)
-    tokens = 0
-    busiest = [0.0, time.monotonic()]
-
-    def on_step(step: StepRecord) -> None:
-        nonlocal tokens
-        tokens += sum(len(t.answer_tokens) for g in step.groups for t in g.trajectories)
-
-    controller = make_controller(clock, log, supervisor, pool, 1024, batch, updates, on_step)
-    release = clock._release_next
-
-    def release_next(block: Callable[[float | None], list[object]]) -> list[object]:
-        busiest[0] = max(busiest[0], time.monotonic() - busiest[1])
-        ready = release(block)
-        busiest[1] = time.monotonic()
-        return ready
-
-    clock._release_next = release_next  # type: ignore[method-assign]
-
-    async def program() -> None:
-        for engine in engines:
-            engine.start(supervisor)
-        await controller.run()
-
-    clock.execute(supervisor.run(program()))
-    log.close()
-    size = (folder / 'lag.jsonl').stat().st_size
-    return busiest[0], size / tokens
+def kept_rows(options: argparse.Namespace) -> list[Row]:
+    """With --keep, what the report has beside the rows that are measured now; raises UserError for another commit's."""
+    if not (options.keep and options.out and options.out.exists()):
+        return []
+    earlier = json.loads(options.out.read_text())
+    if earlier['commit'] != git_commit():
+        raise UserError(f'--keep: {options.out} is of commit {earlier["commit"]}, not of {git_commit()}; leave it out')
+    names = {*options.rows, *(('growth',) if 'loop' in options.rows else ())}
+    return [row for row in earlier['rows'] if row['row'] not in names]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=pathlib.Path, help='the JSON; printed in any case')
-    parser.add_argument('--seconds', type=float, default=2.0, help='CPU seconds for each of the 18 numbers')
-    parser.add_argument('--turns', type=int, default=3, help='repetitions; the median counts')
-    args = parser.parse_args()
-    cells = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        lags = []  # first: what the other measurements leave behind would make the garbage collector slow
-        for turn in range(args.turns):
-            (folder / f'lag_{turn}').mkdir()
-            lags.append(measure_lag(folder / f'lag_{turn}'))
-        for engines in ENGINES:
-            for open_requests in OPEN:
-                request, trajectory = [], []
-                for turn in range(args.turns):
-                    part = folder / f'{engines}_{open_requests}_{turn}'
-                    part.mkdir()
-                    request.append(measure_requests(engines, open_requests, args.seconds, part))
-                    trajectory.append(measure_trajectories(engines, open_requests, 10**6, args.seconds, part))
-                cells.append({
-                    'engines': engines, 'open': open_requests,
-                    'us_request': round(statistics.median(request), 1),
-                    'us_trajectory': round(statistics.median(trajectory), 1),
-                })  # fmt: skip
-                print(cells[-1], flush=True)
-    result = {
-        'cells': cells,
-        'lag_s_1m_tokens': round(statistics.median(lag for lag, _ in lags), 4),
-        'log_bytes_token': round(lags[0][1], 4),
-        'seconds': args.seconds,
-        'turns': args.turns,
-        'machine': {'processor': platform.processor() or platform.machine(), 'python': platform.python_version()},
-    }
-    print(json.dumps(result, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + '\n')
-    return 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where every bar is met, 2 where one is missed."""
+    options = read_options(arguments)
+    kept = kept_rows(options)
+    rows = report('host', arguments, options, lambda: kept + measure(options))['rows']
+    return 0 if all(row.get('met', True) for row in rows) else 2
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    run('host', lambda: sys.exit(main()))

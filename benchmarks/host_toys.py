@@ -1,7 +1,7 @@
 """Engines, learner, channel, stream and verifier that cost next to nothing: what is left is the host's own work.
 
-Used by benchmarks/host.py. A request is answered by one segment of fixed length; an engine finishes a few requests in
-each dispatch, oldest first.
+Used by side_host.py, whose docstring says what they stand for. A request is answered by one segment of fixed length; an
+engine finishes a few requests in each dispatch, oldest first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from areal_jax.lanes import REWARD, engine_lane, publish_lane
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.sampling_support import SamplingSupport
+from areal_jax.rollout.servers.remote_engine import HeldWeights
 from areal_jax.types import (
     EngineCapabilities,
     EngineFinish,
@@ -31,6 +32,7 @@ from areal_jax.types import (
 )
 
 FINISHED_A_DISPATCH = 8
+DIGEST = 'toy'  # of the weights of every version
 
 
 class ToyGeneration:
@@ -136,6 +138,18 @@ class ToyEngine:
             generation.finish(Segment(self._tokens, self._logprobs, version))
 
 
+class ToyServer(ToyEngine):
+    """Implements rollout.servers.remote_engine.RemoteEngine: a server that answers every question at once."""
+
+    async def ask(self) -> HeldWeights:
+        return HeldWeights(self._version, DIGEST)
+
+    async def fence(self) -> None:
+        self._open.clear()
+
+    async def close(self) -> None: ...
+
+
 class FastBackend:
     """Decodes nothing: fixed tokens, no stop token before the limit."""
 
@@ -191,7 +205,7 @@ class ToyLearner:
 
 class ToyChannel:
     def transfer(self, version: int, copy: int) -> PublishedWeights:
-        return PublishedWeights(version, '', copy)
+        return PublishedWeights(version, DIGEST, copy)
 
     def receive(self, published: PublishedWeights) -> int:
         return published.version

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 
 import pytest
 
@@ -294,6 +295,33 @@ def test_a_coroutine_that_never_ends_is_named(caplog, monkeypatch):
     assert "tasks on the I/O loop ignore that they are cancelled: call 'x' on lane 'a'" in caplog.text
     is_over.set()
     gc.collect()
+
+
+@BOTH
+def test_calls_that_have_ended_leave_nothing_to_the_garbage_collector(make):
+    """A circle for each would make it look through everything that a run holds, again and again."""
+
+    class Result:
+        pass
+
+    results = weakref.WeakSet()
+
+    async def reply():
+        result = Result()
+        results.add(result)
+        return result
+
+    async def program(clock, supervisor):
+        for _ in range(3):
+            await clock.call('a', reply, X, 5.0)
+        await clock.call('b', lambda: asyncio.sleep(0), X, 5.0)  # by now the I/O thread is done with them
+        return len(results)
+
+    gc.disable()
+    try:
+        assert execute(make(), program) == 0
+    finally:
+        gc.enable()
 
 
 def test_a_reply_that_is_there_is_no_timeout_though_the_io_loop_was_blocked_past_the_deadline():

@@ -256,6 +256,7 @@ class LoopClock(abc.ABC):
         del self._busy[interval]
         if interval.is_call:
             self._take_outcome(interval)
+            interval.call = None  # it holds the interval: as a circle both would wait for the garbage collector
         self._write_completion(
             'run_done', interval.lane, interval, run=interval.number, work=interval.work.kind,
             amount=interval.work.amount, started=interval.started_s, seconds=interval.seconds,

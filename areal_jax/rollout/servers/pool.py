@@ -172,9 +172,10 @@ class ServerPool:
         asked = [member for member in self._members.values() if member.state == 'serving']
         for member in self._members.values():
             member.news.set()
-        while any(one.state == 'serving' and one.settled_version != published.version for one in asked):
-            self._settled.clear()
-            await self._clock.wait(self._settled)
+        for one in asked:  # one after another: to look at all of them at each answer would cost their number squared
+            while one.state == 'serving' and one.settled_version != published.version:
+                self._settled.clear()
+                await self._clock.wait(self._settled)
         return max((one.pause_s for one in asked if one.version == published.version), default=0.0)
 
     async def pin(self, published: PublishedWeights) -> None:
