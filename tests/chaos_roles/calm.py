@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -37,7 +38,7 @@ def run_calm(directory: pathlib.Path, cache: pathlib.Path, until_s: float) -> Ca
     """
     records: list[Record] = []
     for number, learner in enumerate((IN_ROLES, ALONE, IN_ROLES)):
-        fields = {'run__steps': _STEPS, 'checkpoint__every': _EVERY, 'staleness__eta': 0}
+        fields: dict[str, Any] = {'run__steps': _STEPS, 'checkpoint__every': _EVERY, 'staleness__eta': 0}
         command = functools.partial(command_of, cache=cache, learner=learner, **fields)
         with WatchedRun(command, directory / str(number), until_s) as run:
             records.append(run.carry_out((), _STEPS))
