@@ -65,7 +65,7 @@ def test_an_engine_comes_back_alone():
 @pytest.mark.parametrize(('after', 'pauses', 'says'), [
     (ENGINE, [(4, 7.0)], 'recovery took 9.0 s, allowed are 8.0'),  # 1 + 1 + 7
     (ENGINE, [(1, 6.0)], 'the process was there for 6.0 s more, allowed are 5.0'),
-    (['gone engine-1', 'serving engine/1', 'end'], [(3, 8.0)], 'recovery took 9.0 s'),  # not the new one
+    (['gone engine-1', 'serving engine/1', *ENGINE[1:]], [(5, 8.0)], 'recovery took 11.0 s'),  # not the old one
     (['gone engine-1', 'start engine-1', 'register engine/1', 'serving engine/0', 'end'], [(5, 7.0)], 'recovery took'),
     ([*ENGINE[:-1], 'start engine-1', 'end'], [], 'engine-1 twice started again, expected engine-1'),
     ([*ENGINE[:-1], 'start learner-0', 'end'], [], 'engine-1, learner-0 started again, expected engine-1'),
