@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ml_collections import config_dict
 
@@ -25,7 +25,7 @@ from areal_jax.config.cluster import list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry.self_test import require_usable
-from launch.heartbeats import Heartbeats
+from launch.heartbeats import Heartbeats, Signs
 from launch.keeper import SIGNALLED, describe_code
 from launch.programs import Program, Server, describe_command, say, start_logged
 from launch.vllm_server import find_python
@@ -51,6 +51,7 @@ class RoleCommand:
     index: int
     command: Sequence[str]
     variables: dict[str, str]  # added to the environment
+    registers: bool = True  # it is in the registry soon after its start
 
     @property
     def name(self) -> str:
@@ -73,7 +74,9 @@ def plan_roles(
         for index in range(entry.count):
             which = [f'--role={entry.role}', f'--index={index}', f'--count={entry.count}']
             command = [sys.executable, '-m', ROLE, *which, *words]
-            planned.append(RoleCommand(entry.role, index, command, {'XLA_FLAGS': flags} if entry.devices else {}))
+            variables = {'XLA_FLAGS': flags} if entry.devices else {}
+            registers = entry.role != 'engine' or config.rollout.server == 'own'
+            planned.append(RoleCommand(entry.role, index, command, variables, registers))
     return planned
 
 
@@ -129,7 +132,13 @@ class _Roles:
         self._heartbeats, self._logs = heartbeats, logs
         self._together = [role for role in planned if role.role != 'engine']
         self._engines = [
-            Server(role.name, role.command, functools.partial(self._next_log, role.name), role.variables)
+            Server(
+                role.name,
+                role.command,
+                functools.partial(self._next_log, role.name),
+                role.variables,
+                registers=role.registers,
+            )
             for role in planned
             if role.role == 'engine'
         ]
@@ -171,11 +180,11 @@ class _Roles:
                 return ExitCode.STOPPED
             if time.monotonic() >= self._due_s:
                 self._start()
-        silent = self._heartbeats.list_silent()
+        signs = self._heartbeats.look()
         if not self._stops:
             for engine in self._engines:
-                engine.look(silent)
-            self._end_silent(silent)
+                engine.look(signs)
+            self._end_hanging(signs)
             self._notice_deserted()
         self._show()
         ended = {name: code for name, program in self._programs.items() if (code := program.poll()) is not None}
@@ -229,9 +238,9 @@ class _Roles:
         else:
             self._tell_controller(number)
 
-    def _end_silent(self, silent: Collection[int]) -> None:
+    def _end_hanging(self, signs: Signs | None) -> None:
         for name, program in self._programs.items():
-            if silent and program.poll() is None and program.runs_any(silent):
+            if signs and program.poll() is None and program.hangs(signs):
                 say(f'{name} has given no sign of life for a long time: it is killed')
                 program.kill()
 

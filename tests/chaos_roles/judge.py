@@ -14,7 +14,7 @@ from tests.chaos import logs
 from tests.chaos.processes import ROOT, python
 from tests.chaos_roles import recovery
 from tests.chaos_roles.recovery import Baseline, Bounds, Recovery
-from tests.chaos_roles.runs import COMMAND_DEADLINE_S, EVERY, GROUPS, STEPS, Record
+from tests.chaos_roles.runs import EVERY, GROUPS, STEPS, Record
 from tests.chaos_roles.state import Mark
 
 # of a process that broke; the loss of another one is told in a sentence
@@ -44,7 +44,7 @@ class Judgement:
 
 def judge_run(record: Record, baseline: Baseline, steps: int = STEPS) -> Judgement:
     """Everything that did not hold of a run that has ended."""
-    bounds = Bounds.of(baseline, record.marks, EVERY, COMMAND_DEADLINE_S)
+    bounds = Bounds.of(baseline, record.marks, EVERY)
     recoveries = recovery.judge(record.strikes, record.marks, bounds, steps)
     violations = check_end(record, steps)
     violations += [violation for recovered in recoveries for violation in recovered.violations]

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.heartbeats import PATIENCE_S
+from launch.heartbeats import PATIENCE_S, REGISTER_S
 from tests.chaos_roles.phases import engine_of
 from tests.chaos_roles.plan import PROCESSES, Strike
 from tests.chaos_roles.state import Mark
@@ -18,6 +18,7 @@ _CONTROLLER = PROCESSES['controller'][0]
 _ENGINE_STARTS = 3.0  # of an engine: its recovery takes no longer than so many of its start-ups
 _NOTICED_S = 5.0  # a death is noticed within
 _HANG_S = PATIENCE_S + 15.0  # a process that is registered and hangs: the launcher looks every five seconds
+_UNREGISTERED_S = REGISTER_S + 15.0  # one that is not yet
 _LONGEST = 0.9  # of a start-up or an end: a strike that waits for longer often comes too late
 
 
@@ -39,20 +40,16 @@ class Baseline:
 class Bounds:
     """Longest recoveries, in seconds."""
 
-    unregistered_s: float  # until a process that hangs before it has registered is gone
     engine_s: float
     learners_s: float  # also those of the controller: all start again and make the updates since the checkpoint again
     end_s: float  # the same after the last publication, to the end of the run
 
     @classmethod
-    def of(cls, baseline: Baseline, marks: Sequence[Mark], every: int, command_deadline_s: float) -> Bounds:
+    def of(cls, baseline: Baseline, marks: Sequence[Mark], every: int) -> Bounds:
         """`marks` are those of the run that was struck: its updates may take longer than those of the other."""
         update_s = max(baseline.update_s, longest_update_s(marks))
         learners_s = baseline.run_start_s + every * update_s
-        return cls(
-            command_deadline_s + _HANG_S, _ENGINE_STARTS * baseline.engine_start_s, learners_s,
-            learners_s + baseline.end_s,
-        )  # fmt: skip
+        return cls(_ENGINE_STARTS * baseline.engine_start_s, learners_s, learners_s + baseline.end_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +160,8 @@ def _judge(strike: Strike, before: Sequence[Mark], since: Sequence[Mark], bounds
     struck_s, last_s = since[0].at_s, since[-1].at_s
     gone_s = next((mark.at_s for mark in since if mark.what == 'gone'), last_s)
     back_s = find_return(strike, before, since, steps)
-    is_registered = _is_registered(strike, before)
-    most_s = _NOTICED_S if strike.cell.signal == signal.SIGKILL else _HANG_S if is_registered else bounds.unregistered_s
+    hang_s = _HANG_S if _is_registered(strike, before) else _UNREGISTERED_S
+    most_s = _NOTICED_S if strike.cell.signal == signal.SIGKILL else hang_s
     back_most_s = bounds.engine_s if strike.cell.role == 'engine' else bounds.learners_s
     if strike.cell.phase == 'end':
         back_most_s = bounds.end_s

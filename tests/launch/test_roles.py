@@ -175,6 +175,24 @@ def test_a_learner_whose_heart_stops_is_killed_and_all_start_again(tmp_path):
     assert 'learner-1 has given no sign of life for a long time: it is killed' in output
 
 
+def test_a_learner_that_hangs_before_it_registers_is_killed_and_all_start_again(tmp_path, monkeypatch):
+    monkeypatch.setenv('STAND_IN_REGISTER_S', '2')
+    with Roles(tmp_path, learner_1={'hangs': True}) as run:
+        [[hung, *_], _] = run.await_events('learner-1 start', 2)
+        assert not is_alive(int(hung))
+        end(tmp_path, 'controller-0', 0)
+        code, output = run.finish()
+    assert code == 0
+    assert 'learner-1 has given no sign of life for a long time: it is killed' in output
+
+
+@pytest.mark.parametrize(('server', 'at_start'), [('own', True), ('vllm', False)])
+def test_a_server_of_vllm_registers_when_it_serves(server, at_start):
+    config = load_config('configs/tiny_cpu.py')
+    config.cluster.learner, config.rollout.server = 'hosts=2 x data=4', server
+    assert [role.registers for role in plan_roles(config, [])] == [True, True, True, at_start]
+
+
 @pytest.mark.parametrize(('flag', 'begun', 'sentence'), [
     ('--noresume', True, 'holds a run already: go on with --resume, or give another --workdir'),
     ('--resume', False, 'holds no run yet: start without --resume'),
