@@ -13,6 +13,7 @@ def engine_of(process: str) -> str:
     return process.replace('-', '/')
 
 
+_LATEST = 0.7  # of the updates: later there may be no further save
 _ENGINES = tuple(map(engine_of, PROCESSES['engine']))
 
 
@@ -61,21 +62,24 @@ def is_saving(strike: Strike, state: State) -> bool:
 
 def is_ending(state: State, steps: int) -> bool:
     """The last version is published: the evaluation, the last checkpoint, the report and the export are left."""
-    for event in reversed(state.events):
-        if event['kind'] == 'publish':
-            return bool(event['version'] == steps)
-    return False
+    return _last_version(state) == steps
+
+
+def _last_version(state: State) -> int:
+    return next((int(event['version']) for event in reversed(state.events) if event['kind'] == 'publish'), 0)
 
 
 def in_phase(strike: Strike, state: State, steps: int) -> bool:
     """Whether now is the time for the strike; the strikes of start-up and end come some time after it has begun."""
+    if strike.cell.phase == 'start-up':
+        return is_starting(strike, state)
     if strike.cell.phase == 'end':
         return is_ending(state, steps)
-    return _IN_PHASE[strike.cell.phase](strike, state)
+    return _last_version(state) >= int(_LATEST * strike.fraction * steps) and _IN_LOOP[strike.cell.phase](strike, state)
 
 
-_IN_PHASE: Mapping[str, Callable[[Strike, State], bool]] = {
-    'start-up': is_starting, 'staging': is_staging, 'swap': is_swapping, 'save': is_saving,
+_IN_LOOP: Mapping[str, Callable[[Strike, State], bool]] = {
+    'staging': is_staging, 'swap': is_swapping, 'save': is_saving,
 }  # fmt: skip
 
 

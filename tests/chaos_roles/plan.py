@@ -45,7 +45,8 @@ class Strike:
 
     cell: Cell
     process: str  # its name in the registry
-    fraction: float  # of the usual length of the start-up or the end of a run, after which it comes
+    # how late it comes: of the usual length of the start-up or the end of a run, or of its updates
+    fraction: float
 
     def __str__(self) -> str:
         return f'{self.process} {self.cell.signal.name} in {self.cell.phase}'

@@ -11,8 +11,8 @@ from tests.chaos_roles.state import State
 STEPS = 3
 
 
-def strike(process, phase):
-    return Strike(Cell(process.split('-')[0], signal.SIGKILL, phase), process, 0.5)
+def strike(process, phase, fraction=0.0):
+    return Strike(Cell(process.split('-')[0], signal.SIGKILL, phase), process, fraction)
 
 
 def event(kind, engine=None, **fields):
@@ -83,6 +83,13 @@ def test_others_are_struck_while_any_engine_swaps():
     for engine in (0, 1):
         assert holds('controller-0', 'swap', [*BEGUN, PUBLISH, stage(engine, 'stage')])
     assert not holds('controller-0', 'swap', [*BEGUN, PUBLISH])
+
+
+def test_a_strike_in_the_loop_waits_for_its_part_of_the_updates():
+    state = State(starts={'engine-0': 1}, is_writing_checkpoint=True)
+    for version in range(11):
+        state.events = [*BEGUN, event('publish', version=version)]
+        assert in_phase(strike('engine-0', 'save', 0.5), state, 10) == (version >= 3)  # 0.7 x 0.5 x 10
 
 
 def test_a_save_is_seen_on_the_disk_and_the_end_by_the_last_version():
