@@ -38,7 +38,8 @@ _LOOK_S = 0.2
 _STEADY_S = 60.0  # an attempt that lived so long has started well
 _MOST_RESTARTS = 5  # of controller and learners, in a row
 _LONGEST_PAUSE_S = 30.0  # before a restart
-_NOTICE_S = 20.0  # for controller and learners to notice that one of them is lost, and to end
+_NOTICE_S = 20.0  # for controller and learners to notice that one of them has ended, and to end
+_KILLED_NOTICE_S = 2.0  # the same where a signal ended it: the others have nothing to add
 _STOP_S = 10.0  # for what is left to end after SIGTERM
 _QUOTED = 5  # last lines of a log, in an error
 
@@ -125,6 +126,15 @@ def find_cause(codes: Mapping[str, int]) -> tuple[str, bool]:
     return first, codes[first] == ExitCode.BUG
 
 
+def find_patience(code: int) -> float:
+    """Seconds for which the others may end by themselves after this exit code of the first.
+
+    Those that are not yet connected to it do not notice. One that ended by itself may have done so because of an error
+    of another one, whose exit code is still to come.
+    """
+    return _KILLED_NOTICE_S if code > SIGNALLED else _NOTICE_S
+
+
 class _Roles:
     """All processes of a run. The first stop signal goes to the controller, the second one too, the third kills all."""
 
@@ -201,7 +211,8 @@ class _Roles:
         cause, is_final = find_cause(codes)
         now = time.monotonic()
         self._lost_s = self._lost_s or now
-        is_waiting = len(codes) < len(self._programs) and now - self._lost_s < _NOTICE_S and self._stops < 3
+        is_early = now - self._lost_s < find_patience(codes[cause])
+        is_waiting = len(codes) < len(self._programs) and is_early and self._stops < 3
         if is_waiting and codes[cause] != ExitCode.USER_ERROR:
             return None  # the others notice it and end
         if is_final:

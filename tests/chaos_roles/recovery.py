@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.heartbeats import PATIENCE_S, REGISTER_S
 from tests.chaos_roles.phases import engine_of
@@ -46,10 +47,12 @@ class Bounds:
 
     @classmethod
     def of(cls, baseline: Baseline, marks: Sequence[Mark], every: int) -> Bounds:
-        """`marks` are those of the run that was struck: its updates may take longer than those of the other."""
+        """`marks` are those of the run that was struck: its parts may take longer than those of the other."""
+        own = measure_starts(marks)
         update_s = max(baseline.update_s, longest_update_s(marks))
-        learners_s = baseline.run_start_s + every * update_s
-        return cls(_ENGINE_STARTS * baseline.engine_start_s, learners_s, learners_s + baseline.end_s)
+        learners_s = max(baseline.run_start_s, own.run_start_s) + every * update_s
+        engine_s = _ENGINE_STARTS * max(baseline.engine_start_s, own.engine_start_s)
+        return cls(engine_s, learners_s, learners_s + baseline.end_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +80,29 @@ class Recovery:
 
 def measure_baseline(marks: Sequence[Mark]) -> Baseline:
     """Of a run without strikes that has finished. Raises ValueError where it never came to one of its parts."""
-    starts = {mark.process: mark.at_s for mark in marks if mark.what == 'start'}
-    engines = [mark.at_s - starts[mark.process] for mark in marks if mark.what == 'built' and 'engine' in mark.process]
-    routes = [mark.at_s for mark in marks if mark.event.get('kind') == 'route']
+    starts = measure_starts(marks)
     published = [mark.at_s for mark in marks if mark.event.get('kind') == 'publish']
-    if not (engines and routes and published):
-        raise ValueError(f'{len(engines)} engines, {len(routes)} requests, {len(published)} publications')
-    return Baseline(
-        max(engines), routes[0] - min(starts.values()), longest_update_s(marks), marks[-1].at_s - published[-1]
+    if not (starts.engine_start_s and starts.run_start_s and published):
+        raise ValueError(f'{starts}, {len(published)} publications')
+    return Baseline(*starts, longest_update_s(marks), marks[-1].at_s - published[-1])
+
+
+class Starts(NamedTuple):
+    """See Baseline; 0 for what was struck before."""
+
+    engine_start_s: float
+    run_start_s: float
+
+
+def measure_starts(marks: Sequence[Mark]) -> Starts:
+    """Of a run until it was struck."""
+    undisturbed = list(itertools.takewhile(lambda mark: mark.what != 'struck', marks))
+    starts = {mark.process: mark.at_s for mark in undisturbed if mark.what == 'start'}
+    built = [mark for mark in undisturbed if mark.what == 'built' and mark.process in PROCESSES['engine']]
+    routes = [mark.at_s for mark in undisturbed if mark.event.get('kind') == 'route']
+    return Starts(
+        max((mark.at_s - starts[mark.process] for mark in built), default=0.0),
+        routes[0] - min(starts.values()) if routes else 0.0,
     )
 
 
@@ -177,7 +195,8 @@ def _judge(strike: Strike, before: Sequence[Mark], since: Sequence[Mark], bounds
 
 def check_restarts(strike: Strike, since: Sequence[Mark]) -> list[str]:
     """Who was started again: an engine alone; controller and learners together, and no engine with them."""
-    found = collections.Counter(mark.process for mark in since if mark.what == 'start')
+    again = (mark for mark in since if mark.what == 'start' and mark.number > 1)  # the first may come after the strike
+    found = collections.Counter(mark.process for mark in again)
     expected: Mapping[str, int] = dict.fromkeys((strike.process,) if strike.cell.role == 'engine' else TOGETHER, 1)
     if found == expected or (strike.cell.phase == 'end' and not found):  # the run may have ended before
         return []

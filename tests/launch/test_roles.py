@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from areal_jax.app.command_line import load_config
-from launch.roles import find_cause, plan_roles
+from launch.roles import find_cause, find_patience, plan_roles
 from tests.launch.test_local import CONFIG, TWO, Run, is_alive
 
 HOSTS = ['--config.cluster.learner=hosts=2 x data=4', '--config.learner.rows_per_microbatch=4', TWO]
@@ -131,6 +131,12 @@ def test_a_role_that_can_never_run_ends_all_and_its_last_lines_are_quoted(tmp_pa
 )
 def test_the_cause_of_an_end(codes, cause):
     assert find_cause(codes) == cause
+
+
+def test_nobody_waits_long_for_the_others_of_one_that_was_killed():
+    """At start-up they are not yet connected, and would notice at their deadlines."""
+    killed, lost_a_peer = find_patience(128 + signal.SIGKILL), find_patience(75)
+    assert killed <= 2 < lost_a_peer
 
 
 def test_restarts_in_a_row_are_counted(tmp_path):
