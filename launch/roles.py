@@ -41,6 +41,7 @@ _LONGEST_PAUSE_S = 30.0  # before a restart
 _NOTICE_S = 20.0  # for controller and learners to notice that one of them has ended, and to end
 _KILLED_NOTICE_S = 2.0  # the same where a signal ended it: the others have nothing to add
 _STOP_S = 10.0  # for what is left to end after SIGTERM
+_ABORTED = SIGNALLED + signal.SIGABRT  # jax does so to a learner process that loses the one that coordinates
 _QUOTED = 5  # last lines of a log, in an error
 
 
@@ -120,7 +121,7 @@ def find_cause(codes: Mapping[str, int]) -> tuple[str, bool]:
     """
     if refused := [name for name, code in codes.items() if code == ExitCode.USER_ERROR]:
         return refused[0], True
-    if killed := [name for name, code in codes.items() if code > SIGNALLED]:
+    if killed := [name for name, code in codes.items() if code > SIGNALLED and code != _ABORTED]:
         return killed[0], False  # an error after that is no bug of its own
     first = next(name for name, code in codes.items() if code)
     return first, codes[first] == ExitCode.BUG

@@ -72,6 +72,12 @@ def test_a_role_that_broke_is_named(record, text):
     assert text.splitlines()[-1] in violation
 
 
+def test_a_learner_that_jax_ended_is_none(record):
+    said = 'F1123 client.h:80] Terminating process because the JAX distributed service detected fatal errors.'
+    (record.workdir / 'logs' / 'learner-1.2.log').write_text(f'{said}\nFatal Python error: Aborted\n')
+    assert check_role_logs(record.workdir) == []
+
+
 def event(kind, **fields):
     return Mark(0.0, 'event', event={'kind': kind, 'seq': 5, **fields})
 

@@ -127,6 +127,8 @@ def test_a_role_that_can_never_run_ends_all_and_its_last_lines_are_quoted(tmp_pa
         ({'learner-0': 75, 'learner-1': 1}, ('learner-0', False)),
         ({'learner-1': 1, 'learner-0': 75}, ('learner-1', True)),
         ({'learner-1': 137, 'learner-0': 2}, ('learner-0', True)),
+        ({'controller-0': 1, 'learner-0': 75, 'learner-1': 134}, ('controller-0', True)),  # jax aborts the last one
+        ({'learner-1': 134, 'controller-0': 75, 'learner-0': 75}, ('learner-1', False)),
     ],
 )
 def test_the_cause_of_an_end(codes, cause):
