@@ -94,7 +94,7 @@ def _run_once(
     if record.is_cut:
         print(f'cut off: {_listed(strikes)}', flush=True)
         return
-    judgement = judge_run(record, baseline)
+    judgement = _judge(record, baseline)
     for strike in record.missed:
         deck.give_back(strike.cell)
     found.note(record, judgement)
@@ -108,6 +108,15 @@ def _run_once(
         print(f'        {record.workdir}', flush=True)
     else:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _judge(record: Record, baseline: Baseline) -> Judgement:
+    """An exception of a check is a violation, and ends nothing else."""
+    try:
+        return judge_run(record, baseline)
+    except Exception as error:
+        wrong = f'{type(error).__name__} in the check itself: {error}'
+        return Judgement(record.ending.seconds, record.ending.exit_code, (), (wrong,))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -166,7 +166,7 @@ def _find(marks: Sequence[Mark], first: int, holds: Any) -> int | None:
 def judge(strikes: Sequence[Strike], marks: Sequence[Mark], bounds: Bounds, steps: int) -> list[Recovery]:
     """One for each strike of a run that has ended."""
     struck = [n for n, mark in enumerate(marks) if mark.what == 'struck']
-    ends = [*struck[1:], len(marks)]
+    ends = [*struck, len(marks)][1:]
     return [
         _judge(strike, marks[:first], marks[first:end], bounds, steps)
         for strike, first, end in zip(strikes, struck, ends, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -21,7 +22,7 @@ COMMAND_DEADLINE_S = 120.0
 IN_ROLES, ALONE = 'hosts=2 x data=8', 'data=8'
 _DEVICES = 8  # of a learner in one process
 _RUN_S = 480.0  # a run that takes longer hangs
-_LOOK_S, _CLOSE_LOOK_S = 0.02, 0.003  # between two looks: while a phase of seconds, of milliseconds is waited for
+_LOOK_S, _CLOSE_LOOK_S = 0.02, 0.0005  # between two looks: while a phase of seconds, of milliseconds is waited for
 _SHORT = ('staging', 'swap')
 _END_S = 60.0  # for the launcher to end after a kill
 _SETTLE_S = 0.2  # for the log to say that a phase was over when the process was stopped
@@ -82,34 +83,41 @@ class WatchedRun:
         self._command.__exit__()
 
     def carry_out(self, strikes: Sequence[Strike], steps: int, baseline: Baseline | None = None) -> Record:
-        """Makes the strikes one after another, each when the run has recovered from the one before, and awaits the end.
+        """Makes the strikes as their phases come, each when the run has recovered from the one before, to the end.
 
         Args:
           baseline: of an undisturbed run; needed for strikes.
         """
-        made: list[Strike] = []
-        for strike in strikes:
-            assert baseline is not None
-            if (pid := self._strike(strike, steps, baseline)) is not None:
-                made.append(strike)
-                self._await_return(strike, pid, steps)
+        made, left = [], list(strikes)
+        while left and (struck := self._strike_next(left, steps, baseline)) is not None:
+            strike, pid = struck
+            made.append(strike)
+            left.remove(strike)
+            self._await_return(strike, pid, steps)
         how = self._watch(lambda: False)
         if how == 'cut':
             self._command.send(signal.SIGKILL)
         ending = self._command.wait(_END_S if how != 'hangs' else 0.0)
         self.view.look()
         self.view.mark('end')
-        missed = [strike for strike in strikes if strike not in made]
         orphans = [] if how == 'cut' else self._command.orphans()
-        return Record(self.workdir, made, missed, tuple(self.view.marks), ending, orphans, how == 'cut')
+        return Record(self.workdir, made, left, tuple(self.view.marks), ending, orphans, how == 'cut')
 
-    def _watch(self, happened: Callable[[], bool], look_s: float = _LOOK_S) -> str:
-        """Looks until it has happened; 'happened', 'ended', 'cut' or 'hangs'."""
+    def _watch(self, happened: Callable[[], bool], strikes: Sequence[Strike] = ()) -> str:
+        """Looks until it has happened; 'happened', 'ended', 'cut' or 'hangs'. Finds the processes of the strikes."""
+        look_s = _CLOSE_LOOK_S if any(strike.cell.phase in _SHORT for strike in strikes) else _LOOK_S
+        due_s = 0.0
         while self._command.is_alive():
-            self.view.look()
+            now = time.monotonic()
+            if now >= due_s:
+                due_s = now + _LOOK_S
+                self.view.look()
+                for strike in strikes:
+                    self._find(strike.process)
+            else:
+                self.view.look_at_loop()
             if happened():
                 return 'happened'
-            now = time.monotonic()
             if now >= self._until_s:
                 return 'cut'
             if now >= self._hangs_s:
@@ -119,24 +127,27 @@ class WatchedRun:
 
     # One strike.
 
-    def _strike(self, strike: Strike, steps: int, baseline: Baseline) -> int | None:
-        """The process that was struck, when its phase had come; None where the run ended before."""
-        look_s = _CLOSE_LOOK_S if strike.cell.phase in _SHORT else _LOOK_S
-        holds = lambda: self._find(strike.process) is not None and in_phase(strike, self.view.state, steps)
-        while self._watch(holds, look_s) == 'happened':
-            self._delay(strike.fraction * baseline.length_s(strike.cell.phase), holds)
-            pid = self._find(strike.process)
-            if pid is not None and self._stop_within(pid, strike, holds):
+    def _strike_next(self, left: Sequence[Strike], steps: int, baseline: Baseline | None) -> tuple[Strike, int] | None:
+        """Makes the strike whose phase comes first, and says which process it met; None where the run ended before."""
+        assert baseline is not None
+        holds = lambda strike: self._start_of(strike.process) in self._pids and in_phase(strike, self.view.state, steps)
+        while self._watch(lambda: any(map(holds, left)), left) == 'happened':
+            strike = next(strike for strike in left if holds(strike))
+            still = functools.partial(holds, strike)
+            self._delay(strike.fraction * baseline.length_s(strike.cell.phase), still)
+            pid = self._pids.get(self._start_of(strike.process))
+            if pid is not None and self._stop_within(pid, strike, still):
                 self.view.mark('struck', strike.process)
                 if strike.cell.signal == signal.SIGKILL:
                     os.kill(pid, signal.SIGKILL)
-                return pid
+                return strike, pid
         return None
 
     def _delay(self, seconds: float, holds: Callable[[], bool]) -> None:
         """Shorter where the phase is over before."""
         due_s = time.monotonic() + seconds
-        self._watch(lambda: time.monotonic() >= due_s or not holds())
+        if seconds:
+            self._watch(lambda: time.monotonic() >= due_s or not holds())
 
     def _stop_within(self, pid: int, strike: Strike, holds: Callable[[], bool]) -> bool:
         """Stops the process, and lets it go on where the phase turns out to have been over by then."""
@@ -155,15 +166,20 @@ class WatchedRun:
                 time.sleep(_CLOSE_LOOK_S)
         return False
 
-    def _find(self, process: str) -> int | None:
-        """The process that plays a role now, not its keeper."""
-        start = process, self.view.state.starts.get(process, 0)
-        if start not in self._pids or not carries(self._pids[start], self._command.mark):
-            role, index = process.split('-')
-            words = {b'areal_jax.main_role', f'--role={role}'.encode(), f'--index={index}'.encode()}
-            found = [pid for pid in marked(self._command.mark) if words <= (own := _words(pid)) and _KEEPER not in own]
-            self._pids = {start: found[0]} if found else {}
-        return self._pids.get(start)
+    def _start_of(self, process: str) -> tuple[str, int]:
+        return process, self.view.state.starts.get(process, 0)
+
+    def _find(self, process: str) -> None:
+        """Notes the process that plays a role now, not its keeper."""
+        start = self._start_of(process)
+        if start in self._pids and carries(self._pids[start], self._command.mark):
+            return
+        self._pids.pop(start, None)
+        role, index = process.split('-')
+        words = {b'areal_jax.main_role', f'--role={role}'.encode(), f'--index={index}'.encode()}
+        for pid in marked(self._command.mark) if start[1] else ():
+            if words <= (own := _words(pid)) and _KEEPER not in own:
+                self._pids[start] = pid
 
     def _await_return(self, strike: Strike, pid: int, steps: int) -> None:
         if self._watch(lambda: not carries(pid, self._command.mark)) == 'happened':

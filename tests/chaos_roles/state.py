@@ -85,10 +85,15 @@ class View:
         self._before: dict[str, Order] = {}  # by name: the holder when the process was started
         self.state, self.marks = State(), list[Mark]()
 
-    def look(self) -> State:
+    def look(self) -> None:
         now = self._now()
         self._look_at_starts(now)
         self._look_at_registry(now)
+        self.look_at_loop()
+
+    def look_at_loop(self) -> None:
+        """At the log and at what is being written: a part of `look` that takes little time."""
+        now = self._now()
         for event in self._tail.read():
             self.marks.append(Mark(now, 'event', event=event))
             self.state.events.append(event)
@@ -96,7 +101,6 @@ class View:
             self.state.events = [json.loads(line) for line in self._tail.lines]
         self.state.is_writing_version = any((self._workdir / 'publication').glob('.v*.partial'))
         self.state.is_writing_checkpoint = any((self._workdir / logs.CHECKPOINTS).glob('.step_*.partial'))
-        return self.state
 
     def mark(self, what: Literal['struck', 'gone', 'end'], process: str = '') -> None:
         self.marks.append(Mark(self._now(), what, process))

@@ -140,6 +140,10 @@ def test_each_strike_is_judged_by_what_followed_it():
     assert check_restarts(strike(), found[len(BEFORE) :]) != []
 
 
+def test_a_run_that_nothing_was_done_to_has_no_recoveries():
+    assert judge([], marks(*BEFORE, 'end'), BOUNDS, STEPS) == []
+
+
 def test_the_parts_of_an_undisturbed_run():
     found = marks(*STARTS, 'built engine-1', 'built engine-0', 'route engine/0', *(f'publish {n}' for n in (1, 2, 3)),
                   'end', pauses={9: 3.0, 11: 5.0})  # fmt: skip
