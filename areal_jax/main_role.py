@@ -75,29 +75,29 @@ def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts)
 
 def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
     from areal_jax.app.extras import API_KEY, require_serving
-    from areal_jax.app.roles import await_controller
+    from areal_jax.app.roles import await_controller, keep_name
 
     config = command.config
-    await_controller(process, config, config.distributed.command_deadline_s)
     if config.rollout.server == 'vllm':
         from launch.vllm_server import describe_command
 
+        await_controller(process, config, config.distributed.command_deadline_s)
         program = describe_command(config, process.workdir, process.name, index=process.index, host=process.host)
         os.execv(program[0], program)
     require_serving()
+    with keep_name(process, config) as heartbeat:  # whoever started this process sees whether it lives
+        await_controller(process, config, config.distributed.command_deadline_s)
 
-    from areal_jax.app.serve import serve_model
-    from areal_jax.rollout.http.server.thread import bind
+        from areal_jax.app.serve import serve_model
+        from areal_jax.rollout.http.server.thread import bind
 
-    serve_model(
-        config,
-        bind(process.host, 0),
-        api_key=os.environ.get(API_KEY, ''),
-        interrupts=interrupts,
-        workdir=process.workdir,
-        name=process.name,
-        index=process.index,
-    )
+        serve_model(
+            config,
+            bind(process.host, 0),
+            api_key=os.environ.get(API_KEY, ''),
+            interrupts=interrupts,
+            heartbeat=heartbeat,
+        )
     return ExitCode.FINISHED
 
 

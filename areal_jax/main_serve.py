@@ -5,6 +5,7 @@ environment variable.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -16,7 +17,11 @@ from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
+    import socket
+
     from absl import flags
+
+    from areal_jax.registry.heartbeat import Heartbeat
 
 # Slow imports come after the signal handlers are set and the command line is parsed.
 
@@ -47,19 +52,35 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds
 
-    from areal_jax.app.serve import serve_model
+    with contextlib.ExitStack() as parts:
+        workdir = None if values.workdir is None else pathlib.Path(values.workdir)
+        heartbeat = None if workdir is None else parts.enter_context(_register(workdir, values.name, listener))
 
-    serve_model(
-        command.config,
-        listener,
-        model=values.model,
-        api_key=os.environ.get(API_KEY, ''),
-        overrides=command.overrides,
-        interrupts=interrupts,
-        workdir=None if values.workdir is None else pathlib.Path(values.workdir),
-        name=values.name,
-    )
+        from areal_jax.app.serve import serve_model
+
+        serve_model(
+            command.config,
+            listener,
+            model=values.model,
+            api_key=os.environ.get(API_KEY, ''),
+            overrides=command.overrides,
+            interrupts=interrupts,
+            heartbeat=heartbeat,
+        )
     return ExitCode.FINISHED
+
+
+def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) -> Heartbeat:
+    """In the registry of the run, at first without an address: what is being built is known to live."""
+    import areal_jax
+    from areal_jax.app.roles import end_fenced
+    from areal_jax.registry.heartbeat import Heartbeat
+    from areal_jax.rollout.http.server.heartbeat import KIND, name_server
+    from areal_jax.rollout.http.server.thread import describe_url
+    from areal_jax.rollout.servers.registry import describe_server
+
+    entry = describe_server(name or name_server(describe_url(listener)), '', KIND, code=areal_jax.__version__)
+    return Heartbeat(workdir, entry, end_fenced)
 
 
 def _define_flags() -> flags.FlagValues:

@@ -96,6 +96,7 @@ def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[
             str(number),
             [sys.executable, '-m', *command, f'--name={number}'],
             functools.partial(pathlib.Path, directory, f'{number}.log'),
+            registers=config.rollout.server == 'own',
         )
         for number in range(parse_engines(config.cluster.engines).count)
     ]

@@ -16,6 +16,8 @@ from typing import IO
 
 from areal_jax.app.interrupt import SIGNALS
 from areal_jax.tasks.descendants import end_processes, list_descendants, list_marked
+from launch import heartbeats
+from launch.heartbeats import Signs
 from launch.keeper import SIGNALLED, describe_code
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -42,6 +44,7 @@ class Program:
     """
 
     def __init__(self, command: Sequence[str], log: IO[bytes] | None = None, variables: Variables = _NONE):
+        self._started_s, self._has_registered = time.monotonic(), False
         path = os.pathsep.join(entry for entry in (str(_ROOT), os.environ.get('PYTHONPATH', '')) if entry)
         self._mark = secrets.token_hex(8)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the keeper has handlers
@@ -72,7 +75,20 @@ class Program:
         """Sends the signal to the command; nothing where it has ended."""
         self._keeper.send_signal(number)
 
-    def runs_any(self, processes: Collection[int]) -> bool:
+    def hangs(self, signs: Signs, *, registers: bool = True) -> bool:
+        """Whether the command, or what it started, has given no sign of life for too long.
+
+        Args:
+          registers: the command is in the registry soon after its start.
+        """
+        if signs.silent and self._runs_any(signs.silent):
+            return True
+        if not registers or self._has_registered or time.monotonic() - self._started_s < heartbeats.REGISTER_S:
+            return False
+        self._has_registered = self._runs_any(signs.registered)
+        return not self._has_registered
+
+    def _runs_any(self, processes: Collection[int]) -> bool:
         """Whether the command is one of the processes, or started one of them."""
         return any(process.pid in processes for process in list_descendants(self._keeper.pid))
 
@@ -117,6 +133,7 @@ class Server:
     Args:
       next_log: gives the file to which the output of the next start is appended.
       variables: added to its environment.
+      registers: it is in the registry soon after its start, and not only when it serves.
     """
 
     def __init__(
@@ -125,8 +142,11 @@ class Server:
         command: Sequence[str],
         next_log: Callable[[], pathlib.Path],
         variables: Variables = _NONE,
+        *,
+        registers: bool = True,
     ):
         self.name, self._command, self._next_log, self._variables = name, command, next_log, variables
+        self._registers = registers
         self._log = pathlib.Path()
         self.program: Program | None = None
         self.is_over = False  # it will not be started again
@@ -137,9 +157,9 @@ class Server:
         """Its command as a shell takes it."""
         return describe_command(self._command, self._variables)
 
-    def look(self, silent: Collection[int]) -> None:
-        """Notices the end of the program, kills it if it is one of the `silent` processes, and starts it when due."""
-        if silent and self.program is not None and self.program.runs_any(silent):
+    def look(self, signs: Signs | None) -> None:
+        """Notices the end of the program, kills it if it hangs, and starts it when due."""
+        if signs and self.program is not None and self.program.hangs(signs, registers=self._registers):
             say(f'server {self.name} has given no sign of life for a long time: it is killed')
             self.program.kill()
         if self.program is not None and (code := self.program.poll()) is not None:

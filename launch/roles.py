@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ml_collections import config_dict
 
@@ -25,7 +25,7 @@ from areal_jax.config.cluster import list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry.self_test import require_usable
-from launch.heartbeats import Heartbeats
+from launch.heartbeats import Heartbeats, Signs
 from launch.keeper import SIGNALLED, describe_code
 from launch.programs import Program, Server, describe_command, say, start_logged
 from launch.vllm_server import find_python
@@ -38,8 +38,10 @@ _LOOK_S = 0.2
 _STEADY_S = 60.0  # an attempt that lived so long has started well
 _MOST_RESTARTS = 5  # of controller and learners, in a row
 _LONGEST_PAUSE_S = 30.0  # before a restart
-_NOTICE_S = 20.0  # for controller and learners to notice that one of them is lost, and to end
+_NOTICE_S = 20.0  # for controller and learners to notice that one of them has ended, and to end
+_KILLED_NOTICE_S = 2.0  # the same where a signal ended it: the others have nothing to add
 _STOP_S = 10.0  # for what is left to end after SIGTERM
+_ABORTED = SIGNALLED + signal.SIGABRT  # jax does so to a learner process that loses the one that coordinates
 _QUOTED = 5  # last lines of a log, in an error
 
 
@@ -51,6 +53,7 @@ class RoleCommand:
     index: int
     command: Sequence[str]
     variables: dict[str, str]  # added to the environment
+    registers: bool = True  # it is in the registry soon after its start
 
     @property
     def name(self) -> str:
@@ -73,7 +76,9 @@ def plan_roles(
         for index in range(entry.count):
             which = [f'--role={entry.role}', f'--index={index}', f'--count={entry.count}']
             command = [sys.executable, '-m', ROLE, *which, *words]
-            planned.append(RoleCommand(entry.role, index, command, {'XLA_FLAGS': flags} if entry.devices else {}))
+            variables = {'XLA_FLAGS': flags} if entry.devices else {}
+            registers = entry.role != 'engine' or config.rollout.server == 'own'
+            planned.append(RoleCommand(entry.role, index, command, variables, registers))
     return planned
 
 
@@ -116,10 +121,19 @@ def find_cause(codes: Mapping[str, int]) -> tuple[str, bool]:
     """
     if refused := [name for name, code in codes.items() if code == ExitCode.USER_ERROR]:
         return refused[0], True
-    if killed := [name for name, code in codes.items() if code > SIGNALLED]:
+    if killed := [name for name, code in codes.items() if code > SIGNALLED and code != _ABORTED]:
         return killed[0], False  # an error after that is no bug of its own
     first = next(name for name, code in codes.items() if code)
     return first, codes[first] == ExitCode.BUG
+
+
+def find_patience(code: int) -> float:
+    """Seconds for which the others may end by themselves after this exit code of the first.
+
+    Those that are not yet connected to it do not notice. One that ended by itself may have done so because of an error
+    of another one, whose exit code is still to come.
+    """
+    return _KILLED_NOTICE_S if code > SIGNALLED else _NOTICE_S
 
 
 class _Roles:
@@ -129,7 +143,13 @@ class _Roles:
         self._heartbeats, self._logs = heartbeats, logs
         self._together = [role for role in planned if role.role != 'engine']
         self._engines = [
-            Server(role.name, role.command, functools.partial(self._next_log, role.name), role.variables)
+            Server(
+                role.name,
+                role.command,
+                functools.partial(self._next_log, role.name),
+                role.variables,
+                registers=role.registers,
+            )
             for role in planned
             if role.role == 'engine'
         ]
@@ -171,11 +191,11 @@ class _Roles:
                 return ExitCode.STOPPED
             if time.monotonic() >= self._due_s:
                 self._start()
-        silent = self._heartbeats.list_silent()
+        signs = self._heartbeats.look()
         if not self._stops:
             for engine in self._engines:
-                engine.look(silent)
-            self._end_silent(silent)
+                engine.look(signs)
+            self._end_hanging(signs)
             self._notice_deserted()
         self._show()
         ended = {name: code for name, program in self._programs.items() if (code := program.poll()) is not None}
@@ -192,7 +212,8 @@ class _Roles:
         cause, is_final = find_cause(codes)
         now = time.monotonic()
         self._lost_s = self._lost_s or now
-        is_waiting = len(codes) < len(self._programs) and now - self._lost_s < _NOTICE_S and self._stops < 3
+        is_early = now - self._lost_s < find_patience(codes[cause])
+        is_waiting = len(codes) < len(self._programs) and is_early and self._stops < 3
         if is_waiting and codes[cause] != ExitCode.USER_ERROR:
             return None  # the others notice it and end
         if is_final:
@@ -229,9 +250,9 @@ class _Roles:
         else:
             self._tell_controller(number)
 
-    def _end_silent(self, silent: Collection[int]) -> None:
+    def _end_hanging(self, signs: Signs | None) -> None:
         for name, program in self._programs.items():
-            if silent and program.poll() is None and program.runs_any(silent):
+            if signs and program.poll() is None and program.hangs(signs):
                 say(f'{name} has given no sign of life for a long time: it is killed')
                 program.kill()
 

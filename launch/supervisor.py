@@ -45,9 +45,9 @@ def _supervise(trainer: Program, servers: Sequence[Server], heartbeats: Heartbea
                 trainer.send(number)
         if stops:
             continue
-        silent = heartbeats.list_silent()
+        signs = heartbeats.look()
         for server in servers:
-            server.look(silent)
+            server.look(signs)
         if servers and not is_deserted and all(server.is_over for server in servers):
             is_deserted = True
             say('no server is left: the trainer is told to save and stop')

@@ -6,9 +6,7 @@ Used by main_role.py. Weights and optimizer state stay with the learner processe
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,9 +31,9 @@ from areal_jax.distributed.key import key_path, load_key
 from areal_jax.distributed.messages import RemoteUserError, RemoteValueError
 from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
-from areal_jax.errors import ExitCode, UserError
+from areal_jax.errors import UserError
 from areal_jax.protocols import Learner
-from areal_jax.registry.entries import Entry, FencedError
+from areal_jax.registry.entries import Entry
 from areal_jax.registry.presence import await_living
 from areal_jax.rollout.pool import Pool
 from areal_jax.tasks.tokenizer import Tokenizer
@@ -97,7 +95,7 @@ class ControllerRun(LoopRun):
     def _open_workdir(self) -> None:
         """The other roles wait for the entry of this one: config.json is there when it appears."""
         super()._open_workdir()
-        self._parts.enter_context(keep_name(self._process, self._given, _end_at_once))
+        self._parts.enter_context(keep_name(self._process, self._given))
 
     # The model and the learner.
 
@@ -224,9 +222,3 @@ class ControllerRun(LoopRun):
 
     def _list(self, detail: str) -> list[Any]:
         return [value for entry in self._learners.values() for value in entry.details.get(detail, ())]
-
-
-def _end_at_once(error: FencedError) -> None:
-    """Another controller has the name: nothing more is written."""
-    print(f'error: {error}', file=sys.stderr, flush=True)
-    os._exit(ExitCode.USER_ERROR)

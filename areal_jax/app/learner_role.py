@@ -6,9 +6,6 @@ lost: then all learner processes are started again together.
 
 from __future__ import annotations
 
-import os
-import sys
-
 import jax
 from ml_collections import config_dict
 
@@ -27,9 +24,8 @@ from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, digest_config
 from areal_jax.distributed.key import key_path, load_key
-from areal_jax.errors import ExitCode
 from areal_jax.publication.parts import PartWriter
-from areal_jax.registry.entries import Entry, FencedError
+from areal_jax.registry.entries import Entry
 
 
 def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
@@ -39,7 +35,7 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
     """
     deadline_s = config.distributed.command_deadline_s
     tracked = TrackedConfig(config)
-    with keep_name(process, config, _end_at_once) as heartbeat, use_compilation_cache(tracked):
+    with keep_name(process, config) as heartbeat, use_compilation_cache(tracked):
         await_controller(process, config, deadline_s)
         attempt = _meet(config, process, heartbeat.entry, deadline_s)
         _require_devices(config, process)
@@ -95,9 +91,3 @@ def _describe(attempt: Attempt) -> dict[str, object]:
         'device_kind': devices[0].device_kind,
         'platform': devices[0].platform,
     }
-
-
-def _end_at_once(error: FencedError) -> None:
-    """The main thread may be waiting in a collective that cannot be cancelled."""
-    print(f'error: {error}', file=sys.stderr, flush=True)
-    os._exit(ExitCode.USER_ERROR)

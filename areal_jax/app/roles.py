@@ -1,6 +1,6 @@
 """What the roles of a run have in common: which there are, and whether this process is one of them. Needs no jax.
 
-Used by main_role.py, controller_run.py and learner_role.py.
+Used by main_role.py, main_serve.py, controller_run.py and learner_role.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 
 from ml_collections import config_dict
@@ -16,7 +17,7 @@ import areal_jax
 from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import LEARNER, Role, list_roles
 from areal_jax.config.ranges import ConfigError
-from areal_jax.errors import UserError
+from areal_jax.errors import ExitCode, UserError
 from areal_jax.registry.entries import Entry, FencedError
 from areal_jax.registry.heartbeat import Heartbeat
 from areal_jax.registry.presence import await_living
@@ -122,7 +123,15 @@ def await_controller(process: RoleProcess, config: config_dict.ConfigDict, deadl
             )
 
 
-def keep_name(process: RoleProcess, config: config_dict.ConfigDict, end: Callable[[FencedError], None]) -> Heartbeat:
+def end_fenced(error: FencedError) -> None:
+    """Ends this process at once: its main thread may be compiling, or waiting in a collective."""
+    print(f'error: {error}', file=sys.stderr, flush=True)
+    os._exit(ExitCode.USER_ERROR)
+
+
+def keep_name(
+    process: RoleProcess, config: config_dict.ConfigDict, end: Callable[[FencedError], None] = end_fenced
+) -> Heartbeat:
     """Registers the process, and calls `end` on another thread where another one takes its name."""
     details = {_CONFIG: TrackedConfig(config).as_dict()} if process.name == CONTROLLER else {}
     name, role, index = process.name, process.role, process.index

@@ -37,7 +37,7 @@ from areal_jax.publication.files import find_version, load_version
 from areal_jax.publication.versions import parse_version
 from areal_jax.registry.entries import FencedError
 from areal_jax.registry.heartbeat import Heartbeat
-from areal_jax.rollout.http.server.heartbeat import KIND, name_server, reachable
+from areal_jax.rollout.http.server.heartbeat import KIND, reachable
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
@@ -45,7 +45,7 @@ from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, descri
 from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.servers.fit import ServerFacts
-from areal_jax.rollout.servers.registry import describe_server
+from areal_jax.rollout.servers.registry import describe_facts
 from areal_jax.sharding.allocation import allocate_engines
 from areal_jax.sharding.placement import Place, move_to
 from areal_jax.telemetry.progress import StartProgress
@@ -62,9 +62,7 @@ def serve_model(
     api_key: str = '',
     overrides: Collection[str] = (),
     interrupts: StopRequests | None = None,
-    workdir: pathlib.Path | None = None,
-    name: str | None = None,
-    index: int | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> None:
     """Serves until a stop is asked for; then answers under way have server.drain_timeout_s to end.
 
@@ -73,23 +71,21 @@ def serve_model(
       listener: the bound socket.
       model: see evaluate.evaluate_model; None = what config.model says.
       api_key: that clients must send; '' = none.
-      workdir: of the run that the server registers with. Its config is that of the run, of which a server reads a
-        part, and `model` may be a version that the run has published.
-
-      name: in the registry; None = HOST-PORT.
-      index: of the engine, where it is one of a run in roles.
+      heartbeat: of a server of a run, which is in its registry from its start and gets its address there when it
+        serves. The config is that of the run, of which a server reads a part, and `model` may be a version that the run
+        has published.
 
     Raises UserError for what the user can mend.
     """
-    adapted = adapt_server_config(config, model, overrides, of_run=workdir is not None)
+    adapted = adapt_server_config(config, model, overrides, of_run=heartbeat is not None)
     validate_evaluation(adapted)
     require_extras(adapted)
-    version = None if workdir is None or model is None else read_published(model)
+    version = None if heartbeat is None or model is None else read_published(model)
     with contextlib.ExitStack() as parts:
-        tracked = TrackedConfig(adapted, () if workdir else overrides)
+        tracked = TrackedConfig(adapted, () if heartbeat else overrides)
         described = TrackedConfig(config) if version is not None else None
         server = _Server(tracked, _Source(version, described), listener, api_key, interrupts, parts)
-        server.run(workdir, name, index)
+        server.run(heartbeat)
 
 
 def adapt_server_config(
@@ -181,7 +177,7 @@ class _Server:
         config.require_all_read()
         self._warm_up()
 
-    def run(self, workdir: pathlib.Path | None, name: str | None, index: int | None = None) -> None:
+    def run(self, heartbeat: Heartbeat | None) -> None:
         stop = self.clock.event('stop requested')
         request = lambda number: self.clock.post_signal(number, stop)
         then, interrupts = 'answering what is under way', self._interrupts
@@ -190,26 +186,26 @@ class _Server:
         with contextlib.ExitStack() as serving:
             if interrupts is not None:
                 serving.enter_context(interrupts.deferred(request, then, self.clock.abandon))
+            if heartbeat is not None:
+                self._served.facts.holder = heartbeat.entry.holder
             serving.enter_context(self.http)
-            if workdir is not None:
-                self._heartbeat = serving.enter_context(self._register(workdir, name, index, stop))
+            if heartbeat is not None:
+                self._announce(heartbeat, stop)
             print(f'serving {self._name} on {self.url}', flush=True)
             self.clock.execute(self.supervisor.run(self._program(stop)))
         if self._fenced is not None:
             raise self._fenced
 
-    def _register(self, workdir: pathlib.Path, name: str | None, index: int | None, stop: Event) -> Heartbeat:
+    def _announce(self, heartbeat: Heartbeat, stop: Event) -> None:
+        """Tells the run where this server is; from now on it ends what is under way where another takes its name."""
+
         def end(error: FencedError) -> None:
             self._fenced = error
             self.clock.post_signal(signal.SIGTERM, stop)
 
-        url = reachable(self.url)
-        entry = describe_server(
-            name or name_server(self.url), url, KIND, self._facts, index=index, code=areal_jax.__version__
-        )
-        heartbeat = Heartbeat(workdir, entry, end)
-        self._served.facts.holder = heartbeat.entry.holder
-        return heartbeat
+        heartbeat.on_fenced = end
+        heartbeat.update(address=reachable(self.url), kind=KIND, details=describe_facts(self._facts))
+        self._heartbeat = heartbeat
 
     async def _program(self, stop: Event) -> None:
         self.engine.start(self.supervisor)

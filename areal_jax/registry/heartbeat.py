@@ -19,12 +19,13 @@ class Heartbeat:
 
     Args:
       entry: see Registration.
-      on_fenced: called once, on the thread, where another process takes the name; then the heartbeat ends.
+      on_fenced: called once, on the thread, where another process takes the name; then the heartbeat ends. May be
+        replaced by another function.
     """
 
     def __init__(self, workdir: pathlib.Path, entry: Entry, on_fenced: OnFenced):
         self.registration = Registration(workdir, entry)
-        self._on_fenced = on_fenced
+        self.on_fenced = on_fenced
         self._end, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, name='heartbeat', daemon=True)
 
@@ -59,5 +60,5 @@ class Heartbeat:
                 ):  # a file system away for a while
                     self.registration.beat()
             except FencedError as error:
-                self._on_fenced(error)
+                self.on_fenced(error)
                 return

@@ -12,7 +12,7 @@ from areal_jax.app.roles import CONTROLLER, RoleProcess, await_controller, keep_
 from areal_jax.config import default_config
 from areal_jax.errors import LostPeerError, UserError
 from areal_jax.main_role import main
-from areal_jax.registry.entries import Entry, Registration
+from areal_jax.registry.entries import Entry, Registration, read_entries
 
 TINY = '--config=configs/tiny_cpu.py'
 IN_ROLES = [
@@ -118,12 +118,24 @@ print('code', code, 'jax' in sys.modules and sys.modules['jax'] is not None)
 """
 
 
-def test_a_controller_does_not_import_jax(tmp_path):
-    flags = ['--config.distributed.command_deadline_s=0.5', '--config.task.verifier=process', '--role=controller']
-    done = subprocess.run(
-        [sys.executable, '-c', ALONE, *IN_ROLES, *flags, f'--workdir={tmp_path}'],
+def run_alone(workdir, *flags):
+    flags = ('--config.distributed.command_deadline_s=0.5', *flags)
+    return subprocess.run(
+        [sys.executable, '-c', ALONE, *IN_ROLES, *flags, f'--workdir={workdir}'],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
+
+
+def test_an_engine_is_in_the_registry_before_it_is_built(tmp_path):
+    done = run_alone(tmp_path, '--role=engine', '--index=0')
+    assert done.stdout.splitlines()[-1] == 'code 75 False', done  # no controller came
+    (entry,) = read_entries(tmp_path)
+    assert (entry.name, entry.role, entry.index, entry.address) == ('engine-0', 'engine', 0, '')
+    assert entry.is_leaving
+
+
+def test_a_controller_does_not_import_jax(tmp_path):
+    done = run_alone(tmp_path, '--config.task.verifier=process', '--role=controller')
     assert done.stdout.splitlines()[-1] == 'code 75 False', done
     assert 'waited 1 s for 2 learner processes to be built' in done.stderr or 'waited 0 s for 2 learn' in done.stderr
     assert 'learner-0, learner-1 has not come: start them with the same config' in done.stderr

@@ -150,13 +150,16 @@ class RunningCommand:
 
 def marked(mark: str) -> list[int]:
     """The processes that carry the mark in their environment; zombies have none."""
-    wanted, found = f'{MARK}={mark}'.encode(), []
-    for entry in pathlib.Path('/proc').iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                if wanted in (entry / 'environ').read_bytes().split(b'\0'):
-                    found.append(int(entry.name))
-    return found
+    entries = pathlib.Path('/proc').iterdir()
+    return [int(entry.name) for entry in entries if entry.name.isdecimal() and carries(int(entry.name), mark)]
+
+
+def carries(pid: int, mark: str) -> bool:
+    """Whether the process is there and carries the mark."""
+    try:
+        return f'{MARK}={mark}'.encode() in pathlib.Path(f'/proc/{pid}/environ').read_bytes().split(b'\0')
+    except OSError:
+        return False
 
 
 def python(*arguments: str) -> list[str]:

@@ -12,6 +12,8 @@ role.note('flags', os.environ.get('XLA_FLAGS', '').replace(' ', '|'))
 print('first line of a role', 'last line of a role', sep='\n', flush=True)
 if 'code' in role.behaviour:
     sys.exit(role.behaviour['code'])
+if role.behaviour.get('hangs'):
+    sys.exit(role.wait())
 registration = Registration(role.workdir, Entry(role.name, 0, '', role=flags['role'], index=int(flags['index'])))
 role.start_descendants()
 sys.exit(role.wait(registration.beat))

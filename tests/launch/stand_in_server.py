@@ -11,6 +11,8 @@ server = StandIn('server')
 print('output of a server', flush=True)
 if server.behaviour.get('fails'):
     sys.exit(1)
+if server.behaviour.get('hangs'):
+    sys.exit(server.wait())
 registration = Registration(server.workdir, describe_server(str(os.getpid()), 'http://127.0.0.1:1', 'own'))
 server.start_descendants()
 sys.exit(server.wait(registration.beat))

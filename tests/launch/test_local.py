@@ -267,6 +267,17 @@ def test_a_server_that_hangs_is_started_again(tmp_path):
     assert len(run.events('server start')) == 3
 
 
+def test_a_server_that_hangs_before_it_registers_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv('STAND_IN_REGISTER_S', '1')
+    with Run(tmp_path, server={'hangs': True}) as run:
+        [[hung, *_], *_] = run.await_events('server start', 2)
+        assert not is_alive(int(hung))
+        (tmp_path / 'end_trainer').write_text('0')
+        code, output = run.finish()
+    assert code == 0
+    assert 'server 0 has given no sign of life for a long time: it is killed' in output
+
+
 def test_a_trainer_that_is_killed_can_be_resumed(tmp_path):
     with Run(tmp_path) as run:
         run.await_events('server descendant', 2)

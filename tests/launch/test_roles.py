@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from areal_jax.app.command_line import load_config
-from launch.roles import find_cause, plan_roles
+from launch.roles import find_cause, find_patience, plan_roles
 from tests.launch.test_local import CONFIG, TWO, Run, is_alive
 
 HOSTS = ['--config.cluster.learner=hosts=2 x data=4', '--config.learner.rows_per_microbatch=4', TWO]
@@ -127,10 +127,18 @@ def test_a_role_that_can_never_run_ends_all_and_its_last_lines_are_quoted(tmp_pa
         ({'learner-0': 75, 'learner-1': 1}, ('learner-0', False)),
         ({'learner-1': 1, 'learner-0': 75}, ('learner-1', True)),
         ({'learner-1': 137, 'learner-0': 2}, ('learner-0', True)),
+        ({'controller-0': 1, 'learner-0': 75, 'learner-1': 134}, ('controller-0', True)),  # jax aborts the last one
+        ({'learner-1': 134, 'controller-0': 75, 'learner-0': 75}, ('learner-1', False)),
     ],
 )
 def test_the_cause_of_an_end(codes, cause):
     assert find_cause(codes) == cause
+
+
+def test_nobody_waits_long_for_the_others_of_one_that_was_killed():
+    """At start-up they are not yet connected, and would notice at their deadlines."""
+    killed, lost_a_peer = find_patience(128 + signal.SIGKILL), find_patience(75)
+    assert killed <= 2 < lost_a_peer
 
 
 def test_restarts_in_a_row_are_counted(tmp_path):
@@ -173,6 +181,24 @@ def test_a_learner_whose_heart_stops_is_killed_and_all_start_again(tmp_path):
         code, output = run.finish()
     assert code == 0
     assert 'learner-1 has given no sign of life for a long time: it is killed' in output
+
+
+def test_a_learner_that_hangs_before_it_registers_is_killed_and_all_start_again(tmp_path, monkeypatch):
+    monkeypatch.setenv('STAND_IN_REGISTER_S', '2')
+    with Roles(tmp_path, learner_1={'hangs': True}) as run:
+        [[hung, *_], _] = run.await_events('learner-1 start', 2)
+        assert not is_alive(int(hung))
+        end(tmp_path, 'controller-0', 0)
+        code, output = run.finish()
+    assert code == 0
+    assert 'learner-1 has given no sign of life for a long time: it is killed' in output
+
+
+@pytest.mark.parametrize(('server', 'at_start'), [('own', True), ('vllm', False)])
+def test_a_server_of_vllm_registers_when_it_serves(server, at_start):
+    config = load_config('configs/tiny_cpu.py')
+    config.cluster.learner, config.rollout.server = 'hosts=2 x data=4', server
+    assert [role.registers for role in plan_roles(config, [])] == [True, True, True, at_start]
 
 
 @pytest.mark.parametrize(('flag', 'begun', 'sentence'), [

@@ -14,7 +14,7 @@ from tests.learning.examples import learner_settings, make_optimizer, random_gro
 
 _CONFIG = ModelConfig(
     vocab_size=32, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, rope_theta=100.0,
-    tie_embeddings=False, qkv_bias=True, qk_norm=True, family='qwen2',
+    tie_embeddings=False, qkv_bias=True, output_bias=True, qk_norm=True, family='qwen3',
 )  # fmt: skip
 _PARAMS = Decoder(_CONFIG).init(seed=2, scale=2.0)
 _GROUPS = random_groups(5, 5)

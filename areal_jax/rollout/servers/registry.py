@@ -44,14 +44,18 @@ class ServerEntry:
 def describe_server(
     name: str, url: str, kind: str, facts: ServerFacts = SAYS_NOTHING, *, index: int | None = None, code: str = ''
 ) -> Entry:
-    """The entry of a server, for Registration."""
-    details = {'facts': dataclasses.asdict(facts)}
-    return Entry(name, 0, '', url, kind, ENGINE, index, code=code, details=details)
+    """The entry of a server, for Registration; with url='' of one that is still being built."""
+    return Entry(name, 0, '', url, kind, ENGINE, index, code=code, details=describe_facts(facts))
+
+
+def describe_facts(facts: ServerFacts) -> dict[str, object]:
+    """The details of the entry of a server."""
+    return {'facts': dataclasses.asdict(facts)}
 
 
 def read_registry(workdir: pathlib.Path) -> list[ServerEntry]:
-    """The servers by name."""
-    return [_read(entry) for entry in read_entries(workdir) if entry.role == ENGINE]
+    """The servers by name; those that are still being built have no address and are left out."""
+    return [_read(entry) for entry in read_entries(workdir) if entry.role == ENGINE and entry.address]
 
 
 def _read(entry: Entry) -> ServerEntry:

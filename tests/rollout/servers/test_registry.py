@@ -35,6 +35,14 @@ def test_servers_are_read_and_other_roles_are_not(tmp_path):
     assert read_registry(tmp_path)[0].is_leaving
 
 
+def test_a_server_that_is_being_built_takes_the_name_and_is_no_server_yet(tmp_path):
+    register(tmp_path)
+    server = Registration(tmp_path, describe_server('a', '', 'own', index=3))
+    assert read_registry(tmp_path) == []
+    server.update(address='http://host:2')
+    assert [(read.incarnation, read.url) for read in read_registry(tmp_path)] == [(2, 'http://host:2')]
+
+
 @pytest.mark.parametrize('name', ['key', 'learner.json'])
 def test_a_file_beside_the_entries_is_passed_over(tmp_path, name):
     (tmp_path / 'registry').mkdir()
