@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, SupportsInt, TypeVar
+from typing import Any, SupportsInt
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from areal_jax.types import Tree
 
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads positions over the 32-bit words
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> the unsigned view of an element
-_Words = TypeVar('_Words', np.ndarray, jax.Array)  # uint32
-_BLOCK = 1 << 20  # elements per step of the numpy digest; bounds its memory
+_FIRST_FACTOR, _SECOND_FACTOR = 0x85EBCA6B, 0xC2B2AE35  # of MurmurHash3's 32-bit finalizer
+_BLOCK = 1 << 16  # elements per step of the numpy digest: what a step needs stays in a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,17 +186,32 @@ def _shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...])
 
 def _host_sums(leaf: np.ndarray) -> tuple[int, int]:
     words = np.ascontiguousarray(leaf).reshape(-1).view(_WORDS[leaf.dtype.itemsize])
+    size = min(words.size, _BLOCK)
+    spread = np.arange(size, dtype=np.uint32) * np.uint32(_GOLDEN)  # of the positions in a block
+    values, scratch = np.empty((2, size), np.uint32)  # of every block: to allocate them anew costs as much as the sums
     plain = mixed = 0
     for start in range(0, words.size, _BLOCK):
-        block = words[start : start + _BLOCK].astype(np.uint32)
-        position = np.arange(start, start + block.size, dtype=np.uint64).astype(np.uint32)
+        block = words[start : start + _BLOCK]
+        found = values[: block.size]
+        np.add(spread[: block.size], np.uint32(start * _GOLDEN % 2**32), out=found)
+        np.add(found, block, out=found)
+        _mix_in_place(found, scratch[: block.size])
         plain += int(block.sum(dtype=np.uint64))
-        mixed += int(_mix(block + position * np.uint32(_GOLDEN)).sum(dtype=np.uint64))
+        mixed += int(found.sum(dtype=np.uint64))
     return plain % 2**32, mixed % 2**32
 
 
-def _mix(words: _Words) -> _Words:
-    """MurmurHash3's 32-bit finalizer, for numpy and jax arrays alike."""
-    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+def _mix_in_place(words: np.ndarray, scratch: np.ndarray) -> None:
+    """`_mix` of uint32 [n] in their own memory; `scratch` has as many."""
+    for shift, factor in ((16, _FIRST_FACTOR), (13, _SECOND_FACTOR), (16, 1)):
+        np.right_shift(words, np.uint32(shift), out=scratch)
+        np.bitwise_xor(words, scratch, out=words)
+        if factor != 1:
+            np.multiply(words, np.uint32(factor), out=words)
+
+
+def _mix(words: jax.Array) -> jax.Array:
+    """MurmurHash3's 32-bit finalizer of uint32 values."""
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(_FIRST_FACTOR)
+    words = (words ^ (words >> np.uint32(13))) * np.uint32(_SECOND_FACTOR)
     return words ^ (words >> np.uint32(16))
