@@ -20,7 +20,7 @@ _ENGINE_STARTS = 3.0  # of an engine: its recovery takes no longer than so many 
 _NOTICED_S = 5.0  # a death is noticed within
 _HANG_S = PATIENCE_S + 15.0  # a process that is registered and hangs: the launcher looks every five seconds
 _UNREGISTERED_S = REGISTER_S + 15.0  # one that is not yet
-_LONGEST = 0.9  # of a start-up or an end: a strike that waits for longer often comes too late
+_LATEST = {'start-up': 0.9, 'end': 0.6}  # part of it after which a strike often comes too late: roles end before all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Baseline:
 
     def length_s(self, phase: str) -> float:
         """Over which the strikes of a phase are spread."""
-        return _LONGEST * {'start-up': self.run_start_s, 'end': self.end_s}.get(phase, 0.0)
+        return _LATEST.get(phase, 0.0) * {'start-up': self.run_start_s, 'end': self.end_s}.get(phase, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
