@@ -75,7 +75,7 @@ def answer(
     backend: JaxDecodeBackend, weights: Weights, requests: Sequence[GenerationRequest], steps: int
 ) -> Mapping[str, float]:
     """Timed from the submission of the first request to the end of the last; the engine exists before."""
-    # The engine of the call before is a circle of references, and holds 1.5 GB. A run, like vLLM's side, has one engine.
+    # the engine of the call before is a circle of references with 1.5 GB; a run, like vLLM's side, has one engine
     gc.collect()
     log = EventLog()
     clock = RealClock(LANES, log, STALL_S)

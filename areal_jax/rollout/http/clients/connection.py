@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import aiohttp
 
@@ -15,6 +15,7 @@ from areal_jax.rollout.http.wire.exchange import INCARNATION
 
 # aiohttp raises a bare RuntimeError where the connection was closed on our side in the middle of a reply
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, RuntimeError)
+Part = TypeVar('Part')
 _SHOWN = 300  # characters of an error body that an error repeats
 
 
@@ -84,22 +85,14 @@ class Connection:
 
         Raises StatusError, NoReplyError where it is cut off, and what `take` raises.
         """
-        left = b''
-        async with contextlib.aclosing(self._chunks(path, body)) as chunks:
-            async for chunk in chunks:
+        async with await _unbroken(path, self._open().post(self.url + path, json=body)) as reply:
+            if reply.status != 200:
+                raise StatusError('POST', path, _read(reply.status, await _unbroken(path, reply.text())))
+            left = b''
+            while chunk := await _unbroken(path, reply.content.readany()):
                 *lines, left = (left + chunk).split(b'\n')
                 for line in lines:
                     take(_decode(path, line))
-
-    async def _chunks(self, path: str, body: JsonObject) -> AsyncGenerator[bytes, None]:
-        try:
-            async with self._open().post(self.url + path, json=body) as reply:
-                if reply.status != 200:
-                    raise StatusError('POST', path, _read(reply.status, await reply.text()))
-                async for chunk in reply.content.iter_any():
-                    yield chunk
-        except _BROKEN as error:
-            raise _broken_off(path, error) from error
 
     async def require(self, method: str, path: str, body: JsonObject | None = None) -> Reply:
         """The reply where its status is 200; raises StatusError for another, NoReplyError without a reply."""
@@ -134,6 +127,14 @@ async def _close_at_end(session: aiohttp.ClientSession) -> None:
         await asyncio.get_running_loop().create_future()
     finally:
         await session.close()
+
+
+async def _unbroken(path: str, part: Awaitable[Part]) -> Part:
+    """A part of a stream; raises NoReplyError where it does not come."""
+    try:
+        return await part
+    except _BROKEN as error:
+        raise _broken_off(path, error) from error
 
 
 def _decode(path: str, line: bytes) -> str:
