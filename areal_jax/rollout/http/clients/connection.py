@@ -15,7 +15,7 @@ from areal_jax.rollout.http.wire.exchange import INCARNATION
 
 # aiohttp raises a bare RuntimeError where the connection was closed on our side in the middle of a reply
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, RuntimeError)
-Part = TypeVar('Part')
+_Part = TypeVar('_Part')
 _SHOWN = 300  # characters of an error body that an error repeats
 
 
@@ -129,7 +129,7 @@ async def _close_at_end(session: aiohttp.ClientSession) -> None:
         await session.close()
 
 
-async def _unbroken(path: str, part: Awaitable[Part]) -> Part:
+async def _unbroken(path: str, part: Awaitable[_Part]) -> _Part:
     """A part of a stream; raises NoReplyError where it does not come."""
     try:
         return await part
