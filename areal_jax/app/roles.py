@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ml_collections import config_dict
 
-import areal_jax
+from areal_jax.code_version import read_code_version
 from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import LEARNER, Role, list_roles
 from areal_jax.config.ranges import ConfigError
@@ -109,10 +109,10 @@ def await_controller(process: RoleProcess, config: config_dict.ConfigDict, deadl
         what='the controller',
         fix='start it, and give all roles a --workdir that all their hosts share',
     )[CONTROLLER]
-    if controller.code != areal_jax.__version__:
+    if controller.code != read_code_version():
         raise UserError(
-            f'{process} is areal_jax {areal_jax.__version__} and {controller} is areal_jax {controller.code}: install '
-            'one version on all hosts'
+            f'{process} is areal_jax {read_code_version()} and {controller} is areal_jax {controller.code}: run the '
+            'same sources on all hosts'
         )
     theirs = dict(flatten(controller.details.get(_CONFIG, {})))
     for field, value in flatten(TrackedConfig(config).as_dict()):
@@ -135,5 +135,5 @@ def keep_name(
     """Registers the process, and calls `end` on another thread where another one takes its name."""
     details = {_CONFIG: TrackedConfig(config).as_dict()} if process.name == CONTROLLER else {}
     name, role, index = process.name, process.role, process.index
-    entry = Entry(name, 0, '', role=role, index=index, code=areal_jax.__version__, details=details)
+    entry = Entry(name, 0, '', role=role, index=index, code=read_code_version(), details=details)
     return Heartbeat(process.workdir, entry, end)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import areal_jax
+from areal_jax.code_version import read_code_version
 from areal_jax.distributed.codec import CodecError, decode, encode
 from areal_jax.distributed.wire import (
     Connection,
@@ -41,10 +41,10 @@ class Hello(NamedTuple):
 
     role: str  # 'learner 1'
     config: str  # `digest_config` of its config
-    package: str = areal_jax.__version__
+    code: str = read_code_version()
 
     def __str__(self) -> str:
-        return f'{self.role} (areal_jax {self.package}, config {self.config[:_SHOWN]})'
+        return f'{self.role} (areal_jax {self.code}, config {self.config[:_SHOWN]})'
 
 
 class Met(NamedTuple):
@@ -196,12 +196,12 @@ def _exchange(own: socket.socket, connection: Connection, hello: Hello) -> Met:
     if failed := send_all([connection], Frame.of(encode(tuple(hello))), _HELLO_S):
         raise OSError(f'it {failed[0]}')
     try:
-        role, config, package = decode(connection.receive().body)
+        role, config, code = decode(connection.receive().body)
     except (CodecError, ValueError, TypeError):
         raise _OtherRunError(f'{hello} was answered by a role of another code version: start all of one') from None
-    other = Hello(role, config, package)
-    if (other.package, other.config) != (hello.package, hello.config):
-        what = 'code version' if other.package != hello.package else 'config'
+    other = Hello(role, config, code)
+    if (other.code, other.config) != (hello.code, hello.config):
+        what = 'code version' if other.code != hello.code else 'config'
         raise _OtherRunError(
             f'{hello} met a role of another {what}, {other}: start all roles of a run from one installation and with '
             'one config'

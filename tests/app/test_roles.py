@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-import areal_jax
 from areal_jax.app.roles import CONTROLLER, RoleProcess, await_controller, keep_name, parse_index
+from areal_jax.code_version import read_code_version
 from areal_jax.config import default_config
 from areal_jax.errors import LostPeerError, UserError
 from areal_jax.main_role import main
@@ -96,7 +97,9 @@ def test_a_role_of_another_config_or_version_is_told_both(tmp_path, quick, monke
         ):
             await_controller(engine, other, 10.0)
         heartbeat.update(code='9.9')
-        with pytest.raises(UserError, match=rf'^engine 3 is areal_jax {areal_jax.__version__} and controller-0 .* 9.9'):
+        with pytest.raises(
+            UserError, match=rf'^engine 3 is areal_jax {re.escape(read_code_version())} and controller-0 .* 9.9'
+        ):
             await_controller(engine, config, 10.0)
 
 
