@@ -12,9 +12,8 @@ import dataclasses
 import functools
 import os
 import pathlib
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 from ml_collections import config_dict
@@ -27,11 +26,13 @@ from areal_jax.config.cluster import ENGINES, has_roles, parse_engines
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry.self_test import require_path
+from launch.gpus import VISIBLE, find_gpus, share_gpus
 from launch.heartbeats import Heartbeats
-from launch.programs import Server
+from launch.programs import Server, Variables, describe_command
 from launch.roles import run_roles
 from launch.supervisor import run_together
-from launch.vllm_server import describe_command, find_python
+from launch.vllm_server import describe_command as describe_vllm
+from launch.vllm_server import find_python
 
 TRAINER, SERVER = 'areal_jax.main_train', 'areal_jax.main_serve'
 _STARTED = ('own', 'vllm')
@@ -65,12 +66,15 @@ def main(argv: Sequence[str]) -> int:
         return run_roles(config, workdir, rest, dict(os.environ), resume=values.resume, dry_run=values.dry_run)
     require_startable(config)
     trainer = [sys.executable, '-m', TRAINER, *words]
+    visible = {name: {VISIBLE: gpus} for name, gpus in share_gpus(config, find_gpus(os.environ)).items()}
+    variables = visible.get('learner-0', {})
     if values.dry_run:
-        print(shlex.join(trainer), *(server.describe() for server in plan_servers(config, workdir)), sep='\n')
+        servers = plan_servers(config, workdir, visible)
+        print(describe_command(trainer, variables), *(server.describe() for server in servers), sep='\n')
         return ExitCode.FINISHED
     lock = files.DirectoryLock(workdir / SERVERS)
     try:
-        return run_together(trainer, plan_servers(config, workdir), Heartbeats(workdir))
+        return run_together(trainer, plan_servers(config, workdir, visible), Heartbeats(workdir), variables)
     finally:
         lock.release()
 
@@ -87,8 +91,10 @@ def require_startable(config: config_dict.ConfigDict) -> None:
         find_python()  # raises where there is none
 
 
-def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[Server]:
-    """One server for each of cluster.engines."""
+def plan_servers(
+    config: config_dict.ConfigDict, workdir: pathlib.Path, variables: Mapping[str, Variables]
+) -> list[Server]:
+    """One server for each of cluster.engines; `variables` are added to the environment of 'engine-0' and so on."""
     directory = workdir / SERVERS
     command = _plan_own(config, workdir) if config.rollout.server == 'own' else _plan_vllm(config, workdir)
     return [
@@ -96,6 +102,7 @@ def plan_servers(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[
             str(number),
             [sys.executable, '-m', *command, f'--name={number}'],
             functools.partial(pathlib.Path, directory, f'{number}.log'),
+            variables.get(f'engine-{number}', {}),
             registers=config.rollout.server == 'own',
         )
         for number in range(parse_engines(config.cluster.engines).count)
@@ -122,7 +129,7 @@ def _plan_own(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str
 
 def _plan_vllm(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
     """vLLM starts from a version that the trainer has published."""
-    return [word for word in describe_command(config, workdir, '')[2:] if word != '--name=']
+    return [word for word in describe_vllm(config, workdir, '')[2:] if word != '--name=']
 
 
 def run() -> None:

@@ -25,6 +25,7 @@ from areal_jax.config.cluster import list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry.self_test import require_usable
+from launch.gpus import VISIBLE, find_gpus, share_gpus
 from launch.heartbeats import Heartbeats, Signs
 from launch.keeper import SIGNALLED, describe_code
 from launch.programs import Program, Server, describe_command, say, start_logged
@@ -61,14 +62,21 @@ class RoleCommand:
 
 
 def plan_roles(
-    config: config_dict.ConfigDict, words: Sequence[str], environment: dict[str, str] | None = None
+    config: config_dict.ConfigDict,
+    words: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    gpus: Sequence[str] = (),
 ) -> list[RoleCommand]:
     """The commands of all roles.
 
     Args:
       words: of the command line of main_role, beside those that say which role.
       environment: of this process; its XLA_FLAGS are extended. Virtual devices exist where jax computes on the CPU.
+      gpus: of this machine, which the processes share out; see gpus.py.
+
+    Raises ConfigError where they need more GPUs than there are.
     """
+    shared = share_gpus(config, gpus)
     given = re.sub(rf'--{_HOST_DEVICES}=\d+ ?', '', (environment or {}).get('XLA_FLAGS', '')).strip()
     planned = []
     for entry in list_roles(config):
@@ -76,7 +84,9 @@ def plan_roles(
         for index in range(entry.count):
             which = [f'--role={entry.role}', f'--index={index}', f'--count={entry.count}']
             command = [sys.executable, '-m', ROLE, *which, *words]
-            variables = {'XLA_FLAGS': flags} if entry.devices else {}
+            variables = {'XLA_FLAGS': flags} if entry.devices and not gpus else {}
+            if visible := shared.get(f'{entry.role}-{index}'):
+                variables = {VISIBLE: visible}
             registers = entry.role != 'engine' or config.rollout.server == 'own'
             planned.append(RoleCommand(entry.role, index, command, variables, registers))
     return planned
@@ -96,7 +106,7 @@ def run_roles(
     Raises UserError for a run that cannot be in roles, and for a workdir that is used and not resumed.
     """
     require_roles(config)
-    planned = plan_roles(config, words, environment)
+    planned = plan_roles(config, words, environment, find_gpus(environment))
     if dry_run:
         print(*(describe_command(role.command, role.variables) for role in planned), sep='\n')
         return ExitCode.FINISHED

@@ -9,22 +9,26 @@ from collections.abc import Sequence
 from areal_jax.errors import ExitCode
 from launch.heartbeats import Heartbeats
 from launch.keeper import SIGNALLED, describe_code
-from launch.programs import Program, Server, say
+from launch.programs import Program, Server, Variables, say
 from launch.wakeups import Wakeups
 
 _LOOK_S = 0.2  # between two looks at servers that wait for something
 _STOP_S = 10.0  # for servers to end after SIGTERM
 
 
-def run_together(command: Sequence[str], servers: Sequence[Server], heartbeats: Heartbeats) -> int:
-    """Starts the trainer with this command, keeps the servers running until it ends, and returns its exit code.
+def run_together(
+    command: Sequence[str], servers: Sequence[Server], heartbeats: Heartbeats, variables: Variables
+) -> int:
+    """Starts the trainer, keeps the servers running until it ends, and returns its exit code.
+
+    `variables` are added to the trainer's environment.
 
     The first stop signal goes to the trainer, which saves its state while the servers live on. The second one goes to
     it too and ends it at once; the third one kills everything. The code is ExitCode.STOPPED for a trainer that was
     killed, and ExitCode.USER_ERROR for one that lost all servers for good.
     """
     with Wakeups() as wakeups:
-        trainer = Program(command)
+        trainer = Program(command, variables=variables)
         try:
             return _supervise(trainer, servers, heartbeats, wakeups)
         finally:

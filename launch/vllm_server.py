@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 from ml_collections import config_dict
 
-import areal_jax
 from areal_jax.app.ending import end_command
+from areal_jax.code_version import read_code_version
+from areal_jax.config.cluster import parse_engines
 from areal_jax.errors import UserError
 from areal_jax.publication.versions import keep_while_read, list_versions
 from areal_jax.registry.entries import Registration
@@ -42,7 +43,7 @@ _ENVIRONMENT = {
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 when it was told to stop, else 1 when the server has ended."""
-    values = _parse(argv)
+    values = parse_flags(argv)
     python = find_python()
     with Wakeups() as wakeups:
         directory = _await_version(pathlib.Path(values.publication), wakeups)
@@ -72,11 +73,12 @@ def describe_command(
     host: str = '127.0.0.1',
 ) -> list[str]:
     """The command of one server of a run; it starts from a version that the learner has published."""
-    publication, rollout = config.publication, config.rollout
+    publication, rollout, tensor = config.publication, config.rollout, parse_engines(config.cluster.engines).tensor
     directory = publication.directory or workdir / 'publication'
     return [
         *(sys.executable, '-m', 'launch.vllm_server', f'--workdir={workdir}', f'--publication={directory}'),
         *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}', f'--slots={rollout.slots}'),
+        *([f'--tensor={tensor}'] if tensor > 1 else []),
         *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
     ]
 
@@ -98,6 +100,7 @@ def build_command(python: str, directory: pathlib.Path, port: int, values: flags
         *(python, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(directory), '--served-model-name', 'm'),
         *('--dtype', values.dtype, '--max-model-len', str(values.context_tokens)),
         *('--max-num-seqs', str(values.slots), '--enforce-eager', '--enable-scale-out'),
+        *('--tensor-parallel-size', str(values.tensor)),
         *('--logprobs-mode', 'processed_logprobs', '--skip-tokenizer-init'),
         *('--host', values.host, '--port', str(port)),
     ]
@@ -109,7 +112,8 @@ def build_environment(given: Mapping[str, str]) -> Mapping[str, str]:
     return _ENVIRONMENT | kept
 
 
-def _parse(argv: Sequence[str]) -> flags.FlagValues:
+def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
+    """Of the command line, without the interpreter's words."""
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Of the run.', required=True, flag_values=values)
     flags.DEFINE_string('name', None, 'In the registry.', required=True, flag_values=values)
@@ -118,6 +122,7 @@ def _parse(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_string('publication', None, 'Where versions are written.', required=True, flag_values=values)
     flags.DEFINE_string('dtype', 'float32', 'Of the weights.', flag_values=values)
     flags.DEFINE_integer('context_tokens', 2048, 'Most tokens of a sequence.', flag_values=values)
+    flags.DEFINE_integer('tensor', 1, 'Devices over which the server cuts its weights.', flag_values=values)
     flags.DEFINE_integer('slots', 8, 'Answers that are decoded at once.', flag_values=values)
     values(list(argv))
     return values
@@ -146,7 +151,7 @@ def _await_answer(server: subprocess.Popen[bytes], url: str, wakeups: Wakeups) -
 
 def _serve(server: subprocess.Popen[bytes], url: str, values: flags.FlagValues, wakeups: Wakeups) -> int:
     """Registered: a heartbeat for each answer, until it ends or a stop comes."""
-    entry = describe_server(values.name, url, KIND, index=values.index, code=areal_jax.__version__)
+    entry = describe_server(values.name, url, KIND, index=values.index, code=read_code_version())
     registration = Registration(pathlib.Path(values.workdir), entry)
     print(f'vLLM serves on {url}', flush=True)
     try:

@@ -1,0 +1,77 @@
+"""Which process of a run on one machine sees which GPUs."""
+
+import pytest
+
+from areal_jax.app.command_line import load_config
+from areal_jax.config.ranges import ConfigError
+from launch import gpus
+from launch.gpus import VISIBLE, find_gpus, share_gpus
+from launch.local import plan_servers
+from launch.roles import plan_roles
+from launch.vllm_server import build_command, describe_command, parse_flags
+
+
+@pytest.fixture
+def devices(tmp_path, monkeypatch):
+    """A machine with three GPUs and the plugin of jax."""
+    monkeypatch.setattr(gpus.importlib.util, 'find_spec', lambda name: name == 'jax_cuda13_plugin' or None)
+    for name in ('nvidia0', 'nvidia1', 'nvidia2', 'nvidiactl', 'nvidia-uvm', 'sda'):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def config_of(learner, engines, server='own'):
+    config = load_config('configs/tiny_cpu.py')
+    config.cluster.learner, config.cluster.engines, config.rollout.server = learner, engines, server
+    return config
+
+
+@pytest.mark.parametrize(('environment', 'found'), [
+    ({}, ('0', '1', '2')),
+    ({'JAX_PLATFORMS': 'cuda,cpu'}, ('0', '1', '2')),
+    ({'JAX_PLATFORMS': 'cpu'}, ()),
+    ({VISIBLE: '4, GPU-8f'}, ('4', 'GPU-8f')),
+    ({VISIBLE: '2,-1,0'}, ('2',)),
+    ({VISIBLE: ''}, ()),
+])  # fmt: skip
+def test_gpus_are_those_that_jax_would_find(devices, environment, found):
+    assert find_gpus(environment, devices) == found
+
+
+def test_without_device_files_or_the_plugin_there_are_none(devices, monkeypatch):
+    assert find_gpus({VISIBLE: '0'}, devices / 'elsewhere') == ()
+    monkeypatch.setattr(gpus.importlib.util, 'find_spec', lambda name: None)
+    assert find_gpus({}, devices) == ()
+
+
+@pytest.mark.parametrize(('learner', 'engines', 'server', 'shared'), [
+    ('hosts=2 x fsdp=4', '2 x tensor=2', 'own',
+     {'learner-0': 'a,b', 'learner-1': 'c,d', 'engine-0': 'e,f', 'engine-1': 'g,h'}),
+    ('fsdp=2', '3 x tensor=1', 'vllm', {'learner-0': 'a,b', 'engine-0': 'c', 'engine-1': 'd', 'engine-2': 'e'}),
+    ('fsdp=2', '2 x shared', 'own', {'learner-0': 'a,b', 'engine-0': 'a', 'engine-1': 'a'}),
+    ('fsdp=8', '2 x tensor=1', 'external', {'learner-0': 'a,b,c,d,e,f,g,h'}),
+])  # fmt: skip
+def test_the_learner_comes_first_and_each_engine_has_its_own(learner, engines, server, shared):
+    assert share_gpus(config_of(learner, engines, server), 'abcdefgh') == shared
+
+
+def test_too_few_are_refused_with_both_numbers():
+    sentence = r"='fsdp=2' needs 2 GPUs and cluster.engines='2 x tensor=1' needs 2; this machine has 3 \(a,b,c\): lower"
+    with pytest.raises(ConfigError, match=sentence):
+        share_gpus(config_of('fsdp=2', '2 x tensor=1'), 'abc')
+    assert share_gpus(config_of('fsdp=2', '2 x tensor=1'), '') == {}
+
+
+def test_roles_and_servers_are_started_with_theirs(tmp_path):
+    controller, learner, second, engine = plan_roles(config_of('hosts=2 x data=4', '1 x tensor=2'), [], {}, 'abcdef')
+    assert (controller.variables, engine.variables) == ({}, {VISIBLE: 'e,f'})
+    assert (learner.variables, second.variables) == ({VISIBLE: 'a,b'}, {VISIBLE: 'c,d'})
+    servers = plan_servers(config_of('data=1', '2 x tensor=1'), tmp_path, {'engine-1': {VISIBLE: 'c'}})
+    assert [server.describe().startswith(f'{VISIBLE}=c ') for server in servers] == [False, True]
+
+
+def test_a_server_of_vllm_cuts_its_weights_over_the_devices_of_its_engine(tmp_path):
+    words = describe_command(config_of('data=1', '2 x tensor=4', 'vllm'), tmp_path, 'engine-1')
+    assert '--tensor=4' in words
+    command = build_command('python', tmp_path, 8000, parse_flags(words[2:]))
+    assert command[command.index('--tensor-parallel-size') + 1] == '4'
