@@ -20,7 +20,7 @@ FinishReason = Literal['stop', 'length']  # of an answer that is verified and tr
 EngineFinish = Literal['stop', 'length', 'cancelled']  # of a request: what engines, pool and event log know
 LogprobKind = Literal['behavior', 'sampling']
 PauseMode = Literal['retract', 'in_place', 'abort']
-KvPolicy = Literal['recompute', 'keep']
+KvPolicy = Literal['recompute', 'keep', 'wait']
 NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
 LARGEST_LOGPROB = 1e-2  # rounding gives some almost certain tokens a log-prob above 0, never above this
 
@@ -270,7 +270,8 @@ class EngineCapabilities:
     # the resume, 'in_place' keeps its KV, 'abort' returns it to the caller
     pause_modes: tuple[PauseMode, ...]
     staging: bool  # `stage` leaves decoding undisturbed
-    update: tuple[KvPolicy, ...]  # what a swap can do to the KV of unfinished answers
+    # what a swap can do with unfinished answers: rebuild their KV, keep it, or wait until they have ended
+    update: tuple[KvPolicy, ...]
     pinned: bool  # `pin` keeps the weights of a version, and requests of that version are decoded with them
 
 

@@ -111,10 +111,10 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
     if rollout.server == 'own':
         return
-    if rollout.kv_policy == 'keep':
+    if rollout.kv_policy != 'recompute':
         yield (
-            f"rollout.kv_policy='keep' with {setting}: these servers are paused to load weights, which ends answers "
-            "and their KV; use rollout.kv_policy='recompute', or rollout.server='own'"
+            f'rollout.kv_policy={rollout.kv_policy!r} with {setting}: these servers are paused to load weights, which '
+            "ends answers and their KV; use rollout.kv_policy='recompute', or rollout.server='own'"
         )
     if rollout.top_k > 0 or rollout.top_p < 1:
         yield (

@@ -123,7 +123,11 @@ SECTIONS: Mapping[str, Section] = {
             ('auto', 'gather', 'loops', 'native', 'pallas_gpu', 'pallas_tpu'),
             "over the KV cache; 'auto': by platform",
         ),
-        kv_policy=Choice('recompute', ('recompute', 'keep'), 'KV cache of unfinished answers when new weights arrive'),
+        kv_policy=Choice(
+            'recompute',
+            ('recompute', 'keep', 'wait'),
+            'KV cache of unfinished answers when new weights arrive; wait: no interruption',
+        ),
         server=Choice('in_process', SERVERS, 'where answers come from: this process, or servers, see docs/serving.md'),
         urls=Texts((), "external: 'sglang+http://host:port' or 'vllm+http://host:port' of each server"),
         max_retries=Integer(3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped'),

@@ -2,7 +2,8 @@
 
 app/ builds it around a decode backend (backend.py), pool.py drives it; the dispatches are in stream.py. A dispatch is
 never preempted. New weights interrupt decoding between two dispatches: the engine delivers what was generated under the
-old weights, swaps, and rebuilds the KV cache of unfinished answers ('recompute') or keeps it ('keep').
+old weights, swaps, and rebuilds the KV cache of unfinished answers ('recompute') or keeps it ('keep'). Under 'wait' it
+interrupts none: no answer begins until those that have begun have ended, and then it swaps.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class LocalEngine:
       index: number of the engine; names it and its two lanes, `engine/K` to decode and `publish/K` to fetch weights.
       receive: fetches published weights (Channel.receive).
       version, params: the weights to begin with.
-      kv_policy: 'recompute' rebuilds the KV of unfinished answers under new weights (the paper), 'keep' keeps it.
+      kv_policy: 'recompute' rebuilds the KV of unfinished answers under new weights (the paper), 'keep' keeps it, and
+        'wait' lets them end under the weights before.
       decode_steps: tokens per slot in one dispatch.
       evaluation: the backend whose slots serve requests that are pinned to a version; None = there are none.
       every_dispatches: see PinnedRequests.
@@ -142,6 +144,8 @@ class LocalEngine:
     async def swap(self, version: int, kv_policy: KvPolicy | None = None) -> float:
         """`kv_policy` is for this swap alone, None = that of the engine; returns during a pause, too.
 
+        A pause ends a wait: then answers that have begun are recomputed.
+
         Raises RuntimeError where this version is not the one staged last.
         """
         if self._staged is None or self._staged.version != version:
@@ -199,11 +203,11 @@ class LocalEngine:
     async def _serve(self) -> None:
         stream = self._stream
         while True:
-            if self._next_weights is not None:
+            if self._next_weights is not None and not self._waits_for_answers():
                 self._swap(self._next_weights)
             if self._pausing:
                 await self._park()
-            elif (step := stream.next_step()) is not None:
+            elif (step := stream.next_step(only_begun=self._next_weights is not None)) is not None:
                 if isinstance(step, DecodeStep):
                     self._note_loaded()
                 self._note_dispatch()
@@ -218,6 +222,12 @@ class LocalEngine:
     def _note_dispatch(self) -> None:
         if self._pinned is not None:
             self._pinned.note_dispatch()
+
+    def _waits_for_answers(self) -> bool:
+        if self._next_kv_policy != 'wait' or self._pausing:
+            return False
+        table = self._stream.table
+        return table.taken > 0 or any(running.has_begun for running in table.open_requests())
 
     def _swap(self, weights: EngineWeights) -> None:
         """The interruption: between two dispatches, however far the answers are."""

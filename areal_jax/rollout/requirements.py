@@ -28,9 +28,7 @@ def needs_logprobs(setting: str, kind: LogprobKind) -> Requirement:
 
 
 def needs_update(setting: str, policy: KvPolicy) -> Requirement:
-    return Requirement(
-        setting, f'do {policy!r} with the KV of unfinished answers at a swap', lambda can: policy in can.update
-    )
+    return Requirement(setting, f'do {policy!r} with unfinished answers at a swap', lambda can: policy in can.update)
 
 
 def needs_spans(setting: str) -> Requirement:

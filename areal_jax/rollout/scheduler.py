@@ -103,10 +103,14 @@ class Scheduler:
 
     # The next dispatch.
 
-    def next_step(self) -> PrefillStep | DecodeStep | None:
-        """None where there is no request."""
+    def next_step(self, *, only_begun: bool = False) -> PrefillStep | DecodeStep | None:
+        """None where there is no request.
+
+        Args:
+          only_begun: no answer begins; waiting requests whose answer has begun get slots.
+        """
         self._give_blocks()
-        self._admit()
+        self._admit(only_begun)
         entries = tuple((slot, running) for slot, running in self.table.running() if _is_ready(running))
         needs_prefill = len(entries) < self.table.taken
         if needs_prefill and not (entries and self._prefilled >= MOST_PREFILLED * self._backend.largest_piece):
@@ -143,8 +147,8 @@ class Scheduler:
             return self.cache.place(running, at_any_cost=True)
         return not _is_ready(running) or self.cache.grow(running)
 
-    def _admit(self) -> None:
-        while (running := self.table.next_waiting()) is not None:
+    def _admit(self, only_begun: bool) -> None:
+        while (running := self.table.next_waiting(only_begun=only_begun)) is not None:
             if not self.cache.place(running, at_any_cost=not self.table.taken):
                 _require(self.table.taken > 0, running)
                 return

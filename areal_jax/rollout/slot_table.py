@@ -62,15 +62,15 @@ class SlotTable:
         """Puts the request at the end of the queue."""
         self._waiting[running.request_id] = running
 
-    def next_waiting(self) -> RunningRequest | None:
-        """The first of the queue, where it may have a slot now.
+    def next_waiting(self, *, only_begun: bool = False) -> RunningRequest | None:
+        """The first of the queue, or of those whose answer has begun, where it may have a slot now.
 
         Requests in slots all ask for one version: one of another waits until all slots are free.
         """
         if not self._waiting or not self._free:
             return None
-        running = next(iter(self._waiting.values()))
-        return running if running.request.version == self.version() else None
+        running = next((one for one in self._waiting.values() if one.has_begun or not only_begun), None)
+        return running if running is not None and running.request.version == self.version() else None
 
     def enter(self, running: RunningRequest) -> None:
         """Moves a waiting request into the lowest free slot."""

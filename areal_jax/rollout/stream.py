@@ -151,9 +151,9 @@ class DecodeStream:
         self.deliver()
         self._scheduler.requeue()
 
-    def next_step(self) -> PrefillStep | DecodeStep | None:
-        """The next dispatch, for `run`; None where there is no request."""
-        return self._scheduler.next_step()
+    def next_step(self, *, only_begun: bool = False) -> PrefillStep | DecodeStep | None:
+        """The next dispatch, for `run`; None where there is no request. See Scheduler.next_step."""
+        return self._scheduler.next_step(only_begun=only_begun)
 
     async def run(self, step: PrefillStep | DecodeStep, weights: EngineWeights) -> None:
         if isinstance(step, PrefillStep):

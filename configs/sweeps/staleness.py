@@ -58,8 +58,7 @@ NATURAL = Natural(
     etas=(0.0, 1.0, 4.0, 16.0, INFINITE),
     seeds=(0, 1, 2),
     variants={
-        # a dispatch holds a whole answer, so new weights wait for the longest one and interrupt none
-        'whole_answers': {'rollout.decode_steps': 8},
+        'wait': {'rollout.kv_policy': 'wait'},  # not interruptible
         'keep': {'rollout.kv_policy': 'keep'},
     },
     variant_eta=4.0,

@@ -71,6 +71,15 @@ def test_kept_kv_shows_in_the_logprobs_after_an_interruption(tmp_path):
     assert later.max() > 1e-4
 
 
+def test_without_interruption_every_answer_is_of_one_version(run, tmp_path):
+    def count_mixed(one):
+        versions = [t.policy_versions for groups in one.batches for g in groups for t in g.trajectories]
+        return sum(len(set(found[found >= 0])) > 1 for found in versions)
+
+    waiting = SmallRun(tmp_path, rollout__kv_policy='wait').train()
+    assert count_mixed(run) > 0 == count_mixed(waiting) == waiting.report['interruptions']
+
+
 def test_two_runs_are_equal_bit_for_bit(run, tmp_path):
     again = SmallRun(tmp_path).train()
     assert again.events == run.events

@@ -334,7 +334,7 @@ def count_partial(groups):
 
 
 @pytest.mark.parametrize('save_s', [0.03, 1.0])  # 1 s: the next checkpoint waits until this one is written
-@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
+@pytest.mark.parametrize('kv_policy', ['recompute', 'keep', 'wait'])
 @pytest.mark.parametrize('engines', [1, 2])
 def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_policy, save_s):
     options = {'steps': 8, 'engines': engines, 'delays': [1, 4], 'checkpoint_every': 1, 'kv_policy': kv_policy}
@@ -354,7 +354,7 @@ def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_p
         later = [e for e in whole.log.events if e['seq'] >= seq]
         assert what_happened(resumed.log.events, time_s) == what_happened(later, time_s)
         assert_conserved([e for e in whole.log.events if e['seq'] < seq] + resumed.log.events)
-    assert partial > 0  # some answers were in the middle
+    assert partial > 0 or kv_policy == 'wait'  # some answers were in the middle, unless new weights waited for them
 
 
 @pytest.mark.parametrize('save_s', [0.03, 1.0])

@@ -70,6 +70,7 @@ CASES = {
     'evaluation beside training': {'engines': 2, 'evaluation_every': 2, 'every_dispatches': 2},
     'filter': {'max_filtered': 30},
     'kept KV': {'kv_policy': 'keep', 'eta': 8},
+    'no interruption': {'kv_policy': 'wait', 'engines': 2, 'eta': 8},
     'lock-step': {'schedule': 'uniform(0,2)', 'engines': 2},
     'checkpoints': {'checkpoint_every': 2, 'engines': 2},
 }

@@ -35,6 +35,7 @@ ASSERTED = {
     'staging': ['staging_does_not_disturb_decoding'],
     ('update', 'recompute'): ['a_recomputed_answer_continues_as_its_prefix_does'],
     ('update', 'keep'): ['interruptions_by_equal_weights_change_no_token'],
+    ('update', 'wait'): ['an_engine_that_waits_interrupts_no_answer'],
     'pinned': ['requests_of_a_pinned_version_are_decoded_with_its_weights'],
 }
 
@@ -52,7 +53,9 @@ class Setting:
     longest: int = LONGEST
     temperature: float = SAMPLING.temperature  # 0 where an interruption changes the noise
     slack: int = 0  # places by which answers may end out of order: those decoded together end together, in any order
-    streams: bool = True  # False: what was generated is seen at the end of a call only
+    awaits_tokens: bool = (
+        False  # a check waits for tokens instead of a while: the server streams, at a speed of its own
+    )
 
 
 @dataclasses.dataclass
@@ -107,8 +110,8 @@ class Bench:
             await self.clock.wait(self.clock.event('time'), seconds * self.setting.pace)
 
     async def reach(self, seconds, is_reached):
-        """Passes virtual seconds. Real ones are as long as the machine is slow: they pass until `is_reached()`."""
-        if isinstance(self.clock, VirtualClock) or not self.setting.streams:
+        """Passes so many seconds, or those until `is_reached()` where the setting says so."""
+        if not self.setting.awaits_tokens:
             await self.pass_time(seconds)
             return
         for _ in range(12_000):
@@ -194,7 +197,7 @@ def a_cut_softmax_has_its_logprobs_where_they_are_declared(make):
 def a_cancelled_request_ends_as_cancelled_and_the_others_go_on(make):
     async def script(bench):
         first, second, third = bench.collect(0, 1, 2)
-        await bench.reach(0.045, lambda: first.tokens() and second.tokens())
+        await bench.reach(0.045, first.tokens)
         bench.engine.cancel(request(0).request_id)
         bench.engine.cancel(request(2).request_id)
         bench.engine.cancel('0/0/99')  # not here
@@ -329,6 +332,23 @@ def a_recomputed_answer_continues_as_its_prefix_does(make):
         Bench(make).run(script)
 
 
+def an_engine_that_waits_interrupts_no_answer(make):
+    """What has begun ends under the weights before, and what has not begins under the new ones."""
+
+    async def script(bench):
+        found = bench.collect(*range(12))
+        await bench.reach(0.045, lambda: found[0].tokens())
+        await bench.load(1)
+        begun = {one.sample for one in found if one.tokens()}
+        assert all(len(one.tokens()) == bench.longest for one in found if one.sample in begun)
+        await bench.end_of(*found)
+        assert 0 < len(begun) < 12
+        assert [set(one.versions()) for one in found] == [{0 if one.sample in begun else 1} for one in found]
+
+    if 'wait' in Bench(make).engine.capabilities.update:
+        Bench(make).run(script)
+
+
 def logprobs_are_those_of_the_weights(make):
     """Every token, also around a swap, has the log-prob that the weights of its version give it."""
 
@@ -454,6 +474,7 @@ CHECKS = [
     a_swap_changes_the_version_of_later_tokens_and_tells_the_pause,
     interruptions_by_equal_weights_change_no_token,
     a_recomputed_answer_continues_as_its_prefix_does,
+    an_engine_that_waits_interrupts_no_answer,
     logprobs_are_those_of_the_weights,
     a_prefix_is_continued_and_not_repeated,
     open_requests_are_in_the_order_of_service,

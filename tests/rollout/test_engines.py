@@ -53,6 +53,7 @@ class AbortsInAPause(ToyEngine):
 ENGINES = {
     'local, recompute': local(),
     'local, keep': local(kv_policy='keep'),
+    'local, wait': local(kv_policy='wait'),
     'local, one slot': local(slots=1, decode_steps=1),
     'local, wide': local(slots=9, decode_steps=3),
     'local, pinned': local(pinned=2),

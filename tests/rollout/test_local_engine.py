@@ -72,6 +72,25 @@ def test_interrupting_with_equal_weights_changes_nothing_but_versions(kv_policy)
     assert len(rig.kinds('interrupt')) >= 2
 
 
+def test_new_weights_that_wait_are_not_held_up_by_what_has_not_begun():
+    """A begun answer behind one that has not begun gets a slot and ends; a pause ends the wait."""
+
+    async def script(rig, pauses):
+        begun = Segment(np.array([token(0, DRAW, 1, 3)], np.int32), np.zeros(1, np.float32), 0)
+        running = [rig.engine.generate(request(0)), rig.engine.generate(request(2))]
+        await rig.pass_time(0.015)
+        running.append(rig.engine.generate(request(1, prefix=(begun,))))  # as from an engine that has died
+        await rig.engine.stage(PublishedWeights(1, '', (3, 1)))
+        if pauses:
+            await rig.engine.pause()
+        await rig.engine.swap(1)
+        rig.engine.resume()
+        return [[s.policy_version for s in await collect(one)] for one in running]
+
+    assert Rig(slots=1, kv_policy='wait').run(lambda rig: script(rig, False)) == [[0], [1], [0]]
+    assert Rig(slots=1, kv_policy='wait').run(lambda rig: script(rig, True)) == [[0, 1], [1], [1]]
+
+
 def test_a_request_with_a_prefix_goes_on_after_it():
     prefix = Segment(np.array([5, 6], np.int32), np.zeros(2, np.float32), 0)
 

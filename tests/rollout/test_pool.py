@@ -263,7 +263,9 @@ def test_an_engine_that_lacks_what_the_run_needs_is_refused_by_name():
     needed = {
         requirements.needs_pinned('evaluation.every=8'): 'keep the weights of an earlier version for an evaluation',
         requirements.needs_logprobs('rollout.top_k=4', 'sampling'): "give log-probs of kind 'sampling'",
-        requirements.needs_update("rollout.kv_policy='recompute'", 'recompute'): "do 'recompute' with the KV",
+        requirements.needs_update(
+            "rollout.kv_policy='recompute'", 'recompute'
+        ): "do 'recompute' with unfinished answers",
         requirements.needs_spans('learning from its answers'): 'tell the version of each token',
         requirements.needs_pause('taking checkpoints'): 'pause without aborting answers',
     }

@@ -322,6 +322,7 @@ class Schedule:
     def check(self, kv_policy):
         for (one, running), segments in zip(self.open, self.done, strict=True):
             position = len(one.prompt_tokens)
+            assert kv_policy != 'wait' or len({segment.policy_version for segment in segments}) < 2
             for segment in segments:
                 w = self.weights[segment.policy_version]
                 for found, said in zip(segment.tokens, segment.behavior_logprobs, strict=True):
@@ -336,7 +337,7 @@ class Schedule:
         assert scheduler.cache.prefixes.reclaim(self.rig.backend.cache_blocks)  # no block is lost
 
 
-@pytest.mark.parametrize('kv_policy', ['recompute', 'keep'])
+@pytest.mark.parametrize('kv_policy', ['recompute', 'keep', 'wait'])
 @pytest.mark.parametrize('seed', range(12))
 def test_any_schedule_gives_every_request_its_own_tokens_and_loses_no_block(seed, kv_policy):
     schedule = Schedule(seed, kv_policy, cache_blocks=16 + seed % 3 * 10)

@@ -48,8 +48,9 @@ def test_natural_runs_have_every_eta_and_the_variants(maker):
     stage = maker.make(NATURAL, RATES)
     assert not stage.programs
     assert len(stage.runs) == 3 * 2 * 1 + 2 * 1
-    arm = next(arm for factors, arm in stage.arms.items() if factors.variant == 'whole_answers')
-    assert arm.config.rollout.decode_steps >= arm.config.rollout.max_new_tokens
+    policies = {factors.variant: arm.config.rollout.kv_policy for factors, arm in stage.arms.items()}
+    assert {name: policy for name, policy in policies.items() if name} == {'wait': 'wait', 'keep': 'keep'}
+    assert policies[''] == 'recompute'
 
 
 def test_the_zero_rate_and_the_shuffled_rewards_are_controls(maker):

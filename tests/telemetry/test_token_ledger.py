@@ -189,6 +189,7 @@ class CountedRun(ToyRun):
 RUNS = {
     'interrupted': {'eta': 4, 'engines': 2, 'delays': [1.0, 9.0, 3.0]},
     'kept': {'eta': 4, 'kv_policy': 'keep'},
+    'not interrupted': {'eta': 4, 'kv_policy': 'wait'},
     'lock-step': {'eta': math.inf, 'schedule': 'fixed(2)'},
     'dropped for age': {'steps': 10, 'eta': 6, 'max_token_age': 1, 'over_age': 'drop', 'delays': [30.0, 2.0, 9.0]},
     'failed': {'fail': [0, 4, 5, 11]},

@@ -93,7 +93,7 @@ def test_the_contract_holds(factory, check):
     ('requirement', 'message'),
     [
         (needs_pinned('evaluation.every=8'), 'engine/0 cannot keep the weights of an earlier version'),
-        (needs_update('rollout.kv_policy=keep', 'keep'), "engine/0 cannot do 'keep' with the KV"),
+        (needs_update('rollout.kv_policy=keep', 'keep'), "engine/0 cannot do 'keep' with unfinished answers"),
         (needs_logprobs('rollout.top_k=4', 'sampling'), "engine/0 cannot give log-probs of kind 'sampling'"),
     ],
 )

@@ -80,8 +80,10 @@ class CutsRepliesToUpdates(Connection):
 class Factory:
     def __init__(self):
         # a token takes 2 to 3 ms; greedy, since an interruption changes the noise of what is left
-        streams = open_address(ADDRESS)[0].streams
-        self.setting = Setting(make_clock, pace=8.0, longest=LONGEST, temperature=0.0, slack=SLOTS - 1, streams=streams)
+        self.setting = Setting(
+            make_clock, pace=8.0, longest=LONGEST, temperature=0.0, slack=SLOTS - 1,
+            awaits_tokens=open_address(ADDRESS)[0].streams,
+        )  # fmt: skip
 
     def __call__(self, clock, log):
         dialect, connection = open_address(ADDRESS)
