@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
 from areal_jax.types import PublishedWeights, SamplingParams, Tree
 
+_RETURN_S = 30.0  # for engines to serve again after a restart of the run, which leaves them alone
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
 
@@ -278,15 +280,21 @@ class LoopRun(LoopParts):
         return False
 
     async def _await_engines(self, servers: Servers) -> None:
-        """Nothing is generated before all of them hold the first weights, or run.stall_timeout_s has passed."""
+        """Nothing is generated before all of them hold the first weights, or run.stall_timeout_s has passed.
+
+        A run that goes on waits for those that were lost no longer than _RETURN_S: they may join later.
+        """
         wanted, deadline_s = self._awaited_engines, self.config.run.stall_timeout_s
+        patience_s = _RETURN_S if self.version_at_start else math.inf
         if not wanted:
             return
         self._start.begin(f'waiting for {wanted} engines')
-        serving = await servers.pool.await_serving(wanted, deadline_s, self.controller.stop_requested)
+        begun_s, stop = self.clock.now(), self.controller.stop_requested
+        serving = await servers.pool.await_serving(wanted, deadline_s, stop, patience_s)
         self._start.end()
         if serving < wanted and not self.controller.stop_requested.is_set():
-            print(f'warning: {serving} of {wanted} engines serve after {deadline_s:g} s: the run begins', flush=True)
+            waited_s = self.clock.now() - begun_s
+            print(f'warning: {serving} of {wanted} engines serve after {waited_s:.0f} s: the run begins', flush=True)
 
     async def _finish_compiling(self) -> None:
         """Compiles what was not yet needed."""

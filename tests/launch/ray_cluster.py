@@ -99,7 +99,6 @@ class Run:
                 '--config.publication.channel=files',
                 '--config.learner.rows_per_microbatch=8',
                 '--config.run.steps=120',
-                '--config.run.stall_timeout_s=60.0',
             ),
             *('--config.checkpoint.every=5', '--environment=JAX_PLATFORMS=cpu', '--wait_s=120'),
             '--environment=XLA_FLAGS=--xla_force_host_platform_device_count=4',

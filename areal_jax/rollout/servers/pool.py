@@ -6,6 +6,7 @@ run. moving_request.py is a request here, member.py an engine, keeper.py brings 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -136,11 +137,19 @@ class ServerPool:
     def statuses(self) -> list[EngineStatus]:
         return [member.engine.status() for member in self._members.values()]
 
-    async def await_serving(self, count: int, deadline_s: float, stop: Event) -> int:
-        """Waits until so many engines serve, `stop` is set or the deadline has passed; returns how many serve."""
-        end_s = self._clock.now() + deadline_s
-        while (serving := self._count_serving()) < count and not stop.is_set() and self._clock.now() < end_s:
-            await self._clock.wait(stop, min(_LOOK_S, end_s - self._clock.now()))
+    async def await_serving(self, count: int, deadline_s: float, stop: Event, patience_s: float = math.inf) -> int:
+        """Waits until so many engines serve, `stop` is set or the deadline has passed; returns how many serve.
+
+        Args:
+          patience_s: after so long one engine is enough.
+        """
+        begun_s = self._clock.now()
+        end_s, few_s = begun_s + deadline_s, begun_s + patience_s
+        while (serving := self._count_serving()) < count and not stop.is_set():
+            now_s = self._clock.now()
+            if now_s >= end_s or (serving and now_s >= few_s):
+                break
+            await self._clock.wait(stop, min(_LOOK_S, end_s - now_s))
         return serving
 
     def _count_serving(self) -> int:
