@@ -29,8 +29,8 @@ start_vllm() {
   local port
   port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   URL=http://127.0.0.1:$port
-  # a session of its own: its engine and its workers are processes too, and end with it. One thread computes: two would
-  # leave no core of two to the process that streams and takes the pauses, and whole answers would come at once
+  # a session of its own: its engine and its workers are processes too, and end with it. One thread computes, so that
+  # the process that takes the requests has a core of two
   VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} setsid "$VLLM" -m vllm.entrypoints.openai.api_server --model "$1" --served-model-name m --dtype float32 \
     --max-model-len 2048 --max-num-seqs 8 --enforce-eager --enable-scale-out --logprobs-mode processed_logprobs \

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not ADDRESS, reason='AREAL_JAX_SERVER names no server: bash launch/test_external.sh vllm'),
 ]
-SLOTS, LONGEST = 2, 600
+SLOTS, LONGEST = 2, 1500
 TOLERANCE = 3e-5  # of a log-prob: float32 over so many positions, summed in another order
 LIMITS = ServerLimits(
     slots=SLOTS, vocab_size=CONFIG.vocab_size, context_tokens=CONFIG.context_tokens,
@@ -79,12 +79,10 @@ class CutsRepliesToUpdates(Connection):
 
 
 class Factory:
-    def __init__(self):
-        # a token takes 2 to 3 ms; greedy, since an interruption changes the noise of what is left
-        self.setting = Setting(
-            make_clock, pace=8.0, longest=LONGEST, temperature=0.0, slack=SLOTS - 1,
-            awaits_tokens=open_address(ADDRESS)[0].streams,
-        )  # fmt: skip
+    # A token takes 2 to 4 ms: answers are well begun and far from their end after the 0.2 to 0.4 s that checks wait,
+    # also where the machine stops this process for a second. Checks can not wait for tokens, which the client delivers
+    # at the end of a call. Greedy: an interruption changes the noise.
+    setting = Setting(make_clock, pace=8.0, longest=LONGEST, temperature=0.0, slack=SLOTS - 1)
 
     def __call__(self, clock, log):
         dialect, connection = open_address(ADDRESS)
@@ -113,7 +111,7 @@ def test_an_update_under_load_whose_reply_is_lost_is_settled(cuts):
 
     async def script(bench):
         found = bench.collect(0, 1, 2, temperature=1.0)
-        await bench.reach(0.03, lambda: found[0].tokens())
+        await bench.pass_time(0.03)
         factory.connection.cuts = cuts
         try:
             await bench.load(1)
