@@ -109,7 +109,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         strategy=config.cluster.strategy,
         dtype=learner.dtype,
         publish_dtype=policy.publication.dtype,
-        publishes_shares=not supervised and config.publication.channel == 'files',
+        publishes_files=not supervised and config.publication.channel == 'files',
         loss_scale=learner.loss_scale,
         objective=loss.objective,
         advantage=policy.loss.advantage,

@@ -91,7 +91,9 @@ class SpmdLearner:
         self.programs = CompiledPrograms(self._define_programs(trained, frozen, optimizer))
         self._passes = Passes(self._layout, self.programs, settings, mesh, learning_rate)
         described = describe_state(trained, frozen, settings, self.programs.definitions)
-        self._declared = list(self._passes.declared_programs(described))
+        self._lends = self._can_lend()
+        declared = self._passes.declared_programs(described)
+        self._declared = [program for program in declared if not (self._lends and program[0] == 'export')]
         self._ratio: RatioSampler | None = None
         if settings.ratio is not None:
             working = describe_cast(described.params, settings.dtype)
@@ -240,11 +242,16 @@ class SpmdLearner:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
 
         On this learner's devices, sharded as they are trained. If the mesh spans processes: a tree of SharedLeaf, whole
-        leaves in this process and in others, or with `settings.publishes_shares` off the whole tree on every host.
+        leaves in this process and in others, or with `settings.publishes_files` off the whole tree on every host. On
+        one CPU with `settings.publishes_files`: numpy views of the weights, without a copy.
         """
         self._version = version
         if self._ratio:
             self._ratio.keep(version, self.state)
+        if self._lends:
+            # jax gives no buffer away of which numpy has a view: an update writes elsewhere while one lives
+            self._copy = jax.tree.map(np.asarray, self.state.params)
+            return self._copy
         copy = self.programs.run('export', self.state.params, self.state.frozen)
         if (shares := self.programs.definitions.shares) is not None:
             return shares.collect(copy)
@@ -308,7 +315,7 @@ class SpmdLearner:
         cut = lambda tree: param_shardings(tree, axes, self._mesh, self._settings.strategy)
         export = functools.partial(export_weights, self._decoder, self._settings.publish_dtype)
         exported = jax.eval_shape(export, trained, frozen)
-        spread = self._settings.publishes_shares and jax.process_count() > 1
+        spread = self._settings.publishes_files and jax.process_count() > 1
         return Programs(
             self._decoder,
             self._settings,
@@ -321,6 +328,13 @@ class SpmdLearner:
             exported=cut(exported),
             shares=Shares(_with_shardings(exported, cut(exported)), self._mesh) if spread else None,
         )
+
+    def _can_lend(self) -> bool:
+        """Whether the weights are on the host, as they are written: then a version needs no copy."""
+        settings, decoder, mesh = self._settings, self._decoder, self._mesh
+        has_form = decoder.layers == 'list' and not decoder.lora and settings.publish_dtype == 'float32'
+        is_here = mesh.size == jax.process_count() == 1 and mesh.devices.flat[0].platform == 'cpu'
+        return settings.publishes_files and has_form and is_here
 
     def _trains(self, path: str) -> bool:
         """With adapters only they are trained, else every weight."""

@@ -37,10 +37,10 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     params = _PARAMS
     if what == 'not finite':  # in the last row, which process 1 alone holds
         params = _PARAMS | {'embedding': _PARAMS['embedding'].at[-1, 0].set(np.nan)}
-    shares = {'publishes_shares': what in ('publish', 'remote')}
+    shares = {'publishes_files': what in ('publish', 'remote')}
     optimizer = _ADAM if what == 'restore' else _SGD
     learner = _learner(fsdp=8, layers='stacked', params=params, optimizer=optimizer, changes=shares)
-    if shares['publishes_shares']:
+    if shares['publishes_files']:
         _publish(index, directory, learner, what)
         return
     if index:

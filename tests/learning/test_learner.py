@@ -294,16 +294,43 @@ def test_future_token_is_refused_and_weights_are_untouched():
     _assert_bit_equal(_weights(learner), jax.device_get(_PARAMS))
 
 
-def test_published_weights_are_not_touched_by_later_updates():
-    learner = _learner()
+@pytest.mark.parametrize('publishes_files', [False, True])
+def test_published_weights_are_not_touched_by_later_updates(publishes_files):
+    learner = _learner(publishes_files=publishes_files)
     published = learner.publish(0)
     held = jax.tree.map(np.array, published)
-    learner.update(_GROUPS, version=2)
-    _assert_bit_equal(jax.tree.map(np.array, published), held)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(published))
+    for version in (2, 3):
+        learner.update(_GROUPS, version)
+        _assert_bit_equal(jax.tree.map(np.array, published), held)
     _assert_bit_equal(held, jax.device_get(_PARAMS))  # nor was the caller's tree, which the learner copied
     moved = jax.tree.map(lambda a, b: bool((np.array(a) != b).any()), learner.publish(1), held)
     assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize('holds', [False, True])
+def test_weights_that_are_written_from_the_hosts_memory_are_not_copied(holds):
+    """The next update writes in place, or elsewhere where they are still held, and gives the same weights."""
+    lends, copies = (_learner(optimizer=_ADAM, publishes_files=files) for files in (True, False))
+    assert lends.warm_up() == copies.warm_up() - 1
+    held = []
+    for version in (2, 3, 4):
+        lent = lends.publish(version)
+        places = _places(lends)
+        assert [leaf.__array_interface__['data'][0] for leaf in jax.tree.leaves(lent)] == places
+        _assert_bit_equal(lent, jax.device_get(copies.publish(version)))
+        held += [lent] if holds else []
+        if version == 3:
+            _assert_bit_equal(lends.save(), copies.save())
+        del lent
+        lends.update(_GROUPS, version)
+        copies.update(_GROUPS, version)
+        assert holds == (_places(lends) != places)
+    _assert_bit_equal(lends.save(), copies.save())
+
+
+def _places(learner):
+    """Where in memory the weights are."""
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(learner.state.params)]
 
 
 def test_restored_learner_goes_on_as_the_saved_one():
