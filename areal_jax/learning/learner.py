@@ -91,7 +91,7 @@ class SpmdLearner:
         self.programs = CompiledPrograms(self._define_programs(trained, frozen, optimizer))
         self._passes = Passes(self._layout, self.programs, settings, mesh, learning_rate)
         described = describe_state(trained, frozen, settings, self.programs.definitions)
-        self._lends = self._can_lend()
+        self._lends = _can_lend(decoder, mesh, settings)
         declared = self._passes.declared_programs(described)
         self._declared = [program for program in declared if not (self._lends and program[0] == 'export')]
         self._ratio: RatioSampler | None = None
@@ -329,13 +329,6 @@ class SpmdLearner:
             shares=Shares(_with_shardings(exported, cut(exported)), self._mesh) if spread else None,
         )
 
-    def _can_lend(self) -> bool:
-        """Whether the weights are on the host, as they are written: then a version needs no copy."""
-        settings, decoder, mesh = self._settings, self._decoder, self._mesh
-        has_form = decoder.layers == 'list' and not decoder.lora and settings.publish_dtype == 'float32'
-        is_here = mesh.size == jax.process_count() == 1 and mesh.devices.flat[0].platform == 'cpu'
-        return settings.publishes_files and has_form and is_here
-
     def _trains(self, path: str) -> bool:
         """With adapters only they are trained, else every weight."""
         return is_adapter(path) if self._decoder.lora else True
@@ -352,3 +345,10 @@ class SpmdLearner:
 def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
     describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.tree.map(describe, tree, shardings)
+
+
+def _can_lend(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:
+    """Whether the weights are on the host, as they are written: then a version needs no copy."""
+    has_form = decoder.layers == 'list' and not decoder.lora and settings.publish_dtype == 'float32'
+    is_here = mesh.size == jax.process_count() == 1 and mesh.devices.flat[0].platform == 'cpu'
+    return settings.publishes_files and has_form and is_here

@@ -1,6 +1,7 @@
 """Starts the tasks of an srun on this machine: python -m tests.launch.stand_in_srun PIDS FLAGS COMMAND...
 
-PIDS gets the process of each task. --kill-on-bad-exit=1 ends all tasks with the first that fails.
+PIDS gets the process of each task. --kill-on-bad-exit=1 ends all tasks with the first that fails: as SLURM does, with
+SIGTERM, and after KillWait with SIGKILL.
 """
 
 import os
@@ -8,6 +9,8 @@ import pathlib
 import subprocess
 import sys
 import time
+
+KILL_WAIT_S = 3.0  # of SLURM: 30 s
 
 
 def main():
@@ -30,8 +33,13 @@ def main():
             running.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
         with pids.open('a') as file:
             file.write(f'{running[-1].pid}\n')
+    killed_s = None
     while any(task.poll() is None for task in running):
-        if kill_all and any(task.poll() for task in running):
+        if kill_all and killed_s is None and any(task.poll() for task in running):
+            killed_s = time.monotonic() + KILL_WAIT_S
+            for task in running:
+                task.terminate()
+        if killed_s is not None and time.monotonic() > killed_s:
             for task in running:
                 task.kill()
         time.sleep(0.05)
