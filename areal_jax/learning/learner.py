@@ -22,6 +22,7 @@ from areal_jax.learning.denominators import denominator_scale
 from areal_jax.learning.diagnostics import Metrics
 from areal_jax.learning.finiteness import require_finite
 from areal_jax.learning.flops import work_metrics
+from areal_jax.learning.host_copies import HostCopies
 from areal_jax.learning.interchange import export_weights, match_snapshot, read_snapshot, take_snapshot
 from areal_jax.learning.layout import RowLayout
 from areal_jax.learning.likelihood import held_out_likelihood
@@ -91,9 +92,9 @@ class SpmdLearner:
         self.programs = CompiledPrograms(self._define_programs(trained, frozen, optimizer))
         self._passes = Passes(self._layout, self.programs, settings, mesh, learning_rate)
         described = describe_state(trained, frozen, settings, self.programs.definitions)
-        self._lends = _can_lend(decoder, mesh, settings)
+        self._host_copies = HostCopies() if _is_on_host(decoder, mesh, settings) else None
         declared = self._passes.declared_programs(described)
-        self._declared = [program for program in declared if not (self._lends and program[0] == 'export')]
+        self._declared = [program for program in declared if not (self._host_copies and program[0] == 'export')]
         self._ratio: RatioSampler | None = None
         if settings.ratio is not None:
             working = describe_cast(described.params, settings.dtype)
@@ -243,14 +244,13 @@ class SpmdLearner:
 
         On this learner's devices, sharded as they are trained. If the mesh spans processes: a tree of SharedLeaf, whole
         leaves in this process and in others, or with `settings.publishes_files` off the whole tree on every host. On
-        one CPU with `settings.publishes_files`: numpy views of the weights, without a copy.
+        one CPU with `settings.publishes_files`: numpy arrays.
         """
         self._version = version
         if self._ratio:
             self._ratio.keep(version, self.state)
-        if self._lends:
-            # jax gives no buffer away of which numpy has a view: an update writes elsewhere while one lives
-            self._copy = jax.tree.map(np.asarray, self.state.params)
+        if self._host_copies:
+            self._copy = self._host_copies.copy(self.state.params)
             return self._copy
         copy = self.programs.run('export', self.state.params, self.state.frozen)
         if (shares := self.programs.definitions.shares) is not None:
@@ -347,8 +347,8 @@ def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(describe, tree, shardings)
 
 
-def _can_lend(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:
-    """Whether the weights are on the host, as they are written: then a version needs no copy."""
+def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:
+    """Whether the weights are on the host in the form in which a version is written."""
     has_form = decoder.layers == 'list' and not decoder.lora and settings.publish_dtype == 'float32'
     is_here = mesh.size == jax.process_count() == 1 and mesh.devices.flat[0].platform == 'cpu'
     return settings.publishes_files and has_form and is_here
