@@ -26,6 +26,7 @@ from areal_jax.event_fields import (
 )
 from areal_jax.server_events import (
     EngineStateEvent,
+    EvaluationReceiveEvent,
     FenceEvent,
     MoveEvent,
     ProbeEvent,
@@ -35,10 +36,10 @@ from areal_jax.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 5: no lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no `preempt`, and a dispatch
-# does not say what it rebuilds and reads; 2: neither evaluation beside training nor `audit`; 1: no event `log`, each
-# start counts its runs from 0
-VERSION = 6
+# 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other
+# processes; 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside
+# training nor `audit`; 1: no event `log`, each start counts its runs from 0
+VERSION = 7
 
 
 class LogEvent(Header):
@@ -309,7 +310,7 @@ class EvaluationSkipEvent(Header):
 
 
 class EvaluationLostEvent(Header):
-    """A resumed run does not repeat the evaluation of an earlier version that was under way."""
+    """No row of a version: its weights were gone when the run went on, or with the last server that had them."""
 
     kind: Literal['evaluation_lost']
     version: PolicyVersion
@@ -358,7 +359,7 @@ Event = (
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
     | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent
     | RegisterEvent | EngineStateEvent | StageEvent | ProbeEvent | MoveEvent | FenceEvent | ReceiveEvent
-    | ErrorEvent
+    | EvaluationReceiveEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

@@ -3,6 +3,8 @@
 Used by whoever declares, requests or reads lanes. `engine/K` and `publish/K` are made by the functions below.
 """
 
+import dataclasses
+
 LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
 REGISTRY = 'registry'  # lane: the registry of servers is read in it
 EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it
@@ -22,6 +24,24 @@ def publish_lane(index: int) -> str:
 def control_lane(index: int) -> str:
     """The lane of calls that control one server, which wait for no load of weights."""
     return f'control/{index}'
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerLanes:
+    """The lanes of one engine in another process."""
+
+    engine: str  # also its name
+    publish: str
+    control: str
+
+
+def server_lanes(index: int) -> ServerLanes:
+    return ServerLanes(engine_lane(index), publish_lane(index), control_lane(index))
+
+
+def evaluation_lanes(index: int) -> ServerLanes:
+    """Those of an engine that answers evaluations beside training alone: what training waits for is in none of them."""
+    return ServerLanes(f'evaluation/{index}', f'evaluation_publish/{index}', control_lane(index))
 
 
 def lane_group(lane: str) -> str:

@@ -1,5 +1,5 @@
 """One process of a run in roles, which an executor starts (docs/cluster/index.md): python -m areal_jax.main_role
---role=controller|learner|engine --index=K|env:NAME --config=FILE --workdir=DIR [--count=N] [--host=ADDRESS]
+--role=controller|learner|engine|exporter --index=K|env:NAME --config=FILE --workdir=DIR [--count=N] [--host=ADDRESS]
 [--config.section.field=value ...]. It goes on from what is in the workdir.
 """
 
@@ -49,6 +49,13 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         from areal_jax.app.learner_role import serve_learner
 
         serve_learner(command.config, process)
+        return ExitCode.FINISHED
+    if process.role == 'exporter':
+        os.environ['JAX_PLATFORMS'] = 'cpu'  # devices belong to other roles
+
+        from areal_jax.app.exporter_role import serve_exports
+
+        serve_exports(command.config, process, interrupts)
         return ExitCode.FINISHED
     return _serve(command, process, interrupts)
 
@@ -112,7 +119,7 @@ def _parse_process(values: flags.FlagValues) -> RoleProcess:
         raise UserError(f'--role={values.role or ""} is none of {", ".join(roles)}{near}')
     if values.role == 'learner' and values.host in ('0.0.0.0', '::'):
         raise UserError(f'--host={values.host}: name the interface at which the other roles reach this learner process')
-    index = 0 if values.role == 'controller' and values.index is None else parse_index(values.index)
+    index = 0 if values.role in ('controller', 'exporter') and values.index is None else parse_index(values.index)
     return RoleProcess(cast(Role, values.role), index, pathlib.Path(values.workdir), values.host)
 
 
@@ -121,7 +128,7 @@ def _define_flags() -> flags.FlagValues:
     from absl import flags
 
     values = flags.FlagValues()
-    flags.DEFINE_string('role', None, 'controller, learner or engine.', flag_values=values)
+    flags.DEFINE_string('role', None, 'controller, learner, engine or exporter.', flag_values=values)
     flags.DEFINE_string(
         'index',
         None,

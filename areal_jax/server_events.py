@@ -68,10 +68,19 @@ class FenceEvent(Header):
     engine: Engine
 
 
-class ReceiveEvent(Header):
-    """A call for tokens ended, with the answer or with a part of it."""
-
-    kind: Literal['receive']
+class _Receive(Header):
     engine: Engine
     request: Request
     tokens: Annotated[int, 'tokens that it brought']
+
+
+class ReceiveEvent(_Receive):
+    """A call for tokens ended, with the answer or with a part of it."""
+
+    kind: Literal['receive']
+
+
+class EvaluationReceiveEvent(_Receive):
+    """As `receive`, for an evaluation beside training, from a server set aside for it (evaluation.engines)."""
+
+    kind: Literal['evaluation_receive']

@@ -19,7 +19,7 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import StepRecord
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import DISK, LEARNER, REWARD, control_lane, engine_lane, publish_lane
+from areal_jax.lanes import DISK, LEARNER, REWARD, control_lane, engine_lane, publish_lane, server_lanes
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
@@ -53,7 +53,13 @@ def make_engines(url: str, count: int, clock: RealClock, log: EventLog) -> list[
         connection = Connection(f'{url}/{index}')
         engines.append(
             OwnEngine(
-                index, connection, clock, log, locate=lambda published: 'DIR', limits=LIMITS, kv_policy='recompute'
+                server_lanes(index),
+                connection,
+                clock,
+                log,
+                locate=lambda published: 'DIR',
+                limits=LIMITS,
+                kv_policy='recompute',
             )
         )
     return engines

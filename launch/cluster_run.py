@@ -52,6 +52,11 @@ class ClusterRun:
         """With count 0 where the config names servers that are running already."""
         return self.roles.get('engine', RoleCount('engine', 0, 0))
 
+    @property
+    def exporter(self) -> RoleCount:
+        """With count 0 where nothing is exported beside training."""
+        return self.roles.get('exporter', RoleCount('exporter', 0, 0))
+
 
 def define_flags(values: flags.FlagValues, workdir: str = 'Directory for everything the run leaves.') -> None:
     """The flags of every executor; `workdir` explains --workdir."""

@@ -24,6 +24,7 @@ _FINAL = {  # codes after which a start would end in the same way
     'controller': (ExitCode.BUG, ExitCode.USER_ERROR, ExitCode.NOTHING_TRAINED),
     'learner': (ExitCode.BUG, ExitCode.USER_ERROR),
     'engine': (ExitCode.USER_ERROR,),
+    'exporter': (ExitCode.USER_ERROR,),
 }
 
 
@@ -78,6 +79,8 @@ def build_jobset(run: ClusterRun, manifest: Manifest) -> Node:
     ]
     if manifest.engine is not None:
         jobs.append(_replicated_job('engine', run.engine.count, _job(run, manifest, 'engine')))
+    if run.exporter.count:
+        jobs.append(_replicated_job('exporter', 1, _job(run, manifest, 'exporter')))
     return {
         'apiVersion': 'jobset.x-k8s.io/v1alpha2',
         'kind': 'JobSet',
@@ -150,8 +153,8 @@ def _pod(run: ClusterRun, manifest: Manifest, role: str) -> Node:
 
 def _command(run: ClusterRun, role: str) -> list[str]:
     """$(NAME) is replaced by Kubernetes, from the environment of the container."""
-    index = {'controller': '0', 'learner': f'env:{_POD_INDEX}', 'engine': f'env:{_JOB_INDEX}'}[role]
-    count = {'controller': 1, 'learner': run.learner.count, 'engine': run.engine.count}[role]
+    index = {'learner': f'env:{_POD_INDEX}', 'engine': f'env:{_JOB_INDEX}'}.get(role, '0')
+    count = {'learner': run.learner.count, 'engine': run.engine.count}.get(role, 1)
     words = [word.replace('$(', '$$(') for word in run.command]
     return [*words, f'--role={role}', f'--index={index}', f'--count={count}', f'--host=$({_POD_IP})']
 

@@ -43,6 +43,8 @@ _NOTICE_S = 20.0  # for controller and learners to notice that one of them has e
 _KILLED_NOTICE_S = 2.0  # the same where a signal ended it: the others have nothing to add
 _STOP_S = 10.0  # for what is left to end after SIGTERM
 _ABORTED = SIGNALLED + signal.SIGABRT  # jax does so to a learner process that loses the one that coordinates
+_EXPORT_S = 600.0  # for the exporter to write what is due when the run has finished
+_TOGETHER = ('controller', 'learner')  # roles that are started again together
 _QUOTED = 5  # last lines of a log, in an error
 
 
@@ -151,18 +153,9 @@ class _Roles:
 
     def __init__(self, planned: Sequence[RoleCommand], logs: pathlib.Path, heartbeats: Heartbeats):
         self._heartbeats, self._logs = heartbeats, logs
-        self._together = [role for role in planned if role.role != 'engine']
-        self._engines = [
-            Server(
-                role.name,
-                role.command,
-                functools.partial(self._next_log, role.name),
-                role.variables,
-                registers=role.registers,
-            )
-            for role in planned
-            if role.role == 'engine'
-        ]
+        self._together = [role for role in planned if role.role in _TOGETHER]
+        self._engines = [self._plan_server(role) for role in planned if role.role == 'engine']
+        self._exporters = [self._plan_server(role) for role in planned if role.role == 'exporter']
         self._programs: dict[str, Program] = {}  # of controller and learners, by name
         self._paths: dict[str, pathlib.Path] = {}  # their logs
         self._ended: dict[str, int] = {}  # exit codes of those that have, the first one first
@@ -171,6 +164,11 @@ class _Roles:
         self._is_deserted = False
         self._started_s = self._due_s = 0.0
         self._lost_s: float | None = None  # since when one of them is gone
+
+    def _plan_server(self, role: RoleCommand) -> Server:
+        """A process that is started again alone."""
+        next_log = functools.partial(self._next_log, role.name)
+        return Server(role.name, role.command, next_log, role.variables, registers=role.registers)
 
     def run(self) -> int:
         """Until the controller ends for good; its exit code."""
@@ -203,8 +201,8 @@ class _Roles:
                 self._start()
         signs = self._heartbeats.look()
         if not self._stops:
-            for engine in self._engines:
-                engine.look(signs)
+            for server in (*self._engines, *self._exporters):
+                server.look(signs)
             self._end_hanging(signs)
             self._notice_deserted()
         self._show()
@@ -297,15 +295,24 @@ class _Roles:
 
     def _end(self, wakeups: Wakeups) -> None:
         """Lets the learners end, whom the controller has told to, and tells the engines; kills what is left."""
-        engines = [engine.program for engine in self._engines if engine.program is not None]
-        for program in engines:
+        engines, exporters = (
+            [server.program for server in servers if server.program is not None]
+            for servers in (self._engines, self._exporters)
+        )
+        for program in (*engines, *exporters):
             program.send(signal.SIGTERM)
-        programs = [*self._programs.values(), *engines]
-        end_s = time.monotonic() + _STOP_S
+        self._wait_for([*self._programs.values(), *engines], _STOP_S, wakeups)
+        self._show()
+        for program in (*self._programs.values(), *engines):
+            program.kill()
+        self._wait_for(exporters, _EXPORT_S, wakeups)
+        for program in exporters:
+            program.kill()
+
+    def _wait_for(self, programs: Sequence[Program], most_s: float, wakeups: Wakeups) -> None:
+        """Returns when they have ended, after `most_s`, or at a signal."""
+        end_s = time.monotonic() + most_s
         while any(program.poll() is None for program in programs) and time.monotonic() < end_s:
             numbers, _ = wakeups.wait(_LOOK_S)
             if numbers:
                 break
-        self._show()
-        for program in programs:
-            program.kill()

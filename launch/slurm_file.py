@@ -33,6 +33,7 @@ def render_run(run: ClusterRun, layout: Layout, learner: NodeKind, engine: NodeK
         setup=values.setup,
         command=shlex.join(run.command),
         learner=run.learner,
+        exporter=run.exporter,
         learner_environment=_environment(run.learner.devices, learner, layout.learner_gpus),
         engines=[
             {

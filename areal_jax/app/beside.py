@@ -13,7 +13,7 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
-from areal_jax.protocols import Clock, Generator, Pool, Verifier
+from areal_jax.protocols import Clock, Event, Generator, Pool, Verifier
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import VersionScores
 from areal_jax.telemetry.metrics import FILE, read_metrics
@@ -34,10 +34,12 @@ def build_beside(
     make_evaluator: Callable[..., Evaluator],
     scores: Scores,
     observer: StepObserver,
+    lost: Event | None = None,
 ) -> EvaluationBeside:
     """`problems` are those of the evaluations before and after; the first of them are used here.
 
     `make_evaluator` lacks problems, pool, verifier, samples and version, which this evaluation has its own of.
+    `lost`: see EvaluationBeside.
     """
     samples, few = config.evaluation.every_samples, problems[: config.evaluation.every_problems]
 
@@ -58,6 +60,7 @@ def build_beside(
         make_evaluator=evaluator_of,
         on_scores=note,
         say=functools.partial(print, flush=True),
+        lost=lost,
     )
 
 

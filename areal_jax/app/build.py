@@ -170,7 +170,7 @@ def build_requirements(config: TrackedConfig) -> list[Requirement]:
     if cuts_softmax(config):
         setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
         needed.append(requirements.needs_logprobs(setting, 'sampling'))
-    if evaluation.every:
+    if evaluation.every and not uses_servers(config):  # there it has engines of its own
         needed.append(requirements.needs_pinned(f'evaluation.every={evaluation.every}'))
     return needed
 

@@ -74,7 +74,8 @@ class ControllerRun(LoopRun):
         self._process, self._given = process, config
         self._learners: dict[str, Entry] = {}
         counts = {entry.role: entry.count for entry in list_roles(config)}
-        self._awaited_engines = counts.get('engine', 0)
+        self._awaited_beside = config.evaluation.engines
+        self._awaited_engines = counts.get('engine', 0) - config.evaluation.engines
         super().__init__(config, process.workdir, **settings)
 
     def _require_startable(self, config: config_dict.ConfigDict) -> None:
@@ -87,7 +88,7 @@ class ControllerRun(LoopRun):
         for section in _READ_ELSEWHERE:
             for field in SECTIONS[section]:
                 getattr(getattr(self.config, section), field)
-        _ = self.config.run.compilation_cache
+        _ = self.config.run.compilation_cache, self.config.run.export_every
 
     def _count_compilations(self) -> NoCompilations:
         return NoCompilations()

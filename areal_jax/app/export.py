@@ -63,6 +63,11 @@ def replace_export(workdir: pathlib.Path, step: int, dtype: str) -> None:
     _write_checkpoint(workdir / DIRECTORY, workdir, step, dtype)
 
 
+def export_checkpoint(checkpoint: pathlib.Path, out: pathlib.Path, dtype: str) -> None:
+    """Exports WORKDIR/checkpoints/NAME to `out`, in place of an earlier export; raises UserError."""
+    _write_checkpoint(out, checkpoint, None, dtype)
+
+
 def write_export(
     out: pathlib.Path,
     workdir: pathlib.Path,

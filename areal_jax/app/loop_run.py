@@ -37,13 +37,12 @@ from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
+from areal_jax.protocols import Pool
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.report import write_report
 from areal_jax.report.window import window
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import RunFacts
@@ -60,6 +59,7 @@ class LoopRun(LoopParts):
     version_at_start = 0
     _engines: Sequence[LocalEngine] = ()  # those of this process
     _awaited_engines = 0  # in other processes: with which the run begins
+    _awaited_beside = 0  # the same of those for the evaluation beside training
     _servers: Servers | None = None
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
@@ -141,7 +141,7 @@ class LoopRun(LoopParts):
 
     def _build_pool(
         self, task: Task, checkpoint: Checkpoint | None, snapshot: State | None
-    ) -> tuple[VersionRing | None, Pool | ServerPool]:
+    ) -> tuple[VersionRing | None, Pool]:
         config, version = self.config, self.version_at_start
         self._channel = self._build_channel()
         ring = build.build_ring(config)
@@ -153,7 +153,7 @@ class LoopRun(LoopParts):
             published = ring.in_use(snapshot['generated_update'] if snapshot else None)
         if build.uses_servers(config):
             self._servers = self._build_servers(task, published)
-            return ring, self._servers.pool
+            return ring, self._servers.whole
         return ring, self._build_pool_here(published)
 
     def _build_servers(self, task: Task, published: PublishedWeights) -> Servers:
@@ -228,6 +228,7 @@ class LoopRun(LoopParts):
                 make_evaluator=make_evaluator,
                 scores=self._scores,
                 observer=self.observer,
+                lost=self._servers.beside.lost if self._servers and self._servers.beside else None,
             )
             restore_rows(self.workdir, self._scores, self.observer)
 
@@ -284,13 +285,16 @@ class LoopRun(LoopParts):
 
         A run that goes on waits for those that were lost no longer than _RETURN_S: they may join later.
         """
-        wanted, deadline_s = self._awaited_engines, self.config.run.stall_timeout_s
+        of_training, beside = self._awaited_engines, self._awaited_beside
+        deadline_s = self.config.run.stall_timeout_s
         patience_s = _RETURN_S if self.version_at_start else math.inf
-        if not wanted:
+        if not (wanted := of_training + beside):
             return
         self._start.begin(f'waiting for {wanted} engines')
         begun_s, stop = self.clock.now(), self.controller.stop_requested
-        serving = await servers.pool.await_serving(wanted, deadline_s, stop, patience_s)
+        serving = await servers.pool.await_serving(of_training, deadline_s, stop, patience_s)
+        if servers.beside:
+            serving += await servers.beside.pool.evaluation.await_serving(beside, deadline_s, stop, patience_s)
         self._start.end()
         if serving < wanted and not self.controller.stop_requested.is_set():
             waited_s = self.clock.now() - begun_s

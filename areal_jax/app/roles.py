@@ -82,6 +82,8 @@ def require_roles(config: config_dict.ConfigDict) -> None:
 def require_role(config: config_dict.ConfigDict, role: Role, index: int, count: int | None) -> None:
     """Raises UserError for a process that the config does not have, naming both numbers."""
     found = {entry.role: entry.count for entry in list_roles(config)}
+    if role not in found and role == 'exporter':
+        raise UserError('--role=exporter: run.export_every=0 exports nothing beside training; start none')
     if role not in found:
         raise UserError(
             f'--role={role}: rollout.server={config.rollout.server!r} has no engines but those of rollout.urls; start '

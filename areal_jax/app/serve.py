@@ -106,7 +106,7 @@ def adapt_server_config(
         adapted.cluster.engines = str(dataclasses.replace(engines, count=1))
     if adapted.run.clock != 'real':
         raise ConfigError(f'run.clock={adapted.run.clock!r}: a server answers in real time; use run.clock=real')
-    adapted.evaluation.every = 0
+    adapted.evaluation.every = adapted.evaluation.engines = 0
     adapted.evaluation.problems = max(1, adapted.evaluation.problems)
     return adapted
 

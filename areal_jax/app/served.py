@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import LostPeerError
+from areal_jax.protocols import Event, Pool
+from areal_jax.rollout.servers.evaluation import EvaluatedPool
 from areal_jax.rollout.servers.mismatch import MismatchWatch
 from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
@@ -30,6 +32,15 @@ class EndedBy:
 
 
 @dataclasses.dataclass(frozen=True)
+class ServersBeside:
+    """Those for the evaluation beside training; `lost` is set while none has the version that is evaluated."""
+
+    pool: EvaluatedPool
+    watch: RegistryWatch
+    lost: Event
+
+
+@dataclasses.dataclass(frozen=True)
 class Servers:
     """Of one run."""
 
@@ -37,10 +48,18 @@ class Servers:
     watch: RegistryWatch
     mismatches: MismatchWatch
     ended_by: EndedBy
+    beside: ServersBeside | None = None
+
+    @property
+    def whole(self) -> Pool:
+        """What the controller generates with."""
+        return self.beside.pool if self.beside else self.pool
 
     def start(self, supervisor: Supervisor) -> None:
         self.pool.start()
         supervisor.start('registry', self.watch.run())
+        if self.beside:
+            supervisor.start('registry of evaluation', self.beside.watch.run())
 
     def note_update(self, step: int, metrics: Line) -> None:
         """Takes engines out of service whose log-probs are not those of the learner."""

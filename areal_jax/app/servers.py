@@ -5,7 +5,9 @@ Used by loop_run.py. The servers are in a registry in the workdir or in rollout.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import os
 import pathlib
 import sys
@@ -16,22 +18,25 @@ import numpy as np
 
 from areal_jax.app.build import build_requirements
 from areal_jax.app.extras import API_KEY
-from areal_jax.app.served import EndedBy, Servers
+from areal_jax.app.served import EndedBy, Servers, ServersBeside
 from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import parse_engines
 from areal_jax.config.declarations import SECTIONS
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
-from areal_jax.lanes import LEARNER, control_lane, engine_lane, publish_lane
+from areal_jax.lanes import LEARNER, ServerLanes, evaluation_lanes, server_lanes
 from areal_jax.rollout.http.clients.address import DIALECTS, open_address
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
 from areal_jax.rollout.servers.fit import LogprobsMode, ServerFacts, require_fit
 from areal_jax.rollout.servers.mismatch import MismatchWatch
 from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.probe import Score
 from areal_jax.rollout.servers.registry import ServerEntry, read_registry
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
 from areal_jax.rollout.servers.settings import ProbeSettings, ServerSettings
@@ -107,15 +112,57 @@ def build_servers(
         return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
 
     _note_read(config, _OF_SERVERS.get(config.rollout.server, {}))
-    settings, ended_by = build_server_settings(config, probe_prompt), EndedBy(stop)
-    pool = ServerPool(
-        clock, log, supervisor, settings,
-        published=published, score=score, on_no_server=ended_by.note, requirements=build_requirements(config),
-        warn=lambda sentence: print(f'warning: {sentence}', file=sys.stderr, flush=True),
-    )  # fmt: skip
-    read, make = _find_reader(config, workdir), ClientMaker(config, clock, log, supervisor, vocab_size)
-    mismatches = MismatchWatch(find_max_mismatch(config), pool.quarantine)
-    return Servers(pool, RegistryWatch(clock, pool, read, make), mismatches, ended_by)
+    ended_by = EndedBy(stop)
+    builder = _PoolBuilder(
+        config, clock, supervisor, vocab_size, published, score, _find_reader(config, workdir), ended_by.note
+    )
+    settings, first = build_server_settings(config, probe_prompt), find_first_beside(config)
+    is_beside = lambda entry: entry.index is not None and entry.index >= first
+    pool, watch = builder.build(log, settings, lambda entry: not is_beside(entry), server_lanes)
+    beside = None
+    if config.evaluation.engines:
+        settings = dataclasses.replace(settings, max_versions_behind=0)
+        own, own_watch = builder.build(EvaluationLog(log), settings, is_beside, evaluation_lanes)
+        lost = clock.event('loss of the servers for evaluation')
+        beside = ServersBeside(EvaluatedPool(pool, own, clock, supervisor, lost), own_watch, lost)
+    return Servers(pool, watch, MismatchWatch(find_max_mismatch(config), pool.quarantine), ended_by, beside)
+
+
+def find_first_beside(config: TrackedConfig) -> float:
+    """The index of the first engine that answers evaluations beside training alone; infinity where none does."""
+    own = config.evaluation.engines
+    return parse_engines(config.cluster.engines).count - own if own else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class _PoolBuilder:
+    """Builds the pool of some of the servers, with the watch that tells it which there are."""
+
+    config: TrackedConfig
+    clock: LoopClock
+    supervisor: Supervisor
+    vocab_size: int
+    published: PublishedWeights
+    score: Score
+    read: Callable[[], Sequence[ServerEntry]]
+    on_no_server: Callable[[str], None]
+
+    def build(
+        self,
+        log: EventLog,
+        settings: ServerSettings,
+        is_own: Callable[[ServerEntry], bool],
+        name_lanes: Callable[[int], ServerLanes],
+    ) -> tuple[ServerPool, RegistryWatch]:
+        pool = ServerPool(
+            self.clock, log, self.supervisor, settings,
+            published=self.published, score=self.score, on_no_server=self.on_no_server,
+            requirements=build_requirements(self.config),
+            warn=lambda sentence: print(f'warning: {sentence}', file=sys.stderr, flush=True),
+        )  # fmt: skip
+        make = ClientMaker(self.config, self.clock, log, self.supervisor, self.vocab_size, name_lanes)
+        read = lambda: [entry for entry in self.read() if is_own(entry)]
+        return pool, RegistryWatch(self.clock, pool, read, make)
 
 
 class ClientMaker:
@@ -128,7 +175,15 @@ class ClientMaker:
     something else than the run means.
     """
 
-    def __init__(self, config: TrackedConfig, clock: LoopClock, log: EventLog, supervisor: Supervisor, vocab_size: int):
+    def __init__(
+        self,
+        config: TrackedConfig,
+        clock: LoopClock,
+        log: EventLog,
+        supervisor: Supervisor,
+        vocab_size: int,
+        name_lanes: Callable[[int], ServerLanes] = server_lanes,
+    ):
         rollout, server = config.rollout, config.server
         self._kind, self._kv_policy = rollout.server, rollout.kv_policy
         self._clock, self._log, self._supervisor = clock, log, supervisor
@@ -136,16 +191,17 @@ class ClientMaker:
         slots = min(server.max_streams, server.max_requests) if self._kind == OWN else rollout.slots
         self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens)
         self._needs = find_needs(config)
+        self._name_lanes = name_lanes
         self._numbers: dict[str, int] = {}  # by name in the registry
 
     def __call__(self, entry: ServerEntry) -> ServerEngine:
         self._require_kind(entry)
         require_fit(f'{entry.name} at {entry.url}', entry.facts, self._needs)
-        index = self._find_number(entry)
-        self._clock.declare(engine_lane(index), self._limits.slots + 1)
-        self._clock.declare(publish_lane(index), 1)
-        self._clock.declare(control_lane(index), _CONTROL_CALLS)
-        engine = self._make(entry, index)
+        lanes = self._name_lanes(self._find_number(entry))
+        self._clock.declare(lanes.engine, self._limits.slots + 1)
+        self._clock.declare(lanes.publish, 1)
+        self._clock.declare(lanes.control, _CONTROL_CALLS)
+        engine = self._make(entry, lanes)
         engine.start(self._supervisor)
         return engine
 
@@ -155,15 +211,15 @@ class ClientMaker:
         wanted = free if entry.index is None or entry.index in taken else entry.index
         return self._numbers.setdefault(entry.name, wanted)
 
-    def _make(self, entry: ServerEntry, index: int) -> ServerEngine:
+    def _make(self, entry: ServerEntry, lanes: ServerLanes) -> ServerEngine:
         if entry.kind == OWN:
             connection = Connection(entry.url, self._api_key, entry.holder)
             return OwnEngine(
-                index, connection, self._clock, self._log,
+                lanes, connection, self._clock, self._log,
                 locate=_locate, limits=self._limits, kv_policy=self._kv_policy,
             )  # fmt: skip
         dialect, connection = open_address(f'{entry.kind}+{entry.url}', self._api_key)
-        return ServerEngine(index, dialect, connection, self._clock, self._log, locate=_locate, limits=self._limits)
+        return ServerEngine(lanes, dialect, connection, self._clock, self._log, locate=_locate, limits=self._limits)
 
     def _require_kind(self, entry: ServerEntry) -> None:
         expected = DIALECTS if self._kind == 'external' else (self._kind,)

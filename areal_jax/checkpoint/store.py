@@ -157,6 +157,10 @@ class CheckpointStore:
             self._set_aside(path_damaged, reason, found.step)
         return found.step, found.arrays, found.run_state
 
+    def saves(self) -> list[tuple[int, pathlib.Path]]:
+        """(step, directory) of the complete steps, oldest first; a step that was saved again comes again."""
+        return [(step, path) for step, _, path in self._saves()]
+
     def read_latest(self, part: str) -> tuple[pathlib.Path, Any]:
         """(directory, arrays) of the newest step of which `part` is intact, 'params' for instance; see `restore`.
 

@@ -20,7 +20,7 @@ from areal_jax.config.structure import suggest
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'
 AXES = ('data', 'fsdp', 'context', 'tensor')  # of the learner's mesh
 MOST_ENGINES = 1024  # each has a thread
-Role: TypeAlias = Literal['controller', 'learner', 'engine']
+Role: TypeAlias = Literal['controller', 'learner', 'engine', 'exporter']
 STARTED_SERVERS = ('own', 'vllm')  # of rollout.server: those that a launcher starts, as engines
 _MOST_DEVICES = 2**31 - 1
 _HOSTS = re.compile(r'\s*hosts\s*=\s*([^\s,x]*)\s*x\s*(.*)', re.DOTALL)
@@ -183,6 +183,8 @@ def list_roles(config: config_dict.ConfigDict) -> list[RoleCount]:
     if config.rollout.server in STARTED_SERVERS:
         engines = parse_engines(config.cluster.engines)
         roles.append(RoleCount('engine', engines.count, engines.tensor))
+    if config.run.export_every:
+        roles.append(RoleCount('exporter', 1, 0))
     return roles
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.cluster import STARTED_SERVERS, parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.plugins import is_own
 
@@ -32,6 +32,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from _file_problems(c)
     yield from _device_problems(c)
     yield from _telemetry_problems(c)
+    yield from _export_problems(c)
 
 
 def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -77,6 +78,25 @@ def _evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'evaluation.every={c.evaluation.every} measures nothing with evaluation.problems=0; set '
             'evaluation.problems, or evaluation.every=0'
         )
+    if (own := c.evaluation.engines) and not c.evaluation.every:
+        yield f'evaluation.engines={own} sets engines aside for evaluation.every=0; use evaluation.engines=0'
+    elif own:
+        yield from _evaluation_engine_problems(c)
+
+
+def _evaluation_engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    own, engines = c.evaluation.engines, parse_engines(c.cluster.engines).count
+    if parse_learner(c.cluster.learner).hosts is None or c.rollout.server not in STARTED_SERVERS:
+        yield (
+            f'evaluation.engines={own} with rollout.server={c.rollout.server!r} and cluster.learner='
+            f"{c.cluster.learner!r}: servers are set aside in runs in roles; use cluster.learner='hosts=1 x ...' and "
+            "rollout.server='own' or 'vllm', or evaluation.engines=0"
+        )
+    elif own >= engines:
+        yield (
+            f'evaluation.engines={own} leaves none of the {engines} engines of cluster.engines={c.cluster.engines!r} '
+            'to training; raise cluster.engines'
+        )
 
 
 def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -99,10 +119,11 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "trainer only, and servers load weights from disk; use publication.channel='files'"
         )
     without = "or rollout.server='in_process'"
-    if c.evaluation.every:
+    if c.evaluation.every and not c.evaluation.engines:
         yield (
             f'evaluation.every={c.evaluation.every} with {setting}: servers do not keep the weights of an earlier '
-            f'version for an evaluation; use evaluation.every=0, {without}'
+            'version beside those of training; set one of cluster.engines aside with evaluation.engines=1 (runs in '
+            f'roles), or use evaluation.every=0, {without}'
         )
     if c.staleness.schedule != 'natural':
         yield (
@@ -234,6 +255,22 @@ def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:
                 f"model.positions='learned' cannot be written for other programs, which {path}={value!r} asks for: use "
                 f'{path}={fix!r}'
             )
+
+
+def _export_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Exports beside training, which a role of their own makes from checkpoints."""
+    if not (every := c.run.export_every):
+        return
+    if parse_learner(c.cluster.learner).hosts is None:
+        yield (
+            f'run.export_every={every} with cluster.learner={c.cluster.learner!r}: runs in roles have an exporter; '
+            "use cluster.learner='hosts=1 x ...', or run.export_every=0 and python -m areal_jax.main_export"
+        )
+    elif not c.checkpoint.every or every % c.checkpoint.every:
+        yield (
+            f'run.export_every={every} must be a multiple of checkpoint.every={c.checkpoint.every}: checkpoints are '
+            'what is exported'
+        )
 
 
 def _telemetry_problems(c: config_dict.ConfigDict) -> Iterator[str]:

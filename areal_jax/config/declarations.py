@@ -57,7 +57,8 @@ SECTIONS: Mapping[str, Section] = {
         compilation_budget=Integer(0, COUNT_OR_OFF, 'XLA programs compiled after warm-up before the report warns'),
         compilation_cache=Text('', "directory of XLA's persistent cache; '' = off"),
         export=Flag(True, 'write WORKDIR/export, a Hugging Face directory, when the run has finished'),
-        export_dtype=Choice('float32', DTYPES, 'of the weights in WORKDIR/export'),
+        export_every=Integer(0, COUNT_OR_OFF, 'runs in roles: the checkpoints of these updates go to WORKDIR/exports'),
+        export_dtype=Choice('float32', DTYPES, 'of exported weights'),
     ),
     'model': Section(
         'The model; fields marked random are read with model.source=random only',
@@ -257,6 +258,9 @@ SECTIONS: Mapping[str, Section] = {
         every_samples=Integer(0, COUNT_OR_OFF, 'answers sampled per problem there, beside one greedy'),
         slots=Integer(8, COUNT, 'answers that one engine decodes at once there, in slots and a KV cache of their own'),
         every_dispatches=Integer(4, COUNT, 'beside training requests at most one dispatch in so many is theirs'),
+        engines=Integer(
+            0, COUNT_OR_OFF, 'of cluster.engines the last so many do nothing else (servers of runs in roles)'
+        ),
     ),
     'server': Section(
         'Bounds of python -m areal_jax.main_serve',

@@ -37,6 +37,7 @@ class EvaluationBeside:
 
     Args:
       steps: updates of the run; its last version is evaluated after training.
+      lost: while it is set, the pool has no engine with the pinned version; None: it always has.
       on_scores: called with the scores of each version.
       say: prints a line.
     """
@@ -53,11 +54,12 @@ class EvaluationBeside:
         make_evaluator: MakeEvaluator,
         on_scores: Callable[[VersionScores], None],
         say: Callable[[str], None],
+        lost: Event | None = None,
     ):
         self._every, self._steps, self._pool, self._clock = every, steps, pool, clock
         self._supervisor, self._log, self._make_evaluator = supervisor, log, make_evaluator
         self._on_scores, self._say = on_scores, say
-        self._never = clock.event('stop of an evaluation beside training')
+        self._lost = lost or clock.event('loss of an evaluation beside training')
         self._ended = clock.event('end of the evaluation beside training')
         self.under_way: int | None = None  # the version that is being evaluated
 
@@ -111,9 +113,13 @@ class EvaluationBeside:
         version, began_s = published.version, self._clock.now()
         await self._pool.pin(published)
         evaluator = self._make_evaluator(PoolAtVersion(self._pool, version), version)
-        scores = await evaluator.evaluate(f'of version {version}', self._never)
-        assert scores is not None, 'nothing stops it'
+        scores = await evaluator.evaluate(f'of version {version}', self._lost)
         self._pool.unpin(version)
         self.under_way = None
-        self._on_scores(VersionScores(version, self._clock.now() - began_s, scores))
+        seconds = self._clock.now() - began_s
+        if scores is None:
+            self._log.write('evaluation_lost', version=version)
+            self._say(f'the evaluation of version {version} ends after {seconds:.0f} s: no server has its weights')
+        else:
+            self._on_scores(VersionScores(version, seconds, scores))
         self._ended.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import weakref
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -28,8 +29,8 @@ class HostCopies:
         free = self._free[leaf.size]
         memory = free.pop() if free else np.empty(leaf.size, np.float32)
         # the base is no array: a view of the copy then refers to the copy, which keeps the memory from being used again
-        copied = np.frombuffer(memoryview(memory), np.float32)
+        copied = np.frombuffer(memory.data, np.float32)
         weakref.finalize(copied, free.append, memory).atexit = False
         # jax keeps what np.asarray gives, and would not donate the buffer to the next update
-        copied[:] = np.from_dlpack(leaf).reshape(-1)
+        copied[:] = np.from_dlpack(cast(Any, leaf)).reshape(-1)
         return copied.reshape(leaf.shape)

@@ -45,7 +45,7 @@ class Group:
 
 
 def plan_groups(run: ClusterRun, values: flags.FlagValues) -> list[Group]:
-    """One group for the controller, one for the learner, one for each engine; `values` are the flags of launch.ray.
+    """One group for the controller, the learner, each engine and the exporter; `values` are the flags of launch.ray.
 
     Raises UserError for an accelerator or a topology that is unknown, or that the run does not fit.
     """
@@ -56,7 +56,9 @@ def plan_groups(run: ClusterRun, values: flags.FlagValues) -> list[Group]:
     for index in range(run.engine.count):
         asks = f'an engine of {ENGINES}={cluster.engines!r}'
         groups.append(_plan(run, run.engine, range(index, index + 1), values, 'engine_', asks))
-    # in this order: the learner before engines that would fit into its hosts, the controller where room is left
+    # in this order: the learner before engines that would fit into its hosts, the others where room is left
+    if run.exporter.count:
+        groups.append(Group('exporter', {_CPUS: values.cpus}, _processes(run, 'exporter', 1), {}))
     return [
         dataclasses.replace(group, environment={**group.environment, **environment}) for group in [*groups, controller]
     ]

@@ -57,6 +57,12 @@ def test_the_roles_of_a_run_come_from_the_config(learner, engines, server, roles
     assert has_roles(config) == learner.startswith('hosts')
 
 
+def test_an_exporter_is_a_role_where_it_is_asked_for():
+    config = default_config()
+    config.run.export_every = 4
+    assert list_roles(config)[-1] == RoleCount('exporter', 1, 0)
+
+
 def test_engines_share_the_learners_device_or_have_their_own():
     assert parse_engines('1 x shared') == EnginesLayout(1, shared=True)
     assert parse_engines('2xtensor=4') == EnginesLayout(2, shared=False, tensor=4)

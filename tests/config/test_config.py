@@ -136,6 +136,28 @@ BAD = [
         _SERVERS | {'evaluation.every': 2},
         r'every=2 .*: servers do not keep the weights of an earlier version',
     ),
+    (
+        _SERVERS | {'evaluation.every': 2},
+        r'every=2 .*: .* set one of cluster\.engines aside with evaluation\.engines=1 \(runs in roles\)',
+    ),
+    ({'evaluation.engines': 1}, r'evaluation\.engines=1 sets engines aside for evaluation\.every=0'),
+    (
+        _SERVERS | {'evaluation.every': 2, 'evaluation.engines': 1},
+        r"engines=1 with .*cluster\.learner='data=1': servers are set aside in runs in roles; use .*'hosts=1 x \.\.\.'",
+    ),
+    (
+        _SERVERS | {'evaluation.every': 2, 'evaluation.engines': 1, 'cluster.learner': 'hosts=1 x data=1'},
+        r"evaluation\.engines=1 leaves none of the 1 engines of cluster\.engines='1 x shared' to training",
+    ),
+    ({'run.export_every': 4}, r"export_every=4 with cluster\.learner='data=1': runs in roles have an exporter"),
+    (
+        _SERVERS | {'run.export_every': 4, 'cluster.learner': 'hosts=1 x data=1'},
+        r'run\.export_every=4 must be a multiple of checkpoint\.every=0',
+    ),
+    (
+        _SERVERS | {'run.export_every': 4, 'cluster.learner': 'hosts=1 x data=1', 'checkpoint.every': 3},
+        r'run\.export_every=4 must be a multiple of checkpoint\.every=3',
+    ),
     (_SERVERS | {'staleness.schedule': 'fixed(2)'}, r'servers do not go back to an earlier version of the weights'),
     (_VLLM | {'rollout.kv_policy': 'keep'}, r"kv_policy='keep' with rollout\.server='vllm': .* use .*='recompute'"),
     (

@@ -46,7 +46,7 @@ class Role:
         return code
 
     def run(self):
-        return {'controller': self.control, 'learner': self.learn, 'engine': self.serve}[self.role]()
+        return {'controller': self.control, 'learner': self.learn}.get(self.role, self.serve)()
 
     def serve(self):
         while not self.told:

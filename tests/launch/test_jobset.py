@@ -34,7 +34,7 @@ GPU = [
 ]
 CPU = [
     *('--accelerator=cpu', '--config.cluster.learner=hosts=2 x fsdp=2', '--config.cluster.engines=2 x tensor=1'),
-    '--config.learner.rows_per_microbatch=2',
+    *('--config.learner.rows_per_microbatch=2', '--config.checkpoint.every=2', '--config.run.export_every=4'),
 ]
 
 
@@ -157,7 +157,7 @@ def test_the_pods_are_a_run_with_stand_ins_for_roles(capsys, monkeypatch, tmp_pa
     assert run_pods(yaml.safe_load(text), tmp_path, 20) == 0, (tmp_path / 'log').read_text()
     started = (tmp_path / 'run' / 'events').read_text().splitlines()
     assert sorted(' '.join(line.split()[:2]) for line in started if line.split()[2] == 'start') == [
-        'controller 0', 'engine 0', 'engine 1', 'learner 0', 'learner 1',
+        'controller 0', 'engine 0', 'engine 1', 'exporter 0', 'learner 0', 'learner 1',
     ]  # fmt: skip
     assert json.loads((tmp_path / 'run' / 'report.json').read_text()) == {'steps': 5}
 
@@ -168,6 +168,7 @@ def test_the_pods_are_a_run(capsys, monkeypatch, tmp_path):
     document = yaml.safe_load(render([*CPU, *flags], capsys, monkeypatch))
     assert run_pods(document, tmp_path, 400) == 0, (tmp_path / 'log').read_text()
     assert json.loads((tmp_path / 'run' / 'report.json').read_text())['steps'] == 12
+    assert {path.name for path in (tmp_path / 'run' / 'exports').iterdir()} <= {'4', '8'}  # the pods end with the run
 
 
 def test_every_command_names_its_role(capsys, monkeypatch):
@@ -189,17 +190,19 @@ def test_every_command_names_its_role(capsys, monkeypatch):
         ('learner', 'learner', '1', '2'),
         ('engine', 'engine', '0', '2'),
         ('engine', 'engine', '1', '2'),
+        ('exporter', 'exporter', '0', '1'),
     ]
 
 
 def test_who_is_made_again(capsys, monkeypatch):
-    document = yaml.safe_load(render(TPU, capsys, monkeypatch))
+    exports = ['--config.checkpoint.every=2', '--config.run.export_every=4']
+    document = yaml.safe_load(render([*TPU, *exports], capsys, monkeypatch))
     final = {}
     for job, container in containers(document):
         [rule] = job['template']['spec']['podFailurePolicy']['rules']
         assert (rule['action'], rule['onExitCodes']['containerName']) == ('FailJob', container['name'])
         final[job['name']] = rule['onExitCodes']['values']
-    assert final == {'controller': [1, 2, 3], 'learner': [1, 2], 'engine': [2]}
+    assert final == {'controller': [1, 2, 3], 'learner': [1, 2], 'engine': [2], 'exporter': [2]}
     assert [rule['action'] for rule in document['spec']['failurePolicy']['rules']] == ['FailJobSet', 'RestartJob']
 
 

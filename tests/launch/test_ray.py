@@ -31,7 +31,10 @@ PLANS = {
         *('--accelerator=gpu', '--cpus=8', '--environment=NCCL_DEBUG=WARN'),
         *('--config.cluster.learner=hosts=2 x fsdp=16', '--config.cluster.engines=1 x tensor=2'),
     ],
-    'cpu': ['--accelerator=cpu', '--config.cluster.learner=hosts=2 x fsdp=4', '--config.cluster.engines=2 x tensor=1'],
+    'cpu': [
+        *('--accelerator=cpu', '--config.cluster.learner=hosts=2 x fsdp=4', '--config.cluster.engines=2 x tensor=1'),
+        *('--config.checkpoint.every=2', '--config.run.export_every=4'),
+    ],
 }
 
 

@@ -130,3 +130,40 @@ def test_without_a_kill_the_weights_are_those_of_one_process(tmp_path):
     assert in_roles.keys() == alone.keys()
     for name, weight in alone.items():  # four steps of Adam move a weight by up to 4e-3
         np.testing.assert_allclose(in_roles[name], weight, atol=4e-6, rtol=0, err_msg=name)
+
+
+@pytest.mark.slow
+def test_evaluation_and_export_run_beside_training(tmp_path):
+    """Each in a process of its own; the scores of a version are those of its checkpoint."""
+    fields = {
+        'run__steps': 12, 'checkpoint__every': 2, 'run__export_every': 4, 'cluster__engines': '3 x tensor=1',
+        'evaluation__problems': 8, 'evaluation__samples': 2, 'evaluation__every': 4, 'evaluation__every_problems': 8,
+        'evaluation__engines': 1, 'checkpoint__keep': 9,
+    }  # fmt: skip
+    with Launched(tmp_path / 'run', cluster__learner='hosts=1 x data=1', **fields) as run:
+        code, output = run.finish()
+    assert code == 0, output
+    assert {event['engine'] for event in run.events('route')} == {'engine/0', 'engine/1'}
+    assert {event['engine'] for event in run.events('evaluation_receive')} == {'evaluation/2'}
+    done = [event['version'] for event in run.events('evaluation_done')]
+    assert done
+    assert {path.name for path in (run.workdir / 'exports').iterdir()} == {'4', '8'}
+    check = [sys.executable, '-m', 'areal_jax.main_check_log', str(run.workdir)]
+    assert subprocess.run(check, cwd=ROOT, check=False).returncode == 0
+    curve = json.loads((run.workdir / 'report.json').read_text())['evaluation_curve']
+    assert [row['version'] for row in curve] == done
+    for row in curve:
+        assert row['greedy']['mean'] == score_of_checkpoint(run.workdir, row['version'], tmp_path)
+    assert not any(is_alive(entry.process) for entry in read_entries(run.workdir))
+
+
+def score_of_checkpoint(workdir, version, folder):
+    """Greedy accuracy of the version on the same problems."""
+    out = folder / f'evaluation_{version}'
+    command = [
+        *(sys.executable, '-m', 'areal_jax.main_eval', CONFIG, f'--workdir={out}'),
+        *(f'--model={workdir}/checkpoints/step_{version:08d}', '--config.evaluation.problems=8'),
+        '--config.evaluation.samples=0',
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, 'JAX_PLATFORMS': 'cpu'})
+    return json.loads((out / 'results.json').read_text())['greedy']['mean']

@@ -94,6 +94,22 @@ def test_an_engine_that_is_killed_comes_back_alone(tmp_path):
     assert (tmp_path / 'logs' / 'engine-1.2.log').exists()
 
 
+def test_an_exporter_comes_back_alone_and_may_finish_its_work(tmp_path):
+    """It is told when the controller has ended, and gets longer than an engine to end."""
+    with Roles(tmp_path, '--config.checkpoint.every=2', '--config.run.export_every=2') as run:
+        before = run.await_starts(names=[*NAMES, 'exporter-0'])
+        os.kill(before['exporter-0'], signal.SIGKILL)
+        (exporter,) = run.await_starts(2, ['exporter-0']).values()
+        assert all(is_alive(pid) for name, pid in before.items() if name != 'exporter-0')
+        end(tmp_path, 'controller-0', 0)
+        run.await_events('exporter-0 SIGTERM', 1)
+        run.await_events('engine-0 SIGTERM', 1)
+        code, output = run.finish()
+    assert code == 0
+    assert re.search(r'server exporter-0 was ended by SIGKILL .*: it is started again', output)
+    assert not is_alive(exporter)
+
+
 @pytest.mark.parametrize('lost', ['controller-0', 'learner-0', 'learner-1'])
 def test_controller_and_learners_start_again_together_and_engines_serve_on(tmp_path, lost):
     with Roles(tmp_path) as run:

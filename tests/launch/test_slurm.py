@@ -38,6 +38,7 @@ def at_root(monkeypatch):
         ('shared', [*SMALL, '--share_nodes', '--host=127.0.0.1']),
         ('plain', LARGE),
         ('heterogeneous', [*LARGE, '--partition=big', '--engine_partition=small', '--engine_gpus_per_node=2']),
+        ('exports', [*LARGE, '--config.checkpoint.every=2', '--config.run.export_every=4']),
         ('sweep', ['--sweep', '--config=configs/sweeps/tiny.py', '--jobs=2', '--config.run.steps=9', '--only=eta4_*']),
     ],
 )

@@ -13,7 +13,7 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import REGISTRY, control_lane, engine_lane, publish_lane
+from areal_jax.lanes import REGISTRY, control_lane, engine_lane, publish_lane, server_lanes
 from areal_jax.publication.files import FilesChannel
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
@@ -174,7 +174,7 @@ class SoakLoad:
     def _make_engine(self, entry: ServerEntry) -> OwnEngine:
         index = self._indices.setdefault(entry.name, len(self._indices))
         engine = OwnEngine(
-            index, Connection(entry.url, API_KEY), self._clock, self.log,
+            server_lanes(index), Connection(entry.url, API_KEY), self._clock, self.log,
             locate=lambda published: str(published.handle), kv_policy='recompute',
             limits=ServerLimits(
                 CALLS, self._scores.vocab_size, CONTEXT, request_s=120.0, control_s=10.0, load_s=15.0, loads=2

@@ -172,15 +172,19 @@ class ServerPool:
 
     # Weights and pauses.
 
+    def offer(self, published: PublishedWeights) -> None:
+        """Every engine gets the version as soon as it can."""
+        self.target = published
+        for member in self._members.values():
+            member.news.set()
+
     async def load_weights(self, published: PublishedWeights) -> float:
         """Returns when every serving engine has acknowledged the version, refused it or is out of service.
 
         An engine that is not at the version by then gets it from its keeper as soon as it can.
         """
-        self.target = published
         asked = [member for member in self._members.values() if member.state == 'serving']
-        for member in self._members.values():
-            member.news.set()
+        self.offer(published)
         for one in asked:  # one after another: to look at all of them at each answer would cost their number squared
             while one.state == 'serving' and one.settled_version != published.version:
                 self._settled.clear()

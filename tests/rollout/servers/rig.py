@@ -67,14 +67,15 @@ class ServerRig:
         self.servers = [ToyServer(index, self.clock, step_s=speeds[index]) for index in range(servers)]
         self.no_server, self.warnings = [], []
 
-        async def truth(version, prompt, tokens):
-            return -np.ones(len(tokens), np.float32)
-
         self.pool = ServerPool(
             self.clock, self.log, self.supervisor, ServerSettings(**FAST | {'probe': probe} | settings),
-            published=weights(0), score=score or truth, on_no_server=self.no_server.append, requirements=requirements,
-            warn=self.warnings.append,
+            published=weights(0), score=score or self.truth, on_no_server=self.no_server.append,
+            requirements=requirements, warn=self.warnings.append,
         )  # fmt: skip
+
+    async def truth(self, version, prompt, tokens):
+        """Log-probs of toy servers."""
+        return -np.ones(len(tokens), np.float32)
 
     def run(self, script, join=True):
         async def program():

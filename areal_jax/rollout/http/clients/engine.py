@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import control_lane, engine_lane, publish_lane
+from areal_jax.lanes import ServerLanes
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_call, require_fit, require_plain
 from areal_jax.rollout.http.clients.connection import Connection
@@ -47,7 +47,7 @@ class ServerEngine:
     `control/K`.
 
     Args:
-      index: number of the engine; names it and its lanes.
+      lanes: of the engine; the first is also its name.
       locate: the directory of published weights, as the server finds it.
     """
 
@@ -55,7 +55,7 @@ class ServerEngine:
 
     def __init__(
         self,
-        index: int,
+        lanes: ServerLanes,
         dialect: Dialect,
         connection: Connection,
         clock: Clock,
@@ -64,11 +64,11 @@ class ServerEngine:
         locate: Callable[[PublishedWeights], str],
         limits: ServerLimits,
     ):
-        self.name, self._clock, self._log = engine_lane(index), clock, log
+        self.name, self._clock, self._log = lanes.engine, clock, log
         self._locate, self._limits = locate, limits
         self._server = Server(
             dialect, connection, clock, limits,
-            lane=self.name, control_lane=control_lane(index), load_lane=publish_lane(index),
+            lane=self.name, control_lane=lanes.control, load_lane=lanes.publish,
         )  # fmt: skip
         self._supervisor: Supervisor | None = None
         self._version = NOT_GENERATED  # of the weights in use; NOT_GENERATED: none of this run, or not known

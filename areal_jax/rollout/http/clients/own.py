@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from areal_jax.control.events import EventLog
-from areal_jax.lanes import control_lane, publish_lane
+from areal_jax.lanes import ServerLanes
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_own_call, require_fit, require_own
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
@@ -41,7 +41,7 @@ class OwnEngine(ServerEngine):
 
     def __init__(
         self,
-        index: int,
+        lanes: ServerLanes,
         connection: Connection,
         clock: Clock,
         log: EventLog,
@@ -51,7 +51,7 @@ class OwnEngine(ServerEngine):
         kv_policy: KvPolicy,
     ):
         self._dialect, self._connection = OwnDialect(), connection
-        super().__init__(index, self._dialect, connection, clock, log, locate=locate, limits=limits)
+        super().__init__(lanes, self._dialect, connection, clock, log, locate=locate, limits=limits)
         self.capabilities = EngineCapabilities(
             logprobs=('behavior', 'sampling'),
             spans=True,
@@ -61,7 +61,7 @@ class OwnEngine(ServerEngine):
             update=(kv_policy,),
             pinned=False,
         )
-        self._control_lane, self._publish_lane = control_lane(index), publish_lane(index)
+        self._control_lane, self._publish_lane = lanes.control, lanes.publish
 
     async def stage(self, published: PublishedWeights) -> None:
         directory = self._locate(published)

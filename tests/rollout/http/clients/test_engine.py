@@ -10,6 +10,7 @@ import pytest
 
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.errors import UserError
+from areal_jax.lanes import server_lanes
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
@@ -56,7 +57,7 @@ class Factory:
 
     def __call__(self, clock, log):
         engine = ServerEngine(
-            0, self._dialect, Connection(self.server.url), clock, log,
+            server_lanes(0), self._dialect, Connection(self.server.url), clock, log,
             locate=lambda published: published.handle, limits=self._limits,
         )  # fmt: skip
 

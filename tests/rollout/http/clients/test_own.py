@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.errors import UserError
+from areal_jax.lanes import server_lanes
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
@@ -39,7 +40,7 @@ class Factory:
 
     def __call__(self, clock, log):
         engine = OwnEngine(
-            0, Connection(self.server.url), clock, log,
+            server_lanes(0), Connection(self.server.url), clock, log,
             locate=lambda published: published.handle, limits=LIMITS, kv_policy='recompute',
         )  # fmt: skip
 

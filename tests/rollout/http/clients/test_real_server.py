@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from areal_jax.control.clocks.real import RealClock
+from areal_jax.lanes import server_lanes
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import logprob_of
 from areal_jax.rollout.http.clients.address import open_address
@@ -88,7 +89,7 @@ class Factory:
         dialect, connection = open_address(ADDRESS)
         self.connection = CutsRepliesToUpdates(connection.url)
         engine = ServerEngine(
-            0, dialect, self.connection, clock, log,
+            server_lanes(0), dialect, self.connection, clock, log,
             locate=lambda published: published.handle, limits=LIMITS,
         )  # fmt: skip
 
