@@ -5,6 +5,7 @@ One process for all policies: they have the same programs, and the memory of one
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ def prepare(arguments: dict[str, Any]) -> Start:
         programs = backend.warm_up(backend.prepare(weights))
 
         def measure(policy: Policy, interval_s: float) -> Mapping[str, float]:
+            gc.collect()  # the engine of the call before is a circle of references with a cache
             log, watch, marks = EventLog(keeps=False), Stopwatch(), iter((True, False))
             mark = lambda: watch.start() if next(marks) else watch.stop()
             run = InterruptedEngine(
