@@ -1,0 +1,128 @@
+"""A pool with servers of its own for the evaluation beside training, which hold an earlier version meanwhile.
+
+app/servers.py puts it in the place of a ServerPool where evaluation.engines sets servers aside. While nothing is
+evaluated they follow training from version to version, so that a probe can compare them with the learner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from areal_jax.control.events import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.protocols import Clock, Event, Generation
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
+
+PATIENCE_S = 60.0  # without a server that holds the version, before its evaluation is given up
+_LOOK_S = 0.5
+_RENAMED = {'receive': 'evaluation_receive'}
+_OF_TRAINING = ('arrive', 'route', 'move', 'load')  # kinds of events that reports count as training's
+
+
+class EvaluationLog(EventLog):
+    """The log as servers for evaluation write to it: nothing of theirs is counted as training's."""
+
+    def __init__(self, log: EventLog):
+        super().__init__(keeps=False)
+        self._log = log
+
+    def write(self, kind: str, lane: str | None = None, **fields: object) -> None:
+        if kind not in _OF_TRAINING:
+            self._log.write(_RENAMED.get(kind, kind), lane, **fields)
+
+
+class EvaluatedPool:
+    """Requests of a version go to the servers for evaluation, all others to those of training.
+
+    Implements protocols.Pool. One version is pinned at a time.
+
+    Args:
+      evaluation: whose settings have max_versions_behind=0, so that none of them answers with an earlier version.
+      lost: is set when none of them has served the pinned version for `patience_s`. A server that comes back then can
+        not be probed: the learner has other weights.
+    """
+
+    def __init__(
+        self,
+        training: ServerPool,
+        evaluation: ServerPool,
+        clock: Clock,
+        supervisor: Supervisor,
+        lost: Event,
+        patience_s: float = PATIENCE_S,
+    ):
+        self.training, self.evaluation = training, evaluation
+        self._clock, self._supervisor, self._lost, self._patience_s = clock, supervisor, lost, patience_s
+        self._newest = evaluation.target
+        self._pinned: int | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._never = clock.event('next look at the servers for evaluation')
+
+    # Requests.
+
+    def generate(self, request: GenerationRequest, prefer: str = '') -> Generation:
+        if request.version is None:
+            return self.training.generate(request, prefer)
+        if request.version != self._pinned:
+            raise RuntimeError(f'a request asks for version {request.version}, and pinned is {self._pinned}')
+        return self.evaluation.generate(dataclasses.replace(request, version=None), prefer)
+
+    def cancel_all(self, version: int | None = None) -> None:
+        if version is None:
+            self.training.cancel_all()
+        if version in (None, self._pinned):
+            self.evaluation.cancel_all()
+
+    def order(self) -> list[tuple[str, int, int]]:
+        return self.training.order()
+
+    def statuses(self) -> list[EngineStatus]:
+        return [*self.training.statuses(), *self.evaluation.statuses()]
+
+    # Weights and pauses.
+
+    async def load_weights(self, published: PublishedWeights) -> float:
+        """Training does not wait for the servers for evaluation."""
+        self._newest = published
+        if self._pinned is None:
+            self.evaluation.offer(published)
+        return await self.training.load_weights(published)
+
+    async def pin(self, published: PublishedWeights) -> None:
+        """Returns when no server that serves has another version; requests wait for one that holds this."""
+        if self._pinned is not None:
+            raise RuntimeError(f'version {self._pinned} is pinned: servers hold one version')
+        self._pinned = published.version
+        self._lost.clear()
+        self._watch = self._supervisor.start('servers for evaluation: watch', self._watch_for_server())
+        await self.evaluation.load_weights(published)
+
+    def unpin(self, version: int) -> None:
+        assert version == self._pinned
+        assert self._watch is not None
+        self._watch.cancel()
+        self.cancel_all(version)
+        self._pinned = None
+        self.evaluation.offer(self._newest)
+
+    def pinned_versions(self) -> Sequence[int]:
+        kept = (*self.training.pinned_versions(), self.evaluation.target.version, *self.evaluation.pinned_versions())
+        return tuple(dict.fromkeys(kept))
+
+    async def pause(self) -> None:
+        """Of training alone: a checkpoint has nothing of an evaluation but its version."""
+        await self.training.pause()
+
+    def resume(self) -> None:
+        self.training.resume()
+
+    async def _watch_for_server(self) -> None:
+        served_s = self._clock.now()
+        while self._clock.now() - served_s < self._patience_s:
+            await self._clock.wait(self._never, _LOOK_S)
+            if 'serving' in self.evaluation.states().values():
+                served_s = self._clock.now()
+        self._lost.set()

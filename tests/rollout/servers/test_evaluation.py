@@ -1,0 +1,213 @@
+"""Servers set aside for evaluation: their answers are all of one version, and training notices nothing of them."""
+
+import dataclasses
+
+import pytest
+
+from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
+from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.settings import ServerSettings
+from tests.rollout.servers.rig import FAST, PROBE, Answer, ServerRig, request, weights
+
+PATIENCE_S = 3.0
+
+
+class EvaluatedRig(ServerRig):
+    """engine/0 and engine/1 train, engine/2 evaluates; the learner scores its newest version alone."""
+
+    def __init__(self, **settings):
+        super().__init__(servers=3, **settings)
+        self.own_server, self.learner_version = self.servers.pop(), 0
+
+        async def score(version, prompt, tokens):
+            return await self.truth(version, prompt, tokens) if version == self.learner_version else None
+
+        beside = ServerSettings(**FAST | {'probe': PROBE, 'max_versions_behind': 0})
+        self.own = ServerPool(
+            self.clock, EvaluationLog(self.log), self.supervisor, beside,
+            published=weights(0), score=score, on_no_server=pytest.fail,
+        )  # fmt: skip
+        self.lost = self.clock.event('lost')
+        self.both = EvaluatedPool(self.pool, self.own, self.clock, self.supervisor, self.lost, PATIENCE_S)
+
+    def run(self, script, join=True):
+        async def begin(rig):
+            self.own_server.start(self.supervisor)
+            self.own.join(self.own_server, 1, 'toy:own')
+            await self.until(lambda: self.is_serving())
+            return await script(rig)
+
+        return super().run(begin, join)
+
+    def is_serving(self):
+        return self.own.states() == {'engine/2': 'serving'}
+
+    async def publish(self, version):
+        self.learner_version = version
+        await self.both.load_weights(weights(version))
+
+    def ask_beside(self, version, *requests):
+        found = [Answer(self.both.generate(dataclasses.replace(one, version=version))) for one in requests]
+        for answer in found:
+            self.supervisor.start('answer', answer.run())
+        return found
+
+
+@pytest.fixture
+def rig():
+    return EvaluatedRig()
+
+
+def test_an_evaluated_version_stays_while_training_goes_on(rig):
+    async def script(rig):
+        await rig.publish(1)
+        await rig.both.pin(weights(1))
+        asked = rig.ask_beside(1, *(request(draw, tokens=60) for draw in range(4)))
+        for version in (2, 3):
+            await rig.publish(version)
+            assert rig.own_server.version == 1
+            assert rig.both.pinned_versions() == (1,)
+        trained = rig.ask(request(0), request(1))  # the same draws, beside those of the evaluation
+        await rig.end_of([*asked, *trained])
+        rig.both.unpin(1)
+        await rig.until(lambda: rig.own_server.version == 3)
+        return asked, trained
+
+    asked, trained = rig.run(script)
+    assert {version for answer in asked for version in answer.versions} == {1}
+    assert {len(answer.tokens) for answer in asked} == {60}
+    assert {version for answer in trained for version in answer.versions} == {3}
+    rig.check_closed()
+
+
+def test_while_nothing_is_evaluated_it_follows_training(rig):
+    async def script(rig):
+        for version in (1, 2):
+            await rig.publish(version)
+            await rig.until(lambda: rig.own_server.version == rig.learner_version)
+        return rig.both.pinned_versions()
+
+    assert rig.run(script) == (2,)
+
+
+def test_training_waits_for_no_server_of_the_evaluation(rig):
+    async def script(rig):
+        rig.own_server.trouble = {'hangs'}
+        before_s = rig.clock.now()
+        await rig.publish(1)
+        return rig.clock.now() - before_s
+
+    assert rig.run(script) < 0.1
+
+
+def test_nothing_of_it_is_counted_as_training(rig):
+    async def script(rig):
+        before = len(rig.log.events)
+        await rig.publish(1)
+        await rig.both.pin(weights(1))
+        await rig.end_of(rig.ask_beside(1, request(0), request(1)))
+        rig.both.unpin(1)
+        return rig.log.events[before:]
+
+    events = rig.run(script)
+    of_training = [e for e in events if e['kind'] in ('arrive', 'route', 'move', 'load', 'receive')]
+    assert {e['engine'] for e in of_training} == {'engine/0', 'engine/1'}
+    assert {e['kind'] for e in of_training} == {'load'}
+    assert 'stage' in {e['kind'] for e in events if e.get('engine') == 'engine/2'}
+
+
+def test_a_server_that_refuses_the_version_answers_nothing(rig):
+    async def script(rig):
+        await rig.publish(1)
+        await rig.until(lambda: rig.own_server.version == 1)
+        rig.own_server.trouble = {'stage refused'}
+        await rig.publish(2)
+        await rig.both.pin(weights(2))
+        (answer,) = rig.ask_beside(2, request(0))
+        await rig.pass_time(1.0)
+        assert not answer.segments
+        rig.own_server.heal()
+        rig.learner_version = 2  # still: it can be probed
+        await rig.end_of([answer])
+        return answer
+
+    assert set(rig.run(script).versions) == {2}
+
+
+def test_a_version_is_lost_with_its_server_and_the_next_one_is_not(rig):
+    async def script(rig):
+        await rig.publish(1)
+        await rig.both.pin(weights(1))
+        (answer,) = rig.ask_beside(1, request(0, tokens=2000))
+        await rig.publish(2)
+        rig.own_server.die()
+        began_s = rig.clock.now()
+        await rig.pass_time(0.5)
+        rig.own_server.restart()  # it gets version 1, and the learner cannot judge its answer any more
+        await rig.clock.wait(rig.lost, 60.0)
+        took_s = rig.clock.now() - began_s
+        assert rig.lost.is_set()
+        rig.both.unpin(1)
+        await rig.until(lambda: answer.ended)
+        await rig.until(rig.is_serving)
+        await rig.both.pin(weights(2))
+        assert not rig.lost.is_set()
+        (again,) = rig.ask_beside(2, request(0))
+        await rig.end_of([again])
+        return took_s, answer, again
+
+    took_s, answer, again = rig.run(script)
+    assert PATIENCE_S - 1.0 < took_s < PATIENCE_S + 1.0
+    assert answer.generation.finish_reason == 'cancelled'
+    assert set(again.versions) == {2}
+    assert ('probe', 'undecided') in {(e['kind'], e.get('outcome')) for e in rig.log.events}
+
+
+def test_a_server_that_serves_is_not_lost(rig):
+    async def script(rig):
+        await rig.both.pin(weights(0))
+        await rig.pass_time(4 * PATIENCE_S)
+        return rig.lost.is_set()
+
+    assert rig.run(script) is False
+
+
+def test_a_request_of_a_version_that_is_not_pinned_is_a_bug(rig):
+    async def script(rig):
+        with pytest.raises(RuntimeError, match='asks for version 1, and pinned is None'):
+            rig.ask_beside(1, request(0))
+        await rig.both.pin(weights(0))
+        with pytest.raises(RuntimeError, match='version 0 is pinned: servers hold one version'):
+            await rig.both.pin(weights(1))
+
+    rig.run(script)
+
+
+def test_a_stop_cancels_both(rig):
+    async def script(rig):
+        await rig.both.pin(weights(0))
+        asked = [*rig.ask_beside(0, request(0, tokens=2000)), *rig.ask(request(1, tokens=2000))]
+        await rig.pass_time(0.1)
+        rig.both.cancel_all(0)
+        await rig.until(lambda: asked[0].ended)
+        assert not asked[1].ended
+        rig.both.cancel_all()
+        await rig.end_of(asked)
+        return asked
+
+    assert {answer.generation.finish_reason for answer in rig.run(script)} == {'cancelled'}
+
+
+def test_a_checkpoint_pauses_training_alone(rig):
+    async def script(rig):
+        await rig.both.pin(weights(0))
+        (beside,) = rig.ask_beside(0, request(0, tokens=40))
+        (trained,) = rig.ask(request(1, tokens=40))
+        await rig.both.pause()
+        await rig.end_of([beside])
+        assert not trained.ended
+        assert [draw for _, draw, _ in rig.both.order()] == [1]
+        rig.both.resume()
+        await rig.end_of([trained])
+
+    rig.run(script)
