@@ -356,7 +356,7 @@ MUTATIONS = [
     Mutation(
         'write whatever training made',
         'areal_jax/publication/files.py',
-        'manifest = finite_manifest(copy, version)',
+        'manifest = finite_host_manifest(copy, version)',
         'manifest = host_manifest(copy)',
         'tests/publication/test_files.py',
     ),

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import jax
+import numpy as np
 
 from areal_jax.formats.hf_directory import load_hf_weights, map_hf_weights
 from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
@@ -24,7 +25,7 @@ from areal_jax.publication.manifest import (
     Manifest,
     decode_manifest,
     encode_manifest,
-    finite_manifest,
+    finite_host_manifest,
     host_manifest,
     manifest_hash,
     require_equal,
@@ -91,7 +92,8 @@ class FilesChannel:
         """
         if is_shared(copy):
             return self._transfer_shares(version, copy)
-        manifest = finite_manifest(copy, version)
+        copy = jax.tree.map(np.asarray, copy)  # on the host nothing waits for the update that is under way
+        manifest = finite_host_manifest(copy, version)
         digest = manifest_hash(manifest)
         clear_versions(self._directory, version)
         target = version_path(self._directory.absolute(), version)

@@ -54,7 +54,20 @@ def finite_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
 
     Raises PublicationError that names the version, the first leaf with NaN or infinity and how many values it has.
     """
-    measured = _measure(params)
+    return _require_finite(_measure(params), version)
+
+
+def finite_host_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
+    """The same of numpy arrays and without jax programs, which would wait for the update that is under way.
+
+    Raises PublicationError as `finite_manifest` does.
+    """
+    leaves = {path: np.asarray(leaf) for path, leaf in _by_path(params).items()}
+    measured = {path: (_leaf_digest(leaf, _host_sums(leaf)), _count_not_finite(leaf)) for path, leaf in leaves.items()}
+    return _require_finite(measured, version)
+
+
+def _require_finite(measured: Mapping[str, tuple[LeafDigest, int]], version: int) -> dict[str, LeafDigest]:
     for path, (digest, wrong) in measured.items():
         if wrong:
             narrow = f", or use publication.dtype='float32' if {digest.dtype} cannot hold them"
@@ -182,6 +195,10 @@ def _shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...])
     # in one pass over the leaf: of three sums XLA:CPU would write the summands to memory, which takes 40 times as long
     add = lambda totals, more: tuple(total + one for total, one in zip(totals, more, strict=True))
     return jnp.stack(lax.reduce(values, (np.uint32(0),) * 3, add, tuple(range(leaf.ndim))))
+
+
+def _count_not_finite(leaf: np.ndarray) -> int:
+    return int(leaf.size - np.count_nonzero(np.isfinite(leaf))) if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
 
 
 def _host_sums(leaf: np.ndarray) -> tuple[int, int]:

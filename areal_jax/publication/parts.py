@@ -22,7 +22,7 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import leaf_at
 from areal_jax.publication.directory import finish_directory, open_directory, writing
 from areal_jax.publication.errors import PublicationError
-from areal_jax.publication.manifest import decode_manifest, encode_manifest, finite_manifest, manifest_hash
+from areal_jax.publication.manifest import decode_manifest, encode_manifest, finite_host_manifest, manifest_hash
 from areal_jax.publication.versions import MANIFEST, clear_versions, version_path
 from areal_jax.sharding.rules import path_name
 from areal_jax.sharding.shares import SharedLeaf
@@ -65,8 +65,8 @@ class PartWriter:
         def fetch(path: str) -> np.ndarray:
             leaf: SharedLeaf = leaf_at(copy, path)
             whole = leaf.join()
-            manifest.update(encode_manifest({path: finite_manifest({path: whole}, version)[path]}))
-            return np.asarray(whole)
+            manifest.update(encode_manifest(finite_host_manifest({path: whole}, version)))
+            return whole
 
         plan = self._plan(copy)
         with writing(target, remove=False):  # others are writing there

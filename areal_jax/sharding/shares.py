@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -42,17 +41,23 @@ class SharedLeaf:
     shape: tuple[int, ...]
     dtype: np.dtype
     owner: int  # process
-    pieces: tuple[jax.Array, ...]  # by device of the owner, as it was cut; () in all other processes
+    pieces: tuple[jax.Array, ...]  # [1, ...] by device of the owner, as it was cut; () in all other processes
     axis: int | None  # that they are cut along; None: each is all of the leaf
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
-    def join(self) -> jax.Array:
-        """The whole leaf on one device of this process, which must be its owner. No collective."""
-        device = next(iter(self.pieces[0].devices()))
-        return _join(jax.device_put(list(self.pieces), device), self.axis)
+    def join(self) -> np.ndarray:
+        """The whole leaf on the host of its owner.
+
+        No program of the devices: it would wait there for the update that is under way.
+        """
+        if self.axis is None:
+            return np.asarray(self.pieces[0])[0]
+        for piece in self.pieces:
+            piece.copy_to_host_async()
+        return np.concatenate([np.asarray(piece)[0] for piece in self.pieces], self.axis)
 
 
 class Shares:
@@ -150,9 +155,3 @@ class Shares:
 def is_shared(tree: Tree) -> bool:
     """Whether the tree is one of SharedLeaf."""
     return any(isinstance(leaf, SharedLeaf) for leaf in jax.tree.leaves(tree))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _join(pieces: list[jax.Array], axis: int | None) -> jax.Array:
-    """Each piece is [1, ...]: one entry of a stack."""
-    return pieces[0][0] if axis is None else jnp.concatenate([piece[0] for piece in pieces], axis)

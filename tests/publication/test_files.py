@@ -22,6 +22,7 @@ from areal_jax.formats import safetensors_file
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.formats.hf_export import HfCompanions
 from areal_jax.formats.safetensors_file import StoredTensor
+from areal_jax.publication import manifest
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.export import export_hf
@@ -75,6 +76,14 @@ def test_weights_go_to_the_device_asked_for(tmp_path):
     channel = FilesChannel(tmp_path, CONFIG, verify=False)
     received = channel.receive(channel.transfer(1, jax.device_put(host_params())), jax.devices()[3])
     assert {device for leaf in jax.tree.leaves(received) for device in leaf.devices()} == {jax.devices()[3]}
+
+
+def test_a_version_is_written_without_a_program_of_the_device(tmp_path, monkeypatch):
+    """A program would wait there for the update that is under way, and the version with it."""
+    params = jax.device_put(host_params())
+    channel = FilesChannel(tmp_path, CONFIG, verify=False)
+    monkeypatch.setattr(manifest, '_shard_sums', None)
+    assert_bit_equal(channel.receive(channel.transfer(1, params)), params)
 
 
 def test_an_engine_over_two_devices_reads_its_halves(tmp_path):

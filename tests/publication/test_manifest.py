@@ -17,6 +17,8 @@ from areal_jax.publication.manifest import (
     decode_manifest,
     device_manifest,
     encode_manifest,
+    finite_host_manifest,
+    finite_manifest,
     host_manifest,
     manifest_hash,
     require_equal,
@@ -41,6 +43,22 @@ def test_host_and_device_agree(shape, dtype):
     values = np.random.default_rng(0).integers(-128, 127, shape).astype(dtype)
     params = {'a': values, 'b': {'c': values}}
     assert device_manifest(jax.device_put(params)) == host_manifest(params)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16', 'int32', 'bool'])
+@pytest.mark.parametrize('wrong', [(), (np.nan,), (np.inf, -np.inf, np.nan)])
+def test_host_and_device_agree_on_what_is_not_finite(dtype, wrong):
+    values = np.ones((3, 5), dtype)
+    if dtype not in ('int32', 'bool'):
+        values.reshape(-1)[1 : 1 + len(wrong)] = wrong
+    said = []
+    for find, params in ((finite_manifest, {'a': jax.device_put(values)}), (finite_host_manifest, {'a': values})):
+        try:
+            said.append(find(params, 7))
+        except PublicationError as error:
+            said.append(str(error))
+    assert said[0] == said[1]
+    assert isinstance(said[0], str) == (bool(wrong) and dtype not in ('int32', 'bool'))
 
 
 def test_host_and_device_agree_beyond_one_block_and_on_any_bits():
