@@ -58,8 +58,7 @@ class LoopRun(LoopParts):
 
     version_at_start = 0
     _engines: Sequence[LocalEngine] = ()  # those of this process
-    _awaited_engines = 0  # in other processes: with which the run begins
-    _awaited_beside = 0  # the same of those for the evaluation beside training
+    _awaited_engines = _awaited_beside = 0  # with which the run begins: in other processes, for training and evaluation
     _servers: Servers | None = None
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -375,11 +376,11 @@ def test_a_full_disk_at_any_step_leaves_the_version_before(tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         place = {
-            'write': (safetensors_file.np, 'ascontiguousarray'),
-            'fsync': (os, 'fsync'),
-            'rename': (pathlib.Path, 'rename'),
+            'write': (safetensors_file, 'np', types.SimpleNamespace(**{**vars(np), 'ascontiguousarray': fail})),
+            'fsync': (os, 'fsync', fail),
+            'rename': (pathlib.Path, 'rename', fail),
         }
-        patch.setattr(*place[step], fail)
+        patch.setattr(*place[step])
         with pytest.raises(PublicationError, match=r'writing .*/v000002 failed .*No space left .* Make room or name'):
             channel.transfer(2, jax.device_put(host_params(2)))
     assert _names(tmp_path) == ['v000001']
