@@ -17,6 +17,7 @@ from areal_jax.app.interrupt import StopRequests
 from areal_jax.app.roles import RoleProcess, await_controller, keep_name
 from areal_jax.app.workdir import CHECKPOINTS, read_report
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.errors import UserError
 
 EXPORTS = 'exports'  # in the workdir: a directory for each version, 'exports/16'
 _LOOK_S = 1.0
@@ -28,20 +29,22 @@ def serve_exports(config: config_dict.ConfigDict, process: RoleProcess, interrup
     Raises LostPeerError where the controller does not come, UserError for what the user can mend.
     """
     told = threading.Event()
-    with (
-        keep_name(process, config),
-        interrupts.deferred(lambda number: told.set(), 'ending after this export'),
-    ):
+    with keep_name(process, config):
         await_controller(process, config, config.distributed.command_deadline_s)
         exporter = Exporter(process.workdir, config.run.export_every, config.run.steps, config.run.export_dtype)
-        while True:
-            has_finished = exporter.has_finished()  # before the look: no checkpoint comes after it
-            for path in exporter.find_due():
-                if told.is_set() and not has_finished:
-                    return
-                exporter.export(path)
-            if has_finished or (told.wait(_LOOK_S) and not exporter.has_finished()):
+        with interrupts.deferred(lambda number: told.set(), 'ending after this export'):
+            _export_until_told(exporter, told)
+
+
+def _export_until_told(exporter: Exporter, told: threading.Event) -> None:
+    while True:
+        has_finished = exporter.has_finished()  # before the look: no checkpoint comes after it
+        for path in exporter.find_due():
+            if told.is_set() and not has_finished:
                 return
+            exporter.export(path)
+        if has_finished or (told.wait(_LOOK_S) and not exporter.has_finished()):
+            return
 
 
 class Exporter:
@@ -55,6 +58,7 @@ class Exporter:
     def __init__(self, workdir: pathlib.Path, every: int, steps: int, dtype: str):
         self._workdir, self._every, self._steps, self._dtype = workdir, every, steps, dtype
         self._store = CheckpointStore(workdir / CHECKPOINTS)
+        self._given_up: set[str] = set()  # names of checkpoints
 
     def has_finished(self) -> bool:
         """Whether the run has: it saves no further checkpoint."""
@@ -66,17 +70,20 @@ class Exporter:
         A version that a run saves again, after it went back to an earlier checkpoint, is exported again.
         """
         newest = {step: path for step, path in self._store.saves() if step % self._every == 0 and step < self._steps}
-        return [path for step, path in newest.items() if not self._is_exported(step, path)]
+        due = [path for step, path in newest.items() if not self._is_exported(step, path)]
+        return [path for path in due if path.name not in self._given_up]
 
     def export(self, path: pathlib.Path) -> None:
-        """Says so where the run has removed the checkpoint meanwhile, or it is damaged."""
+        """Where that fails it says so and goes on: the run has removed the checkpoint meanwhile, the disk is full."""
         step = int(path.name.split('_')[1])
         out = self._out(step)
         out.parent.mkdir(exist_ok=True)
         try:
             export_checkpoint(path, out, self._dtype)
-        except CheckpointError as error:
-            print(f'warning: version {step} is not exported ({error}); raise checkpoint.keep', flush=True)
+        except UserError as error:
+            self._given_up.add(path.name)
+            fix = '; raise checkpoint.keep' if isinstance(error, CheckpointError) else ''
+            print(f'warning: version {step} is not exported: {error}{fix}', flush=True)
         else:
             print(f'version {step} is in {out}', flush=True)
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from areal_jax.app import exporter_role
 from areal_jax.app.exporter_role import EXPORTS, Exporter, serve_exports
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.app.roles import RoleProcess, keep_name
@@ -78,8 +79,23 @@ def test_a_checkpoint_that_is_gone_is_named(run, capsys):
         exporter.export(path)
     assert exported(run) == {'4', '6'}
     said = capsys.readouterr().out
-    assert 'warning: version 2 is not exported (' in said
+    assert 'warning: version 2 is not exported: ' in said
     assert 'raise checkpoint.keep' in said
+
+
+def test_an_export_that_fails_is_said_once_and_the_others_go_on(run, capsys, monkeypatch):
+    def fail(path, out, dtype):
+        if path.name == 'step_00000002':
+            raise UserError('the disk is full')
+        return export(path, out, dtype)
+
+    export = exporter_role.export_checkpoint
+    monkeypatch.setattr(exporter_role, 'export_checkpoint', fail)
+    exporter = make_exporter(run)
+    export_all(exporter)
+    export_all(exporter)
+    assert exported(run) == {'4', '6'}
+    assert capsys.readouterr().out.count('warning: version 2 is not exported: the disk is full\n') == 1
 
 
 @pytest.mark.parametrize(('steps', 'holds'), [(STEPS, True), (STEPS + 2, False)])
