@@ -30,7 +30,9 @@ from areal_jax.types import Tree
 
 
 class PartWriter:
-    """The part of this process. `directory` is that of all versions; `copy` the version, a tree of SharedLeaf.
+    """The part of this process. `directory` is that of all versions; `copy` the version.
+
+    It is a tree of SharedLeaf, or in a learner of one process of arrays.
 
     Args:
       companions: tokenizer and so on, which the process that finishes writes with each version.
@@ -63,8 +65,8 @@ class PartWriter:
         manifest: dict[str, dict[str, object]] = {}
 
         def fetch(path: str) -> np.ndarray:
-            leaf: SharedLeaf = leaf_at(copy, path)
-            whole = leaf.join()
+            leaf = leaf_at(copy, path)
+            whole = leaf.join() if isinstance(leaf, SharedLeaf) else np.asarray(leaf)
             manifest.update(encode_manifest(finite_host_manifest({path: whole}, version)))
             return whole
 
@@ -92,10 +94,14 @@ class PartWriter:
         return digest, str(target)
 
     def _plan(self, copy: Tree) -> HfFiles:
-        owner = lambda path: leaf_at(copy, path).owner
+        owner = lambda path: _find_owner(leaf_at(copy, path))
         return plan_hf_files(copy, self._config, file_of=owner, companions=self._companions)
 
     def _own_files(self, plan: HfFiles, copy: Tree) -> list[str]:
         """One, or none where there are more processes than leaves."""
-        owners = sorted({leaf.owner for leaf in jax.tree.leaves(copy)})
+        owners = sorted({_find_owner(leaf) for leaf in jax.tree.leaves(copy)})
         return [name for name, owner in zip(plan.weights, owners, strict=True) if owner == jax.process_index()]
+
+
+def _find_owner(leaf: SharedLeaf | jax.Array | np.ndarray) -> int:
+    return leaf.owner if isinstance(leaf, SharedLeaf) else 0

@@ -58,6 +58,22 @@ def _transfer(directory, params, monkeypatch, version=3, processes=2):
     return channel, channel.transfer(version, copy)
 
 
+@pytest.mark.parametrize('put', [jax.device_put, lambda params: params], ids=['devices', 'host'])
+def test_one_process_in_a_role_of_its_own_writes_all(tmp_path, put):
+    """A controller elsewhere tells it when; its weights are no SharedLeaf."""
+    params = host_params()
+    channel = FilesChannel(tmp_path / 'here', CONFIG, verify=True, companions=_COMPANIONS)
+    expected = channel.transfer(3, jax.device_put(params))
+    parts, copy, directory = PartWriter(CONFIG, _COMPANIONS), put(params), str(tmp_path / 'there')
+    parts.begin(directory, 3, copy)
+    digest, path = parts.finish(directory, 3, copy, parts.write(directory, 3, copy))
+    assert digest == expected.manifest_hash
+    files = [
+        {file.name: file.read_bytes() for file in pathlib.Path(each).iterdir()} for each in (path, expected.handle)
+    ]
+    assert files[0] == files[1]
+
+
 @pytest.mark.parametrize('processes', [2, 4, 8])
 def test_the_tensors_and_the_hash_are_those_of_one_process(tmp_path, monkeypatch, processes):
     params = host_params()
