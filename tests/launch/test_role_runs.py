@@ -166,4 +166,4 @@ def score_of_checkpoint(workdir, version, folder):
         '--config.evaluation.samples=0',
     ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, 'JAX_PLATFORMS': 'cpu'})
-    return json.loads((out / 'results.json').read_text())['greedy']['mean']
+    return json.loads((out / 'results.json').read_text())['metrics']['greedy']['mean']

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from areal_jax.app.model import build_model
 from areal_jax.app.task import build_task
@@ -31,6 +32,18 @@ def test_a_scorer_gives_equal_weights_one_score_whatever_the_seed_of_the_run():
     first, second = (make_scorer(Arm('arm', config))(params) for config in configs)
     assert first == second
     assert 0 < first < 0.6
+
+
+@pytest.mark.parametrize('field', [
+    {'loss__advantage': 'areal_jax.study.controls:shuffled_advantages'}, {'rollout__kv_policy': 'wait'},
+    {'rollout__kv_policy': 'keep'}, {'learner__n_minibatches': 4}, {'staleness__eta': float('inf')},
+])  # fmt: skip
+def test_a_score_depends_on_no_field_of_training(field):
+    """The arms of the study differ in such fields, and each is scored."""
+    plain = small_config(model__n_layers=1)
+    params = build_model(TrackedConfig(plain)).params
+    arm = small_config(model__n_layers=1, **field)
+    assert make_scorer(Arm('arm', arm))(params) == make_scorer(Arm('arm', plain))(params)
 
 
 def test_weights_that_always_say_one_symbol_score_its_share_in_the_answers():
