@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import weakref
-from typing import Any, cast
 
 import jax
 import numpy as np
@@ -31,6 +30,5 @@ class HostCopies:
         # the base is no array: a view of the copy then refers to the copy, which keeps the memory from being used again
         copied = np.frombuffer(memory.data, np.float32)
         weakref.finalize(copied, free.append, memory).atexit = False
-        # jax keeps what np.asarray gives, and would not donate the buffer to the next update
-        copied[:] = np.from_dlpack(cast(Any, leaf)).reshape(-1)
+        copied[:] = np.asarray(leaf).reshape(-1)  # a view, which is gone when the next update asks for the buffer
         return copied.reshape(leaf.shape)

@@ -80,6 +80,26 @@ def test_an_evaluated_version_stays_while_training_goes_on(rig):
     rig.check_closed()
 
 
+def test_no_answer_is_asked_of_a_server_that_still_has_another_version(rig):
+    async def script(rig):
+        rig.own_server.trouble = {'swap hangs'}
+        await rig.publish(1)
+        pinned = []
+
+        async def pin():
+            await rig.both.pin(weights(1))
+            pinned.append(rig.own_server.version)
+
+        rig.supervisor.start('pin', pin())
+        await rig.pass_time(0.5)
+        assert not pinned
+        rig.own_server.heal()
+        await rig.until(lambda: pinned)
+        return pinned
+
+    assert rig.run(script) == [1]
+
+
 def test_while_nothing_is_evaluated_it_follows_training(rig):
     async def script(rig):
         for version in (1, 2):
