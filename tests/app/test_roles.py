@@ -29,7 +29,7 @@ IN_ROLES = [
 @pytest.mark.parametrize(
     ('flags', 'sentence'),
     [
-        (['--role=learn'], '--role=learn is none of controller, learner, engine; did you mean learner?'),
+        (['--role=learn'], '--role=learn is none of controller, learner, engine, exporter; did you mean learner?'),
         ([], '--role= is none of controller, learner, engine'),
         (['--role=learner'], '--index is missing'),
         (['--role=learner', '--index=two'], "--index=two gives 'two', and a whole number from 0 is needed"),

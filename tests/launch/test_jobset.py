@@ -105,7 +105,7 @@ def test_engines_are_left_out_where_servers_run_already(capsys, monkeypatch):
     flags = [word for word in CPU if 'engines' not in word]
     flags += ['--config.rollout.server=external', "--config.rollout.urls=('vllm+http://10.0.0.1:8000',)"]
     document = yaml.safe_load(render(flags, capsys, monkeypatch))
-    assert [job['name'] for job in document['spec']['replicatedJobs']] == ['controller', 'learner']
+    assert [job['name'] for job in document['spec']['replicatedJobs']] == ['controller', 'learner', 'exporter']
 
 
 def pods(document):
