@@ -85,7 +85,8 @@ def test_the_paged_kernel_is_plain_attention_over_long_tables(shape, dtype, devi
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
 def test_the_kernel_of_the_device_passes_its_check_and_is_chosen(shape, dtype, device, on_gpu):
     attention, rejected = choose_checked('auto', demand(shape, dtype, on_gpu), device)
-    assert (attention.name, rejected) == ('pallas_gpu' if on_gpu else 'loops', ())
+    assert rejected == ()
+    assert attention.name in (('pallas_gpu',) if on_gpu else ('native', 'loops'))  # native needs float32 and a compiler
 
 
 def test_a_run_decodes_with_the_kernel(tmp_path, on_gpu, capsys):
