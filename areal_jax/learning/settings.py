@@ -66,7 +66,7 @@ class LearnerSettings:
     dtype: str  # of the working copy that passes compute with; master weights stay float32
     publish_dtype: str  # of the weights that engines get
     # versions are files: each process of a mesh over several gets whole leaves of them to write, and one process on a
-    # CPU lends its buffers
+    # CPU copies them on the host
     publishes_files: bool
     loss_scale: float  # multiplies the loss before its gradient is taken; gradients are divided by it in float32
     objective: str
