@@ -227,7 +227,7 @@ class LoopRun(LoopParts):
                 make_evaluator=make_evaluator,
                 scores=self._scores,
                 observer=self.observer,
-                lost=self._servers.beside.lost if self._servers and self._servers.beside else None,
+                lost=self._servers.beside.pool.lost if self._servers and self._servers.beside else None,
             )
             restore_rows(self.workdir, self._scores, self.observer)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import LostPeerError
-from areal_jax.protocols import Event, Pool
+from areal_jax.protocols import Pool
 from areal_jax.rollout.servers.evaluation import EvaluatedPool
 from areal_jax.rollout.servers.mismatch import MismatchWatch
 from areal_jax.rollout.servers.pool import ServerPool
@@ -33,11 +33,10 @@ class EndedBy:
 
 @dataclasses.dataclass(frozen=True)
 class ServersBeside:
-    """Those for the evaluation beside training; `lost` is set while none has the version that is evaluated."""
+    """Those for the evaluation beside training."""
 
     pool: EvaluatedPool
     watch: RegistryWatch
-    lost: Event
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,8 +123,7 @@ def build_servers(
     if config.evaluation.engines:
         settings = dataclasses.replace(settings, max_versions_behind=0)
         own, own_watch = builder.build(EvaluationLog(log), settings, is_beside, evaluation_lanes)
-        lost = clock.event('loss of the servers for evaluation')
-        beside = ServersBeside(EvaluatedPool(pool, own, clock, supervisor, lost), own_watch, lost)
+        beside = ServersBeside(EvaluatedPool(pool, own, clock, supervisor), own_watch)
     return Servers(pool, watch, MismatchWatch(find_max_mismatch(config), pool.quarantine), ended_by, beside)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.protocols import Clock, Event, Generation
+from areal_jax.protocols import Clock, Generation
 from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
@@ -41,8 +41,9 @@ class EvaluatedPool:
 
     Args:
       evaluation: whose settings have max_versions_behind=0, so that none of them answers with an earlier version.
-      lost: is set when none of them has served the pinned version for `patience_s`. A server that comes back then can
-        not be probed: the learner has other weights.
+
+    The event `lost` is set when none of them has served the pinned version for `patience_s`. A server that comes back
+    then can not be probed: the learner has other weights.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class EvaluatedPool:
         evaluation: ServerPool,
         clock: Clock,
         supervisor: Supervisor,
-        lost: Event,
         patience_s: float = PATIENCE_S,
     ):
         self.training, self.evaluation = training, evaluation
-        self._clock, self._supervisor, self._lost, self._patience_s = clock, supervisor, lost, patience_s
+        self._clock, self._supervisor, self._patience_s = clock, supervisor, patience_s
+        self.lost = clock.event('loss of the servers for evaluation')
         self._newest = evaluation.target
         self._pinned: int | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -96,7 +97,7 @@ class EvaluatedPool:
         if self._pinned is not None:
             raise RuntimeError(f'version {self._pinned} is pinned: servers hold one version')
         self._pinned = published.version
-        self._lost.clear()
+        self.lost.clear()
         self._watch = self._supervisor.start('servers for evaluation: watch', self._watch_for_server())
         await self.evaluation.load_weights(published)
 
@@ -125,4 +126,4 @@ class EvaluatedPool:
             await self._clock.wait(self._never, _LOOK_S)
             if 'serving' in self.evaluation.states().values():
                 served_s = self._clock.now()
-        self._lost.set()
+        self.lost.set()

@@ -27,8 +27,7 @@ class EvaluatedRig(ServerRig):
             self.clock, EvaluationLog(self.log), self.supervisor, beside,
             published=weights(0), score=score, on_no_server=pytest.fail,
         )  # fmt: skip
-        self.lost = self.clock.event('lost')
-        self.both = EvaluatedPool(self.pool, self.own, self.clock, self.supervisor, self.lost, PATIENCE_S)
+        self.both = EvaluatedPool(self.pool, self.own, self.clock, self.supervisor, PATIENCE_S)
 
     def run(self, script, join=True):
         async def begin(rig):
@@ -164,14 +163,14 @@ def test_a_version_is_lost_with_its_server_and_the_next_one_is_not(rig):
         began_s = rig.clock.now()
         await rig.pass_time(0.5)
         rig.own_server.restart()  # it gets version 1, and the learner cannot judge its answer any more
-        await rig.clock.wait(rig.lost, 60.0)
+        await rig.clock.wait(rig.both.lost, 60.0)
         took_s = rig.clock.now() - began_s
-        assert rig.lost.is_set()
+        assert rig.both.lost.is_set()
         rig.both.unpin(1)
         await rig.until(lambda: answer.ended)
         await rig.until(rig.is_serving)
         await rig.both.pin(weights(2))
-        assert not rig.lost.is_set()
+        assert not rig.both.lost.is_set()
         (again,) = rig.ask_beside(2, request(0))
         await rig.end_of([again])
         return took_s, answer, again
@@ -187,7 +186,7 @@ def test_a_server_that_serves_is_not_lost(rig):
     async def script(rig):
         await rig.both.pin(weights(0))
         await rig.pass_time(4 * PATIENCE_S)
-        return rig.lost.is_set()
+        return rig.both.lost.is_set()
 
     assert rig.run(script) is False
 
