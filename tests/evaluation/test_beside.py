@@ -153,6 +153,27 @@ def test_a_resumed_run_trains_the_same_and_evaluates_the_version_of_its_checkpoi
     assert lost > 0
 
 
+def test_a_version_that_its_pool_loses_has_no_row_and_the_next_one_has():
+    run = ToyRun(steps=9, evaluation_every=2)
+    lost = run.beside._lost
+
+    def lose(event):
+        if (event['kind'], event.get('version')) == ('evaluation_start', 2):
+            lost.set()
+        elif event['kind'] == 'evaluation_lost':
+            lost.clear()  # as the pool does when it pins the next one
+
+    run.log.listeners.append(lose)
+    run.run()
+    assert run.finished
+    assert [e['version'] for e in run.log.events if e['kind'] == 'evaluation_lost'] == [2]
+    evaluated = [row.version for row in run.rows]
+    assert evaluated
+    assert 2 not in evaluated
+    assert 'the evaluation of version 2 ends after 0 s: no server has its weights' in run.said
+    assert run.pool.pinned_versions() == ()
+
+
 def test_a_stop_does_not_wait_for_an_evaluation():
     options = {'steps': 6, 'evaluation_every': 2, 'prices': PRICES | {'evaluation_decode': 5.0}}
     run = ToyRun(**options)
