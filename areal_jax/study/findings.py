@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from areal_jax.app.sweep.paired import Bounds, PairedDifference, holm, paired_difference
+from areal_jax.app.sweep.paired import Bounds, PairedDifference, Pairing, holm, paired_difference, pairing_gain
 from areal_jax.study.plan import Margins, Plan
 from areal_jax.study.records import Record, Records, by_seed, select
 from areal_jax.study.stages import KNEE, LOCK_STEP, NATURAL, PILOT
@@ -36,6 +38,13 @@ class Comparison:
         if self.holm_p is None or self.holm_p >= 1 - margins.confidence:
             return UNDECIDED
         return WORSE if self.difference.mean < 0 else BETTER
+
+
+class Spread(NamedTuple):
+    """Of a difference over seeds."""
+
+    deviation: float  # standard deviation of the paired differences
+    pairing: Pairing | None  # what common random numbers bought; None where it cannot be told
 
 
 def find_rates(plan: Plan, records: Records) -> dict[str, float]:
@@ -124,8 +133,8 @@ def smallest_difference(spread: float, seeds: int, margins: Margins) -> float:
     return float(quantiles) * spread / math.sqrt(seeds)
 
 
-def pilot_spreads(plan: Plan, records: Records) -> dict[str, float]:
-    """SD over the pilot's seeds of what a lag costs each method, and of the difference of the first two methods."""
+def pilot_spreads(plan: Plan, records: Records) -> dict[str, Spread]:
+    """Over the pilot's seeds: of what a lag costs each method, and of the difference of the first two methods."""
     part = plan.lock_step
     scores = {
         (method, lag): by_seed(lag_records(records, method, lag, stage=PILOT), _score)
@@ -140,9 +149,11 @@ def pilot_spreads(plan: Plan, records: Records) -> dict[str, float]:
     pairs[f'{second} against {first} at lag {part.pilot_lag}'] = ((first, part.pilot_lag), (second, part.pilot_lag))
     found = {}
     for name, (a, b) in pairs.items():
-        seeds = scores[a].keys() & scores[b].keys()
+        seeds = sorted(scores[a].keys() & scores[b].keys())
         if len(seeds) > 1:
-            found[name] = statistics.stdev(scores[b][seed] - scores[a][seed] for seed in seeds)
+            first_scores, second_scores = ([scores[side][seed] for seed in seeds] for side in (a, b))
+            deviation = statistics.stdev(map(operator.sub, second_scores, first_scores))
+            found[name] = Spread(deviation, pairing_gain(first_scores, second_scores))
     return found
 
 

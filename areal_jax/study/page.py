@@ -141,15 +141,16 @@ def _natural(plan: Plan, records: Records) -> list[str]:
                 ' → '.join(_mean(found) for found in arms.values()),
                 *(_number(every, name) for name in ('age', 'oldest')),
                 '-' if rate is None else f'{rate:.0f}',
-                *(_number(every, name) for name in ('mismatch', 'drift')),
+                *(_number(every, name) for name in ('mismatch', 'drift', 'split_cost')),
             )
         )
     head = ('eta', f'score, {" → ".join(part.methods)}', 'token age', 'oldest token', 'tokens/s')
     sections = [
         '## Age by eta: score, realised age and throughput',
         f'{len(part.seeds)} seeds; age in versions, mean over the trained tokens; tokens/s: trained, per second of the '
-        'virtual clock; mismatch and drift: root mean square of the two causes of the importance ratio, in nats.',
-        render_table((*head, 'mismatch', 'drift'), rows),
+        'virtual clock; mismatch and drift: root mean square of the two causes of the importance ratio, in nats; cost '
+        "of the split: share of the updates' seconds that went into telling them apart.",
+        render_table((*head, 'mismatch', 'drift', 'cost of the split'), rows),
     ]
     differences = [
         (f'{one.label:g}', method, _difference(plan, one))
@@ -192,13 +193,19 @@ def _rates(plan: Plan, records: Records) -> list[str]:
 def _pilot(plan: Plan, records: Records) -> list[str]:
     spreads, count = findings.pilot_spreads(plan, records), len(plan.lock_step.seeds)
     rows = [
-        (name, f'{spread:.4f}', f'{findings.smallest_difference(spread, count, plan.margins):.4f}')
+        (
+            name,
+            f'{spread.deviation:.4f}',
+            f'{findings.smallest_difference(spread.deviation, count, plan.margins):.4f}',
+            f'{spread.pairing.error_factor:.2f}' if spread.pairing else '-',
+        )
         for name, spread in spreads.items()
     ]
     return [
         f'Pilot of {len(plan.lock_step.pilot_seeds)} other seeds: the smallest difference that {count} seeds show with '
-        f'power {plan.margins.power:g}.',
-        render_table(('difference', 'SD over seeds', 'smallest difference'), rows),
+        f'power {plan.margins.power:g}; and by which factor common random numbers make the standard error of the '
+        'difference smaller than seeds of their own would (below 1: larger).',
+        render_table(('difference', 'SD over seeds', 'smallest difference', 'error smaller by'), rows),
     ]
 
 

@@ -68,7 +68,7 @@ class Controls:
     known: Overrides  # set-up of the known curve, on top of LockStep.common
     known_method: str
     known_seeds: tuple[int, ...]
-    known_bounds: Mapping[int, Bounds]  # lag -> share of right symbols over the updates of `known_window`
+    known_bounds: Mapping[int, Bounds]  # lag -> share of right symbols over `known_window`, median of seeds
     known_window: tuple[int, int]  # first update, and the one after the last
     same_lag: int  # of the arm that is there twice, and of the one with a learning rate of 0
     same_eta: float

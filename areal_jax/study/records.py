@@ -35,6 +35,7 @@ class Record:
     initial_weights: str = ''  # of lock-step arms
     mismatch: float | None = None  # RMS, nats
     drift: float | None = None  # RMS, nats
+    split_cost: float | None = None  # share of the update's seconds that went into these two
 
     @property
     def area(self) -> float | None:
@@ -87,7 +88,8 @@ def _read_finished(factors: Factors, arm: Arm, state: ArmState) -> Record:
     record = read_record(read_metrics(arm.workdir / METRICS), report)
     # a batch of answers that cannot end has a reward of at most A / (A + 1)
     unit = (arm.config.task.length + 1) / arm.config.task.length if arm.config.rollout.ignore_eos else 1.0
-    parts = (report.get('ratio_split') or {}).get('parts', {})
+    split = report.get('ratio_split') or {}
+    parts = split.get('parts', {})
     return Record(
         factors,
         state,
@@ -100,4 +102,5 @@ def _read_finished(factors: Factors, arm: Arm, state: ArmState) -> Record:
         initial_weights=str(report.get('initial_weights_sha256') or ''),
         mismatch=parts.get('mismatch', {}).get('rms'),
         drift=parts.get('drift', {}).get('rms'),
+        split_cost=split.get('share'),
     )

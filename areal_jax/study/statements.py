@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 from areal_jax.study import findings
@@ -83,12 +84,14 @@ def _known(plan: Plan, records: Records) -> list[Outcome]:
         arms = _of(records, KNOWN, lag=lag)
         text = (
             f'{part.known_method} at lag {lag} in the set-up of a known curve: share of right symbols over updates '
-            f'{first} to {end} from {bounds.low:g} to {bounds.high:g}, each seed'
+            f'{first} to {end} from {bounds.low:g} to {bounds.high:g}, median of {len(part.known_seeds)} seeds'
         )
-        values = [(record.factors.seed, record.window(first, end)) for record in arms]
-        said = ', '.join(f'seed {seed}: {value:.3f}' for seed, value in values if value is not None)
-        holds = [bounds.hold(value) for _, value in values if value is not None]
-        found.append(Outcome(text, _outcome(holds, len(part.known_seeds)), said))
+        windows = {record.factors.seed: record.window(first, end) for record in arms}
+        values = {seed: value for seed, value in windows.items() if value is not None}
+        median = statistics.median(values.values()) if values else None
+        each = ', '.join(f'seed {seed}: {value:.3f}' for seed, value in values.items())
+        holds = [bounds.hold(median)] if len(values) >= len(part.known_seeds) else []
+        found.append(Outcome(text, _outcome(holds, 1), '' if median is None else f'{median:.3f}; {each}'))
     return found
 
 

@@ -202,7 +202,7 @@ def _render_csv(records: Records) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
     factors = [field.name for field in dataclasses.fields(records[0].factors)] if records else []
-    numbers = ('score', 'area', 'tokens_per_second', 'age', 'oldest', 'mismatch', 'drift', 'weights')
+    numbers = ('score', 'area', 'tokens_per_second', 'age', 'oldest', 'mismatch', 'drift', 'split_cost', 'weights')
     writer.writerow([*factors, 'state', *numbers])
     for record in records:
         values = [*(getattr(record.factors, name) for name in factors), record.state.word]

@@ -69,7 +69,7 @@ NATURAL = Natural(
 CONTROLS = Controls(
     # A decoder of three layers with learned positions and a head of its own, ten prompts of ten symbols, ten answers
     # each, Adam as its library has it: a lag of 30 is known to keep unclipped weighted policy gradient at chance, and a
-    # lag of 0 to solve the task.
+    # lag of 0 to solve the task. The median of the seeds is judged: docs/design/arms.md shows how far single ones lie.
     known={
         'run.steps': 300, 'task.length': 10, 'rollout.max_new_tokens': 10, 'rollout.decode_steps': 10,
         'rollout.context_tokens': 32, 'rollout.block_tokens': 32, 'rollout.group_size': 10,
@@ -79,7 +79,7 @@ CONTROLS = Controls(
         'learner.filter_equal_rewards': False,
     },
     known_method='weighted_pg',
-    known_seeds=(42, 43, 44),
+    known_seeds=(300, 301, 302, 303, 304, 305, 306, 307),
     known_bounds={0: Bounds(0.97, 1.0), 30: Bounds(0.45, 0.55)},
     known_window=(250, 300),
     same_lag=4,
@@ -103,7 +103,7 @@ QUICK = Plan(
     dataclasses.replace(
         NATURAL, common={**NATURAL.common, 'run.steps': 40}, etas=(0.0, 4.0, INFINITE), seeds=(0,),
     ),
-    dataclasses.replace(CONTROLS, known_seeds=(42,)),
+    dataclasses.replace(CONTROLS, known_seeds=(300,)),
     MARGINS,
     jobs=2,
 )  # fmt: skip

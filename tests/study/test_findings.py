@@ -70,14 +70,17 @@ def test_the_smallest_difference_is_that_of_a_paired_t_test():
     assert findings.smallest_difference(spread, n, PLAN.margins) == pytest.approx(expected)
 
 
-def test_the_pilot_has_the_spread_of_paired_differences():
+def test_the_pilot_has_the_spread_of_paired_differences_and_what_pairing_bought():
     lag = PLAN.lock_step.pilot_lag
-    losses = [0.1, 0.2, 0.15]
-    records = [record(PILOT, 'plain', seed, 0.9, lag=0) for seed in range(3)]
-    records += [record(PILOT, 'plain', seed, 0.9 - loss, lag=lag) for seed, loss in enumerate(losses)]
-    assert findings.pilot_spreads(PLAN, records) == {
-        f'plain: lag {lag} against 0': pytest.approx(np.std(losses, ddof=1))
-    }
+    first, losses = [0.9, 0.8, 0.7], [0.1, 0.2, 0.15]
+    records = [record(PILOT, 'plain', seed, score, lag=0) for seed, score in enumerate(first)]
+    second = [score - loss for score, loss in zip(first, losses, strict=True)]
+    records += [record(PILOT, 'plain', seed, score, lag=lag) for seed, score in enumerate(second)]
+    [(name, spread)] = findings.pilot_spreads(PLAN, records).items()
+    assert name == f'plain: lag {lag} against 0'
+    assert spread.deviation == pytest.approx(np.std(losses, ddof=1))
+    # (0.01 + 0.0175) / 0.0025: the variances of both arms over that of the differences
+    assert spread.pairing.error_factor == pytest.approx(math.sqrt(11))
 
 
 def test_the_slope_is_that_over_the_logarithm_of_the_lag():
@@ -107,10 +110,12 @@ def test_nothing_is_decided_without_arms():
     assert outcomes([]) == ['not decided'] * 5
 
 
-def known(lag, value, seeds=(42, 43, 44)):
+def known(lag, *values):
+    """Arms of the known curve; one value stands for all seeds."""
+    seeds = PLAN.controls.known_seeds
     return [
         record(CONTROLS, 'weighted_pg', seed, 0.5, lag=lag, variant=KNOWN, curve=[0.1] * 250 + [value] * 50)
-        for seed in seeds
+        for seed, value in zip(seeds, values if len(values) > 1 else values * len(seeds), strict=False)
     ]
 
 
@@ -140,8 +145,16 @@ def test_weights_that_move_at_rate_0_fail_and_so_does_another_age():
 
 
 def test_a_control_with_too_few_seeds_has_not_finished():
-    [control] = [one for one in check_controls(PLAN, known(0, 0.98, seeds=(42,))) if 'at lag 0' in one.text]
+    [control] = [one for one in check_controls(PLAN, known(0, 0.98)[1:]) if 'at lag 0' in one.text]
     assert control.outcome == 'not finished'
+
+
+@pytest.mark.parametrize(('right', 'outcome'), [(5, 'held'), (3, 'failed')])
+def test_the_known_curve_is_judged_by_the_median_of_its_seeds(right, outcome):
+    values = [0.99] * right + [0.6] * (8 - right)
+    [control] = [one for one in check_controls(PLAN, known(0, *values)) if 'at lag 0' in one.text]
+    assert control.outcome == outcome
+    assert control.because.startswith('0.990; seed 300: 0.990' if outcome == 'held' else '0.600; ')
 
 
 def test_equal_plans_have_one_digest_and_others_another():
