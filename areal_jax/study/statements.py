@@ -84,7 +84,7 @@ def _known(plan: Plan, records: Records) -> list[Outcome]:
         arms = _of(records, KNOWN, lag=lag)
         text = (
             f'{part.known_method} at lag {lag} in the set-up of a known curve: share of right symbols over updates '
-            f'{first} to {end} from {bounds.low:g} to {bounds.high:g}, median of {len(part.known_seeds)} seeds'
+            f'{first} to {end} from {bounds.low:g} to {bounds.high:g}, median of the seeds'
         )
         windows = {record.factors.seed: record.window(first, end) for record in arms}
         values = {seed: value for seed, value in windows.items() if value is not None}

@@ -22,7 +22,9 @@ def test_all_stages_run_once_and_the_page_has_the_statements(tmp_path, monkeypat
     assert '![plots/curves_and_throughput.png](plots/curves_and_throughput.png)' in page
     rows = list(csv.DictReader((study.workdir / 'arms.csv').open()))
     assert {row['state'] for row in rows} == {'finished'}
-    assert all(0 < float(row['split_cost']) < 1 for row in rows if row['stage'] == 'natural')
+    split = {(row['mismatch'], row['drift'], row['split_cost']) for row in rows if row['stage'] == 'natural'}
+    assert split == {('1e-06', '0.25', '0.125')}
+    assert '| 1e-06 | 0.25 | 0.125 |' in page
     [row] = [
         row
         for row in rows

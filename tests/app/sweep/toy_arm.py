@@ -62,6 +62,7 @@ def main() -> int:
         'evaluation_curve': [],
         'evaluation_curve_ends': None,
         'token_age': {'mean': eta / 2, 'max': eta},
+        'ratio_split': {'share': 0.125, 'parts': {'mismatch': {'rms': 1e-6}, 'drift': {'rms': 0.25}}},
         'weights_sha256': f'{rate}/{seed}/{eta}',
     }
     (workdir / 'report.json').write_text(json.dumps(report))
