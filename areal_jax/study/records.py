@@ -14,7 +14,7 @@ from areal_jax.app.sweep.directory import ArmState, read_state
 from areal_jax.app.sweep.endpoints import read_record
 from areal_jax.errors import UserError
 from areal_jax.report.report import FILE as REPORT
-from areal_jax.study.programs import SCORE
+from areal_jax.study.programs import SCORE, Program
 from areal_jax.study.stages import Factors
 from areal_jax.telemetry.metrics import FILE as METRICS
 from areal_jax.telemetry.metrics import read_metrics
@@ -51,9 +51,13 @@ class Record:
 Records: TypeAlias = Sequence[Record]
 
 
-def read_records(arms: Mapping[Factors, Arm]) -> list[Record]:
-    """Of all arms, finished or not; a damaged file makes its arm unfinished."""
-    return [_read(factors, arm) for factors, arm in arms.items()]
+def read_records(arms: Mapping[Factors, Arm], programs: Iterable[Program] = ()) -> list[Record]:
+    """Of all arms, finished or not; a damaged file makes its arm unfinished.
+
+    An arm without a reason of its own has that of its program.
+    """
+    reasons = {arm.workdir: program.read_state().reason for program in programs for arm in program.arms}
+    return [_read(factors, arm, reasons.get(arm.workdir, '')) for factors, arm in arms.items()]
 
 
 def select(records: Iterable[Record], **wanted: object) -> list[Record]:
@@ -68,10 +72,10 @@ def by_seed(records: Iterable[Record], read: Callable[[Record], float | None]) -
     return {seed: value for seed, value in found.items() if value is not None}
 
 
-def _read(factors: Factors, arm: Arm) -> Record:
+def _read(factors: Factors, arm: Arm, reason: str) -> Record:
     state = read_state(arm)
     if not state.is_finished:
-        return Record(factors, state)
+        return Record(factors, dataclasses.replace(state, reason=state.reason or reason))
     try:
         return _read_finished(factors, arm, state)
     except UserError as error:

@@ -100,7 +100,7 @@ class Study:
             stopped = self._run_stage(stage, interrupts)
             if stopped:
                 break
-        records = [record for stage in stages for record in read_records(stage.arms)]
+        records = [record for stage in stages for record in read_records(stage.arms, stage.programs)]
         self._write(records)
         print(self._workdir / FILE, flush=True)
         if stopped:
