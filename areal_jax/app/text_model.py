@@ -97,10 +97,12 @@ def gguf_file(config: TrackedConfig) -> pathlib.Path:
 
 
 def character_tokenizer(config: TrackedConfig) -> CharacterTokenizer:
-    return CharacterTokenizer(config.model.characters or characters(config.task.symbols))
+    known = config.model.characters or characters(config.task.symbols)
+    return CharacterTokenizer(known, has_eos=config.model.outputs == 'all')
 
 
 def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
+    plain = config.model.family == 'plain'
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=config.model.d_model,
@@ -111,11 +113,12 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         d_ff=config.model.d_ff,
         rope_theta=config.model.rope_theta,
         context_tokens=_longest(config),
-        family=config.model.family,
+        family='llama' if plain else config.model.family,
         qkv_bias=config.model.family == 'qwen2',
         qk_norm=config.model.family == 'qwen3',
-        learned_positions=config.model.positions == 'learned',
-        tie_embeddings=config.model.tie_embeddings,
+        plain=plain,
+        output_size=config.task.symbols if config.model.outputs == 'symbols' else None,
+        tie_embeddings=not plain,
     )
 
 

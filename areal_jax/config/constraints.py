@@ -239,11 +239,27 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f'model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}'
     if model.source == 'random' and model.head_dim % 2:
         yield f'model.head_dim={model.head_dim} must be even: rotary positions need pairs'
+    if model.source == 'random' and model.outputs == 'symbols':
+        yield from _symbol_problems(c)
+    if model.source == 'random' and model.family == 'plain' and c.lora.rank and 'gate' in c.lora.targets:
+        yield f"lora.targets={tuple(c.lora.targets)} names 'gate', which model.family='plain' does not have: remove it"
+
+
+def _symbol_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A head whose rows are the symbols of token_reversal."""
+    for path, value, fix in (
+        ('model.family', c.model.family, 'plain'),
+        ('model.characters', c.model.characters, ''),
+        ('task.name', c.task.name, 'token_reversal'),
+        ('rollout.ignore_eos', c.rollout.ignore_eos, True),
+    ):
+        if value != fix:
+            yield f"model.outputs='symbols' leaves no other token to answer with: use {path}={fix!r}, not {value!r}"
 
 
 def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Files of Hugging Face have no place for learned positions in these families."""
-    if c.model.source != 'random' or c.model.positions != 'learned':
+    """No file of Hugging Face describes a plain decoder, so it stays in this process."""
+    if c.model.source != 'random' or c.model.family != 'plain':
         return
     for path, value, fix in (
         ('run.export', c.run.export, False),
@@ -252,7 +268,7 @@ def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     ):
         if value != fix:
             yield (
-                f"model.positions='learned' cannot be written for other programs, which {path}={value!r} asks for: use "
+                f"model.family='plain' cannot be written for other programs, which {path}={value!r} asks for: use "
                 f'{path}={fix!r}'
             )
 

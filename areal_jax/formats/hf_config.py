@@ -277,7 +277,7 @@ def _family_fields(config: ModelConfig) -> dict[str, object]:
 def _require_expressible(config: ModelConfig) -> None:
     """Raises HfError for a config that the family's config.json has no field for."""
     family = FAMILIES[config.family]
-    expected: dict[str, object] = {'qk_norm': family.qk_norm, 'learned_positions': False}
+    expected: dict[str, object] = {'qk_norm': family.qk_norm, 'plain': False}
     if family.attention_bias == 'field':
         expected['output_bias'] = config.qkv_bias
     else:

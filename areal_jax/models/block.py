@@ -35,7 +35,7 @@ class Layer(nnx.Module):
         _declare(self, weights)
         self.eps, self.form = c.rms_eps, form
         self.attention = _Attention(c, _below(weights, 'attention'), lora, form)
-        self.mlp = _Mlp(_below(weights, 'mlp'), lora, form)
+        self.mlp = (_PlainMlp if c.plain else _Mlp)(_below(weights, 'mlp'), lora, form)
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
         """Activations x -> (x, the layer's entry of the cache)."""
@@ -76,6 +76,17 @@ class _Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = _project(x, self.gate, self.up)
         [y] = _project(jax.nn.silu(gate) * up, self.down)
+        return y
+
+
+class _PlainMlp(nnx.Module):
+    def __init__(self, weights: Nested, lora: Lora | None, form: Activations):
+        _declare(self, weights)
+        self.up, self.down = (_Linear(_below(weights, name), lora, form) for name in ('up', 'down'))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        [up] = _project(x, self.up)
+        [y] = _project(jax.nn.relu(up), self.down)
         return y
 
 

@@ -123,7 +123,7 @@ class Decoder:
         constrain: Constrain = lambda x: x,
         wanted: jax.Array | None = None,
     ) -> tuple[jax.Array, Tree]:
-        """Hidden states after the final norm, and the cache that `attend` returned, one entry per layer.
+        """Hidden states before the head, and the cache that `attend` returned, one entry per layer.
 
         The states are [T, d], or [d, T] with tokens as columns.
 
@@ -145,7 +145,9 @@ class Decoder:
         count = jnp.int32(len(tokens)) if wanted is None else wanted
         make = functools.partial(self._make_block, rotation, attend, constrain, count)
         x, written = run(params['layers'], x, cache, make)
-        return rms_norm(x, self._form.by_feature(params['final_norm']), c.rms_eps, self._form.features), written
+        if not c.plain:
+            x = rms_norm(x, self._form.by_feature(params['final_norm']), c.rms_eps, self._form.features)
+        return x, written
 
     def can_step(self, params: Params) -> bool:
         """Whether `step` takes these prepared weights."""
@@ -182,15 +184,15 @@ class Decoder:
     def _enter(self, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, Rotation]:
         """The embedded tokens, and the rotation of their queries and keys."""
         c = self.config
-        angles = jnp.zeros_like(positions) if c.learned_positions else positions  # 0 turns nothing
+        angles = jnp.zeros_like(positions) if c.plain else positions  # 0 turns nothing
         rotation = rotary(angles, c.head_dim, c.rope_theta, c.rope_scaling)
         x = self._form.embed(params['embedding'], tokens)
-        if c.learned_positions:
+        if c.plain:
             x = x + self._form.embed(params['positions'], positions)
         return x, rotation
 
     def _is_native(self, layer: Params) -> bool:
-        return self.tokens == 'native_columns' and native_layers.can_compute(layer)
+        return self.tokens == 'native_columns' and not self.config.plain and native_layers.can_compute(layer)
 
     def head(self, params: Params) -> jax.Array:
         """[V, d]: the embedding when tied."""

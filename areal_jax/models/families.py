@@ -4,8 +4,8 @@ A row says where a weight is in the tree, its shape, its logical axes, its initi
 Hugging Face and GGUF. `weights` puts in the sizes of a model; initial weights, sharding, loading and export read the
 table from there. A new family is a new entry of FAMILIES: the rows it shares with the others and the rows of its own.
 
-Sizes are letters: V vocabulary, C context tokens, d model width, F width of the MLP, D head_dim, HD all heads, KD all
-kv heads.
+Sizes are letters: V vocabulary, O tokens that are predicted, C context tokens, d model width, F width of the MLP, D
+head_dim, HD all heads, KD all kv heads.
 """
 
 from __future__ import annotations
@@ -41,11 +41,20 @@ class Weight:
 
 
 def projection(
-    path: str, shape: str, axes: str, hf_name: str, gguf_name: str | None = None, init: Init = Init.MATRIX
+    path: str,
+    shape: str,
+    axes: str,
+    hf_name: str,
+    gguf_name: str | None = None,
+    init: Init = Init.MATRIX,
+    *,
+    when: str | None = None,
+    unless: str | None = None,
 ) -> Weight:
     """A matrix [in, out] of every layer; files hold it as [out, in]."""
     gguf_name = gguf_name and f'blk.*.{gguf_name}.weight'
-    return Weight(f'layers/*/{path}/weight', shape, axes, init, f'model.layers.*.{hf_name}.weight', True, gguf_name)
+    hf_name = f'model.layers.*.{hf_name}.weight'
+    return Weight(f'layers/*/{path}/weight', shape, axes, init, hf_name, True, gguf_name, when, unless)
 
 
 def bias(path: str, shape: str, hf_name: str, when: str | None = None) -> Weight:
@@ -64,7 +73,7 @@ def norm(path: str, shape: str, hf_name: str, gguf_name: str | None = None, when
 # in the order of the forward pass, which is the order of the tensors in files
 COMMON = (
     Weight('embedding', 'V d', 'vocab embed', Init.TABLE, 'model.embed_tokens.weight', gguf_name='token_embd.weight'),
-    Weight('positions', 'C d', 'features embed', Init.TABLE, when='learned_positions'),
+    Weight('positions', 'C d', 'features embed', Init.TABLE, when='plain'),
     norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'),
     projection('attention/query', 'd HD', 'embed heads', 'self_attn.q_proj', 'attn_q'),
     bias('attention/query', 'HD', 'self_attn.q_proj', when='qkv_bias'),
@@ -74,16 +83,22 @@ COMMON = (
     bias('attention/value', 'KD', 'self_attn.v_proj', when='qkv_bias'),
     norm('attention/query_norm', 'D', 'self_attn.q_norm', when='qk_norm'),
     norm('attention/key_norm', 'D', 'self_attn.k_norm', when='qk_norm'),
-    projection('attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', 'attn_output', Init.RESIDUAL),
+    projection(
+        'attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', 'attn_output', Init.RESIDUAL, unless='plain'
+    ),
+    projection('attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', when='plain'),
     bias('attention/output', 'd', 'self_attn.o_proj', when='output_bias'),
     norm('mlp_norm', 'd', 'post_attention_layernorm', 'ffn_norm'),
-    projection('mlp/gate', 'd F', 'embed mlp', 'mlp.gate_proj', 'ffn_gate'),
+    projection('mlp/gate', 'd F', 'embed mlp', 'mlp.gate_proj', 'ffn_gate', unless='plain'),
     projection('mlp/up', 'd F', 'embed mlp', 'mlp.up_proj', 'ffn_up'),
-    projection('mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', 'ffn_down', Init.RESIDUAL),
-    Weight('final_norm', 'd', 'features', Init.ONES, 'model.norm.weight', gguf_name='output_norm.weight'),
+    projection('mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', 'ffn_down', Init.RESIDUAL, unless='plain'),
+    projection('mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', when='plain'),
+    Weight(
+        'final_norm', 'd', 'features', Init.ONES, 'model.norm.weight', gguf_name='output_norm.weight', unless='plain'
+    ),
     Weight(
         'head',
-        'V d',
+        'O d',
         'vocab embed',
         Init.TABLE,
         'lm_head.weight',

@@ -16,7 +16,8 @@ from areal_jax.config.ranges import COUNT, ConfigError
 from areal_jax.models.families import COMMON
 from areal_jax.types import Tree
 
-TARGETS = tuple(row.path.split('/')[-2] for row in COMMON if row.path.endswith('/weight'))  # 'query', 'key', ...
+# 'query', 'key', ...
+TARGETS = tuple(dict.fromkeys(row.path.split('/')[-2] for row in COMMON if row.path.endswith('/weight')))
 ADAPTERS = ('lora_a', 'lora_b')  # leaves A and B
 
 

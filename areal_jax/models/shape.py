@@ -50,12 +50,15 @@ class ModelConfig:
     rope_theta: float  # base of the rotary wavelengths
     rms_eps: float = 1e-5
     tie_embeddings: bool = True  # the head is the embedding
+    output_size: int | None = None  # rows of a head of its own: only the first tokens are predicted; None = all
     context_tokens: int = 8192  # longest sequence the weights were made for
     family: str = 'llama'
     qkv_bias: bool = False  # of the query, key and value projections
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False  # RMS norm over every query and key head before its rotation
-    learned_positions: bool = False  # a vector for each of context_tokens places, and no rotation
+    plain: bool = (
+        False  # learned positions (context_tokens of them) and no rotation, ReLU without a gate, no final norm
+    )
     rope_scaling: Llama3Scaling | None = None
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None = all before it
     first_window_layer: int = 0  # layers before this one have no window

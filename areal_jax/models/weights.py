@@ -127,7 +127,7 @@ def at_layer(pattern: str, layer: int) -> str:
 
 def _sizes(c: ModelConfig) -> dict[str, int]:
     heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    sizes = {'V': c.vocab_size, 'C': c.context_tokens, 'd': c.d_model, 'F': c.d_ff}
+    sizes = {'V': c.vocab_size, 'O': c.output_size or c.vocab_size, 'C': c.context_tokens, 'd': c.d_model, 'F': c.d_ff}
     return {**sizes, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
 
 

@@ -224,18 +224,22 @@ class HfTokenizer(_BpeTokenizer):
 
 
 class CharacterTokenizer(_SizedTokenizer):
-    """One id per character, for models that are trained from nothing: id 0 is EOS, `characters[i]` has id i + 1."""
+    """One id per character, for models that are trained from nothing: id 0 is EOS, `characters[i]` has id i + 1.
+
+    Without an EOS `characters[i]` has id i, and `eos_id` is an id that no model with this vocabulary samples.
+    """
 
     source = 'one id per character'
-    eos_id = 0
     eos_text = '<eos>'  # how an EOS inside a text is shown
 
-    def __init__(self, characters: str):
+    def __init__(self, characters: str, has_eos: bool = True):
         if not characters or len(set(characters)) != len(characters):
             raise TokenizerError(f'characters={characters!r} must be at least one, each once')
         self.characters = characters
-        self.vocab_size = len(characters) + 1
-        self._ids = {character: index + 1 for index, character in enumerate(characters)}
+        self._texts = (self.eos_text, *characters) if has_eos else tuple(characters)
+        self.vocab_size = len(self._texts)
+        self.eos_id = 0 if has_eos else self.vocab_size
+        self._ids = {character: index for index, character in enumerate(self._texts)}
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n]; raises TokenizerError for a character without an id."""
@@ -255,8 +259,7 @@ class CharacterTokenizer(_SizedTokenizer):
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of the tokens, `eos_text` for an EOS that is not the last token."""
-        texts = (self.eos_text, *self.characters)
-        return ''.join(texts[token] for token in self._without_final_eos(tokens))
+        return ''.join(self._texts[token] for token in self._without_final_eos(tokens))
 
     def special_token_ids(self) -> frozenset[int]:
         return frozenset({self.eos_id})

@@ -53,13 +53,15 @@ def get_config() -> config_dict.ConfigDict:
     config.learner.n_minibatches = 4
     config.learner.row_tokens = 128
     config.learner.row_loss_tokens = 96
-    config.optimizer.learning_rate = 1e-3
+    config.learner.filter_equal_rewards = False
+    config.optimizer.learning_rate = 1e-4
     config.evaluation.problems = 64
     config.evaluation.samples = 8
     config.telemetry.tensorboard = False
     config.telemetry.plots = False
     # as in configs/sweeps/staleness.py: generation is faster than training, so that eta binds
     config.virtual.decode_step_s = 0.004
+    config.virtual.prefill_token_s = 0.00005
     return config
 
 

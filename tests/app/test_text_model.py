@@ -17,16 +17,19 @@ def params_of(**fields):
     return config, Decoder(random_shape(config, VOCABULARY)).init(seed=0)
 
 
-def test_a_head_of_its_own_has_the_shape_of_the_embedding_and_other_numbers():
-    _, tied = params_of()
-    _, own = params_of(tie_embeddings=False)
-    assert set(own) - set(tied) == {'head'}
-    assert own['head'].shape == own['embedding'].shape == (VOCABULARY, 8)
-    assert not np.array_equal(own['head'], own['embedding'])
-    np.testing.assert_array_equal(own['embedding'], tied['embedding'])
-
-
-def test_learned_positions_have_a_row_for_every_place_of_the_longest_sequence():
-    config, params = params_of(positions='learned')
+def test_a_plain_decoder_has_positions_and_a_head_of_its_own_and_neither_gate_nor_final_norm():
+    config, params = params_of(family='plain')
+    _, llama = params_of()
+    assert set(params) == {'embedding', 'positions', 'layers', 'head'}
+    assert set(params['layers']['0']['mlp']) == {'up', 'down'}
     assert params['positions'].shape == (config.rollout.context_tokens, 8)
-    assert 'positions' not in params_of()[1]
+    assert params['head'].shape == params['embedding'].shape == (VOCABULARY, 8)
+    assert not np.array_equal(params['head'], params['embedding'])
+    np.testing.assert_array_equal(params['embedding'], llama['embedding'])
+    _, symbols = params_of(family='plain', outputs='symbols')
+    assert symbols['embedding'].shape == (VOCABULARY, 8)
+    assert symbols['head'].shape == (2, 8)  # a and b
+    # what writes to the residual stream is drawn as any other matrix, elsewhere divided by sqrt(2 n_layers)
+    for path in (('attention', 'output'), ('mlp', 'down')):
+        own, scaled = (tree['layers']['0'][path[0]][path[1]]['weight'] for tree in (params, llama))
+        np.testing.assert_allclose(own, scaled * np.sqrt(2), rtol=1e-6)

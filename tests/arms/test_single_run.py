@@ -20,7 +20,7 @@ CASES = {
     'a-3po': {**DECOUPLED, 'loss__proximal': 'loglinear', 'loss__behavior_weight_cap': 1.5},
     'weighted': {'staleness__schedule': 'fixed(2)', 'loss__clip_epsilon': 1.0, 'loss__clip_epsilon_high': 1e9},
     'epochs': {**DECOUPLED, 'learner__epochs': 2, 'loss__advantage': 'rloo', 'loss__denominator': 'all'},
-    'learned positions': {**DECOUPLED, 'model__positions': 'learned'},
+    'two symbols': {**DECOUPLED, 'model__family': 'plain', 'model__outputs': 'symbols'},
     'one token': {
         **{'staleness__schedule': 'fixed(1)', 'task__length': 1, 'rollout__max_new_tokens': 1},
         'learner__filter_equal_rewards': False,

@@ -138,7 +138,10 @@ _SETTINGS: Mapping[str, str] = {
     'telemetry.profile_steps=0,3': 'telemetry.profile_steps=(0, 3) must be positive whole numbers in ascending order',
     'telemetry.profile_steps=1,2,3': 'telemetry.profile_steps=(1, 2, 3) must be the first and the last update',
     'telemetry.profile_steps=3,300 run.steps=200': 'ends after the last update, run.steps=200; lower it, or raise',
-    'model.positions=learned': "model.positions='learned' cannot be written for other programs, which run.export=True",
+    'model.outputs=symbols': "model.outputs='symbols' leaves no other token to answer with: use model.family='plain'",
+    'model.outputs=symbols model.family=plain run.export=False': 'use rollout.ignore_eos=True, not False',
+    'model.family=plain run.export=False lora.rank=2': "names 'gate', which model.family='plain' does not have",
+    'model.family=plain': "model.family='plain' cannot be written for other programs, which run.export=True asks for",
     # what is seen when the parts are built
     'telemetry.hook=mine.py': "telemetry.hook='mine.py' must name a function: path/to/file.py:name",
     'telemetry.hook=nothing.py:log': "there is no file 'nothing.py'",

@@ -224,22 +224,32 @@ def test_the_residual_stream_is_constrained_after_the_embedding_and_every_layer(
 
 
 @pytest.mark.parametrize('tokens', ['rows', 'columns'])
-def test_learned_positions_are_added_to_the_embedding_and_nothing_is_rotated(tokens):
-    learned = Decoder(dataclasses.replace(CONFIG, learned_positions=True, context_tokens=20), tokens=tokens)
-    plain = Decoder(dataclasses.replace(CONFIG, vocab_size=29 + len(TOKENS)), tokens=tokens)
-    params = learned.init(seed=3)
-    assert params['positions'].shape == (20, CONFIG.d_model)
+def test_a_plain_decoder_adds_positions_and_has_relu_and_no_final_norm(tokens):
+    """Against one layer written out, whose attention returns its queries."""
+    config = dataclasses.replace(CONFIG, plain=True, context_tokens=20, n_layers=1, qkv_bias=False, output_bias=False)
+    plain = Decoder(config, tokens=tokens)
+    params = plain.init(seed=3)
     places = POSITIONS[::-1] + 5
-    rows = params['embedding'][TOKENS] + params['positions'][places]
-    same = {name: leaf for name, leaf in params.items() if name != 'positions'}
-    same['embedding'] = jnp.concatenate([params['embedding'], rows])
+    layer = jax.tree.map(np.asarray, params['layers']['0'])
+    normal = lambda x, scale: x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_eps) * scale
+    x = np.asarray(params['embedding'][TOKENS] + params['positions'][places])
+    x = (
+        x
+        + normal(x, layer['attention_norm'])
+        @ layer['attention']['query']['weight']
+        @ layer['attention']['output']['weight']
+    )
+    inner = normal(x, layer['mlp_norm']) @ layer['mlp']['up']['weight']
+    x = x + np.maximum(inner, 0) @ layer['mlp']['down']['weight']
 
-    def hidden(decoder, params, tokens, positions):
-        return jax.jit(lambda p: decoder.hidden(decoder.prepare(p), tokens, positions, causal)[0])(params)
+    def hidden(positions):
+        return jax.jit(
+            lambda p: plain.hidden(plain.prepare(p), TOKENS, positions, lambda q, k, v, entry, window: (q, entry))[0]
+        )(params)
 
-    expected = hidden(plain, same, 29 + np.arange(len(TOKENS)), 0 * POSITIONS)
-    np.testing.assert_allclose(hidden(learned, params, TOKENS, places), expected, rtol=1e-5, atol=1e-6)
-    assert np.abs(hidden(learned, params, TOKENS, POSITIONS) - expected).max() > 0.1
+    expected = x if tokens == 'rows' else x.T
+    np.testing.assert_allclose(hidden(places), expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(hidden(POSITIONS) - expected).max() > 0.1
 
 
 def test_the_head_is_the_embedding_when_tied():

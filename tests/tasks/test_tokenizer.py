@@ -193,3 +193,10 @@ def test_characters_without_an_id_are_named():
         CharacterTokenizer('ab').encode('adc')
     with pytest.raises(TokenizerError, match='each once'):
         CharacterTokenizer('aa')
+
+
+def test_characters_without_an_eos_have_the_first_ids_and_none_ends_a_text():
+    tokenizer = CharacterTokenizer('ab=', has_eos=False)
+    assert tokenizer.encode('ba=').tolist() == [1, 0, 2]
+    assert tokenizer.decode(np.array([1, 0, 2])) == 'ba='
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (3, 3)
