@@ -1,4 +1,4 @@
-"""A tiny model imitates one-digit arithmetic until it is right about half of the time, as a start for RL.
+"""A tiny model imitates one-digit arithmetic until half of its sampled answers are right, as a start for RL.
 
     python -m areal_jax.main_train --config=configs/sft_arithmetic.py --workdir=runs/sft_arithmetic
 
@@ -12,7 +12,7 @@ from areal_jax import config as schema
 
 def get_config() -> config_dict.ConfigDict:
     config = schema.default_config()
-    config.run.steps = 150
+    config.run.steps = 70
     config.loss.objective = 'sft'
     config.model.characters = '0123456789+-*='
     config.task.name = 'configs/sweeps/arithmetic.py:build'
