@@ -159,14 +159,15 @@ def describe_pairing(pairings: Sequence[Pairing]) -> str:
     seeds = min(pairing.n for pairing in pairings)
     span = f'{least.r:.2f}' if len(ordered) == 1 else f'{least.r:.2f} to {most.r:.2f}, median {middle.r:.2f}'
     few = '' if seeds >= 8 else f'; from {seeds} seeds r is rough: 8 or more make it reliable'
-    if most.r < LEAST_R:
-        return f'Pairing buys nothing here: r {span} is below {LEAST_R}{few}.'
-    gain = (
-        'without bound (equal differences)' if math.isinf(middle.error_factor) else f'{middle.error_factor:.3g} times'
-    )
+    if middle.r < LEAST_R:
+        where = 'is' if len(ordered) == 1 else 'of which the median is'
+        return f'Pairing buys nothing here: r {span}, {where} below {LEAST_R}{few}.'
+    if math.isinf(middle.error_factor):
+        return f'Pairing: r {span}; the difference is the same for every seed, so its standard error is 0{few}.'
     return (
-        f'Pairing: r {span}; the standard error of a difference is {gain} smaller than with seeds of its own for each '
-        f'arm, which would need 1/(1 - r) = {middle.seeds_factor:.3g} times as many seeds for the same error{few}.'
+        f'Pairing: r {span}; the standard error of a difference is {middle.error_factor:.3g} times smaller than with '
+        f'seeds of its own for each arm, which would need 1/(1 - r) = {middle.seeds_factor:.3g} times as many seeds '
+        f'for the same error{few}.'
     )
 
 

@@ -114,4 +114,7 @@ def test_pairing_is_described_in_a_sentence():
     assert 'rough' not in describe_pairing([pairing(0.75)])
     assert 'from 3 seeds r is rough' in describe_pairing([pairing(0.75, n=3)])
     assert describe_pairing([pairing(0.1), pairing(0.29)]).startswith('Pairing buys nothing here: r 0.10 to 0.29')
-    assert 'without bound' in describe_pairing([pairing(1.0)])
+    assert describe_pairing([pairing(-0.2), pairing(0.1), pairing(0.5)]).startswith(
+        'Pairing buys nothing here: r -0.20'
+    )
+    assert 'so its standard error is 0' in describe_pairing([pairing(1.0)])
