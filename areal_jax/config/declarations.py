@@ -73,7 +73,7 @@ SECTIONS: Mapping[str, Section] = {
         outputs=Choice('all', ('all', 'symbols'), 'plain: tokens of an answer; symbols = token_reversal'),
         n_layers=Integer(2, COUNT, 'random: layers of the decoder'),
         d_model=Integer(64, COUNT, 'random: width of the residual stream'),
-        d_ff=Integer(128, COUNT, 'random: width of the gated MLP'),
+        d_ff=Integer(128, COUNT, 'random: width of the MLP'),
         n_heads=Integer(4, COUNT, 'random: query heads'),
         n_kv_heads=Integer(2, COUNT, 'random: key-value heads, a divisor of n_heads'),
         head_dim=Integer(16, COUNT, 'random: width of a head, an even number'),

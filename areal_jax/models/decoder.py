@@ -195,7 +195,7 @@ class Decoder:
         return self.tokens == 'native_columns' and not self.config.plain and native_layers.can_compute(layer)
 
     def head(self, params: Params) -> jax.Array:
-        """[V, d]: the embedding when tied."""
+        """[V, d], or [output_size, d]: the embedding when tied."""
         return params['embedding'] if self.config.tie_embeddings else params['head']
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:

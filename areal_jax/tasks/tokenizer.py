@@ -239,7 +239,7 @@ class CharacterTokenizer(_SizedTokenizer):
         self._texts = (self.eos_text, *characters) if has_eos else tuple(characters)
         self.vocab_size = len(self._texts)
         self.eos_id = 0 if has_eos else self.vocab_size
-        self._ids = {character: index for index, character in enumerate(self._texts)}
+        self._ids = {character: self._texts.index(character) for character in characters}
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n]; raises TokenizerError for a character without an id."""
@@ -262,7 +262,7 @@ class CharacterTokenizer(_SizedTokenizer):
         return ''.join(self._texts[token] for token in self._without_final_eos(tokens))
 
     def special_token_ids(self) -> frozenset[int]:
-        return frozenset({self.eos_id})
+        return frozenset({self.eos_id} if self.eos_id < self.vocab_size else ())
 
 
 def _read_hf_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:

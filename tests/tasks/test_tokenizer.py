@@ -200,3 +200,4 @@ def test_characters_without_an_eos_have_the_first_ids_and_none_ends_a_text():
     assert tokenizer.encode('ba=').tolist() == [1, 0, 2]
     assert tokenizer.decode(np.array([1, 0, 2])) == 'ba='
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (3, 3)
+    assert tokenizer.special_token_ids() == frozenset()
