@@ -19,7 +19,7 @@ from areal_jax.app.loop_run import LoopRun
 from areal_jax.app.provenance import Hardware, describe_hardware
 from areal_jax.app.roles import RoleProcess, keep_name, require_roles
 from areal_jax.app.run import Checkpoint
-from areal_jax.app.text_model import describe_source, describe_text_model, find_source
+from areal_jax.app.text_model import describe_source, describe_text_model, find_source, require_rules_of_origin
 from areal_jax.app.workdir import CHECKPOINTS, Report, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import list_roles, parse_learner
@@ -79,6 +79,7 @@ class ControllerRun(LoopRun):
         super().__init__(config, process.workdir, **settings)
 
     def _require_startable(self, config: config_dict.ConfigDict) -> None:
+        require_rules_of_origin(config)
         require_roles(config)
 
     def _print_warnings(self, config: config_dict.ConfigDict) -> None:

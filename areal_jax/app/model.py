@@ -47,7 +47,8 @@ def build_model(config: TrackedConfig) -> Model:
     else:
         tokenizer = character_tokenizer(config)
         decoder = Decoder(random_shape(config, tokenizer.vocab_size))
-        model = Model(decoder, decoder.init(config.run.seed, config.model.init_scale), tokenizer)
+        params = decoder.init(config.run.seed, config.model.init_scale, config.model.embedding_scale)
+        model = Model(decoder, params, tokenizer)
     model.tokenizer.fits(model.decoder.config.vocab_size)
     return model
 

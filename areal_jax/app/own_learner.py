@@ -23,7 +23,7 @@ from areal_jax.app.provenance import Hardware, hardware
 from areal_jax.app.run import Checkpoint, Run
 from areal_jax.app.sizes import require_room
 from areal_jax.app.start_warnings import print_passed_over, print_warnings
-from areal_jax.app.text_model import describe_loading
+from areal_jax.app.text_model import describe_loading, require_rules_of_origin
 from areal_jax.app.workdir import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import parse_learner
@@ -43,6 +43,7 @@ class OwnLearner(Run):
     learner: SpmdLearner | CommandLeader
 
     def _require_startable(self, config: config_dict.ConfigDict) -> None:
+        require_rules_of_origin(config)
         require_room(config)
 
     def _print_warnings(self, config: config_dict.ConfigDict) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+from ml_collections import config_dict
+
 from areal_jax.app.run_config import find_checkpoint, read_run_config
-from areal_jax.config import TrackedConfig
+from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
@@ -42,13 +44,28 @@ def describe_text_model(config: TrackedConfig) -> TextModel:
 
 
 def read_shape(config: TrackedConfig) -> ModelConfig:
-    """The shape of the model, without its weights."""
-    config = find_origin(config)
-    if config.model.source == 'gguf':
-        return read_gguf_shape(gguf_file(config))
-    if config.model.source == 'hf':
-        return read_hf_config(pathlib.Path(config.model.path))
-    return random_shape(config, character_tokenizer(config).vocab_size)
+    """The shape of the model, without its weights; raises ConfigError where it has fewer positions than a sequence."""
+    origin = find_origin(config)
+    if origin.model.source == 'gguf':
+        return read_gguf_shape(gguf_file(origin))
+    if origin.model.source == 'hf':
+        return read_hf_config(pathlib.Path(origin.model.path))
+    shape = random_shape(origin, character_tokenizer(origin).vocab_size)
+    if shape.plain and _longest(config) > shape.context_tokens:
+        raise ConfigError(
+            f'model.path={config.model.path!r} has learned positions for {shape.context_tokens} tokens, and '
+            f'{_longest_field(config)}={_longest(config)} asks for more: lower it'
+        )
+    return shape
+
+
+def require_rules_of_origin(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError where a run from another run breaks a rule of the model which that one drew."""
+    if config.model.source == 'run':
+        origin = find_origin(TrackedConfig(config))
+        started = config.copy_and_resolve_references()
+        started.model.update(origin.as_dict()['model'])
+        validate(started)
 
 
 def describe_loading(config: TrackedConfig) -> str:
@@ -75,7 +92,10 @@ def find_source(config: TrackedConfig) -> pathlib.Path | None:
 def describe_source(config: TrackedConfig, source: pathlib.Path | None) -> tuple[str, str]:
     """(what weights that are not finite are called, what to do then)."""
     if source is None:
-        return f'weights drawn with model.init_scale={config.model.init_scale:g}', 'lower it'
+        drawn = f'weights drawn with model.init_scale={config.model.init_scale:g}'
+        if (scale := config.model.embedding_scale) != 1.0:
+            return f'{drawn} and model.embedding_scale={scale:g}', 'lower one of them'
+        return drawn, 'lower it'
     return f'model.path={str(source)!r}', 'get the files again or name another model'
 
 
@@ -125,3 +145,7 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
 def _longest(config: TrackedConfig) -> int:
     """The most tokens of one sequence."""
     return config.learner.row_tokens if config.loss.objective == 'sft' else config.rollout.context_tokens
+
+
+def _longest_field(config: TrackedConfig) -> str:
+    return 'learner.row_tokens' if config.loss.objective == 'sft' else 'rollout.context_tokens'

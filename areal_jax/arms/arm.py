@@ -22,7 +22,8 @@ class Arm:
 
 
 VARIES = (
-    *('run.seed', 'model.init_scale', 'staleness.schedule', 'optimizer.learning_rate', 'rollout.temperature'),
+    *('run.seed', 'model.init_scale', 'model.embedding_scale', 'staleness.schedule', 'optimizer.learning_rate'),
+    'rollout.temperature',
     *('loss.clip_epsilon', 'loss.clip_epsilon_high', 'loss.proximal', 'loss.behavior_weight_cap'),
     *('loss.advantage', 'loss.entropy_coefficient', 'loss.denominator', 'learner.filter_equal_rewards'),
 )  # an array over the arms each

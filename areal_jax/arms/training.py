@@ -130,19 +130,19 @@ def train_arms(
 
 def _prepare(arms: Sequence[Arm]) -> tuple[Tree, Problems]:
     """The initial weights and the problems of all arms, stacked; arms with one seed share what it draws."""
-    weights: dict[tuple[int, float], Tree] = {}
+    weights: dict[tuple[int, float, float], Tree] = {}
     problems: dict[int, Problems] = {}
     keys = []
     for arm in arms:
         config = TrackedConfig(arm.config)
-        key = config.run.seed, config.model.init_scale
+        key = config.run.seed, config.model.init_scale, config.model.embedding_scale
         if key not in weights:
             model = build_model(config)
             weights[key] = model.params
             if key[0] not in problems:
                 problems[key[0]] = draw_problems(config, model.tokenizer)
         keys.append(key)
-    return _stack([weights[key] for key in keys]), _stack([problems[seed] for seed, _ in keys])
+    return _stack([weights[key] for key in keys]), _stack([problems[seed] for seed, *_ in keys])
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:

@@ -79,6 +79,7 @@ SECTIONS: Mapping[str, Section] = {
         head_dim=Integer(16, COUNT, 'random: width of a head, an even number'),
         rope_theta=Real(10000.0, POSITIVE, 'random: base of the rotary angles'),
         init_scale=Real(1.0, POSITIVE, 'random: multiplies the standard deviation of every matrix'),
+        embedding_scale=Real(1.0, POSITIVE, 'random: multiplies that of embedding and positions as well'),
     ),
     'task': Section(
         'Prompts and rewards',

@@ -95,17 +95,17 @@ class Decoder:
             leaves += [(path, leaf) for path in (paths if spec.in_layers else [spec.path])]
         return nest(leaves)
 
-    def init(self, seed: int, scale: float = 1.0) -> Params:
-        """Random weights: each leaf is a function of (seed, its path in list form, scale) alone, see families.Init.
+    def init(self, seed: int, scale: float = 1.0, embedding_scale: float = 1.0) -> Params:
+        """Random weights: each leaf is a function of (seed, its path in list form, its scale) alone, see families.Init.
 
-        `scale` multiplies the standard deviation of every matrix.
+        `scale` multiplies the standard deviation of every matrix, `embedding_scale` that of embedding and positions.
         """
-        params = self.complete({}, seed, scale)
+        params = self.complete({}, seed, scale, embedding_scale)
         return stack_layers(params) if self.layers == 'stacked' else params
 
-    def complete(self, params: Params, seed: int, scale: float = 1.0) -> Params:
+    def complete(self, params: Params, seed: int, scale: float = 1.0, embedding_scale: float = 1.0) -> Params:
         """`params`, in list form, with the leaves that it lacks (adapters) as `init` would make them."""
-        return initial.complete(self._table, params, self.config.n_layers, seed, scale)
+        return initial.complete(self._table, params, self.config.n_layers, seed, scale, embedding_scale)
 
     def prepare(self, params: Params) -> Params:
         """Published weights in the form in which `hidden` and `logits` take them; inside jax.jit or outside."""

@@ -22,6 +22,7 @@ class Init(enum.Enum):
     ZEROS = 'zeros'
     MATRIX = 'matrix'  # [in, out]
     TABLE = 'table'  # [V, d], whose fan in is d
+    LOOKUP = 'lookup'  # TABLE of which a token reads one row: times `embedding_scale` as well
     RESIDUAL = 'residual'  # MATRIX that writes to the residual stream: divided by sqrt(2 n_layers)
 
 
@@ -72,8 +73,8 @@ def norm(path: str, shape: str, hf_name: str, gguf_name: str | None = None, when
 
 # in the order of the forward pass, which is the order of the tensors in files
 COMMON = (
-    Weight('embedding', 'V d', 'vocab embed', Init.TABLE, 'model.embed_tokens.weight', gguf_name='token_embd.weight'),
-    Weight('positions', 'C d', 'features embed', Init.TABLE, when='plain'),
+    Weight('embedding', 'V d', 'vocab embed', Init.LOOKUP, 'model.embed_tokens.weight', gguf_name='token_embd.weight'),
+    Weight('positions', 'C d', 'features embed', Init.LOOKUP, when='plain'),
     norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'),
     projection('attention/query', 'd HD', 'embed heads', 'self_attn.q_proj', 'attn_q'),
     bias('attention/query', 'HD', 'self_attn.q_proj', when='qkv_bias'),

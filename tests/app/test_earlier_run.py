@@ -114,3 +114,21 @@ def test_what_is_no_run_to_start_from_is_named(origin, tmp_path):
     with pytest.raises(CheckpointError, match=r'copy/checkpoints is intact \(step_00000002: .*\); name another run'):
         build_model(TrackedConfig(from_run(tmp_path / 'copy')))
     assert jax.tree.leaves(origin[1])
+
+
+@pytest.mark.parametrize(
+    ('of_origin', 'fields', 'message'),
+    [
+        ({}, {'run__export': True}, r"model\.family='plain' cannot be written for other programs, .*run\.export=False"),
+        ({}, {'publication__channel': 'files'}, r"plain' cannot be written .* use publication\.channel='device'"),
+        ({}, {'rollout__context_tokens': 24}, r'learned positions for 16 tokens, and rollout\.context_tokens=24 asks'),
+        ({'model__outputs': 'symbols', 'rollout__ignore_eos': True}, {}, r'use rollout\.ignore_eos=True, not False'),
+    ],
+    ids=['an export', 'a channel of files', 'longer sequences', 'answers that end'],
+)
+def test_a_plain_model_keeps_its_rules_in_a_run_that_starts_from_it(tmp_path, of_origin, fields, message):
+    config = small_config(model__family='plain', **of_origin)
+    (tmp_path / 'config.json').write_text(config.to_json_best_effort())
+    with pytest.raises(ConfigError, match=message):
+        SmallRun(tmp_path / 'run', model__source='run', model__path=str(tmp_path), **fields)
+    assert not (tmp_path / 'run').exists()

@@ -14,7 +14,7 @@ EPS = {'optimizer__eps': 1e-4}  # see test_single_run.py
 ARMS = [
     make_arm('plain', loss__proximal='behavior', **EPS),
     make_arm('fast', optimizer__learning_rate=1e-2, learner__filter_equal_rewards=False, **EPS),
-    make_arm('other seed', run__seed=1, loss__advantage='group_mean', **EPS),
+    make_arm('other seed', run__seed=1, model__embedding_scale=2.0, loss__advantage='group_mean', **EPS),
     make_arm('late', staleness__schedule='fixed(2)', loss__clip_epsilon=0.1, loss__entropy_coefficient=0.03, **EPS),
 ]
 

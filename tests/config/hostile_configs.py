@@ -50,6 +50,7 @@ _SETTINGS: Mapping[str, str] = {
     'model.n_layers=0': f'model.n_layers=0 {_COUNT}',
     'model.rope_theta=0': 'model.rope_theta=0.0 must be above 0 and finite',
     'model.init_scale=inf': 'model.init_scale=inf must be above 0 and finite',
+    'model.embedding_scale=0': 'model.embedding_scale=0.0 must be above 0 and finite',
     'task.held_out_fraction=2': 'task.held_out_fraction=2.0 must lie in [0, 1]',
     'task.verifier_workers=0': 'task.verifier_workers=0 must be at least 1 and at most 1024',
     'task.verifier_workers=100000': 'task.verifier_workers=100000 must be at least 1 and at most 1024',

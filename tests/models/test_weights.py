@@ -86,6 +86,14 @@ def test_initial_weights_are_bit_for_bit_those_of_the_rule_by_names(name, lora):
         np.testing.assert_array_equal(leaf, initial_leaf(path, leaf.shape, config.n_layers), err_msg=path)
 
 
+def test_a_scale_of_the_embedding_multiplies_what_tokens_look_up():
+    config = dataclasses.replace(LLAMA, plain=True, tie_embeddings=False)
+    drawn, scaled = (by_path(Decoder(config).init(7, 1.5, scale)) for scale in (1.0, 3.0))
+    for path, leaf in drawn.items():
+        factor = 3.0 if path in ('embedding', 'positions') else 1.0
+        np.testing.assert_allclose(scaled[path], factor * leaf, rtol=1e-6, err_msg=path)
+
+
 def test_the_initial_weights_of_a_seed_never_change():
     leaves = by_path(Decoder(LLAMA).init(7, 1.5))
     for path, expected in INITIAL.items():
