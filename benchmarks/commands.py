@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import pathlib
-import platform
 import secrets
 import statistics
 import subprocess
@@ -36,6 +34,7 @@ from areal_jax.distributed.handshake import Hello, Listener, connect
 from areal_jax.distributed.messages import LEARNER, Command, Message, encode_message
 from areal_jax.distributed.peers import Peers
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
+from benchmarks.report import write_report
 from benchmarks.sides import ROOT
 
 FEW, MANY, BAR = 4, 64, 2.0
@@ -167,11 +166,9 @@ def main() -> int:
         'stubs': f'threads in {STUB_PROCESSES} processes without jax',
         'turns': args.turns,
         'seed': args.seed,
-        'machine': {'processor': platform.processor() or platform.machine(), 'python': platform.python_version()},
+        'command': f'python -m benchmarks.commands {" ".join(sys.argv[1:])}'.strip(),
     }
-    print(json.dumps(result, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + '\n')
+    write_report(result, args.out)
     return 0 if result['cpu_ratio'] < BAR else 2
 
 
