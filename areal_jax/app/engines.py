@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from areal_jax.app.build import count_cache_blocks, cuts_softmax
-from areal_jax.app.export import build_companions
+from areal_jax.app.export import build_companions, separates_head
 from areal_jax.app.model import Model
 from areal_jax.app.start_warnings import print_passed_over
 from areal_jax.config import TrackedConfig
@@ -47,7 +47,10 @@ def build_channel(
         return DeviceChannel(allocation.engines[0][0] if allocation.engine_shares(0) else None, verify=verify)
     directory = pathlib.Path(config.publication.directory or workdir / 'publication')
     companions = build_companions(workdir, model)
-    return FilesChannel(directory, model.decoder.config, verify=verify, companions=companions, writers=writers)
+    return FilesChannel(
+        directory, model.decoder.config, verify=verify, companions=companions, writers=writers,
+        separate_head=separates_head(config),
+    )  # fmt: skip
 
 
 def place_of(decoder: Decoder, devices: EngineDevices) -> Place:

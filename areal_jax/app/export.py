@@ -20,7 +20,7 @@ from areal_jax.app.model import Model, describe_model
 from areal_jax.app.model_card import FILE as CARD
 from areal_jax.app.model_card import ExportedModel, render_card
 from areal_jax.app.workdir import Values
-from areal_jax.config import CONFIG, default_config, flatten
+from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import read_json
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
@@ -103,6 +103,17 @@ def write_export(
     record = _json({'step': step, 'weights_sha256': digest, 'dtype': dtype})
     texts = {**companions.texts, RECORD: record, CARD: render_card(workdir, card)}
     export_hf(out, params, model.decoder.config, dtype=dtype, companions=dataclasses.replace(companions, texts=texts))
+
+
+def separates_head(config: TrackedConfig) -> bool:
+    """Whether versions hold a head of their own beside the embedding that is the head.
+
+    On a CPU vllm 0.32 keeps a packed copy of the head. Its reload_weights packs the tensors that it reads anew, and
+    reads none for a head which is the embedding, so that later versions would be served with the head of the first.
+    """
+    server = config.rollout.server
+    external = server == 'external' and any(url.startswith('vllm') for url in config.rollout.urls)
+    return (server == 'vllm' or external) and jax.default_backend() == 'cpu'
 
 
 def build_companions(workdir: pathlib.Path, model: Model) -> HfCompanions:

@@ -10,7 +10,7 @@ import jax
 from ml_collections import config_dict
 
 from areal_jax.app.compilations import use_compilation_cache
-from areal_jax.app.export import build_companions
+from areal_jax.app.export import build_companions, separates_head
 from areal_jax.app.interrupt import ignore_signals
 from areal_jax.app.learner import build_learner
 from areal_jax.app.model import build_model
@@ -54,7 +54,11 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
             connection = listener.accept(deadline_s).connection
             # a signal reaches all roles; the controller finishes its update and saves, which needs this process
             ignore_signals()
-            versions = PartWriter(model.decoder.config, build_companions(process.workdir, model))
+            versions = PartWriter(
+                model.decoder.config,
+                build_companions(process.workdir, model),
+                separate_head=separates_head(tracked),
+            )
             reports = process.index == 0
             follow(learner, connection, 'the controller', versions=versions, reports=reports, listener=listener)
 

@@ -10,6 +10,7 @@ import pathlib
 
 from ml_collections import config_dict
 
+from areal_jax.app.export import separates_head
 from areal_jax.app.interrupt import ignore_signals
 from areal_jax.app.learner import build_learner
 from areal_jax.app.model import build_model
@@ -70,4 +71,4 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
     # which it needs the others; it lets them go, and they notice when it is gone.
     ignore_signals()
-    follow(learner, leader, versions=PartWriter(model.decoder.config))
+    follow(learner, leader, versions=PartWriter(model.decoder.config, separate_head=separates_head(tracked)))

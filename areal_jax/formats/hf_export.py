@@ -57,7 +57,7 @@ class HfFiles:
     """A checkpoint directory to be written. Producer: `plan_hf_files`."""
 
     params: Params
-    config: ModelConfig
+    tensors: Mapping[str, HfTensor]  # of all files, by name
     weights: Mapping[str, _Planned]  # by file name
     config_json: Mapping[str, object]
     companions: Sequence[pathlib.Path]  # are copied
@@ -87,7 +87,7 @@ class HfFiles:
         the files cannot hold.
         """
         fetch = fetch or (lambda path: np.asarray(leaf_at(self.params, path)))
-        tensors, planned = {tensor.name: tensor for tensor in hf_tensors(self.config)}, self.weights[name]
+        tensors, planned = self.tensors, self.weights[name]
         read = lambda key: _host_tensor(fetch(tensors[key].path), tensors[key], planned[key].dtype)
         write_tensors(directory / name, planned, read)
 
@@ -111,6 +111,7 @@ def plan_hf_files(
     file_bytes: int | None = None,
     file_of: Callable[[str], int] | None = None,
     companions: HfCompanions | None = None,
+    separate_head: bool = False,
 ) -> HfFiles:
     """Plans `config.json`, the safetensors files and what goes along with them; fetches no values.
 
@@ -120,17 +121,20 @@ def plan_hf_files(
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
       file_of: leaves, given by their paths, with equal numbers share a file, in place of `file_bytes`.
       companions: None = nothing beside config and weights.
+      separate_head: a head that is the embedding is written as a tensor of its own too, and config.json says so.
 
     Raises HfError for a config that the family cannot have, and WeightsError for adapters.
     """
     require_merged(params)
+    stored = dataclasses.replace(config, tie_embeddings=False) if separate_head else config
+    tensors = [_find_leaf(tensor, config) for tensor in hf_tensors(stored)]
     if file_of is None:
-        planned = _split(params, config, dtype, file_bytes)
+        planned = _split(params, tensors, dtype, file_bytes)
     else:
-        planned = _assign(params, config, file_of)
+        planned = _assign(params, tensors, file_of)
     stored_dtype = str(next(iter(planned[0].values())).dtype)
     companions = companions or HfCompanions()
-    config_json = hf_config(config, stored_dtype) | dict(companions.token_ids)
+    config_json = hf_config(stored, stored_dtype) | dict(companions.token_ids)
     copied: list[pathlib.Path] = []
     if (source := companions.source) is not None:
         copied = [source / name for name in COMPANIONS if (source / name).is_file() and name not in companions.texts]
@@ -138,7 +142,8 @@ def plan_hf_files(
         config_json |= {name: original[name] for name in TOKEN_IDS if original.get(name) is not None}
     count = len(planned)
     names = [f'model-{n:05d}-of-{count:05d}.safetensors' for n in range(1, count + 1)] if count > 1 else [WEIGHTS]
-    return HfFiles(params, config, dict(zip(names, planned, strict=True)), config_json, copied, companions.texts)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return HfFiles(params, by_name, dict(zip(names, planned, strict=True)), config_json, copied, companions.texts)
 
 
 def write_record(path: pathlib.Path, record: Mapping[str, object]) -> None:
@@ -146,11 +151,16 @@ def write_record(path: pathlib.Path, record: Mapping[str, object]) -> None:
     path.write_text(json.dumps(record, indent=1, sort_keys=True))
 
 
-def _split(params: Params, config: ModelConfig, dtype: str | None, file_bytes: int | None) -> list[_Planned]:
+def _find_leaf(tensor: HfTensor, config: ModelConfig) -> HfTensor:
+    """The tensor with the leaf that holds its values in a model of this config."""
+    return dataclasses.replace(tensor, path='embedding') if config.tie_embeddings and tensor.path == 'head' else tensor
+
+
+def _split(params: Params, tensors: Sequence[HfTensor], dtype: str | None, file_bytes: int | None) -> list[_Planned]:
     """The tensors of each file; a tensor that is larger than the limit has a file of its own."""
     planned: list[_Planned] = [{}]
     size = 0
-    for tensor in hf_tensors(config):
+    for tensor in tensors:
         described = jax.ShapeDtypeStruct(tensor.shape, dtype or leaf_at(params, tensor.path).dtype)
         size += _nbytes(described)
         if file_bytes is not None and size > file_bytes and planned[-1]:
@@ -160,10 +170,10 @@ def _split(params: Params, config: ModelConfig, dtype: str | None, file_bytes: i
     return planned
 
 
-def _assign(params: Params, config: ModelConfig, file_of: Callable[[str], int]) -> list[_Planned]:
+def _assign(params: Params, tensors: Sequence[HfTensor], file_of: Callable[[str], int]) -> list[_Planned]:
     """The tensors of each file, files in the order of their numbers."""
     planned: dict[int, _Planned] = {}
-    for tensor in hf_tensors(config):
+    for tensor in tensors:
         described = jax.ShapeDtypeStruct(tensor.shape, leaf_at(params, tensor.path).dtype)
         planned.setdefault(file_of(tensor.path), {})[tensor.name] = described
     return [planned[number] for number in sorted(planned)]

@@ -67,6 +67,7 @@ class FilesChannel:
       verify: `receive` recomputes the digest of every leaf.
       companions: tokenizer and so on, written with each version so that a server can start from any of them.
       writers: the other processes of a learner over several, which hold leaves of each version too.
+      separate_head: see `plan_hf_files`; a reader that knows the model's own config reads the same weights.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class FilesChannel:
         verify: bool,
         companions: HfCompanions | None = None,
         writers: Sequence[VersionWriter] = (),
+        separate_head: bool = False,
     ):
-        self._directory, self._config = pathlib.Path(directory), config
+        self._directory, self._config, self._separate_head = pathlib.Path(directory), config, separate_head
         self._verify, self._companions = verify, companions or HfCompanions()
-        self._parts, self._writers = PartWriter(config, companions), writers
+        self._parts, self._writers = PartWriter(config, companions, separate_head=separate_head), writers
 
     def transfer(self, version: int, copy: Params) -> PublishedWeights:
         """Writes `copy` as a directory; handle = its absolute path. A tree of SharedLeaf is written by all processes.
@@ -98,7 +100,8 @@ class FilesChannel:
         clear_versions(self._directory, version)
         target = version_path(self._directory.absolute(), version)
         record = {'format': 1, 'version': version, 'manifest_hash': digest, 'leaves': encode_manifest(manifest)}
-        write_hf_directory(target, plan_hf_files(copy, self._config, companions=self._companions), {MANIFEST: record})
+        plan = plan_hf_files(copy, self._config, companions=self._companions, separate_head=self._separate_head)
+        write_hf_directory(target, plan, {MANIFEST: record})
         return PublishedWeights(version, digest, handle=str(target))
 
     def _transfer_shares(self, version: int, copy: Tree) -> PublishedWeights:

@@ -36,10 +36,11 @@ class PartWriter:
 
     Args:
       companions: tokenizer and so on, which the process that finishes writes with each version.
+      separate_head: see `plan_hf_files`; the same in all processes.
     """
 
-    def __init__(self, config: ModelConfig, companions: HfCompanions | None = None):
-        self._config, self._companions = config, companions
+    def __init__(self, config: ModelConfig, companions: HfCompanions | None = None, *, separate_head: bool = False):
+        self._config, self._companions, self._separate_head = config, companions, separate_head
 
     def begin(self, directory: str, version: int, copy: Tree) -> None:
         """Removes this and later versions, which the run wrote before it was resumed, and begins a new one.
@@ -95,7 +96,9 @@ class PartWriter:
 
     def _plan(self, copy: Tree) -> HfFiles:
         owner = lambda path: _find_owner(leaf_at(copy, path))
-        return plan_hf_files(copy, self._config, file_of=owner, companions=self._companions)
+        return plan_hf_files(
+            copy, self._config, file_of=owner, companions=self._companions, separate_head=self._separate_head
+        )
 
     def _own_files(self, plan: HfFiles, copy: Tree) -> list[str]:
         """One, or none where there are more processes than leaves."""

@@ -10,9 +10,10 @@ import jax
 import pytest
 
 from areal_jax import main_export
-from areal_jax.app.export import export_run, write_export
+from areal_jax.app.export import export_run, separates_head, write_export
 from areal_jax.app.model import Model
 from areal_jax.app.sft import SftSession
+from areal_jax.config import TrackedConfig, default_config
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.decoder import Decoder
@@ -274,3 +275,20 @@ def test_what_cannot_be_exported_is_one_sentence(finished, tmp_path, capsys, cha
     assert (said.out, said.err.count('\n'), said.err[:7]) == ('', 1, 'error: ')
     assert re.search(message, said.err)
     assert {path for path in tmp_path.rglob('*') if 'run/' not in str(path)} == before
+
+
+@pytest.mark.parametrize(
+    ('server', 'urls', 'backend', 'expected'),
+    [
+        ('vllm', (), 'cpu', True),
+        ('external', ('sglang+http://a:1', 'vllm+http://b:2'), 'cpu', True),
+        ('external', ('sglang+http://a:1',), 'cpu', False),
+        ('own', (), 'cpu', False),
+        ('vllm', (), 'gpu', False),
+    ],
+)
+def test_versions_for_vllm_on_a_cpu_have_a_head_of_their_own(monkeypatch, server, urls, backend, expected):
+    config = default_config()
+    config.rollout.server, config.rollout.urls = server, urls
+    monkeypatch.setattr(jax, 'default_backend', lambda: backend)
+    assert separates_head(TrackedConfig(config)) is expected

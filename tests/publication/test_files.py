@@ -45,6 +45,28 @@ def test_weights_arrive_as_they_were_sent(tmp_path):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(received))
 
 
+def test_a_head_that_is_the_embedding_is_written_a_second_time_where_asked(tmp_path):
+    params = host_params()
+    channel = FilesChannel(tmp_path, CONFIG, verify=True, separate_head=True)
+    published = channel.transfer(7, jax.device_put(params))
+    written = load_file(tmp_path / 'v000007' / 'model.safetensors')
+    np.testing.assert_array_equal(written['lm_head.weight'], params['embedding'])
+    np.testing.assert_array_equal(written['model.embed_tokens.weight'], params['embedding'])
+    assert json.loads((tmp_path / 'v000007' / 'config.json').read_text())['tie_word_embeddings'] is False
+    assert_bit_equal(channel.receive(published), params)  # a reader by the model's own config has no head
+    assert (
+        published.manifest_hash
+        == FilesChannel(tmp_path / 'one', CONFIG, verify=False).transfer(7, params).manifest_hash
+    )
+    assert 'lm_head.weight' not in load_file(tmp_path / 'one' / 'v000007' / 'model.safetensors')
+    own = dataclasses.replace(CONFIG, tie_embeddings=False)  # changes nothing for a head of its own
+    for name, separate_head in (('with', True), ('without', False)):
+        own_channel = FilesChannel(tmp_path / name, own, verify=True, separate_head=separate_head)
+        own_channel.transfer(1, host_params(config=own))
+    contents = [(tmp_path / name / 'v000001' / 'model.safetensors').read_bytes() for name in ('with', 'without')]
+    assert contents[0] == contents[1]
+
+
 def test_weights_that_are_no_numbers_leave_no_directory(tmp_path):
     params = host_params()
     params['layers']['1']['mlp']['up']['weight'][0, 0] = np.nan

@@ -35,15 +35,16 @@ def _shared(params, processes=2):
 class _Process:
     """`publication.files.VersionWriter`: another process, played by this one."""
 
-    def __init__(self, index, copy, monkeypatch):
-        self._index, self._copy, self._patch = index, copy, monkeypatch
+    def __init__(self, index, copy, monkeypatch, separate_head=False):
+        self._index, self._copy, self._patch, self._separate_head = index, copy, monkeypatch, separate_head
         self.seen: list[pathlib.Path] = []
 
     def write(self, directory, version):
         with self._patch.context() as patch:
             patch.setattr(jax, 'process_index', lambda: self._index)
             try:
-                self._outcome = PartWriter(CONFIG).write(directory, version, self._copy)
+                writer = PartWriter(CONFIG, separate_head=self._separate_head)
+                self._outcome = writer.write(directory, version, self._copy)
             except PublicationError as error:
                 self._outcome = str(error)
 
@@ -51,11 +52,22 @@ class _Process:
         return self._outcome
 
 
-def _transfer(directory, params, monkeypatch, version=3, processes=2):
+def _transfer(directory, params, monkeypatch, version=3, processes=2, **options):
     copy = _shared(params, processes)
-    others = [_Process(index, copy, monkeypatch) for index in range(1, processes)]
-    channel = FilesChannel(directory, CONFIG, verify=True, companions=_COMPANIONS, writers=others)
+    others = [_Process(index, copy, monkeypatch, **options) for index in range(1, processes)]
+    channel = FilesChannel(directory, CONFIG, verify=True, companions=_COMPANIONS, writers=others, **options)
     return channel, channel.transfer(version, copy)
+
+
+def test_a_separate_head_is_written_by_the_owner_of_the_embedding(tmp_path, monkeypatch):
+    params = host_params()
+    channel, published = _transfer(tmp_path, params, monkeypatch, separate_head=True)
+    written = [load_file(file) for file in sorted((tmp_path / 'v000003').glob('*.safetensors'))]
+    assert len(written) == 2
+    [owner] = [tensors for tensors in written if 'lm_head.weight' in tensors]
+    np.testing.assert_array_equal(owner['lm_head.weight'], params['embedding'])
+    np.testing.assert_array_equal(owner['model.embed_tokens.weight'], params['embedding'])
+    assert_bit_equal(channel.receive(published), params)
 
 
 @pytest.mark.parametrize('put', [jax.device_put, lambda params: params], ids=['devices', 'host'])
