@@ -1,6 +1,7 @@
 """Two checkpoints of one small model, for servers of others: python -m tests.rollout.http.clients.checkpoints DIR.
 
-Writes DIR/v0 and DIR/v1: Hugging Face directories of equal shapes and different weights, without a tokenizer.
+Writes DIR/v0 and DIR/v1: Hugging Face directories of equal shapes and different weights, without a tokenizer. The head
+is the embedding, written twice as a run does for vLLM on a CPU (app/export.py, `separates_head`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import sys
 import jax
 import numpy as np
 
+from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.publication.export import export_hf
+from areal_jax.publication.directory import write_hf_directory
 
 # heads of 64, which vllm has kernels for
 CONFIG = ModelConfig(
     vocab_size=512, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=256, rope_theta=1e4,
-    family='qwen3', qk_norm=True, tie_embeddings=False, context_tokens=2048,
+    family='qwen3', qk_norm=True, context_tokens=2048,
 )  # fmt: skip
 
 
@@ -37,7 +39,7 @@ def make_params(seed: int) -> Params:
 
 def write_checkpoints(directory: pathlib.Path) -> None:
     for version in (0, 1):
-        export_hf(directory / f'v{version}', make_params(version), CONFIG, dtype='float32')
+        write_hf_directory(directory / f'v{version}', plan_hf_files(make_params(version), CONFIG, separate_head=True))
 
 
 if __name__ == '__main__':
