@@ -79,21 +79,22 @@ def disturb(found: Found, directory: pathlib.Path, seed: int, until_s: float) ->
     found.calm = calm = run_calm(directory / 'undisturbed', cache, until_s)
     if calm.baseline is None:
         return
-    deck = Deck(seed)
+    deck, slowest = Deck(seed), calm.baseline
     while deck and until_s - time.monotonic() > calm.seconds:
         number = len(found.runs) + 1
-        _run_once(found, deck, directory / f'run_{number:02d}', cache, calm.baseline, until_s)
+        slowest = _run_once(found, deck, directory / f'run_{number:02d}', cache, slowest, until_s)
 
 
 def _run_once(
     found: Found, deck: Deck, directory: pathlib.Path, cache: pathlib.Path, baseline: Baseline, until_s: float
-) -> None:
+) -> Baseline:
+    """The baseline with what this run took before it was struck."""
     strikes = deck.draw()
     with WatchedRun(functools.partial(command_of, cache=cache), directory, until_s) as run:
         record = run.carry_out(strikes, STEPS, baseline)
     if record.is_cut:
         print(f'cut off: {_listed(strikes)}', flush=True)
-        return
+        return baseline
     judgement = _judge(record, baseline)
     for strike in record.missed:
         deck.give_back(strike.cell)
@@ -108,6 +109,7 @@ def _run_once(
         print(f'        {record.workdir}', flush=True)
     else:
         shutil.rmtree(directory, ignore_errors=True)
+    return baseline.widen(record.marks)
 
 
 def _judge(record: Record, baseline: Baseline) -> Judgement:

@@ -25,12 +25,22 @@ _LATEST = {'start-up': 0.9, 'end': 0.6}  # part of it after which a strike often
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """Seconds that the parts of an undisturbed run take on this machine."""
+    """Seconds that the parts of an undisturbed run take on this machine, at most."""
 
     engine_start_s: float  # from the start of an engine to its address in the registry; the slower of the two
     run_start_s: float  # from the first start of a process to the first request
     update_s: float  # between two publications at most
     end_s: float  # from the last publication to the end of the launcher
+
+    def widen(self, marks: Sequence[Mark]) -> Baseline:
+        """With what another run took for the same parts before it was struck: starts differ by a tenth and more."""
+        own = measure_starts(marks)
+        return dataclasses.replace(
+            self,
+            engine_start_s=max(self.engine_start_s, own.engine_start_s),
+            run_start_s=max(self.run_start_s, own.run_start_s),
+            update_s=max(self.update_s, longest_update_s(marks)),
+        )
 
     def length_s(self, phase: str) -> float:
         """Over which the strikes of a phase are spread."""
@@ -47,12 +57,10 @@ class Bounds:
 
     @classmethod
     def of(cls, baseline: Baseline, marks: Sequence[Mark], every: int) -> Bounds:
-        """`marks` are those of the run that was struck: its parts may take longer than those of the other."""
-        own = measure_starts(marks)
-        update_s = max(baseline.update_s, longest_update_s(marks))
-        learners_s = max(baseline.run_start_s, own.run_start_s) + every * update_s
-        engine_s = _ENGINE_STARTS * max(baseline.engine_start_s, own.engine_start_s)
-        return cls(engine_s, learners_s, learners_s + baseline.end_s)
+        """`marks` are those of the run that was struck: its parts may take longer than those of the others."""
+        slowest = baseline.widen(marks)
+        learners_s = slowest.run_start_s + every * slowest.update_s
+        return cls(_ENGINE_STARTS * slowest.engine_start_s, learners_s, learners_s + slowest.end_s)
 
 
 @dataclasses.dataclass(frozen=True)
