@@ -33,13 +33,12 @@ class Baseline:
     end_s: float  # from the last publication to the end of the launcher
 
     def widen(self, marks: Sequence[Mark]) -> Baseline:
-        """With what another run took for the same parts before it was struck: starts differ by a tenth and more."""
+        """With the start-ups of another run before it was struck, if slower: they differ by a tenth and more."""
         own = measure_starts(marks)
         return dataclasses.replace(
             self,
             engine_start_s=max(self.engine_start_s, own.engine_start_s),
             run_start_s=max(self.run_start_s, own.run_start_s),
-            update_s=max(self.update_s, longest_update_s(marks)),
         )
 
     def length_s(self, phase: str) -> float:
@@ -59,7 +58,7 @@ class Bounds:
     def of(cls, baseline: Baseline, marks: Sequence[Mark], every: int) -> Bounds:
         """`marks` are those of the run that was struck: its parts may take longer than those of the others."""
         slowest = baseline.widen(marks)
-        learners_s = slowest.run_start_s + every * slowest.update_s
+        learners_s = slowest.run_start_s + every * max(baseline.update_s, longest_update_s(marks))
         return cls(_ENGINE_STARTS * slowest.engine_start_s, learners_s, learners_s + slowest.end_s)
 
 
@@ -192,7 +191,7 @@ def _judge(strike: Strike, before: Sequence[Mark], since: Sequence[Mark], bounds
     if strike.cell.phase == 'end':
         back_most_s = bounds.end_s
     noticed_s, took_s = gone_s - struck_s, (last_s if back_s is None else back_s) - gone_s
-    violations = [f'{strike}: {text}' for text in check_restarts(strike, since)]
+    violations = [f'{strike}: {text}' for text in check_restarts(strike, since, steps)]
     if noticed_s > most_s:
         violations.append(f'{strike}: the process was there for {noticed_s:.1f} s more, allowed are {most_s:.1f}')
     if took_s > back_most_s:
@@ -201,14 +200,24 @@ def _judge(strike: Strike, before: Sequence[Mark], since: Sequence[Mark], bounds
     return Recovery(strike, moment, noticed_s, most_s, took_s, back_most_s, violations)
 
 
-def check_restarts(strike: Strike, since: Sequence[Mark]) -> list[str]:
-    """Who was started again: an engine alone; controller and learners together, and no engine with them."""
+def check_restarts(strike: Strike, since: Sequence[Mark], steps: int) -> list[str]:
+    """Who was started again: an engine alone; controller and learners together, and no engine with them.
+
+    Nobody, where the run has ended before: at its end, and beside an engine that hangs and is not missed.
+    """
     again = (mark for mark in since if mark.what == 'start' and mark.number > 1)  # the first may come after the strike
     found = collections.Counter(mark.process for mark in again)
     expected: Mapping[str, int] = dict.fromkeys((strike.process,) if strike.cell.role == 'engine' else TOGETHER, 1)
-    if found == expected or (strike.cell.phase == 'end' and not found):  # the run may have ended before
+    unmissed = strike.cell.role == 'engine' and _ended_first(strike, since, steps)
+    if found == expected or (not found and (strike.cell.phase == 'end' or unmissed)):
         return []
     return [f'{_listed(found)} started again, expected {_listed(expected)}']
+
+
+def _ended_first(strike: Strike, since: Sequence[Mark], steps: int) -> bool:
+    """Whether the last version was published while the process was still there."""
+    there = itertools.takewhile(lambda mark: (mark.what, mark.process) != ('gone', strike.process), since)
+    return any(mark.event.get('kind') == 'publish' and mark.event['version'] == steps for mark in there)
 
 
 def describe_moment(strike: Strike, before: Sequence[Mark]) -> str:

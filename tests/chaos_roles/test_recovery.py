@@ -107,6 +107,16 @@ def test_what_is_wrong_with_the_recovery_of_learners_is_named(after, pauses, say
     assert any(says in violation for violation in found), found
 
 
+def test_an_engine_that_hangs_is_not_missed_by_a_run_that_ends_first():
+    hangs = strike(number=signal.SIGSTOP)
+    ended = ['publish 3', f'publish {STEPS}', 'gone engine-1', 'end']
+    assert judge_one(hangs, *ended).violations == []
+    for after in (['publish 3', 'gone engine-1', 'end'], ['publish 3', 'gone engine-1', f'publish {STEPS}', 'end']):
+        assert 'nobody started again, expected engine-1' in judge_one(hangs, *after).violations[0]
+    [said] = judge_one(strike('learner-0', signal.SIGSTOP), *ended[:2], 'gone learner-0', 'end').violations
+    assert 'nobody started again' in said  # the run waits for a learner
+
+
 def test_before_the_first_version_learners_are_back_with_the_first_request():
     before = [*STARTS, *REGISTERED]
     recovery = judge_one(strike('learner-1', phase='start-up'), 'gone learner-1', *AGAIN, 'route engine/0', 'end',
@@ -137,7 +147,7 @@ def test_each_strike_is_judged_by_what_followed_it():
     second = ['struck learner-0', *LEARNER]
     found = marks(*BEFORE, 'struck engine-1', *ENGINE[:-1], *second)
     assert [r.violations for r in judge([strike(), strike('learner-0')], found, BOUNDS, STEPS)] == [[], []]
-    assert check_restarts(strike(), found[len(BEFORE) :]) != []
+    assert check_restarts(strike(), found[len(BEFORE) :], STEPS) != []
 
 
 def test_a_run_that_nothing_was_done_to_has_no_recoveries():
@@ -157,6 +167,14 @@ def test_updates_beside_a_strike_are_not_measured():
     found = marks('publish 1', 'publish 2', 'struck engine-0', 'publish 3', 'gone engine-0', 'publish 4', 'publish 5',
                   pauses={3: 20.0, 5: 20.0, 6: 2.0})  # fmt: skip
     assert longest_update_s(found) == 2.0
+
+
+def test_a_baseline_is_widened_by_starts_alone():
+    baseline = Baseline(engine_start_s=5.0, run_start_s=20.0, update_s=2.0, end_s=7.0)
+    late = marks('start engine-1', 'built engine-1', 'route engine/1', 'publish 1', 'publish 2', 'struck engine-1',
+                 pauses={1: 6.0, 2: 19.0, 4: 9.0})  # fmt: skip
+    assert baseline.widen(late) == Baseline(engine_start_s=6.0, run_start_s=25.0, update_s=2.0, end_s=7.0)
+    assert baseline.widen([late[-1], *late[:-1]]) == baseline
 
 
 def test_bounds_are_start_up_and_a_checkpoint():
