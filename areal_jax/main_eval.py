@@ -34,9 +34,11 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     adapt_config(command.config, values.model, command.overrides)  # names a wrong model before jax is imported
     copy = _require_place(values.json)
 
+    from areal_jax.app.garbage import space_full_collections
     from areal_jax.app.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
+    space_full_collections()
 
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds

@@ -55,9 +55,11 @@ def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
 
     silence_libraries()
 
+    from areal_jax.app.garbage import space_full_collections
     from areal_jax.app.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
+    space_full_collections()
 
     from areal_jax.app.recorded_run import read_packed, read_workdir
     from areal_jax.app.replay import replay

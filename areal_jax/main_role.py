@@ -40,9 +40,11 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     require_role(command.config, process.role, process.index, values.count)
     require_usable(process.workdir)
 
+    from areal_jax.app.garbage import space_full_collections
     from areal_jax.app.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
+    space_full_collections()
     if process.role == 'controller':
         return _control(command, process, interrupts)
     if process.role == 'learner':

@@ -29,9 +29,11 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     )
     command = parse_train_command(argv, values)
 
+    from areal_jax.app.garbage import space_full_collections
     from areal_jax.app.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
+    space_full_collections()
 
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from areal_jax.app.garbage import space_full_collections
 from areal_jax.control.clocks.loop import Block, Ready
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
@@ -240,6 +241,8 @@ def opened(path: pathlib.Path) -> Iterator[EventLog]:
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
+    space_full_collections()  # as the command of a controller does
+
     def start() -> tuple[Call, Callable[[], dict[str, Any]]]:
         def call() -> dict[str, float]:
             with tempfile.TemporaryDirectory() as folder:

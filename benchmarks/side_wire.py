@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from areal_jax.app.garbage import space_full_collections
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import StepRecord
 from areal_jax.control.events import EventLog
@@ -109,6 +110,8 @@ async def ask(engine: OwnEngine, path: pathlib.Path) -> dict[str, float]:
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
+    space_full_collections()  # as the command of a controller does
+
     def start() -> tuple[Call, Callable[[], dict[str, Any]]]:
         def call() -> dict[str, float]:
             with tempfile.TemporaryDirectory() as folder:

@@ -208,13 +208,17 @@ import bokeh.plotting, scipy.special
 jax.devices()
 weakref.finalize(jax, print).detach()  # the first one registers an exit handler of weakref; jax makes some
 import areal_jax
-from areal_jax.app import memory
+from areal_jax.app import garbage, memory
 from tests.app.small import small_config
 
 def allocator(*_):
     raise AssertionError('malloc was set')
 
+def collector():
+    raise AssertionError('the garbage collector was set')
+
 memory.return_freed_memory = allocator
+garbage.space_full_collections = collector
 
 def subreaper():
     import ctypes
