@@ -154,7 +154,7 @@ class FastBackend:
     """Decodes nothing: fixed tokens, no stop token before the limit."""
 
     block_tokens = 64
-    devices = ('none',)
+    devices: tuple[str, ...] = ('none',)
     state_bytes = 0
     sampling = SamplingSupport(vocab_size=2, cuts=False, adjusts=False, stop_tokens=4, biased_tokens=0)
 

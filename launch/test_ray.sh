@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run under a real Ray on this machine, of a head and three nodes with the labels of TPU nodes (tests/launch/ray_cluster.py).
-#   bash launch/test_ray.sh          configs/tiny_cpu.py with two learner processes and two engines; the node of an engine is
-#                                    removed, then one of the learner's; the run must end with its report. About 10 minutes.
+#   bash launch/test_ray.sh          configs/tiny_cpu.py with two learner processes, two engines and an exporter; the node of an engine
+#                                    is removed, then one of the learner's; the run must end with its report. About 10 minutes.
 #   bash launch/test_ray.sh --stub   the same with roles that compute nothing. About 4 minutes.
 # Ray is installed into .venv-ray; AREAL_JAX_RAY_PYTHON names an interpreter that has it already, and AREAL_JAX_PYTHON one
 # for the roles. FOLDER names the folder of the run (a temporary one by default, removed at the end).

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs under a real SLURM on this machine: Debian's slurmctld and two slurmd, as two nodes. As root.
-#   bash launch/test_slurm.sh          configs/tiny_cpu.py with two learner processes and two engines; the job is requeued
-#                                      by hand, then a node is lost; the run must end with its report. About 3 minutes.
+#   bash launch/test_slurm.sh          configs/tiny_cpu.py with two learner processes, two engines and an exporter; the job is
+#                                      requeued by hand, then a node is lost; the run must end with its report. About 4 minutes.
 #   bash launch/test_slurm.sh --stub   the same, and more, with roles that compute nothing. About 4 minutes.
 # FOLDER names the folder for everything it leaves (a temporary one by default, removed at the end).
 # Exit code 1 where a check fails, 2 where it cannot run.
@@ -212,7 +212,9 @@ check_requeue_and_loss() {
   slurmd -N n2 -f "$SLURM_CONF"
   await_start 2
   require_end
-  if [ -z "$STUB" ]; then "$PYTHON" -m areal_jax.main_check_log "$RUN/events.jsonl" || fail 'the event log breaks a rule'; fi
+  [ -z "$STUB" ] || return 0
+  "$PYTHON" -m areal_jax.main_check_log "$RUN/events.jsonl" || fail 'the event log breaks a rule'
+  [ -f "$RUN/exports/20/model.safetensors" ] && [ -f "$RUN/exports/40/model.safetensors" ] || fail 'an export is missing'
 }
 
 # What SLURM does before a time limit: the roles save their state, and the job is queued again.
@@ -284,7 +286,7 @@ if [ -n "$STUB" ]; then
   check_cancel
   check_heterogeneous
 else
-  FLAGS+=(--config.run.steps=60 --config.checkpoint.every=5)
+  FLAGS+=(--config.run.steps=60 --config.checkpoint.every=5 --config.checkpoint.keep=12 --config.run.export_every=20)
   LONG_S=400 FIRST=8 SECOND=16
 fi
 check_requeue_and_loss

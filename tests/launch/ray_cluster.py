@@ -1,8 +1,9 @@
 """A run on a Ray cluster of this machine, for test_ray.sh: python -m tests.launch.ray_cluster --workdir=DIR [--stub].
 
 A head and three nodes with the labels of TPU nodes: a slice of two hosts for the learner, one host for an engine; the
-head is the host of the other engine. While the run goes on the node of one engine is removed, then one of the
-learner's, which comes back later. The run must end with its report. --stub: with roles that compute nothing.
+head is the host of the other engine, of the controller and of the exporter. While the run goes on the node of one
+engine is removed, then one of the learner's, which comes back later. The run must end with its report. --stub: with
+roles that compute nothing.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from ray.cluster_utils import Cluster
 from tests.launch.test_local import ROOT, is_alive
 
 LONG_S = 400.0
+STEPS, EXPORT_EVERY = 120, 40
 HEALTH = {  # how soon Ray notices that a node is gone
     'health_check_initial_delay_ms': 1000,
     'health_check_period_ms': 1000,
@@ -72,7 +74,7 @@ class Nodes:
 def start_cluster():
     """(nodes, retries): Ray gives a node 30 s to start, which a loaded machine may exceed; one retry."""
     for retries in (0, 1):
-        cluster = Cluster(initialize_head=True, head_node_args={**engine_host('slice-h', 2), '_system_config': HEALTH})
+        cluster = Cluster(initialize_head=True, head_node_args={**engine_host('slice-h', 3), '_system_config': HEALTH})
         try:
             learner = [cluster.add_node(**learner_host(worker)) for worker in range(2)]
             return Nodes(cluster, learner, cluster.add_node(**engine_host('slice-e', 1))), retries
@@ -95,12 +97,10 @@ class Run:
             *(f'--address={address}', '--config=configs/tiny_cpu.py', f'--workdir={workdir}', '--local_nodes'),
             *('--accelerator=v4', '--topology=2x2x2', '--engine_accelerator=v6e', '--engine_topology=1x1'),
             *('--host=127.0.0.1', learner, '--config.cluster.engines=2 x tensor=1', '--config.rollout.server=own'),
-            *(
-                '--config.publication.channel=files',
-                '--config.learner.rows_per_microbatch=8',
-                '--config.run.steps=120',
-            ),
-            *('--config.checkpoint.every=5', '--environment=JAX_PLATFORMS=cpu', '--wait_s=120'),
+            *('--config.publication.channel=files', '--config.learner.rows_per_microbatch=8'),
+            *(f'--config.run.steps={STEPS}', f'--config.run.export_every={EXPORT_EVERY}'),
+            *('--config.checkpoint.every=5', f'--config.checkpoint.keep={STEPS}'),
+            *('--environment=JAX_PLATFORMS=cpu', '--wait_s=120'),
             '--environment=XLA_FLAGS=--xla_force_host_platform_device_count=4',
             *(f'--python={os.environ.get("AREAL_JAX_PYTHON", sys.executable)}', '--environment=STAND_IN_STEPS=300'),
         ]
@@ -161,7 +161,7 @@ def check(workdir, stub):
 
 
 def require_ended(workdir, stub):
-    """No process of a role is left, and the event log of a real run keeps its rules."""
+    """No process of a role is left; of a real run, the event log keeps its rules and every export is there."""
     if stub:
         lines = [line.split() for line in (workdir / 'events').read_text().splitlines()]
         left = [words[3] for words in lines if words[2] == 'start' and is_alive(int(words[3]))]
@@ -171,6 +171,9 @@ def require_ended(workdir, stub):
     command = [sys.executable, '-m', 'areal_jax.main_check_log', str(workdir / 'events.jsonl')]
     if subprocess.run(command, cwd=ROOT, check=False).returncode:
         raise CheckError('the event log breaks a rule')
+    exports = {int(path.parent.name) for path in (workdir / 'exports').glob('*/model.safetensors')}
+    if exports != set(range(EXPORT_EVERY, STEPS, EXPORT_EVERY)):
+        raise CheckError(f'the exporter wrote versions {sorted(exports)}')
 
 
 def say(sentence):
