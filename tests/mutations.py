@@ -529,6 +529,13 @@ MUTATIONS = [
         'tests/launch/test_roles.py',
     ),
     Mutation(
+        'search all objects as often as Python does',
+        'areal_jax/app/garbage.py',
+        'self._set(waiting=True)',
+        'pass',
+        'tests/app/test_garbage.py',
+    ),
+    Mutation(
         'save whatever training made',
         'areal_jax/learning/learner.py',
         "self.require_finite('the trained weights', 'lower optimizer.learning_rate')",

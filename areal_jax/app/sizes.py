@@ -86,9 +86,8 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     learner = _learner_sizes(config, shape, allocation.learner)
     if config.loss.objective == 'sft':
         return Sizes(learner, {}, {})
-    if allocation.engines and not allocation.engine_shares(
-        0
-    ):  # the channel holds earlier versions where the learner made them
+    # the channel holds earlier versions where the learner made them
+    if allocation.engines and not allocation.engine_shares(0):
         learner['publication'] *= 1 + _held_versions(config) + (1 if config.evaluation.every else 0)
     rollout, eta = config.rollout, config.staleness.eta
     admitted = config.learner.groups_per_update * (eta + 1)
