@@ -988,7 +988,7 @@ def survives(mutation: Mutation) -> bool:
             f'{mutation.name}: {mutation.before!r} stands {source.count(mutation.before)} times in its file'
         )
     with tempfile.TemporaryDirectory() as directory:
-        for part in ('areal_jax', 'tests', 'configs', 'pyproject.toml'):
+        for part in ('areal_jax', 'launch', 'tests', 'configs', 'pyproject.toml'):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, pathlib.Path(directory) / part)
         (pathlib.Path(directory) / mutation.file).write_text(source.replace(mutation.before, mutation.after))
