@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast, get_args
 
-from areal_jax.app.ending import ProcessEnd, end_command, judge_training
+from areal_jax.app.ending import ProcessEnd, code_of_stopped_server, end_command, judge_training
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.errors import ExitCode, UserError
 
@@ -57,8 +57,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
         from areal_jax.app.exporter_role import serve_exports
 
-        serve_exports(command.config, process, interrupts)
-        return ExitCode.FINISHED
+        has_finished = serve_exports(command.config, process, interrupts)
+        return ExitCode.FINISHED if has_finished else code_of_stopped_server()
     return _serve(command, process, interrupts)
 
 
@@ -107,7 +107,7 @@ def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -
             interrupts=interrupts,
             heartbeat=heartbeat,
         )
-    return ExitCode.FINISHED
+    return code_of_stopped_server()
 
 
 def _parse_process(values: flags.FlagValues) -> RoleProcess:

@@ -21,6 +21,7 @@ from areal_jax.config import flatten
 from areal_jax.config.cluster import LEARNER, Role, RoleCount, has_roles, list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
+from areal_jax.registry.self_test import require_path
 
 MODULE = 'areal_jax.main_role'
 STEADY_S = 600  # a role that lived so long has started well: its restarts are counted anew
@@ -73,6 +74,7 @@ def define_shared(values: flags.FlagValues) -> None:
 def locate_run(command: CommandLine, values: flags.FlagValues) -> ClusterRun:
     """The run of a command line whose files are on this machine; paths become absolute. Raises UserError."""
     require_workdir(values.workdir)
+    require_path(values.workdir)
     run = build_run(command, str(pathlib.Path(values.workdir).absolute()), values.python)
     require_extras(run.config)
     return dataclasses.replace(run, source=locate_source(run.source))

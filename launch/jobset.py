@@ -7,6 +7,7 @@ the YAML, without it `kubectl apply` gets it. FILE is read here and in the image
 from __future__ import annotations
 
 import pathlib
+import posixpath
 import re
 import shutil
 import subprocess
@@ -66,7 +67,7 @@ def _require_names(values: flags.FlagValues) -> None:
     for name in ('workdir', 'claim', 'image'):
         if not values[name].value:
             raise UserError(f'--{name} is missing: {values[name].help}')
-    workdir, mount = pathlib.PurePosixPath(values.workdir), pathlib.PurePosixPath(values.mount)
+    workdir, mount = (pathlib.PurePosixPath(posixpath.normpath(path)) for path in (values.workdir, values.mount))
     if not workdir.is_relative_to(mount) or workdir == mount:
         raise UserError(
             f'--workdir={workdir} is not below --mount={mount}, where all pods share the volume of --claim='
@@ -125,8 +126,8 @@ def _define() -> flags.FlagValues:
     define_accelerators(values)
     flags.DEFINE_multi_string('node_selector', [], "KEY=VALUE of the learner's nodes.", flag_values=values)
     flags.DEFINE_multi_string('engine_node_selector', [], "KEY=VALUE of the engines' nodes.", flag_values=values)
-    flags.DEFINE_string('controller_cpu', '4', 'Cores that the controller asks for.', flag_values=values)
-    flags.DEFINE_string('controller_memory', '16Gi', 'Memory that the controller asks for.', flag_values=values)
+    flags.DEFINE_string('controller_cpu', '4', 'Cores that controller and exporter ask for.', flag_values=values)
+    flags.DEFINE_string('controller_memory', '16Gi', 'Memory that controller and exporter ask for.', flag_values=values)
     flags.DEFINE_integer('restarts', 20, 'Most restarts of jobs, of all roles together.', 0, flag_values=values)
     flags.DEFINE_integer('grace_s', 120, 'Seconds to save the state after SIGTERM.', 10, flag_values=values)
     return values

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from areal_jax.app.ending import STOPPED_CODE
 from areal_jax.errors import ExitCode, UserError
 from launch.cluster_run import ClusterRun
 
@@ -26,6 +27,10 @@ _FINAL = {  # codes after which a start would end in the same way
     'engine': (ExitCode.USER_ERROR,),
     'exporter': (ExitCode.USER_ERROR,),
 }
+
+
+# Kubernetes evicts pods by a signal, and makes none in place of one that then ends with 0
+_STOPPED = {role: {STOPPED_CODE: str(int(ExitCode.STOPPED))} for role in ('engine', 'exporter')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +149,7 @@ def _pod(run: ClusterRun, manifest: Manifest, role: str) -> Node:
         'name': role,
         'image': image.engine_name if role == 'engine' else image.name,
         'command': _command(run, role),
-        'env': _environment(hardware.environment if hardware else {}),
+        'env': _environment({**(hardware.environment if hardware else {}), **_STOPPED.get(role, {})}),
     }
     if resources:
         container['resources'] = resources
@@ -152,10 +157,10 @@ def _pod(run: ClusterRun, manifest: Manifest, role: str) -> Node:
 
 
 def _command(run: ClusterRun, role: str) -> list[str]:
-    """$(NAME) is replaced by Kubernetes, from the environment of the container."""
+    """Kubernetes replaces $(NAME), from the environment of the container, and $$ by $."""
     index = {'learner': f'env:{_POD_INDEX}', 'engine': f'env:{_JOB_INDEX}'}.get(role, '0')
     count = {'learner': run.learner.count, 'engine': run.engine.count}.get(role, 1)
-    words = [word.replace('$(', '$$(') for word in run.command]
+    words = [word.replace('$', '$$') for word in run.command]
     return [*words, f'--role={role}', f'--index={index}', f'--count={count}', f'--host=$({_POD_IP})']
 
 

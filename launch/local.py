@@ -37,6 +37,7 @@ from launch.vllm_server import find_python
 TRAINER, SERVER = 'areal_jax.main_train', 'areal_jax.main_serve'
 _STARTED = ('own', 'vllm')
 SERVERS = 'servers'  # in the workdir: config and output of the servers
+_CONFIG = 'config.py'
 _CONFIG_FILE = '''"""The config of the servers of this run, written by launch.local at every start."""
 
 from areal_jax.config import default_config
@@ -74,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.FINISHED
     lock = files.DirectoryLock(workdir / SERVERS)
     try:
+        if config.rollout.server == 'own':
+            write_config(config, workdir / SERVERS / _CONFIG)
         return run_together(trainer, plan_servers(config, workdir, visible), Heartbeats(workdir), variables)
     finally:
         lock.release()
@@ -96,7 +99,7 @@ def plan_servers(
 ) -> list[Server]:
     """One server for each of cluster.engines; `variables` are added to the environment of 'engine-0' and so on."""
     directory = workdir / SERVERS
-    command = _plan_own(config, workdir) if config.rollout.server == 'own' else _plan_vllm(config, workdir)
+    command = _plan_own(workdir) if config.rollout.server == 'own' else _plan_vllm(config, workdir)
     return [
         Server(
             str(number),
@@ -109,22 +112,25 @@ def plan_servers(
     ]
 
 
-def _plan_own(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
+def _plan_own(workdir: pathlib.Path) -> list[str]:
     """Servers of this project start from the model of the config.
 
     They get a config file of their own and no overrides: they would refuse those that only a trainer reads.
     """
-    layout, directory = parse_engines(config.cluster.engines), workdir / SERVERS
+    return [SERVER, f'--config={workdir / SERVERS / _CONFIG}', '--port=0', f'--workdir={workdir}']
+
+
+def write_config(config: config_dict.ConfigDict, path: pathlib.Path) -> None:
+    """The config file of the servers, each of which is one engine."""
     default = dict(flatten(default_config()))
     values = {
         path: value
         for path, value in flatten(config.copy_and_resolve_references())
         if path not in default or value != default[path]
     }
-    values[ENGINES] = str(dataclasses.replace(layout, count=1))
-    directory.mkdir(parents=True, exist_ok=True)
-    files.write_text(directory / 'config.py', _CONFIG_FILE.format(values=values))
-    return [SERVER, f'--config={directory / "config.py"}', '--port=0', f'--workdir={workdir}']
+    values[ENGINES] = str(dataclasses.replace(parse_engines(config.cluster.engines), count=1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, _CONFIG_FILE.format(values=values))
 
 
 def _plan_vllm(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:

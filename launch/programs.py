@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO
 
 from areal_jax.app.interrupt import SIGNALS
+from areal_jax.errors import ExitCode
 from areal_jax.tasks.descendants import end_processes, list_descendants, list_marked
 from launch import heartbeats
 from launch.heartbeats import Signs
@@ -128,7 +129,7 @@ class Server:
     """A server that is started again when it dies or hangs.
 
     One that a signal ended is started again always, one that ends by itself at most _MOST_FAILURES times in a row. One
-    that ends with code 0 was told to stop and stays away.
+    that ends with code 0 was told to stop and stays away; so does one that ends with ExitCode.USER_ERROR.
 
     Args:
       next_log: gives the file to which the output of the next start is appended.
@@ -180,9 +181,11 @@ class Server:
         self._deaths += 1
         self._failures += code < SIGNALLED
         end = f'server {self.name} {describe_code(code)} after {lived_s:.0f} s'
-        self.is_over = code == 0 or self._failures >= _MOST_FAILURES
-        if code == 0:
+        self.is_over = code in (ExitCode.FINISHED, ExitCode.USER_ERROR) or self._failures >= _MOST_FAILURES
+        if code == ExitCode.FINISHED:
             say(f'{end}: it was told to stop')
+        elif code == ExitCode.USER_ERROR:
+            say(f'{end}, as it would again: it is not started again; see {self._log}')
         elif self.is_over:
             say(f'{end}, {self._failures} failures in a row: it is not started again; see {self._log}')
         else:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 from ml_collections import config_dict
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.ending import code_of_stopped_server, end_command
 from areal_jax.code_version import read_code_version
 from areal_jax.config.cluster import parse_engines
 from areal_jax.errors import UserError
@@ -42,20 +42,20 @@ _ENVIRONMENT = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 when it was told to stop, else 1 when the server has ended."""
+    """Returns 1 when the server has ended, else, when it was told to stop, 0 or what STOPPED_CODE says."""
     values = parse_flags(argv)
     python = find_python()
     with Wakeups() as wakeups:
         directory = _await_version(pathlib.Path(values.publication), wakeups)
         if directory is None:
-            return 0
+            return code_of_stopped_server()
         port = _find_port(values.host)
         with keep_while_read(directory):
             server = subprocess.Popen(
                 build_command(python, directory, port, values), env=dict(build_environment(os.environ))
             )
             try:
-                url = f'http://{values.host}:{port}'
+                url = f'http://[{values.host}]:{port}' if ':' in values.host else f'http://{values.host}:{port}'
                 if (code := _await_answer(server, url, wakeups)) is not None:
                     return code
             except BaseException:
@@ -113,7 +113,7 @@ def build_environment(given: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
-    """Of the command line, without the interpreter's words."""
+    """Of the command line, without the interpreter's words; raises UserError for what they cannot be."""
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Of the run.', required=True, flag_values=values)
     flags.DEFINE_string('name', None, 'In the registry.', required=True, flag_values=values)
@@ -124,7 +124,10 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer('context_tokens', 2048, 'Most tokens of a sequence.', flag_values=values)
     flags.DEFINE_integer('tensor', 1, 'Devices over which the server cuts its weights.', flag_values=values)
     flags.DEFINE_integer('slots', 8, 'Answers that are decoded at once.', flag_values=values)
-    values(list(argv))
+    try:
+        values(list(argv))
+    except flags.Error as error:
+        raise UserError(str(error)) from error
     return values
 
 
@@ -143,7 +146,7 @@ def _await_answer(server: subprocess.Popen[bytes], url: str, wakeups: Wakeups) -
         numbers, _ = wakeups.wait(_LOOK_S)
         if numbers:
             _end(server)
-            return 0
+            return code_of_stopped_server()
         if server.poll() is not None:
             return 1
     return None
@@ -158,7 +161,7 @@ def _serve(server: subprocess.Popen[bytes], url: str, values: flags.FlagValues, 
         while server.poll() is None:
             numbers, _ = wakeups.wait(_LOOK_S)
             if numbers:
-                return 0
+                return code_of_stopped_server()
             if _answers(url):
                 registration.beat()
         return 1
@@ -185,7 +188,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _find_port(host: str) -> int:
-    with socket.socket() as listener:
+    with socket.socket(socket.AF_INET6 if ':' in host else socket.AF_INET) as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble, describe_memory_trouble
 
+STOPPED_CODE = 'AREAL_JAX_STOPPED_CODE'  # environment variable
 _EXIT_DEADLINE_S = 120.0  # for exit handlers, among them the barrier of jax.distributed
 
 
@@ -65,6 +66,14 @@ def end_command(command: Callable[[], int], doing: str) -> int:
             return ExitCode.USER_ERROR
         traceback.print_exc()
         return ExitCode.BUG
+
+
+def code_of_stopped_server() -> int:
+    """The exit code of an engine or exporter that a signal has ended: 0, or what STOPPED_CODE says.
+
+    An executor sets it where a signal means that the process moves to another machine, and not that the run is over.
+    """
+    return int(os.environ.get(STOPPED_CODE) or ExitCode.FINISHED)
 
 
 def judge_training(report: Mapping[str, Any]) -> ExitCode:

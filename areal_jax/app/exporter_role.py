@@ -23,8 +23,8 @@ EXPORTS = 'exports'  # in the workdir: a directory for each version, 'exports/16
 _LOOK_S = 1.0
 
 
-def serve_exports(config: config_dict.ConfigDict, process: RoleProcess, interrupts: StopRequests) -> None:
-    """Until the run has finished, or a signal comes before that.
+def serve_exports(config: config_dict.ConfigDict, process: RoleProcess, interrupts: StopRequests) -> bool:
+    """Until the run has finished (True), or a signal comes before that.
 
     Raises LostPeerError where the controller does not come, UserError for what the user can mend.
     """
@@ -33,18 +33,21 @@ def serve_exports(config: config_dict.ConfigDict, process: RoleProcess, interrup
         await_controller(process, config, config.distributed.command_deadline_s)
         exporter = Exporter(process.workdir, config.run.export_every, config.run.steps, config.run.export_dtype)
         with interrupts.deferred(lambda number: told.set(), 'ending after this export'):
-            _export_until_told(exporter, told)
+            return _export_until_told(exporter, told)
 
 
-def _export_until_told(exporter: Exporter, told: threading.Event) -> None:
+def _export_until_told(exporter: Exporter, told: threading.Event) -> bool:
+    """Whether the run has finished."""
     while True:
         has_finished = exporter.has_finished()  # before the look: no checkpoint comes after it
         for path in exporter.find_due():
             if told.is_set() and not has_finished:
-                return
+                return False
             exporter.export(path)
-        if has_finished or (told.wait(_LOOK_S) and not exporter.has_finished()):
-            return
+        if has_finished:
+            return True
+        if told.wait(_LOOK_S) and not exporter.has_finished():
+            return False
 
 
 class Exporter:

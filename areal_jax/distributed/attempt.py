@@ -61,7 +61,8 @@ def lead_attempt(workdir: pathlib.Path, own: Entry, count: int, host: str, deadl
     what = f'the learner processes of attempt {number}'
     living = await_living(workdir, names, deadline_s, what=what, fix=_FIX)
     members = (own.holder, *(living[name].holder for name in names))
-    attempt = Attempt(number, f'{host}:{_find_port(host)}', members)
+    written = f'[{host}]' if ':' in host else host
+    attempt = Attempt(number, f'{written}:{_find_port(host)}', members)
     record = {'attempt': number, 'coordinator': attempt.coordinator, 'count': count, 'members': list(members)}
     files.write_json(workdir / REGISTRY / FILE, record)
     return attempt

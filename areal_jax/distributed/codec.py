@@ -23,6 +23,10 @@ from areal_jax.types import TrajectoryGroup
 
 _LENGTH = struct.Struct('!I')
 _ALIGNMENT = 8
+_UNREADABLE = (
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError),
+    *(SyntaxError, struct.error),  # the first one from numpy, for the text of a dtype
+)
 _KINDS = 'biuf'  # of numpy dtypes: bool, integers, floats
 _SCALARS = (bool, int, float, str)
 _Pack = Callable[[Any], tuple[Any, ...]]
@@ -79,9 +83,9 @@ def decode(body: bytes | bytearray) -> Any:
         (length,) = _LENGTH.unpack_from(body)
         first = _LENGTH.size + length
         header = json.loads(bytes(memoryview(body)[_LENGTH.size : first]))
-        arrays = [_read_array(body, first + offset, dtype, shape) for dtype, shape, offset in header['arrays']]
+        arrays = [_read_array(body, first, *described) for described in header['arrays']]
         return _rebuild(header['value'], arrays)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, RecursionError) as error:
+    except _UNREADABLE as error:
         raise CodecError(f'a message cannot be read ({type(error).__name__}: {error})') from error
 
 
@@ -113,16 +117,16 @@ def _add(array: np.ndarray, arrays: list[np.ndarray]) -> int:
     return len(arrays) - 1
 
 
-def _read_array(body: bytes | bytearray, first: int, name: str, shape: Sequence[int]) -> np.ndarray:
+def _read_array(body: bytes | bytearray, first: int, name: str, shape: Sequence[int], offset: int) -> np.ndarray:
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
         raise CodecError(f'an array of dtype {dtype} does not travel between processes')
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise CodecError(f'an array of shape {shape}')
+    if not all(type(size) is int and size >= 0 for size in (*shape, offset)):
+        raise CodecError(f'an array of shape {shape} at byte {offset}')
     count = 1
     for size in shape:
         count *= size
-    return np.frombuffer(body, dtype, count, first).reshape(shape)
+    return np.frombuffer(body, dtype, count, first + offset).reshape(shape)
 
 
 def _rebuild(value: Any, arrays: Sequence[np.ndarray]) -> Any:

@@ -34,6 +34,8 @@ _RETRY_S = 0.1
 _BACKLOG = 128
 _SHOWN = 12  # characters of a digest in messages
 _HELLO_S = 30.0
+_GUEST_S = 30.0  # for a whole handshake, however slowly the other end sends
+_MOST_GUESTS = 256  # handshakes under way
 
 
 class Hello(NamedTuple):
@@ -59,6 +61,34 @@ def digest_config(fields: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
+class _Guests:
+    """Sockets whose handshake is under way, the oldest first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began_s: dict[socket.socket, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._began_s)
+
+    def add(self, guest: socket.socket) -> None:
+        with self._lock:
+            self._began_s[guest] = time.monotonic()
+
+    def discard(self, guest: socket.socket) -> None:
+        with self._lock:
+            self._began_s.pop(guest, None)
+
+    def turn_away(self, most: int) -> None:
+        """Ends handshakes that last too long, and the oldest of more than `most`; their threads close the sockets."""
+        with self._lock:
+            now_s, surplus = time.monotonic(), len(self._began_s) - most
+            for place, (guest, began_s) in enumerate(self._began_s.items()):
+                if place < surplus or now_s - began_s > _GUEST_S:
+                    with contextlib.suppress(OSError):  # it has gone already
+                        guest.shutdown(socket.SHUT_RDWR)
+
+
 class Listener:
     """Accepts connections from other roles of the run at `host`, an address of this machine. A context manager.
 
@@ -71,6 +101,7 @@ class Listener:
         self._key, self._hello = key, hello
         self._met: queue.Queue[Met | WireError] = queue.Queue()
         self._refused: list[str] = []
+        self._guests, self._is_closed = _Guests(), False
         family = socket.AF_INET6 if ':' in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -110,6 +141,7 @@ class Listener:
         return connect(address, self._key, self._hello, deadline_s)
 
     def close(self) -> None:
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
@@ -124,9 +156,15 @@ class Listener:
         while True:
             try:
                 own, address = self._socket.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._meet, args=(own, address[0]), daemon=True).start()
+                self._guests.add(own)
+                threading.Thread(target=self._meet, args=(own, address[0]), daemon=True).start()
+            except (OSError, RuntimeError):  # strangers may hold all files or threads that this process may have
+                if self._is_closed:
+                    return
+                self._guests.turn_away(len(self._guests) // 2)
+                time.sleep(_RETRY_S)
+            else:
+                self._guests.turn_away(_MOST_GUESTS)
 
     def _meet(self, own: socket.socket, host: str) -> None:
         try:
@@ -141,6 +179,8 @@ class Listener:
             own.close()
         else:
             self._met.put(met)
+        finally:
+            self._guests.discard(own)
 
 
 def connect(address: str, key: bytes, hello: Hello, deadline_s: float) -> Met:

@@ -121,7 +121,7 @@ class Serving:
 
     def _serve(self):
         process = RoleProcess('exporter', 0, self.workdir)
-        serve_exports(self.config, process, self.interrupts)
+        self.has_finished = serve_exports(self.config, process, self.interrupts)
 
     def __exit__(self, *error):
         self.interrupts.__exit__(*error)
@@ -142,6 +142,7 @@ def wait_until(holds):
 def test_it_ends_with_the_run_and_a_signal_before(run, tmp_path):
     with Serving(run) as serving:
         assert serving.end()
+    assert serving.has_finished
     assert exported(run) == {'2', '4', '6'}
     (run / 'report.json').unlink()
     late = run / 'checkpoints' / 'step_00000006'
@@ -153,6 +154,7 @@ def test_it_ends_with_the_run_and_a_signal_before(run, tmp_path):
         wait_until(lambda: '6' in exported(run))
         os.kill(os.getpid(), signal.SIGTERM)
         assert serving.end()
+    assert not serving.has_finished
 
 
 def test_another_config_is_refused(run):

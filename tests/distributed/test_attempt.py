@@ -84,3 +84,8 @@ def test_a_host_of_no_interface_is_named(tmp_path):
         pytest.raises(UserError, match=r'--host=192\.0\.2\.1 is no address'),
     ):
         lead_attempt(tmp_path, leader.entry, 1, '192.0.2.1', 1.0)
+
+
+def test_an_address_of_version_6_is_written_as_jax_reads_it(tmp_path):
+    with alive(tmp_path, 0) as leader:
+        assert lead_attempt(tmp_path, leader.entry, 1, '::1', 1.0).coordinator.startswith('[::1]:')

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import socket
 import threading
 import time
 
 import pytest
 
-from areal_jax.distributed import wire
+from areal_jax.distributed import handshake, wire
 from areal_jax.distributed.handshake import Hello, Listener, connect, digest_config
 from areal_jax.distributed.wire import Frame, WireError, WrongKeyError, send_all
 from areal_jax.errors import LostPeerError, UserError
@@ -86,6 +88,52 @@ def test_a_stranger_that_keeps_silent_holds_nobody_up(listener):
         connect(listener.address, _KEY, _CONTROLLER, 5)
         assert listener.accept(5).hello == _CONTROLLER
     assert time.monotonic() - began < 2
+
+
+def is_closed(stranger):
+    """Whether the other end closes the connection within seconds."""
+    stranger.settimeout(5)
+    return stranger.recv(1) == b''
+
+
+def test_the_oldest_of_too_many_strangers_is_turned_away(listener, monkeypatch):
+    monkeypatch.setattr(handshake, '_MOST_GUESTS', 2)
+    with contextlib.ExitStack() as open_sockets:
+        strangers = [
+            open_sockets.enter_context(socket.create_connection((listener.host, listener.port))) for _ in range(3)
+        ]
+        assert is_closed(strangers[0])
+        connect(listener.address, _KEY, _CONTROLLER, 5)
+        assert listener.accept(5).hello == _CONTROLLER
+
+
+def test_a_stranger_that_sends_slowly_is_turned_away_when_the_next_one_comes(listener, monkeypatch):
+    monkeypatch.setattr(handshake, '_GUEST_S', 0.1)
+    with socket.create_connection((listener.host, listener.port)) as stranger:
+        for byte in b'areal':  # each one in time
+            stranger.send(bytes([byte]))
+            time.sleep(0.05)
+        connect(listener.address, _KEY, _CONTROLLER, 5)
+        assert is_closed(stranger)
+
+
+def test_strangers_that_hold_all_files_of_the_process_are_turned_away(listener):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as open_sockets:
+        open_sockets.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        address = listener.host, listener.port
+        strangers = [open_sockets.enter_context(socket.create_connection(address)) for _ in range(4)]
+        late = open_sockets.enter_context(socket.socket())
+        while len(listener._guests) < 4:
+            time.sleep(0.01)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # no further file
+        late.connect(address)
+        assert is_closed(strangers[0])
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        connect(listener.address, _KEY, _CONTROLLER, 5)
+        assert listener.accept(5).hello == _CONTROLLER
 
 
 def test_a_stranger_of_another_protocol_is_turned_away(listener):

@@ -10,7 +10,7 @@ from tests.launch.stand_in import StandIn
 server = StandIn('server')
 print('output of a server', flush=True)
 if server.behaviour.get('fails'):
-    sys.exit(1)
+    sys.exit(server.behaviour.get('code', 1))
 if server.behaviour.get('hangs'):
     sys.exit(server.wait())
 registration = Registration(server.workdir, describe_server(str(os.getpid()), 'http://127.0.0.1:1', 'own'))

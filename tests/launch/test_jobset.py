@@ -172,7 +172,7 @@ def test_the_pods_are_a_run(capsys, monkeypatch, tmp_path):
 
 
 def test_every_command_names_its_role(capsys, monkeypatch):
-    document = yaml.safe_load(render([*CPU, '--config.task.name=a$(b).py:f'], capsys, monkeypatch))
+    document = yaml.safe_load(render([*CPU, '--config.task.name=a$(b)$$c.py:f'], capsys, monkeypatch))
     said = []
     for name, replica, pod, container in pods(document):
         words, environment = pod_command(container, replica, pod)
@@ -183,7 +183,7 @@ def test_every_command_names_its_role(capsys, monkeypatch):
         )
         assert words[:3] == ['python', '-m', 'areal_jax.main_role']
         assert (flags['host'], flags['workdir']) == ('127.0.0.1', '/mnt/runs/tiny')
-        assert flags['config.task.name'] == 'a$(b).py:f'
+        assert flags['config.task.name'] == 'a$(b)$$c.py:f'
     assert said == [
         ('controller', 'controller', '0', '1'),
         ('learner', 'learner', '0', '2'),
@@ -206,6 +206,16 @@ def test_who_is_made_again(capsys, monkeypatch):
     assert [rule['action'] for rule in document['spec']['failurePolicy']['rules']] == ['FailJobSet', 'RestartJob']
 
 
+def test_an_engine_or_exporter_that_is_evicted_is_made_again(capsys, monkeypatch):
+    """Kubernetes makes no pod in place of one that it told to stop and that ends with 0."""
+    document = yaml.safe_load(render(CPU, capsys, monkeypatch))
+    found = {}
+    for job, container in containers(document):
+        codes = [entry['value'] for entry in container['env'] if entry['name'] == 'AREAL_JAX_STOPPED_CODE']
+        found[job['name']] = codes
+    assert found == {'controller': [], 'learner': [], 'engine': ['75'], 'exporter': ['75']}
+
+
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [
@@ -217,6 +227,7 @@ def test_who_is_made_again(capsys, monkeypatch):
         ),
         (['--engine_topology=2x4'], 'v6e 2x4 exists as one host of 8 chips and as two hosts of 4: say which'),
         (['--engine_topology=1x1'], "an engine of cluster.engines='3 x tensor=4' asks for 1 x 4 devices"),
+        (['--workdir=/mnt/runs/../run'], '--workdir=/mnt/run is not below --mount=/mnt/runs'),
         (['--workdir=/home/me/run'], '--workdir=/home/me/run is not below --mount=/mnt/runs'),
         (['--engine_accelerator=gpu'], '--engine_accelerator=gpu needs --engine_node_selector'),
         (['--name=A_b'], "--name='A_b' cannot name a JobSet"),

@@ -14,6 +14,7 @@ import pytest
 
 from areal_jax.app.command_line import load_config
 from areal_jax.config import flatten
+from launch import local
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ['--config=configs/tiny_cpu.py', '--config.publication.channel=files', '--config.rollout.server=own']
@@ -142,6 +143,22 @@ def test_a_server_that_cannot_start_ends_the_run_with_a_sentence(tmp_path):
     assert 'server 0 ended with code 1 after 0 s, 5 failures in a row: it is not started again; see ' in output
     assert 'no server is left: the trainer is told to save and stop' in output
     assert run.events('trainer SIGTERM') == [[]]
+
+
+def test_a_server_that_would_fail_again_is_not_started_again(tmp_path):
+    with Run(tmp_path, TWO, server={'fails': True, 'code': 2}, trainer={'stop_code': 75}) as run:
+        code, output = run.finish()
+    assert code == 2
+    assert len(run.events('server start')) == 2
+    assert 'ended with code 2 after 0 s, as it would again: it is not started again; see ' in output
+
+
+def test_a_dry_run_leaves_the_config_of_servers_that_run(tmp_path, capsys):
+    workdir = tmp_path / 'run'
+    flags = [*CONFIG, TWO, f'--workdir={workdir}', '--dry_run']
+    assert local.main(['launch.local', *flags]) == 0
+    assert '/servers/config.py' in capsys.readouterr().out
+    assert not workdir.exists()
 
 
 def test_a_server_that_was_told_to_stop_stays_away_and_the_others_go_on(tmp_path):
