@@ -77,9 +77,9 @@ class Launched:
             assert time.monotonic() < end_s, f'waited for {count} publications'
             time.sleep(0.1)
 
-    def kill(self, name):
+    def kill(self, name, number=signal.SIGKILL):
         (entry,) = [entry for entry in read_entries(self.workdir) if entry.name == name]
-        os.kill(entry.process, signal.SIGKILL)
+        os.kill(entry.process, number)
 
 
 @pytest.mark.slow
@@ -133,6 +133,19 @@ def test_without_a_kill_the_weights_are_those_of_one_process(tmp_path):
     assert in_roles.keys() == alone.keys()
     for name, weight in alone.items():  # four steps of Adam move a weight by up to 4e-3
         np.testing.assert_allclose(in_roles[name], weight, atol=4e-6, rtol=0, err_msg=name)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_evicted_comes_back(tmp_path, monkeypatch):
+    """As on GKE: a signal ends it alone, and its code asks for another start."""
+    monkeypatch.setenv('AREAL_JAX_STOPPED_CODE', '75')
+    with Launched(tmp_path / 'run', cluster__learner='hosts=1 x data=1', run__steps=40) as run:
+        run.await_publications(3)
+        run.kill('engine-1', signal.SIGTERM)
+        code, output = run.finish()
+    assert code == 0, output
+    assert 'server engine-1 ended with code 75' in output
+    assert (run.workdir / 'logs' / 'engine-1.2.log').exists()
 
 
 @pytest.mark.slow
