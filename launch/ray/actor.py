@@ -93,9 +93,12 @@ class RoleActor:
         self._starts, self._began_s = self._starts + 1, time.monotonic()
 
     def _read_tail(self) -> str:
-        with self._log.open('rb') as file:
-            file.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
-            return '\n'.join(file.read().decode(errors='replace').splitlines()[-_TAIL_LINES:])
+        try:
+            with self._log.open('rb') as file:
+                file.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
+                return '\n'.join(file.read().decode(errors='replace').splitlines()[-_TAIL_LINES:])
+        except OSError as error:  # the code must be known all the same
+            return f'{self._log} cannot be read: {error.strerror}'
 
 
 def _find_address() -> str:

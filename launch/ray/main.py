@@ -6,6 +6,7 @@ Run it on a node that stays: all roles end with it. --dry_run prints bundles and
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import pathlib
 from collections.abc import Sequence
@@ -18,16 +19,20 @@ from areal_jax.errors import ExitCode, UserError
 from launch.accelerators import define_accelerators
 from launch.cluster_run import define_flags, define_shared, locate_run, require_shared, require_unused
 from launch.ray.plan import Group, plan_groups
+from launch.ray.reservation import await_let_go
 from launch.ray.supervision import supervise
 
 LOGS = 'ray'  # in the workdir: a log for each start of a role
+_SECONDS, _CORES = ('wait_s', 'grace_s'), ('cpus', 'controller_cpus')  # flags
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str]) -> int:
     """Parse, place, supervise; returns the exit code, that of the controller."""
     values = _define()
-    run = locate_run(parse_command(argv, values), values)
+    command = parse_command(argv, values)
+    _require_numbers(values)
+    run = locate_run(command, values)
     groups = plan_groups(run, values)
     if values.dry_run:
         print('\n'.join(map(str, groups)))
@@ -41,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 def _place_and_supervise(groups: Sequence[Group], workdir: str, values: flags.FlagValues) -> int:
     import ray
 
-    from launch.ray.placement import PlacedGroup, describe_shortage
+    from launch.ray.placement import ATTEMPT_S, PlacedGroup, describe_shortage
 
     try:
         ray.init(
@@ -53,19 +58,39 @@ def _place_and_supervise(groups: Sequence[Group], workdir: str, values: flags.Fl
         raise UserError(f'--address={values.address}: no Ray cluster answers there ({error})') from error
     try:
         if not values.local_nodes:
-            require_shared(workdir, sum(1 for node in ray.nodes() if node['Alive']))
+            nodes = sum(1 for node in ray.nodes() if node['Alive'])
+            _require_own_addresses(values.host, nodes)
+            require_shared(workdir, nodes)
         return supervise(
             groups,
-            lambda group: PlacedGroup(
-                group, logs=f'{workdir}/{LOGS}', host=values.host, restarts=values.restarts, wait_s=values.wait_s
-            ),
+            lambda group: PlacedGroup(group, logs=f'{workdir}/{LOGS}', host=values.host, restarts=values.restarts),
             describe_shortage,
             restarts=values.restarts,
             wait_s=values.wait_s,
             grace_s=values.grace_s,
         )
     finally:
+        await_let_go(2 * ATTEMPT_S)  # Ray may crash where a thread is still inside it
         ray.shutdown()
+
+
+def _require_numbers(values: flags.FlagValues) -> None:
+    """Raises UserError for nan, which the bounds of a flag let through, and for infinitely many cores."""
+    for name in (*_SECONDS, *_CORES):
+        number = getattr(values, name)
+        if math.isnan(number) or (name in _CORES and math.isinf(number)):
+            raise UserError(
+                f'--{name}={number} is no number of {"cores" if name in _CORES else "seconds"}: use one such as 1'
+            )
+
+
+def _require_own_addresses(host: str, nodes: int) -> None:
+    """Raises UserError for one address of the roles of several nodes."""
+    if host and nodes > 1:
+        raise UserError(
+            f'--host={host} would be the address of the roles of all {nodes} nodes: leave it out, and each role has '
+            'that of its node'
+        )
 
 
 def _define() -> flags.FlagValues:

@@ -14,11 +14,12 @@ import ray.util.tpu
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal_jax.errors import UserError
 from launch.ray.actor import RoleActor, State
 from launch.ray.plan import Group
+from launch.ray.reservation import Reservation
 from launch.ray.supervision import LostGroupError
 
+ATTEMPT_S = 5.0  # of one attempt to reserve a slice
 _ANSWER_S = 10.0  # for one look at an actor
 _PATIENCE_S = 60.0  # with an actor that does not answer
 _VERSIONS = {'v5e': 'v5litepod'}  # where Ray has another name for a generation
@@ -31,43 +32,56 @@ class PlacedGroup:
     Args:
       logs: folder of the logs of all roles.
       host: address of all roles; '' for that of each one's node.
-      wait_s: how long a slice of TPUs is waited for.
-
-    Raises UserError where the cluster has no such slice.
     """
 
-    def __init__(self, group: Group, *, logs: str, host: str, restarts: int, wait_s: float):
+    def __init__(self, group: Group, *, logs: str, host: str, restarts: int):
         self._group, self._logs, self._host, self._restarts = group, logs, host, restarts
         self._actors: list[ray.actor.ActorHandle] = []
         self._silent_s: float | None = None  # since when an actor has not answered
-        self._placement, self._remove = _reserve(group, wait_s)
-        self._ready = self._placement.ready()
+        self._ready: ray.ObjectRef | None = None  # there when the bundles are
+        self._reservation = Reservation(lambda: _reserve(group), lambda reserved: reserved[1]())
+
+    def is_reserved(self) -> bool:
+        """Whether Ray has a slice of TPUs for it, or needs none."""
+        return self._reservation.find() is not None
 
     def is_placed(self) -> bool:
         """Starts the actors when the bundles are there; raises LostGroupError if a node was lost meanwhile."""
         if not self._actors:
+            reserved = self._reservation.find()
+            if reserved is None:
+                return False
+            if self._ready is None:
+                self._ready = reserved[0].ready()
             ready, _ = ray.wait([self._ready], timeout=0)
             if not ready:
                 return False
             try:
                 ray.get(self._ready)
             except ray.exceptions.RayError as error:
-                raise LostGroupError(str(error)) from error
-            self._actors = [self._start(index) for index in range(len(self._group.processes))]
+                raise LostGroupError(_find_cause(error)) from error
+            self._actors = [self._start(reserved[0], index) for index in range(len(self._group.processes))]
         return True
 
     def look(self) -> list[State]:
-        """Of each process. Raises LostGroupError where an actor has died or has not answered for long."""
+        """Of each process; [] where a look fails, as when an actor cannot reach its folder of logs for a moment.
+
+        Raises LostGroupError where an actor has died, or where looks have failed for long.
+        """
         references = [actor.look.remote() for actor in self._actors]
         try:
             states: list[State] = ray.get(references, timeout=_ANSWER_S)
-        except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError) as error:
+        except (
+            ray.exceptions.ActorUnavailableError,
+            ray.exceptions.GetTimeoutError,
+            ray.exceptions.RayTaskError,
+        ) as error:
             self._silent_s = self._silent_s or time.monotonic()
             if time.monotonic() - self._silent_s > _PATIENCE_S:
-                raise LostGroupError(f'no answer for {_PATIENCE_S:g} s') from error
+                raise LostGroupError(f'no answer for {_PATIENCE_S:g} s: {_find_cause(error)}') from error
             return []
-        except ray.exceptions.RayActorError as error:
-            raise LostGroupError('an actor died') from error
+        except ray.exceptions.RayError as error:  # not only RayActorError: too little memory has an error of its own
+            raise LostGroupError(f'an actor died: {_find_cause(error)}') from error
         self._silent_s = None
         return states
 
@@ -84,11 +98,11 @@ class PlacedGroup:
                 ray.get(reference, timeout=_ANSWER_S)
         for actor in self._actors:
             ray.kill(actor)
-        self._remove()
+        self._reservation.let_go()
 
-    def _start(self, index: int) -> ray.actor.ActorHandle:
+    def _start(self, placement: PlacementGroup, index: int) -> ray.actor.ActorHandle:
         process, bundle = self._group.processes[index], dict(self._group.bundle)
-        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
+        strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index)
         cpus, gpus = bundle.pop('CPU'), bundle.pop('GPU', 0)
         actor = ray.remote(RoleActor).options(
             num_cpus=cpus, num_gpus=gpus, resources=bundle, scheduling_strategy=strategy, max_restarts=0
@@ -104,8 +118,8 @@ class PlacedGroup:
         )
 
 
-def _reserve(group: Group, wait_s: float) -> tuple[PlacementGroup, Callable[[], None]]:
-    """(placement group, what removes it); raises UserError where the cluster has no such slice."""
+def _reserve(group: Group) -> tuple[PlacementGroup, Callable[[], None]] | None:
+    """(placement group, what removes it); None where the cluster has no such slice now."""
     if group.slice is None:
         placement = ray.util.placement_group([dict(group.bundle) for _ in group.processes], strategy='SPREAD')
         return placement, lambda: ray.util.remove_placement_group(placement)
@@ -121,10 +135,10 @@ def _reserve(group: Group, wait_s: float) -> tuple[PlacementGroup, Callable[[], 
             chips_per_vm=found.chips_per_host,
             resources_per_bundle=dict(group.bundle),
             bundle_label_selector=labels,
-            head_reservation_timeout_s=wait_s,
+            head_reservation_timeout_s=ATTEMPT_S,
         )
-    except (RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
-        raise UserError(describe_shortage(group)) from error
+    except (RuntimeError, TimeoutError, ray.exceptions.RayError):
+        return None
     return slices.placement_group, slices.shutdown
 
 
@@ -137,3 +151,10 @@ def describe_shortage(group: Group) -> str:
         f'{str(group).splitlines()[0]} cannot be placed: the cluster has {nodes} nodes with {{{has}}} in all; add '
         'nodes, or lower cluster.learner or cluster.engines'
     )
+
+
+def _find_cause(error: Exception) -> str:
+    """The line of Ray's message that says why: the one after the traceback, or after the facts about the actor."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    after = 1 + max((number for number, line in enumerate(lines) if line[0].isspace()), default=-1)
+    return lines[min(after, len(lines) - 1)].strip()

@@ -14,6 +14,7 @@ from launch.wakeups import Wakeups
 
 CONTROLLER, LEARNER = 'controller', 'learner'
 _LOOK_S = 1.0
+_RESERVE_S = 0.05  # between looks at a group that is placed for the first time
 
 
 class LostGroupError(Exception):
@@ -21,7 +22,9 @@ class LostGroupError(Exception):
 
 
 class Placed(Protocol):
-    """A group on the cluster (placement.PlacedGroup)."""
+    """A group on the cluster (placement.PlacedGroup); no method waits for room."""
+
+    def is_reserved(self) -> bool: ...
 
     def is_placed(self) -> bool: ...
 
@@ -39,9 +42,18 @@ class Kept:
         self.group, self._place, self._left = group, place, restarts
         self._wait_s, self._since_s = wait_s, time.monotonic()
         self._was_placed = self._has_roles = False  # ever; now
+        self._is_told = False  # to stop
         self.placed: Placed | None = place(group)
         self.code: int | None = None  # with which it ended for good
         self._starts = [0] * len(group.processes)
+
+    def is_reserved(self, describe_shortage: Callable[[Group], str]) -> bool:
+        """Whether its place is reserved for the first time. Raises UserError after `wait_s`."""
+        assert self.placed is not None
+        if self.placed.is_reserved():
+            return True
+        self._note_waiting(describe_shortage)
+        return False
 
     def look(self, describe_shortage: Callable[[Group], str]) -> None:
         """Notices what has changed. Raises UserError where it cannot be placed for the first time."""
@@ -63,7 +75,8 @@ class Kept:
         self._note_end(states)
 
     def stop(self) -> None:
-        """SIGTERM to its roles; a group that is not placed has none and ends at once."""
+        """SIGTERM to its roles; a group that is not placed has none and ends at once. It is not placed again."""
+        self._is_told = True
         if self.code is not None:
             return
         if self._has_roles and self.placed is not None:
@@ -83,6 +96,10 @@ class Kept:
     def _replace(self, reason: str) -> None:
         assert self.placed is not None
         self.placed.remove()
+        if self._is_told:
+            self.code = ExitCode.STOPPED
+            say(f'{self.group.name} is lost ({reason})')
+            return
         if self._left == 0:
             self.code = ExitCode.STOPPED
             say(f'{self.group.name} is lost ({reason}), and was placed as often as --restarts allows')
@@ -121,16 +138,22 @@ def supervise(
     kept: list[Kept] = []
     with Wakeups() as wakeups:
         try:
-            for group in groups:
+            is_told = False
+            for group in groups:  # one after the other: an engine must not take a host of the learner's slice
                 kept.append(Kept(group, place, restarts, wait_s))
-            while (code := _find_end(kept)) is None:
-                if wakeups.wait(_LOOK_S)[0]:
-                    say('the run saves its state')
+                while not is_told and not kept[-1].is_reserved(describe_shortage):
+                    is_told = bool(wakeups.wait(_RESERVE_S)[0])
+                if is_told:
                     break
-                for one in kept:
+            while (code := _find_end(kept)) is None and not is_told:
+                is_told = bool(wakeups.wait(_LOOK_S)[0])
+                for one in kept if not is_told else ():
                     one.look(describe_shortage)
+            if is_told:
+                say('the run saves its state')
             _drain(kept, wakeups, describe_shortage, grace_s)
-            return _find_end(kept) or ExitCode.FINISHED if code is None else code
+            code = _find_end(kept) if code is None else code
+            return ExitCode.STOPPED if code is None else code  # without one the controller has not saved
         finally:
             for one in kept:
                 if one.placed is not None:
