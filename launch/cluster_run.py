@@ -120,3 +120,12 @@ def require_shared(workdir: str, nodes: int) -> None:
             f'--workdir={workdir} is in {folder}, which each of the {nodes} nodes has for itself: name a directory '
             'that all of them share'
         )
+
+
+def require_own_addresses(host: str, nodes: int) -> None:
+    """Raises UserError for one address of the roles of several nodes."""
+    if host and nodes > 1:
+        raise UserError(
+            f'--host={host} would be the address of the roles of all {nodes} nodes: leave it out, and each role has '
+            'that of its node'
+        )

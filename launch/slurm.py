@@ -7,7 +7,6 @@ engines get other nodes than the learner. With --sweep it is an array with a job
 from __future__ import annotations
 
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -19,12 +18,20 @@ from areal_jax import files
 from areal_jax.app.command_line import CommandLine, parse_command, require_workdir
 from areal_jax.app.ending import end_command
 from areal_jax.errors import ExitCode, UserError
-from launch.cluster_run import define_flags, define_shared, locate_run, require_shared, require_unused
-from launch.slurm_file import FOLDER, SWEEP_FOLDER, render_run, render_sweep
+from areal_jax.registry.self_test import require_path
+from launch.cluster_run import (
+    define_flags,
+    define_shared,
+    locate_run,
+    require_own_addresses,
+    require_shared,
+    require_unused,
+)
+from launch.slurm_file import FOLDER, SWEEP_FOLDER, UNSAFE, render_run, render_sweep
 from launch.slurm_layout import NodeKind, plan_layout, require_nodes
 
 _FILE = 'job.sbatch'
-_UNSAFE = re.compile(r'[\s%\\"\'$]')  # in an #SBATCH line, where % begins a pattern
+_CHECKED = ('job_name', 'account', 'qos', 'time', 'partition', 'constraint', 'engine_partition', 'engine_constraint')
 _SINFO_S = 30.0
 
 
@@ -33,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
     values = _define()
     command = parse_command(argv, values)
     require_workdir(values.workdir)
+    require_path(values.workdir)
     workdir = pathlib.Path(values.workdir).absolute()
-    if unsafe := _UNSAFE.search(str(workdir)):
-        raise UserError(f'--workdir={workdir} has {unsafe[0]!r} in it, which an sbatch file cannot say: rename it')
+    _require_safe(workdir, values)
     if not values.dry_run and shutil.which('sbatch') is None:
         raise UserError(
             'there is no sbatch on the PATH: start this command where jobs are submitted, or print the file with '
@@ -55,6 +62,20 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.FINISHED
 
 
+def _require_safe(workdir: pathlib.Path, values: flags.FlagValues) -> None:
+    """Raises UserError for a value that would break its #SBATCH line, or add one."""
+    if '%' in str(workdir):  # begins a pattern in --output
+        raise UserError(f"--workdir={workdir} has '%' in it, which an sbatch file cannot say: rename it")
+    given = [(name, values[name].value or '') for name in _CHECKED]
+    for name, value in [('workdir', str(workdir)), *given]:
+        if unsafe := UNSAFE.search(value):
+            fix = 'rename it' if name == 'workdir' else 'use a value without it'
+            raise UserError(f'--{name}={value!r} has {unsafe[0]!r} in it, which an sbatch file cannot say: {fix}')
+    for option in values.sbatch_option:
+        if len(option.splitlines()) > 1:
+            raise UserError(f'--sbatch_option={option!r} has more than one line: give the flag once for each option')
+
+
 def _plan_run(command: CommandLine, values: flags.FlagValues) -> str:
     """The sbatch file of a run; raises UserError for one that cannot be placed or would overwrite another."""
     run = locate_run(command, values)
@@ -67,6 +88,7 @@ def _plan_run(command: CommandLine, values: flags.FlagValues) -> str:
     layout = plan_layout(run, learner, engine, values.share_nodes)
     if not values.local_nodes:
         require_shared(run.workdir, layout.nodes)
+        require_own_addresses(values.host, layout.nodes)
     if not values.dry_run:
         require_unused(run, values.resume)
         require_nodes(layout, [_count_nodes(component.kind.partition) for component in layout.components])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ from launch.slurm_layout import Component, Layout, NodeKind
 FOLDER = 'slurm'  # in the workdir: the sbatch file, and a folder with logs for each start of the job
 SWEEP_FOLDER = '.slurm'  # in that of a sweep, which may hold no visible entries beside its arms
 SWEEP = 'areal_jax.main_sweep'
+UNSAFE = re.compile(r'[\s\\"\'$#]')  # what the value of an option may not have in an #SBATCH line, which # ends
+_REQUEUE_S = 15  # of --grace_s: to kill the roles that do not save in time, and to have the job queued again
 
 
 def render_run(run: ClusterRun, layout: Layout, learner: NodeKind, engine: NodeKind, values: flags.FlagValues) -> str:
@@ -49,7 +52,8 @@ def render_run(run: ClusterRun, layout: Layout, learner: NodeKind, engine: NodeK
         host=shlex.quote(values.host) if values.host else '',
         restarts=values.restarts,
         steady_s=STEADY_S,
-        grace_s=values.grace_s,
+        patience_s=max(values.grace_s - _REQUEUE_S, values.grace_s // 2),
+        directory=_unsafe_directory(),
     )
 
 
@@ -80,6 +84,7 @@ def render_sweep(command: CommandLine, workdir: pathlib.Path, values: flags.Flag
         setup=values.setup,
         command=shlex.join(words),
         folder=shlex.quote(f'{workdir}/{SWEEP_FOLDER}'),
+        directory=_unsafe_directory(),
     )
 
 
@@ -89,9 +94,15 @@ def _common_options(values: flags.FlagValues, output: str) -> list[str]:
         f'--job-name={values.job_name}',
         *(f'--{name}={value}' for name, value in named if value),
         *('--requeue', '--open-mode=append', f'--signal=B:TERM@{values.grace_s}'),
-        *(f'--chdir={pathlib.Path.cwd()}', f'--output={output}'),
-        *values.sbatch_option,
+        *([] if _unsafe_directory() else [f'--chdir={pathlib.Path.cwd()}']),
+        *(f'--output={output}', *values.sbatch_option),
     ]
+
+
+def _unsafe_directory() -> str:
+    """The current directory, quoted for bash, where an option of sbatch cannot name it; else ''."""
+    directory = str(pathlib.Path.cwd())
+    return shlex.quote(directory) if UNSAFE.search(directory) else ''
 
 
 def _node_options(component: Component) -> list[str]:

@@ -2,7 +2,7 @@
 # Runs under a real SLURM on this machine: Debian's slurmctld and two slurmd, as two nodes. As root.
 #   bash launch/test_slurm.sh          configs/tiny_cpu.py with two learner processes, two engines and an exporter; the job is
 #                                      requeued by hand, then a node is lost; the run must end with its report. About 4 minutes.
-#   bash launch/test_slurm.sh --stub   the same, and more, with roles that compute nothing. About 4 minutes.
+#   bash launch/test_slurm.sh --stub   the same, and more, with roles that compute nothing. About 5 minutes.
 # FOLDER names the folder for everything it leaves (a temporary one by default, removed at the end).
 # Exit code 1 where a check fails, 2 where it cannot run.
 set -euo pipefail
@@ -172,7 +172,7 @@ count_steps() {
   if [ -n "$STUB" ]; then cat "$RUN/step" 2>/dev/null || echo 0; else cat "$RUN/metrics.jsonl" 2>/dev/null | wc -l; fi
 }
 
-has_steps() { [ "$(count_steps)" -ge "$1" ]; }
+has_steps() { [ "0$(count_steps)" -ge "$1" ]; } # a file that is being written is empty
 state_of() { scontrol show job "$JOB" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p' | head -n 1; }
 is_in() { [ "$(state_of)" = "$1" ]; }
 has_ended() { case $(state_of) in COMPLETED | FAILED | CANCELLED | TIMEOUT | NODE) ;; *) false ;; esac }
@@ -249,13 +249,47 @@ check_engine() {
   [ "$(grep -c '^controller 0 start' "$RUN/events")" = 1 ] || fail 'the controller was started again'
 }
 
-# Engines on nodes of another kind.
+# A role that does not end is killed, and the job lives: one that was told to save is queued again, one whose controller
+# has finished ends with 0.
+check_deaf_role() {
+  STAND_IN_DEAF=engine-0 submit deaf --grace_s=10
+  wait_until 60 'the first steps' has_steps "$FIRST"
+  scancel --batch --signal=TERM "$JOB"
+  wait_until 60 'the job to be queued again' is_in PENDING
+  await_start 1
+  require_end
+  require_killed 2
+}
+
+# The roles of the job were killed $1 times, and it ended with 0.
+require_killed() {
+  [ "$(grep -c 'roles that do not end are killed' "$RUN/slurm/$JOB.out")" = "$1" ] || fail 'no role was killed'
+  ! grep -q 'cannot be killed' "$RUN/slurm/$JOB.out" || fail 'a role was not killed'
+  has_exit 0 || fail "the job ended with $(scontrol show job "$JOB" | grep ExitCode)"
+}
+
+has_exit() { scontrol show job "$JOB" | grep -q " ExitCode=$1:0"; }
+
+# The error of one learner process is that of the run, though srun ends the others with larger codes.
+check_learner_error() {
+  local code
+  for code in 1 2; do
+    STAND_IN_ENDS=learner-1=$code submit "error$code"
+    wait_until 60 'the end of the job' has_ended
+    has_exit $code || fail "the job ended with $(scontrol show job "$JOB" | grep ExitCode)"
+    grep -q '^error of learner-1$' "$RUN/slurm/$JOB.out" || fail 'the log of the wrong learner process was shown'
+    [ "$(grep -c '^learner 1 start' "$RUN/events")" = 1 ] || fail 'the learner was started again'
+  done
+}
+
+# Engines on nodes of another kind, one of which does not end.
 check_heterogeneous() {
-  STAND_IN_LEARNERS=1 submit het --partition=first --engine_partition=second --noshare_nodes \
-    --config.cluster.learner='hosts=1 x fsdp=2' --config.cluster.engines='1 x tensor=1'
+  STAND_IN_DEAF=engine-0 STAND_IN_LEARNERS=1 submit het --partition=first --engine_partition=second --noshare_nodes \
+    --grace_s=10 --config.cluster.learner='hosts=1 x fsdp=2' --config.cluster.engines='1 x tensor=1'
   require_end
   grep -q '^learner 0 start [0-9]* n1 ' "$RUN/events" && grep -q '^engine 0 start [0-9]* n2 ' "$RUN/events" ||
     fail 'a role is on a node of the wrong kind'
+  require_killed 1
 }
 
 REMOVED=${FOLDER:-yes}
@@ -283,6 +317,8 @@ if [ -n "$STUB" ]; then
   LONG_S=120 FIRST=20 SECOND=60
   check_engine
   check_time_limit
+  check_deaf_role
+  check_learner_error
   check_cancel
   check_heterogeneous
 else

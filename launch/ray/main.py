@@ -17,7 +17,14 @@ from areal_jax.app.command_line import parse_command
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from launch.accelerators import define_accelerators
-from launch.cluster_run import define_flags, define_shared, locate_run, require_shared, require_unused
+from launch.cluster_run import (
+    define_flags,
+    define_shared,
+    locate_run,
+    require_own_addresses,
+    require_shared,
+    require_unused,
+)
 from launch.ray.plan import Group, plan_groups
 from launch.ray.reservation import await_let_go
 from launch.ray.supervision import supervise
@@ -59,7 +66,7 @@ def _place_and_supervise(groups: Sequence[Group], workdir: str, values: flags.Fl
     try:
         if not values.local_nodes:
             nodes = sum(1 for node in ray.nodes() if node['Alive'])
-            _require_own_addresses(values.host, nodes)
+            require_own_addresses(values.host, nodes)
             require_shared(workdir, nodes)
         return supervise(
             groups,
@@ -82,15 +89,6 @@ def _require_numbers(values: flags.FlagValues) -> None:
             raise UserError(
                 f'--{name}={number} is no number of {"cores" if name in _CORES else "seconds"}: use one such as 1'
             )
-
-
-def _require_own_addresses(host: str, nodes: int) -> None:
-    """Raises UserError for one address of the roles of several nodes."""
-    if host and nodes > 1:
-        raise UserError(
-            f'--host={host} would be the address of the roles of all {nodes} nodes: leave it out, and each role has '
-            'that of its node'
-        )
 
 
 def _define() -> flags.FlagValues:

@@ -6,6 +6,7 @@ SIGTERM, and after KillWait with SIGKILL.
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ def main():
             kill_all = True
         elif word == '-w':
             words.pop(0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the batch script ignores it, and tasks are no children of that
     running = []
     for rank in range(tasks):
         environment = os.environ | {'SLURM_PROCID': str(rank), 'SLURMD_NODENAME': f'n{rank + 1}'}

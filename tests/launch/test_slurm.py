@@ -35,7 +35,7 @@ def at_root(monkeypatch):
 @pytest.mark.parametrize(
     ('name', 'flags'),
     [
-        ('shared', [*SMALL, '--share_nodes', '--host=127.0.0.1']),
+        ('shared', [*SMALL, '--share_nodes', '--host=127.0.0.1', '--local_nodes']),
         ('plain', LARGE),
         ('heterogeneous', [*LARGE, '--partition=big', '--engine_partition=small', '--engine_gpus_per_node=2']),
         ('exports', [*LARGE, '--config.checkpoint.every=2', '--config.run.export_every=4']),
@@ -60,7 +60,7 @@ def test_engines_fill_the_gpus_that_the_learner_leaves(capsys):
         ],
         capsys,
     )  # fmt: skip
-    placed = re.findall(r'engine-(\d) .*engine_nodes\[(\d)\]}" env CUDA_VISIBLE_DEVICES=(\S+)', text)
+    placed = re.findall(r'engine-(\d) .*engine_nodes\[(\d)\]}" -- env CUDA_VISIBLE_DEVICES=(\S+)', text)
     assert placed == [('0', '0', '4,5'), ('1', '1', '4,5'), ('2', '0', '6,7'), ('3', '1', '6,7')]
     assert 'env CUDA_VISIBLE_DEVICES=0,1,2,3 "${role[@]}" --role=learner' in text
 
@@ -79,6 +79,19 @@ def test_engines_fill_the_gpus_that_the_learner_leaves(capsys):
         (['--share_nodes', '--engine_partition=b'], '--share_nodes puts engines on the nodes of the learner'),
         (['--workdir=/tmp/a'], '--workdir=/tmp/a is in /tmp, which each of the 5 nodes has for itself'),
         (['--workdir=/shared/50%'], "--workdir=/shared/50% has '%' in it"),
+        (['--workdir=/shared/run#2'], "--workdir='/shared/run#2' has '#' in it"),
+        (['--workdir=gs://bucket/a'], '--workdir=gs://bucket/a is a URL, and a run needs a directory'),
+        (['--sweep', '--workdir=gs://bucket/a'], '--workdir=gs://bucket/a is a URL, and a run needs a directory'),
+        (['--host=10.0.0.1'], '--host=10.0.0.1 would be the address of the roles of all 5 nodes: leave it out'),
+        (['--job_name=my run'], "--job_name='my run' has ' ' in it"),
+        (['--account=a\n#SBATCH --exclude=n1'], "--account='a\\n#SBATCH --exclude=n1' has '\\n' in it"),
+        (['--qos=a"b'], "--qos='a\"b' has '\"' in it"),
+        (['--time=1 2'], "--time='1 2' has ' ' in it"),
+        (['--partition=a#b'], "--partition='a#b' has '#' in it"),
+        (['--constraint=a b'], "--constraint='a b' has ' ' in it"),
+        (['--engine_partition=a b'], "--engine_partition='a b' has ' ' in it"),
+        (['--engine_constraint=$a'], "--engine_constraint='$a' has '$' in it"),
+        (['--sbatch_option=--mem=0\necho'], "--sbatch_option='--mem=0\\necho' has more than one line"),
         (['--config.cluster.learner=fsdp=8'], "use cluster.learner='hosts=1 x fsdp=8'"),
     ],
 )
@@ -87,6 +100,41 @@ def test_what_cannot_be_placed_is_refused_in_one_sentence(flags, said, capsys):
     given = [flag for flag in ['--workdir=/shared/runs/a', *LARGE] if flag.split('=')[0] not in names]
     with pytest.raises(UserError, match=re.escape(said)):
         slurm.main([*COMMON, '--dry_run', *given, *flags])
+
+
+@pytest.mark.parametrize('name', ['my runs', "a'b", 'a\n#SBATCH --exclude=n1', 'run#2', 'plain'])
+@pytest.mark.parametrize('sweep', [False, True])
+def test_a_current_directory_that_sbatch_cannot_name_is_entered_by_the_script(
+    name, sweep, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    config = 'configs/sweeps/tiny.py' if sweep else 'configs/tiny_cpu.py'
+    flags = ['--sweep'] if sweep else LARGE
+    assert slurm.main(['slurm', f'--config={ROOT}/{config}', '--workdir=/shared/a', '--dry_run', *flags]) == 0
+    head, _, body = capsys.readouterr().out.partition('set -u\n')
+    assert (f'#SBATCH --chdir={folder}\n' in head) is (name == 'plain')
+    assert ('--chdir' in head) is (name == 'plain')
+    assert '--exclude' not in head
+    if name != 'plain':
+        script = f'{body.partition("|| exit 2")[0]}\npwd'
+        assert subprocess.check_output(['bash', '-c', script], text=True, cwd='/') == f'{folder}\n'
+
+
+def test_the_arms_of_a_sweep_log_to_a_workdir_with_an_ampersand(programs, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / 'a&b'
+    programs.add('srun', f'printf "%s\\n" "$@" >{tmp_path}/said')
+    programs.add('arm', 'echo train "--workdir=x\\&y"')
+    flags = ['--sweep', '--config=configs/sweeps/tiny.py', f'--workdir={folder}', f'--python={programs.folder}/arm']
+    assert slurm.main(['slurm', *flags, '--dry_run', '--local_nodes']) == 0
+    script = capsys.readouterr().out
+    ids = {'SLURM_ARRAY_TASK_ID': '1', 'SLURM_ARRAY_JOB_ID': '7'}
+    subprocess.run(['bash', '-c', script], env=os.environ | ids, check=True)
+    log = next((folder / '.slurm').iterdir()) / '7_1.0.log'
+    assert (tmp_path / 'said').read_text().splitlines() == [
+        '--cpu-bind=none', f'--output={log}', 'train', '--workdir=x&y',
+    ]  # fmt: skip
 
 
 class Programs:
@@ -148,27 +196,35 @@ def test_a_file_is_submitted_and_a_used_workdir_needs_resume(programs, tmp_path,
 class Job:
     """The batch script of a run in this process's own bash, with programs in SLURM's place.
 
-    srun starts its command once for each task; scancel signals what it started.
+    srun starts its command once for each task; scancel signals what it started, and the first process alone of a task.
     """
 
-    def __init__(self, programs, tmp_path, monkeypatch, capsys, **environment):
-        monkeypatch.setattr(cluster_run, 'MODULE', 'tests.launch.stand_in_peer')
+    def __init__(self, programs, tmp_path, monkeypatch, capsys, flags=(), **environment):
+        monkeypatch.setattr(cluster_run, 'MODULE', 'tests.launch.stand_in_slurm')
         self.workdir, pids = tmp_path / 'run', tmp_path / 'pids'
         programs.add('scontrol', f'case $1 in requeue) echo requeued >>{tmp_path}/calls ;; '
                      'hostnames) ;; esac; case "$1 $2" in "show hostnames") printf "n1\\nn2\\n" ;; '
                      '"show job") echo JobState=${JOB_STATE:-RUNNING} ;; esac')  # fmt: skip
-        programs.add('scancel', f'kill -${{1#--signal=}} $(cat {pids}) 2>/dev/null; true')
+        programs.add(
+            'scancel', f'echo "$@" >>{tmp_path}/signals; kill -${{1#--signal=}} $(cat {pids}) 2>/dev/null; true'
+        )
+        programs.add('squeue', 'printf "7.0\\n7.12\\n7.batch\\n7.extern\\n"')
         programs.add('srun', f'exec {sys.executable} -m tests.launch.stand_in_srun {pids} "$@"')
-        flags = [COMMON[0], COMMON[1], f'--python={sys.executable}', '--share_nodes', '--host=127.0.0.1', *SMALL]
-        text = self._render(flags, capsys)
+        common = [COMMON[0], COMMON[1], f'--python={sys.executable}', '--share_nodes', '--host=127.0.0.1', *SMALL]
+        text = self._render([*common, *flags], capsys)
         self.file = tmp_path / 'job.sbatch'
         self.file.write_text(text)
-        self.calls = tmp_path / 'calls'
+        self.calls, self.signals = tmp_path / 'calls', tmp_path / 'signals'
         self.environment = os.environ | {'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'n[1-2]'} | environment
 
     def _render(self, flags, capsys):
         assert slurm.main([*flags, '--dry_run', '--local_nodes', f'--workdir={self.workdir}']) == 0
         return capsys.readouterr().out.replace('sleep 2', 'sleep 0.2').replace('sleep 1 &', 'sleep 0.1 &')
+
+    def shorten_grace(self):
+        text = self.file.read_text()
+        assert 'have_ended 105' in text
+        self.file.write_text(text.replace('have_ended 105', 'have_ended 1'))
 
     def start(self):
         self.process = subprocess.Popen(
@@ -226,6 +282,76 @@ def test_a_role_with_an_error_of_the_configuration_ends_the_job(programs, tmp_pa
     assert code == 2, output
     assert 'error: port 1 is in use: use another' in output
     assert len(job.events('engine 0 start')) == 1
+
+
+@pytest.mark.parametrize('code', [1, 2])
+def test_the_error_of_one_learner_process_is_that_of_the_run(code, programs, tmp_path, monkeypatch, capsys):
+    job = Job(programs, tmp_path, monkeypatch, capsys, STAND_IN_ENDS=f'learner-1={code}')
+    job.start()
+    ended, output = job.finish()
+    assert ended == code, output
+    assert f'learner-1 ended for good with code {code}\nerror of learner-1\n' in output
+    assert len(job.events('learner 0 start')) == len(job.events('learner 1 start')) == 1
+
+
+@pytest.mark.parametrize(('codes', 'cause'), [
+    ([75, 1], '75 0'),  # one that the others have left may end in any way
+    ([1, 75], '1 0'),
+    ([143, 134, 3], '3 2'),
+    ([1, 137], '1 0'),
+    ([137, 1], '137 0'),  # an error after the loss of another one is no bug of its own
+    ([137, 1, 2], '2 2'),
+    ([143, None, 75, 0], '75 2'),
+    ([143, None, 134, 0], ''),
+    ([None, None], ''),
+    (['', 1], '1 1'),  # a node was lost while it wrote
+])  # fmt: skip
+def test_the_first_learner_process_that_failed_by_itself_is_the_cause(codes, cause, tmp_path, capsys):
+    text = render([*SMALL, '--config.cluster.learner=hosts=4 x fsdp=4'], capsys)
+    function = re.search(r'^find_cause\(\) {\n.*?^}\n', text, re.DOTALL | re.MULTILINE)[0]
+    for index, code in enumerate(codes):
+        if code is not None:  # in the order of their ends
+            path = tmp_path / f'learner-{index}.4.code'
+            path.write_text(f'{code}\n')
+            os.utime(path, (index, 1000 + index))
+    found = subprocess.check_output(['bash', '-uc', f'folder={tmp_path}\n{function}find_cause 4'], text=True)
+    assert found.strip() == cause
+
+
+def test_an_exporter_with_an_error_of_the_configuration_ends_the_job(programs, tmp_path, monkeypatch, capsys):
+    flags = ['--config.checkpoint.every=2', '--config.run.export_every=4']
+    job = Job(programs, tmp_path, monkeypatch, capsys, flags, STAND_IN_ENDS='exporter-0=2')
+    job.start()
+    code, output = job.finish()
+    assert code == 2, output
+    assert 'exporter ended for good with code 2\nerror of exporter-0\n' in output
+
+
+@pytest.mark.parametrize('is_told', [True, False])
+def test_a_role_that_does_not_end_is_killed_and_the_job_is_not(is_told, programs, tmp_path, monkeypatch, capsys):
+    steps = '1000' if is_told else '10'
+    job = Job(programs, tmp_path, monkeypatch, capsys, STAND_IN_DEAF='engine-0', STAND_IN_STEPS=steps)
+    job.shorten_grace()
+    job.start()
+    if is_told:
+        saved = job.workdir / 'step'
+        wait_until(lambda: saved.exists() and saved.read_text() not in ('', '0'), 'steps')
+        job.process.terminate()
+    code, output = job.finish()
+    assert code == (75 if is_told else 0), output
+    assert job.calls.exists() is is_told  # it is queued again
+    assert job.signals.read_text().splitlines() == ['--signal=TERM 7', '--signal=KILL 7.0 7.12']
+
+
+@pytest.mark.parametrize(('grace_s', 'waited'), [(10, 5), (20, 10), (120, 105)])
+def test_roles_are_killed_well_before_the_time_limit(grace_s, waited, capsys):
+    assert f'have_ended {waited};' in render([*LARGE, f'--grace_s={grace_s}'], capsys)
+
+
+def test_the_steps_of_both_parts_of_a_heterogeneous_job_are_killed(capsys):
+    assert 'jobs=$SLURM_JOB_ID\n' in render(LARGE, capsys)
+    text = render([*LARGE, '--engine_partition=small'], capsys)
+    assert 'jobs=$SLURM_JOB_ID_HET_GROUP_0,$SLURM_JOB_ID_HET_GROUP_1\n' in text
 
 
 def test_learners_are_started_again_together_when_one_is_killed(programs, tmp_path, monkeypatch, capsys):
