@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from areal_jax.learning.diagnostics import Metrics
     from areal_jax.learning.learner import SpmdLearner
 
+_AFTER_FOLLOWERS_S = 1.0  # the wait for a follower ends first, and names it
 _Args = TypeVarTuple('_Args')
 _R = TypeVar('_R')
 
@@ -83,8 +84,8 @@ class CommandLeader:
 
 @contextlib.contextmanager
 def _deadline(seconds: float, what: str, on_lost: OnLost) -> Iterator[None]:
-    """Calls `on_lost` if the block has not ended in time; the block itself goes on."""
-    timer = threading.Timer(seconds, on_lost, [f'{what} took more than {seconds:g} s'])
+    """Calls `on_lost` if the block has not ended a second after its time; the block itself goes on."""
+    timer = threading.Timer(seconds + _AFTER_FOLLOWERS_S, on_lost, [f'{what} took more than {seconds:g} s'])
     timer.daemon = True
     timer.start()
     try:
