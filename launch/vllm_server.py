@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 from ml_collections import config_dict
 
+from areal_jax.addresses import find_free_port, join_address
 from areal_jax.app.ending import code_of_stopped_server, end_command
 from areal_jax.code_version import read_code_version
 from areal_jax.config.cluster import parse_engines
@@ -49,13 +49,13 @@ def main(argv: Sequence[str]) -> int:
         directory = _await_version(pathlib.Path(values.publication), wakeups)
         if directory is None:
             return code_of_stopped_server()
-        port = _find_port(values.host)
+        port = find_free_port(values.host)
         with keep_while_read(directory):
             server = subprocess.Popen(
                 build_command(python, directory, port, values), env=dict(build_environment(os.environ))
             )
             try:
-                url = f'http://[{values.host}]:{port}' if ':' in values.host else f'http://{values.host}:{port}'
+                url = f'http://{join_address(values.host, port)}'
                 if (code := _await_answer(server, url, wakeups)) is not None:
                     return code
             except BaseException:
@@ -185,12 +185,6 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
-
-
-def _find_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ':' in host else socket.AF_INET) as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
 
 
 def run() -> None:

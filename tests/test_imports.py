@@ -10,6 +10,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {
+        'addresses',
         'errors',
         'event_fields',
         'events',
@@ -34,6 +35,7 @@ LAYERS = [
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
 JAX_FREE = [
+    'addresses',
     'errors',
     'event_fields',
     'events',

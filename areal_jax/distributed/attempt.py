@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-import socket
 import time
 from collections.abc import Callable
 
 from areal_jax import files
-from areal_jax.errors import LostPeerError, UserError
+from areal_jax.addresses import find_free_port, join_address
+from areal_jax.errors import LostPeerError
 from areal_jax.registry.entries import REGISTRY, Entry
 from areal_jax.registry.presence import Presence, await_living
 
@@ -61,8 +61,7 @@ def lead_attempt(workdir: pathlib.Path, own: Entry, count: int, host: str, deadl
     what = f'the learner processes of attempt {number}'
     living = await_living(workdir, names, deadline_s, what=what, fix=_FIX)
     members = (own.holder, *(living[name].holder for name in names))
-    written = f'[{host}]' if ':' in host else host
-    attempt = Attempt(number, f'{written}:{_find_port(host)}', members)
+    attempt = Attempt(number, join_address(host, find_free_port(host)), members)
     record = {'attempt': number, 'coordinator': attempt.coordinator, 'count': count, 'members': list(members)}
     files.write_json(workdir / REGISTRY / FILE, record)
     return attempt
@@ -96,16 +95,3 @@ def join_attempt(
             reported = time.monotonic()
             say(f'waiting for {whom}, {state}, {waited_s:.0f} s')
         time.sleep(_LOOK_S)
-
-
-def _find_port(host: str) -> int:
-    """A free one of this machine; raises UserError for a host that is none of it."""
-    family = socket.AF_INET6 if ':' in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as free:
-        try:
-            free.bind((host, 0))
-        except OSError as error:
-            raise UserError(
-                f'--host={host} is no address of this machine ({error.strerror}): name one of its interfaces'
-            ) from error
-        return int(free.getsockname()[1])

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from areal_jax.addresses import address_family, join_address
 from areal_jax.code_version import read_code_version
 from areal_jax.distributed.codec import CodecError, decode, encode
 from areal_jax.distributed.wire import (
@@ -102,8 +103,7 @@ class Listener:
         self._met: queue.Queue[Met | WireError] = queue.Queue()
         self._refused: list[str] = []
         self._guests, self._is_closed = _Guests(), False
-        family = socket.AF_INET6 if ':' in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket = socket.socket(address_family(host), socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
@@ -117,7 +117,7 @@ class Listener:
     @property
     def address(self) -> str:
         """'host:port', for `connect`."""
-        return f'[{self.host}]:{self.port}' if ':' in self.host else f'{self.host}:{self.port}'
+        return join_address(self.host, self.port)
 
     def accept(self, deadline_s: float) -> Met:
         """The next role of this run that connects.
@@ -156,15 +156,24 @@ class Listener:
         while True:
             try:
                 own, address = self._socket.accept()
-                self._guests.add(own)
-                threading.Thread(target=self._meet, args=(own, address[0]), daemon=True).start()
-            except (OSError, RuntimeError):  # strangers may hold all files or threads that this process may have
+            except OSError:
                 if self._is_closed:
                     return
-                self._guests.turn_away(len(self._guests) // 2)
-                time.sleep(_RETRY_S)
-            else:
-                self._guests.turn_away(_MOST_GUESTS)
+                self._make_room()
+                continue
+            self._guests.add(own)
+            try:
+                threading.Thread(target=self._meet, args=(own, address[0]), daemon=True).start()
+            except RuntimeError:
+                self._guests.discard(own)
+                own.close()
+                self._make_room()
+            self._guests.turn_away(_MOST_GUESTS)
+
+    def _make_room(self) -> None:
+        """Strangers hold all files or threads that this process may have."""
+        self._guests.turn_away(len(self._guests) // 2)
+        time.sleep(_RETRY_S)
 
     def _meet(self, own: socket.socket, host: str) -> None:
         try:

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from areal_jax.addresses import join_address
 from areal_jax.errors import UserError
 
 MOST_FRAME_BYTES = 1 << 30
@@ -75,7 +76,7 @@ class Connection:
     def address(self) -> str:
         """'host:port' of the other end."""
         host, port = self._socket.getpeername()[:2]
-        return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+        return join_address(host, port)
 
     def fileno(self) -> int:
         return self._socket.fileno()

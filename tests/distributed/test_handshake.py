@@ -188,3 +188,21 @@ def test_only_the_named_interface_is_listened_at():
 def test_the_digest_of_a_config_does_not_depend_on_the_order_of_fields():
     assert digest_config({'a': {'x': 1, 'y': None}, 'b': 2}) == digest_config({'b': 2, 'a': {'y': None, 'x': 1}})
     assert digest_config({'a': 1}) != digest_config({'a': 2})
+
+
+def test_a_guest_for_whom_there_is_no_thread_is_turned_away(listener, monkeypatch):
+    start = threading.Thread.start
+    refused = []
+
+    def refuse_first(thread):
+        if 'meet' in str(getattr(thread, '_target', '')) and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, 'start', refuse_first)
+    with socket.create_connection((listener.host, listener.port)) as stranger:
+        assert is_closed(stranger)
+    connect(listener.address, _KEY, _CONTROLLER, 5)
+    assert listener.accept(5).hello == _CONTROLLER
+    assert len(refused) == 1

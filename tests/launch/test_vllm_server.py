@@ -1,4 +1,4 @@
-"""launch.vllm_server: what its command line cannot be, and where it listens."""
+"""launch.vllm_server: what its command line cannot be, and how it ends before it has a server."""
 
 import pytest
 
@@ -16,11 +16,6 @@ FLAGS = ['launch.vllm_server', '--workdir=run', '--name=0', '--publication=run/p
 def test_a_wrong_flag_is_one_sentence(flags, said):
     with pytest.raises(UserError, match=said):
         vllm_server.parse_flags(flags)
-
-
-@pytest.mark.parametrize('host', ['127.0.0.1', '::1'])
-def test_a_free_port_of_either_kind_of_address(host):
-    assert vllm_server._find_port(host) > 0
 
 
 def test_a_server_that_is_told_to_stop_before_the_first_version_ends_with_the_code_of_its_executor(

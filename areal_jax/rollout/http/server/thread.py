@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from areal_jax.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server import control, generation, state
@@ -134,4 +135,4 @@ def bind(host: str, port: int) -> socket.socket:
 def describe_url(listener: socket.socket) -> str:
     """'http://127.0.0.1:8000'."""
     host, port = listener.getsockname()[:2]
-    return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
+    return f'http://{join_address(host, port)}'

@@ -1,0 +1,29 @@
+"""Addresses of this machine, of either version of the internet protocol, as processes of a run listen at them."""
+
+from __future__ import annotations
+
+import socket
+
+from areal_jax.errors import UserError
+
+
+def join_address(host: str, port: int) -> str:
+    """'host:port', with brackets around a host of version 6."""
+    return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    """Of a socket that listens at the host."""
+    return socket.AF_INET6 if ':' in host else socket.AF_INET
+
+
+def find_free_port(host: str) -> int:
+    """A port that nobody listens at now; raises UserError for a host that is no address of this machine."""
+    with socket.socket(address_family(host), socket.SOCK_STREAM) as free:
+        try:
+            free.bind((host, 0))
+        except OSError as error:
+            raise UserError(
+                f'--host={host} is no address of this machine ({error.strerror}): name one of its interfaces'
+            ) from error
+        return int(free.getsockname()[1])
