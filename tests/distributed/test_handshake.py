@@ -203,6 +203,7 @@ def test_a_guest_for_whom_there_is_no_thread_is_turned_away(listener, monkeypatc
     monkeypatch.setattr(threading.Thread, 'start', refuse_first)
     with socket.create_connection((listener.host, listener.port)) as stranger:
         assert is_closed(stranger)
+        assert len(listener._guests) == 0
     connect(listener.address, _KEY, _CONTROLLER, 5)
     assert listener.accept(5).hello == _CONTROLLER
     assert len(refused) == 1
