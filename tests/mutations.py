@@ -762,8 +762,8 @@ MUTATIONS = [
     Mutation(
         'an abort means every request whose name begins so',
         'areal_jax/rollout/http/service.py',
-        'name in names or (number.isdigit() and group in names)',
-        'name.startswith(tuple(names))',
+        'name in wanted or submission.group in wanted',
+        'name.startswith(tuple(wanted))',
         'tests/rollout/http/test_service.py',
     ),
     Mutation(
@@ -798,8 +798,8 @@ MUTATIONS = [
     Mutation(
         'a reader that leaves goes on to be served',
         'areal_jax/rollout/http/server/bridge.py',
-        'if open_names:',
-        'if not open_names:',
+        'if answer.finish is None]:',
+        'if answer.finish is not None]:',
         'tests/rollout/http/server/test_generation.py',
     ),
     Mutation(

@@ -7,7 +7,7 @@ functions that come with them. Everything here runs on the host's loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Literal, cast
 
 from areal_jax.control.supervisor import Supervisor
@@ -39,13 +39,14 @@ class Delivery:
     error: UserError | None = None  # the engine refused it
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Submission:
-    """One answer to generate."""
+    """One answer to generate. Two are never equal: whoever submitted one can end it, whatever it is called."""
 
     request: GenerationRequest
     streams: bool  # deliver after every dispatch
     deliver: Callable[[Delivery], None]
+    group: str = ''  # id of the call whose numbered answers this is one of; '' = the call has one answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +180,19 @@ class GenerationService:
 
     # What control routes ask for.
 
-    async def cancel(self, names: Sequence[str]) -> None:
-        """Ends the requests of these names and those numbered `NAME_0`, `NAME_1`, ...; unknown ones are ignored."""
-        for name in [name for name in (*self._open, *self._door) if _is_meant(name, names)]:
-            self._cancel(name)
+    async def cancel(self, names: Collection[str]) -> None:
+        """Ends the requests of these names, and all answers of calls of these names; unknown ones are ignored."""
+        wanted = set(names) - {''}
+        for name, submission in [*self._open.items(), *self._door.items()]:
+            if name in wanted or submission.group in wanted:
+                self._cancel(name)
+
+    async def withdraw(self, submissions: Collection[Submission]) -> None:
+        """Ends those of these submissions that are open; others that have their names go on."""
+        for submission in submissions:
+            name = submission.request.request_id
+            if self._open.get(name, self._door.get(name)) is submission:
+                self._cancel(name)
 
     async def cancel_all(self) -> None:
         for name in [*self._open, *self._door]:
@@ -308,11 +318,6 @@ def _describe(running: RunningRequest, pieces: Sequence[Piece], version: str = '
         pieces, running.finish_reason, running.matched, version,
         cached_tokens=running.cached_tokens or 0, retractions=running.retractions,
     )  # fmt: skip
-
-
-def _is_meant(name: str, names: Sequence[str]) -> bool:
-    group, _, number = name.rpartition('_')
-    return name in names or (number.isdigit() and group in names)
 
 
 def _one_line(error: Exception) -> str:

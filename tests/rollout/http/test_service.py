@@ -37,11 +37,11 @@ class ServiceRig(Rig):
 
         return self.clock.execute(supervisor.run(program()))
 
-    def submit(self, sample=0, *, streams=False, prompt=(1, 2, 3), **fields):
+    def submit(self, sample=0, *, streams=False, prompt=(1, 2, 3), group='', **fields):
         """The deliveries that the request gets, as they come."""
         found = []
         wanted = dataclasses.replace(request(sample, prompt=prompt), **fields)
-        self.service.inbox.put(Submission(wanted, streams, found.append))
+        self.service.inbox.put(Submission(wanted, streams, found.append, group))
         return found
 
     def ask(self, run):
@@ -244,17 +244,44 @@ def test_new_names_start_a_span_and_compute_nothing_again():
 
 def test_an_abort_means_a_request_and_its_numbered_answers_wherever_they_are():
     async def script(rig):
-        running = [rig.submit(0, name='a_0'), rig.submit(2, name='a_1'), rig.submit(0, name='ab_0')]
+        running = [rig.submit(0, name='a_0', group='a'), rig.submit(2, name='a_1', group='a')]
+        running.append(rig.submit(0, name='ab_0', group='ab'))
         await rig.decode(3)
         await rig.service.pause('in_place')
-        held = [rig.submit(0, name='a_2'), rig.submit(1, name='b')]
+        held = [rig.submit(0, name='a_2', group='a'), rig.submit(1, name='b')]
+        # called so by its client: no answer of a call named 'a'
+        held.append(rig.submit(2, name='a_7'))
         await rig.decode(1)
-        await rig.service.cancel(['a', 'unknown'])
+        await rig.service.cancel(['a', 'unknown', ''])
         await rig.service.resume()
         await rig.decode(50)
         return [one[-1].finish for one in (*running, *held)]
 
-    assert ServiceRig().run(script) == ['cancelled', 'cancelled', 'stop', 'cancelled', 'stop']
+    assert ServiceRig().run(script) == ['cancelled', 'cancelled', 'stop', 'cancelled', 'stop', 'stop']
+
+
+def test_what_is_withdrawn_ends_and_another_request_of_that_name_does_not():
+    async def script(rig):
+        mine, theirs, ends = [], [], []
+        refused, open_ = Submission(request(0), False, mine.append), Submission(request(0), False, theirs.append)
+        running, held = (Submission(dataclasses.replace(request(1), name='b'), False, ends.append) for _ in range(2))
+        for one in (open_, refused, running):
+            rig.service.inbox.put(one)
+        await rig.decode(3)
+        await rig.service.withdraw([refused, running])
+        await rig.service.pause('in_place')
+        rig.service.inbox.put(held)
+        await rig.decode(1)
+        await rig.service.withdraw([running])
+        assert len(ends) == 1
+        await rig.service.withdraw([held])
+        await rig.service.resume()
+        await rig.decode(50)
+        return [one.finish for one in theirs], [one.finish for one in ends], mine[0].error
+
+    theirs, ends, error = ServiceRig().run(script)
+    assert (theirs, ends) == (['stop'], ['cancelled', 'cancelled'])
+    assert 'is open already' in str(error)
 
 
 def test_an_id_that_is_open_is_refused_and_may_come_again_later():

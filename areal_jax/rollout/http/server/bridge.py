@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar, cast
@@ -34,6 +35,7 @@ from areal_jax.tasks.chat_template import TokenizerError
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
 
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}
+_ID_BYTES = 16  # random, of an id that the server finds: nobody ends a request whose id he can not guess
 Result = TypeVar('Result')
 
 
@@ -88,8 +90,19 @@ class Bridge:
     def open(self, call: Call) -> Exchange:
         """Submits a call of token ids; its answers come out of the exchange, which must be closed."""
         exchange = Exchange(self, call)
+        for submission in exchange.submissions:
+            self._inbox.put(submission)
+        return exchange
+
+    def withdraw(self, submissions: Sequence[Submission]) -> None:
+        """Ends what is open of these submissions; nobody waits for it."""
+        self._inbox.put(Action('withdraw', lambda service: service.withdraw(submissions), lambda result, error: None))
+
+    def describe(self, call: Call, answers: Sequence[Answer], put: Callable[[int, Delivery], None]) -> list[Submission]:
+        """What the service is to generate for the answers of a call; `put` is called with what it delivers."""
         draw = next(self._draws)
-        for answer in exchange.answers:
+        found = []
+        for answer in answers:
             prompt, sample = divmod(answer.index, call.n)
             sampling = call.sampling[prompt]
             noise = (draw, self._seed) if sampling.seed is None else (call.draw, sampling.seed)
@@ -102,16 +115,9 @@ class Bridge:
                 name=answer.request_id,
                 cache_salt=call.cache_salt,
             )
-            deliver = functools.partial(self._call_back, exchange.put, answer.index)
-            self._inbox.put(Submission(request, call.stream, deliver))
-        return exchange
-
-    def cancel(self, names: Sequence[str]) -> None:
-        """Ends the requests of these names; nobody waits for it."""
-        self._inbox.put(Action('cancel', lambda service: service.cancel(names), lambda result, error: None))
-
-    def new_request_id(self) -> str:
-        return f'request-{next(self._draws)}'
+            deliver = functools.partial(self._call_back, put, answer.index)
+            found.append(Submission(request, call.stream, deliver, _find_group(call, answer.request_id)))
+        return found
 
     def _call_back(self, function: Callable[..., None], *arguments: object) -> None:
         """On the host's thread."""
@@ -160,19 +166,23 @@ class Bridge:
 
 
 class Exchange:
-    """The answers to one call, as far as they have come."""
+    """The answers to one call, as far as they have come. Once it is made, `close` must follow.
+
+    Raises RequestError where the server has no room for the call.
+    """
 
     def __init__(self, bridge: Bridge, call: Call):
-        bridge.load.admit(call.n_answers, call.stream)
         self._bridge, self._call = bridge, call
         self._began = time.monotonic()
         self._news: asyncio.Queue[tuple[int, Delivery]] = asyncio.Queue()
         self._unfinished = call.n_answers
-        names = name_answers(call, bridge.new_request_id()).request_ids
+        names = name_answers(call, f'request-{secrets.token_hex(_ID_BYTES)}').request_ids
         self.answers = [
             Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index) for index, name in enumerate(names)
         ]
         self._texts = [bridge.texts.answer(call.sampling[index // call.n]) for index in range(len(names))]
+        self.submissions = bridge.describe(call, self.answers, self.put)
+        bridge.load.admit(call.n_answers, call.stream)  # last: nothing is to be given back where anything before fails
 
     def put(self, index: int, delivery: Delivery) -> None:
         """What the service delivers for one answer."""
@@ -207,9 +217,9 @@ class Exchange:
     def close(self) -> None:
         """Ends what is not finished, and makes room for other calls."""
         self._bridge.load.release(self._call.n_answers, self._call.stream)
-        open_names = [answer.request_id for answer in self.answers if answer.finish is None]
-        if open_names:
-            self._bridge.cancel(open_names)
+        pairs = zip(self.submissions, self.answers, strict=True)
+        if unfinished := [submission for submission, answer in pairs if answer.finish is None]:
+            self._bridge.withdraw(unfinished)
 
     async def _take_news(self) -> dict[int, Delivery]:
         """One delivery for each answer that has news: what came while a reader was slow goes out together."""
@@ -238,6 +248,12 @@ class Exchange:
         answer.finish = _describe_finish(delivery)
         answer.version = delivery.version
         answer.latency_s = time.monotonic() - self._began
+
+
+def _find_group(call: Call, request_id: str) -> str:
+    """The id of the call, where it has several answers, which are numbered: 'NAME_0', 'NAME_1'."""
+    group, _, number = request_id.rpartition('_')
+    return group if call.n_answers > 1 and number.isdecimal() else ''
 
 
 def _describe_finish(delivery: Delivery) -> Finish:
