@@ -19,6 +19,10 @@ class Limits:
     streams: int = 256  # open responses with server-sent events
     request_s: float = 3600.0  # from the body to the end of the answer
     reply_s: float = 30.0  # for the host's side to answer what needs no generation
+    share: float = 0.5  # of the free places of the queue, that one request may take; one place always
+    connections: int = 4096  # fewer where the process may not open so many
+    header_s: float = 10.0  # for the head of a request to arrive
+    write_s: float = 120.0  # for a client to read on
 
 
 class Load:
@@ -31,15 +35,20 @@ class Load:
     def admit(self, answers: int, stream: bool) -> None:
         """Raises RequestError; otherwise `release` must follow."""
         limits = self.limits
-        if answers > limits.requests:
+        if answers > (most := self._share_of(limits.requests)):
             raise RequestError(
-                'n', f'n: {answers} answers in one request, and this server queues {limits.requests} at most: ask for '
-                'fewer',
+                'n', f'n: {answers} answers in one request, and this server takes {most} at most, server.max_share='
+                f'{limits.share:g} of its queue: ask for fewer',
             )  # fmt: skip
         if self.answers + answers > limits.requests:
             raise RequestError(
                 '', f'the queue is full ({self.answers} of {limits.requests} answers): send it again later', QUEUE_FULL
             )
+        if answers > (most := self._share_of(limits.requests - self.answers)):
+            raise RequestError(
+                '', f'{self.answers} of {limits.requests} answers are open, and one request may add {most}: ask for '
+                'fewer, or send it again later', QUEUE_FULL,
+            )  # fmt: skip
         if stream and self.streams >= limits.streams:
             raise RequestError(
                 'stream', f'stream=True: {self.streams} streams are open, which is the limit: send it again later',
@@ -47,6 +56,10 @@ class Load:
             )  # fmt: skip
         self.answers += answers
         self.streams += stream
+
+    def _share_of(self, places: int) -> int:
+        """Of so many places, what one request may take: those that are left are for others."""
+        return max(1, int(self.limits.share * places))
 
     def release(self, answers: int, stream: bool) -> None:
         self.answers -= answers

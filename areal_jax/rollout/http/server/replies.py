@@ -7,13 +7,16 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from types import ModuleType
+from typing import Protocol, runtime_checkable
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server.complaints import NAME
 from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY
 from areal_jax.rollout.http.wire import sglang, vllm
 from areal_jax.rollout.http.wire.exchange import INCARNATION, RequestError
@@ -21,17 +24,33 @@ from areal_jax.rollout.http.wire.fields import Fields, parse_json
 
 BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_OPEN_PATHS = ('/health', '/health_generate', '/ready', '/ping', '/metrics')  # no key: probes of clusters have none
-_SGLANG_PATHS = ('/generate', '/abort_request', '/pause_generation', '/continue_generation', '/flush_cache')
+# no key: probes of clusters have none, and none of these paths generates anything
+_OPEN_PATHS = ('/health', '/ready', '/ping', '/metrics')
+_SGLANG_PATHS = (
+    '/generate', '/abort_request', '/pause_generation', '/continue_generation', '/flush_cache',
+    '/update_weights_from_disk', '/health_generate', '/model_info', '/get_model_info', '/server_info',
+    '/get_server_info',
+)  # fmt: skip
 _BUSY = (429, 503)
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(NAME)
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """A connection that is told how far a request on it has come (connections.py)."""
+
+    def note_request(self, has_body: bool) -> None: ...
+
+    def note_body(self) -> None: ...
 
 
 async def read_body(request: web.Request) -> object:
     """The JSON of the body, {} where it is empty; raises RequestError."""
     limits = request.app[BRIDGE].limits
     try:
+        if (request.content_length or 0) > limits.body_bytes:
+            raise web.HTTPRequestEntityTooLarge(limits.body_bytes)
         async with asyncio.timeout(limits.body_s):
             content = await request.read()
     except TimeoutError:
@@ -42,6 +61,11 @@ async def read_body(request: web.Request) -> object:
         raise RequestError(
             '', f'the body is larger than {limits.body_bytes} bytes: send less at once', TOO_LONG_BODY
         ) from None
+    except (web.RequestPayloadError, HttpProcessingError) as error:  # chunks or compression that are none
+        reason = ' '.join(str(error).split())[:200]
+        raise RequestError('body', f'the body can not be read ({reason}): send it plain, or as its headers say') from None
+    if isinstance(request.protocol, Progress):
+        request.protocol.note_body()
     return parse_json(content) if content.strip() else {}
 
 
@@ -59,6 +83,8 @@ def guard(api_key: str, holder: Callable[[], str] = str) -> Middleware:
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if isinstance(request.protocol, Progress):
+            request.protocol.note_request(request.body_exists)
         try:
             if api_key and request.path not in _OPEN_PATHS and not _has_key(request, api_key):
                 raise RequestError(
@@ -67,7 +93,7 @@ def guard(api_key: str, holder: Callable[[], str] = str) -> Middleware:
             _require_meant(request, holder())
             return await handler(request)
         except web.HTTPException as error:
-            return web.json_response({'detail': error.reason}, status=error.status, headers=_allowed(error))
+            return answer_http_error(request, error)
         except RequestError as error:
             return refuse(request, str(error), error.status, error.field)
         except UserError as error:
@@ -83,7 +109,14 @@ def guard(api_key: str, holder: Callable[[], str] = str) -> Middleware:
     return answer
 
 
-def refuse(request: web.Request, message: str, status: int, field: str = '') -> web.Response:
+def answer_http_error(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
+    """The reply of the path's dialect to what aiohttp refuses: an unknown path, a method that a path does not have."""
+    reply = refuse(request, f'{request.method[:20]} {request.path[:80]}: {error.reason}', error.status)
+    reply.headers.update(_allowed(error))
+    return reply
+
+
+def refuse(request: web.BaseRequest, message: str, status: int, field: str = '') -> web.Response:
     """The reply of the path's dialect to what is refused."""
     dialect: ModuleType = sglang if request.path in _SGLANG_PATHS else vllm
     body: JsonObject = dialect.render_error(message, status, field)
@@ -103,7 +136,9 @@ def _require_meant(request: web.Request, holder: str) -> None:
 
 def _has_key(request: web.Request, api_key: str) -> bool:
     given = request.headers.get('Authorization', '')
-    return hmac.compare_digest(given.encode(), f'Bearer {api_key}'.encode())
+    # surrogates stand for bytes that are no UTF-8, in headers as in environment variables
+    encode = lambda text: text.encode('utf-8', 'surrogateescape')
+    return hmac.compare_digest(encode(given), encode(f'Bearer {api_key}'))
 
 
 def _allowed(error: web.HTTPException) -> dict[str, str]:

@@ -8,6 +8,7 @@ import numpy as np
 from aiohttp import web
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.connections import ConnectionTable
 from areal_jax.rollout.http.server.replies import BRIDGE
 from areal_jax.rollout.http.service import ServiceStatus
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyInfo
@@ -31,6 +32,7 @@ class Facts:
 
 
 FACTS: web.AppKey[Facts] = web.AppKey('facts', Facts)
+CONNECTIONS: web.AppKey[ConnectionTable] = web.AppKey('connections', ConnectionTable)
 
 
 def list_routes() -> list[web.RouteDef]:
@@ -118,7 +120,7 @@ async def world_size(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """In the text format of Prometheus."""
-    bridge = request.app[BRIDGE]
+    bridge, connections = request.app[BRIDGE], request.app[CONNECTIONS]
     status = await bridge.look()
     engine = status.engine
     lines = [
@@ -128,6 +130,11 @@ async def metrics(request: web.Request) -> web.Response:
         ),
         *_metric('answers_open', 'gauge', 'answers that HTTP requests wait for', bridge.load.answers),
         *_metric('streams_open', 'gauge', 'open responses with server-sent events', bridge.load.streams),
+        *_metric('connections_open', 'gauge', 'connections to this server', len(connections)),
+        *_metric(
+            'connections_closed_for_room_total', 'counter', 'silent connections closed for others',
+            connections.closed_for_room,
+        ),
         *_metric('paused', 'gauge', '1 while generation is paused', int(status.pause is not None)),
         *_metric('prompt_tokens_total', 'counter', 'prompt tokens of requests that began', status.prompt_tokens),
         *_metric('generated_tokens_total', 'counter', 'tokens delivered', status.generated_tokens),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import functools
+import logging
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -16,14 +19,18 @@ from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server import control, generation, state
 from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server.complaints import bounded_log
+from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
+from areal_jax.rollout.http.server.descriptors import count_connections
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.replies import BRIDGE, guard
-from areal_jax.rollout.http.server.state import FACTS, Facts
+from areal_jax.rollout.http.server.state import CONNECTIONS, FACTS, Facts
 from areal_jax.rollout.http.server.texts import Texts
 
 _BACKLOG = 1024  # connections that wait to be accepted
 _SHUTDOWN_S = 5.0  # for open connections at the end
 _START_S = 30.0
+_REQUESTS_PER_CONNECTION = 0.75  # open answers: the other connections are for those who ask how the server is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,26 +99,51 @@ class HttpThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        with bounded_log() as log:
+            self._loop.set_exception_handler(functools.partial(_complain, log))
+            limits = self._fit_limits(log)
+            table = ConnectionTable(ConnectionLimits(limits.connections, limits.header_s, limits.write_s), log)
+            runner = web.AppRunner(
+                self._build_app(limits, table), handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
+            )
+            await runner.setup()
+            assert runner.server is not None
+            try:
+                async with table.listening(self._listener, runner.server, _BACKLOG):
+                    self._started.set()
+                    await self._stop.wait()
+            finally:
+                await runner.cleanup()
+
+    def _build_app(self, limits: Limits, table: ConnectionTable) -> web.Application:
         model = self._model
         app = web.Application(
-            middlewares=[guard(self._api_key, lambda: model.facts.holder)], client_max_size=self._limits.body_bytes
+            middlewares=[guard(self._api_key, lambda: model.facts.holder)], client_max_size=limits.body_bytes
         )
-        app[FACTS] = model.facts
+        app[FACTS], app[CONNECTIONS] = model.facts, table
         app[BRIDGE] = Bridge(
-            self._inbox, model.texts, self._limits,
+            self._inbox, model.texts, limits,
             context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,
         )  # fmt: skip
         app.add_routes([*generation.list_routes(model.facts.model), *control.list_routes(), *state.list_routes()])
-        runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S, keepalive_timeout=75.0
-        )
-        await runner.setup()
-        try:
-            await web.SockSite(runner, self._listener, backlog=_BACKLOG).start()
-            self._started.set()
-            await self._stop.wait()
-        finally:
-            await runner.cleanup()
+        return app
+
+    def _fit_limits(self, log: logging.Logger) -> Limits:
+        """The limits, lowered to what the process may open."""
+        limits = self._limits
+        connections = count_connections(limits.connections)
+        if connections < limits.connections:
+            log.warning(
+                'server.max_connections=%d is lowered to %d: the process may open no more files, see ulimit -n',
+                limits.connections, connections,
+            )  # fmt: skip
+        requests = min(limits.requests, max(1, int(_REQUESTS_PER_CONNECTION * connections)))
+        return dataclasses.replace(limits, connections=connections, requests=requests)
+
+
+def _complain(log: logging.Logger, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Takes what goes wrong on the loop where nobody waits for it."""
+    log.error('on the loop of HTTP: %s', context.get('message', ''), exc_info=context.get('exception'))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import openai
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
-from areal_jax.rollout.http.wire.fields import Fields, read_token_ids
+from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids
 
 _DEFAULT_NEW_TOKENS = 16
 _ROUTE = openai.Route('cmpl-', 'text_completion', 'text_completion')
@@ -59,6 +59,7 @@ def _read_prompts(fields: Fields) -> tuple[Prompt, ...]:
         return fields.take_texts('prompt')
     fields.take('prompt')
     if isinstance(given[0], list):
+        fields.require_few('prompt', given, MOST_PROMPTS)
         return tuple(read_token_ids(f'prompt[{index}]', row) for index, row in enumerate(given))
     return (read_token_ids('prompt', given),)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import reprlib
 import typing
@@ -15,6 +16,11 @@ _LARGEST_TOKEN = 2**31 - 1  # of int32
 _SHOWN = reprlib.Repr()  # of a refused value the sentence repeats a part
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
 _SHOWN.maxlevel = 2
+_LONGEST_NAME = 80  # characters of a field's name that a sentence repeats: clients choose the names of unknown fields
+_LONGEST_TEXT = 4096  # characters of a name, an id or a path: replies and events repeat some of them
+_LONGEST_ID = 10  # digits of the largest token id
+MOST_PROMPTS = 4096  # of one request, and entries of other lists of texts
+_MOST_BIASES = 1024
 
 
 def parse_json(content: bytes) -> object:
@@ -28,6 +34,10 @@ def parse_json(content: bytes) -> object:
 
 def refuse(field: str, value: object, fix: str) -> RequestError:
     """The error for a value that is not served: raise it."""
+    if len(field) > _LONGEST_NAME:
+        field = f'{field[:_LONGEST_NAME]}...'
+    if isinstance(value, dict) and len(value) > _SHOWN.maxdict:  # reprlib would sort all its keys
+        value = dict(itertools.islice(value.items(), _SHOWN.maxdict + 1))
     return RequestError(field, f'{field}={_SHOWN.repr(value)} {fix}')
 
 
@@ -85,12 +95,15 @@ class Fields:
         value = self.take(field)
         return default if value is None else self._require_number(field, value, least, most, above)
 
-    def take_text(self, field: str, default: str = '') -> str:
+    def take_text(self, field: str, default: str = '', longest: int | None = _LONGEST_TEXT) -> str:
+        """A string of at most `longest` characters; None = as long as the body may be."""
         value = self.take(field)
         if value is None:
             return default
         if not isinstance(value, str):
             raise self.refuse(field, value, 'must be a string')
+        if longest is not None and len(value) > longest:
+            raise self.refuse(field, value, f'has {len(value)} characters: send {longest} at most')
         return self._require_characters(field, value)
 
     def take_choice(self, field: str, choices: Sequence[str], default: str | None = None) -> str:
@@ -102,20 +115,30 @@ class Fields:
             raise self.refuse(field, value, f'must be {" or ".join(map(repr, choices))}')
         return value
 
-    def take_texts(self, field: str) -> tuple[str, ...]:
-        """A string or a list of strings, none of them empty."""
+    def take_texts(self, field: str, most: int = MOST_PROMPTS, longest: int | None = None) -> tuple[str, ...]:
+        """A string or a list of at most `most` strings, none of them empty; `longest` bounds all their characters."""
         value = self.take(field)
         texts = value if isinstance(value, list) else [] if value is None else [value]
+        self.require_few(field, texts, most)
         for text in texts:
             if not isinstance(text, str) or not text:
                 raise self.refuse(field, value, 'must be a string or a list of strings, none of them empty')
             self._require_characters(field, text)
+        if longest is not None and (total := sum(map(len, texts))) > longest:
+            raise self.refuse(field, value, f'has {total} characters: send {longest} at most')
         return tuple(texts)
 
-    def take_token_ids(self, field: str) -> tuple[int, ...]:
+    def take_token_ids(self, field: str, most: int | None = None) -> tuple[int, ...]:
         """A list of ids, () where it is absent."""
         value = self.take(field)
+        if most is not None:
+            self.require_few(field, value, most)
         return () if value is None else tuple(read_token_ids(self.name(field), value, least=0).tolist())
+
+    def require_few(self, field: str, value: object, most: int) -> None:
+        """Raises RequestError for a list, or an object, of more than `most` entries."""
+        if isinstance(value, list | dict) and len(value) > most:
+            raise self.refuse(field, value, f'has {len(value)} entries: send {most} at most')
 
     def take_bias(self, field: str) -> tuple[tuple[int, float], ...]:
         """An object of token ids and what is added to their logits, which is in [-100, 100]."""
@@ -124,10 +147,11 @@ class Fields:
             return ()
         if not isinstance(value, Mapping):
             raise self.refuse(field, value, 'must be an object of token ids and numbers')
+        self.require_few(field, value, _MOST_BIASES)
         found = []
         for token, bias in value.items():
             name = f'{field}.{token}'
-            if not str(token).isascii() or not str(token).isdigit() or int(token) > _LARGEST_TOKEN:
+            if not _is_token_id(token):
                 raise self.refuse(name, bias, 'is not named by a token id: use the id as a string')
             found.append((int(token), self._require_number(name, bias, -100, 100)))
         return tuple(sorted(found))
@@ -174,6 +198,12 @@ class Fields:
         if not fits:
             raise self.refuse(field, value, f'must be a number {"above" if above else "from"} {least:g} to {most:g}')
         return float(typing.cast(float, value))
+
+
+def _is_token_id(text: str) -> bool:
+    """The length comes first: int() raises ValueError for thousands of digits."""
+    digits = text.isascii() and text.isdigit()
+    return digits and len(text.lstrip('0')) <= _LONGEST_ID and int(text.lstrip('0') or '0') <= _LARGEST_TOKEN
 
 
 def read_token_ids(field: str, value: object, least: int = 1) -> np.ndarray:

@@ -27,6 +27,7 @@ from areal_jax.rollout.http.wire.tools import read_calls
 from areal_jax.types import LogprobKind
 
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
+_MOST_MESSAGES = 4096  # and parts of one
 _IGNORED = (
     'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
     'detokenize', 'spaces_between_special_tokens',
@@ -88,6 +89,7 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
     given = fields.take('messages')
     if not isinstance(given, list) or not given:
         raise fields.refuse('messages', given, 'must be a list of one or more messages')
+    fields.require_few('messages', given, _MOST_MESSAGES)
     return tuple(_read_message(Fields(entry, f'messages[{index}]')) for index, entry in enumerate(given))
 
 
@@ -166,12 +168,12 @@ def _read_message(fields: Fields) -> Message:
         raise fields.refuse('role', None, "is missing: use 'system', 'user', 'assistant' or 'tool'")
     calls = read_calls(fields) if role == 'assistant' else ()
     if isinstance(content := fields.peek('content'), list):
-        fields.take('content')
+        fields.require_few('content', fields.take('content'), _MOST_MESSAGES)
         text = ''.join(_read_part(Fields(part, fields.name(f'content[{i}]'))) for i, part in enumerate(content))
     elif content is None and not calls:
         raise fields.refuse('content', None, 'is missing: send a string or a list of text parts')
     else:
-        text = fields.take_text('content')
+        text = fields.take_text('content', longest=None)
     answers = (fields.take_text('tool_call_id'), fields.take_text('name')) if role == 'tool' else ('', '')
     fields.take_unserved('refusal', 'audio', 'function_call', 'tool_calls', 'tool_call_id')
     fields.take_ignored('name', 'reasoning_content', 'reasoning')
@@ -181,7 +183,7 @@ def _read_message(fields: Fields) -> Message:
 
 def _read_part(fields: Fields) -> str:
     fields.take_choice('type', ('text',))
-    text = fields.take_text('text')
+    text = fields.take_text('text', longest=None)
     fields.finish()
     return text
 

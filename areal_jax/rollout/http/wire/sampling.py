@@ -13,6 +13,8 @@ _LARGEST_TEMPERATURE = 1e4
 _LARGEST_PENALTY = 2.0  # presence and frequency
 _LARGEST_REPETITION = 10.0
 _LARGEST_SEED = 2**63 - 1
+# every token of an answer is held against all stop strings, so these bound what one request costs the others
+_MOST_STOP_STRINGS, _STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,8 @@ def read_sampling(fields: Fields, names: Names, max_new_tokens: int | None) -> C
         presence_penalty=fields.take_number('presence_penalty', 0.0, -_LARGEST_PENALTY, _LARGEST_PENALTY),
         frequency_penalty=fields.take_number('frequency_penalty', 0.0, -_LARGEST_PENALTY, _LARGEST_PENALTY),
         logit_bias=fields.take_bias('logit_bias'),
-        stop_tokens=fields.take_token_ids('stop_token_ids'),
-        stop_strings=fields.take_texts('stop'),
+        stop_tokens=fields.take_token_ids('stop_token_ids', _MOST_STOP_TOKENS),
+        stop_strings=fields.take_texts('stop', _MOST_STOP_STRINGS, _STOP_CHARACTERS),
         ignore_eos=fields.take_flag('ignore_eos'),
         seed=fields.take_optional_integer(names.seed, least=0, most=_LARGEST_SEED),
         skip_special_tokens=fields.take_flag('skip_special_tokens', True),

@@ -21,13 +21,14 @@ from areal_jax.rollout.http.wire.exchange import (
     RequestError,
     Written,
 )
-from areal_jax.rollout.http.wire.fields import Fields, read_token_ids, require_same
+from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids, require_same
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.sampling import SGLANG, read_sampling, render_sampling
 from areal_jax.types import LogprobKind
 
 _DEFAULT_NEW_TOKENS = 128
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
+_LONGEST_ID = 4096  # characters of a rid
 _SAMPLING_UNSERVED = (
     'stop_regex', 'json_schema', 'regex', 'ebnf', 'structural_tag', 'custom_params', 'stream_interval',
 )  # fmt: skip
@@ -204,6 +205,7 @@ def _read_prompts(fields: Fields) -> tuple[tuple[Prompt, ...], str, bool]:
         return texts, 'text', is_batch
     ids = fields.take('input_ids')
     if isinstance(ids, list) and ids and isinstance(ids[0], list):
+        fields.require_few('input_ids', ids, MOST_PROMPTS)
         return tuple(read_token_ids(f'input_ids[{i}]', row) for i, row in enumerate(ids)), 'input_ids', True
     return (read_token_ids('input_ids', ids),), 'input_ids', False
 
@@ -261,6 +263,9 @@ def _read_prompt_tail(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -
 
 def _read_request_ids(fields: Fields, n_prompts: int, n: int) -> tuple[str, ...]:
     given, total = fields.take('rid'), n_prompts * n
+    for name in given if isinstance(given, list) else [given]:
+        if isinstance(name, str) and len(name) > _LONGEST_ID:
+            raise fields.refuse('rid', name, f'has {len(name)} characters: send {_LONGEST_ID} at most')
     if given is None:
         return ('',) * total
     if isinstance(given, str):

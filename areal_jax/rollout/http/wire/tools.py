@@ -12,6 +12,8 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import Message
 from areal_jax.rollout.http.wire.fields import Fields, refuse
 
+_MOST_TOOLS = 1024  # of a request, and calls in one turn
+
 
 def read_tools(fields: Fields) -> tuple[JsonObject, ...]:
     """The functions that the model may call, as they were sent; () where tool_choice='none'."""
@@ -20,6 +22,7 @@ def read_tools(fields: Fields) -> tuple[JsonObject, ...]:
     given = fields.take('tools') or []
     if not isinstance(given, list):
         raise fields.refuse('tools', given, 'must be a list of functions')
+    fields.require_few('tools', given, _MOST_TOOLS)
     for index, entry in enumerate(given):
         _require_function(Fields(entry, f'tools[{index}]'))
     return () if choice == 'none' else tuple(given)
@@ -30,6 +33,7 @@ def read_calls(message: Fields) -> tuple[JsonObject, ...]:
     given = message.take('tool_calls') or []
     if not isinstance(given, list):
         raise message.refuse('tool_calls', given, 'must be a list of calls')
+    message.require_few('tool_calls', given, _MOST_TOOLS)
     return tuple(_read_call(Fields(entry, message.name(f'tool_calls[{i}]'))) for i, entry in enumerate(given))
 
 
@@ -49,7 +53,7 @@ def _require_function(fields: Fields) -> None:
     fields.take_choice('type', ('function',))
     function = fields.take_fields('function')
     _take_name(function)
-    function.take_text('description')
+    function.take_text('description', longest=None)
     function.take_fields('parameters')  # a JSON schema, which is the model's to read
     function.take_flag('strict')
     function.finish()

@@ -122,8 +122,8 @@ def test_the_state_of_a_server():
     assert (model['id'], model['max_model_len']) == ('toy', 400)
     assert 'areal_jax_generated_tokens_total 6\n' in metrics  # five, and one of /health_generate
     assert 'areal_jax_requests_finished_total{reason="length"} 2\n' in metrics
-    assert unknown == (404, {'detail': 'Not Found'})
-    assert wrong_method[0] == 405
+    assert (unknown[0], unknown[1]['error']['message']) == (404, 'GET /nowhere: Not Found')
+    assert (wrong_method[0], wrong_method[1]['error']['message']) == (405, 'GET /generate: Method Not Allowed')
 
 
 def test_a_server_whose_engine_hangs_is_not_healthy():
