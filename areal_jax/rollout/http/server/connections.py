@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from typing import cast
 
 from aiohttp import web
 
@@ -41,7 +42,8 @@ class Connection(web.RequestHandler):
 
     def __init__(self, table: ConnectionTable, server: web.Server, idle_s: float, logger: logging.Logger):
         loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, access_log=None, keepalive_timeout=idle_s, logger=logger)
+        no_access_log = cast(logging.Logger, None)  # aiohttp takes None, its types do not
+        super().__init__(server, loop=loop, access_log=no_access_log, keepalive_timeout=idle_s, logger=logger)
         self._table, self._clock = table, loop.time
         self._wire: asyncio.Transport | None = None  # aiohttp forgets the transport before all is written
         self._is_served = False  # a request is being received or answered
@@ -163,7 +165,7 @@ class ConnectionTable:
         self._silent.pop(connection, None)
 
     @contextlib.asynccontextmanager
-    async def listening(self, listener: socket.socket, server: web.Server, backlog: int) -> Iterator[None]:
+    async def listening(self, listener: socket.socket, server: web.Server, backlog: int) -> AsyncIterator[None]:
         """Inside, connections to the listener are served; at the end it is closed."""
         listener.setblocking(False)
         listener.listen(backlog)

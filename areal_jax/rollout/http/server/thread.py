@@ -10,7 +10,6 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
 
@@ -141,9 +140,11 @@ class HttpThread:
         return dataclasses.replace(limits, connections=connections, requests=requests)
 
 
-def _complain(log: logging.Logger, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _complain(log: logging.Logger, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
     """Takes what goes wrong on the loop where nobody waits for it."""
-    log.error('on the loop of HTTP: %s', context.get('message', ''), exc_info=context.get('exception'))
+    error = context.get('exception')
+    exception = error if isinstance(error, BaseException) else None
+    log.error('on the loop of HTTP: %s', context.get('message', ''), exc_info=exception)
 
 
 def bind(host: str, port: int) -> socket.socket:
