@@ -26,6 +26,7 @@ from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.decode.parallel import weight_shardings
 from areal_jax.rollout.decode.weights import share_prepared
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.stream import IN_TRAINING, LogprobFailure
 from areal_jax.sharding.allocation import Allocation, EngineDevices
 from areal_jax.sharding.placement import Place
 from areal_jax.telemetry.numerals import format_bytes
@@ -147,6 +148,7 @@ def build_engines(
     published: PublishedWeights,
     clock: LoopClock,
     log: EventLog,
+    failure: LogprobFailure = IN_TRAINING,
 ) -> list[LocalEngine]:
     """The engines of cluster.engines with the weights `published`, each on its devices."""
     every_dispatches = config.evaluation.every_dispatches if evaluation_backends else 1
@@ -167,6 +169,7 @@ def build_engines(
             decode_steps=config.rollout.decode_steps,
             evaluation=evaluation_backends.get(devices),
             every_dispatches=every_dispatches,
+            failure=failure,
         )
         for index, devices in enumerate(allocation.engines)
     ]

@@ -28,7 +28,7 @@ from areal_jax.app.origin import read_version
 from areal_jax.app.provenance import git_commit, hardware, package_versions
 from areal_jax.app.sizes import require_room_to_evaluate
 from areal_jax.app.task import build_task, build_verifier
-from areal_jax.app.text_model import describe_loading
+from areal_jax.app.text_model import describe_loading, describe_source
 from areal_jax.app.workdir import note_weights, sample_digest
 from areal_jax.app.workflow import build_workflow
 from areal_jax.config import TrackedConfig, validate_evaluation
@@ -42,11 +42,13 @@ from areal_jax.evaluation.evaluator import Deliver, Evaluator
 from areal_jax.evaluation.results import Results, Tally
 from areal_jax.events import FILE as EVENTS
 from areal_jax.learning import trees
+from areal_jax.learning.finiteness import require_finite_shards
 from areal_jax.protocols import Event
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.stream import WITHOUT_TRAINING
 from areal_jax.sharding.allocation import allocate_engines
 from areal_jax.sharding.placement import move_to
 from areal_jax.tasks.chat_template import ConversationError
@@ -191,14 +193,16 @@ class _Evaluation:
         self._start.begin(f'building the engines; {describe_caches(self._backends)}')
         params = trees.cast(model.params, config.publication.dtype)
         model.params = None
+        require_finite_shards(params, *describe_source(config, model.source))
         self._version = read_version(model.source) or 0
         first = place_of(model.decoder, self.allocation.engines[0])
         channel = DeviceChannel(None, verify=config.publication.verify)
         published = channel.transfer(self._version, move_to(params, first))  # with which the first engine decodes
         self._weights_sha256 = weights_sha256(channel.receive(published))
         return build_engines(
-            config, model.decoder, self.allocation, self._backends, {}, channel, published, self.clock, self.log
-        )
+            config, model.decoder, self.allocation, self._backends, {}, channel, published, self.clock, self.log,
+            WITHOUT_TRAINING,
+        )  # fmt: skip
 
     def _build_evaluator(self, task: Task, model: Model, problems: list[Prompt]) -> Evaluator:
         return Evaluator(

@@ -22,7 +22,7 @@ from areal_jax.app.extras import require_extras
 from areal_jax.app.interrupt import StopRequests
 from areal_jax.app.model import Model, build_model, describe_model
 from areal_jax.app.origin import read_version
-from areal_jax.app.text_model import describe_loading
+from areal_jax.app.text_model import describe_loading, describe_source
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
@@ -31,6 +31,7 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.learning import trees
+from areal_jax.learning.finiteness import require_finite_shards
 from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Event
 from areal_jax.publication.files import find_version, load_version
@@ -38,6 +39,7 @@ from areal_jax.publication.versions import parse_version
 from areal_jax.registry.entries import FencedError
 from areal_jax.registry.heartbeat import Heartbeat
 from areal_jax.rollout.http.server.heartbeat import KIND, reachable
+from areal_jax.rollout.http.server.descriptors import raise_limit
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
@@ -46,6 +48,7 @@ from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationServic
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.servers.fit import ServerFacts
 from areal_jax.rollout.servers.registry import describe_facts
+from areal_jax.rollout.stream import IN_A_SERVER
 from areal_jax.sharding.allocation import allocate_engines
 from areal_jax.sharding.placement import Place, move_to
 from areal_jax.telemetry.progress import StartProgress
@@ -234,11 +237,12 @@ class _Server:
         self._start.begin(f'building the engine; {describe_caches({devices: self._backend})}')
         params = move_to(trees.cast(model.params, dtype), place)
         model.params = None
+        require_finite_shards(params, *describe_source(config, model.source))
         return LocalEngine(
             0, self._backend, self.clock, self.log,
             receive=functools.partial(load_directory, decoder=model.decoder, place=place, dtype=dtype),
             version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
-            decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode,
+            decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode, failure=IN_A_SERVER,
         )  # fmt: skip
 
     def _build_http(self, listener: socket.socket, api_key: str) -> HttpThread:
@@ -258,7 +262,12 @@ class _Server:
             requests=config.server.max_requests,
             streams=config.server.max_streams,
             request_s=config.server.request_timeout_s,
+            share=config.server.max_share,
+            connections=config.server.max_connections,
+            header_s=config.server.header_timeout_s,
+            write_s=config.server.write_timeout_s,
         )
+        raise_limit()
         return HttpThread(
             self.service.inbox, served, listener, limits=limits, api_key=api_key, on_death=self._note_death
         )
@@ -282,7 +291,8 @@ class _Server:
 def load_directory(published: PublishedWeights, *, decoder: Decoder, place: Place, dtype: str) -> Weights:
     """The weights of a WeightsDirectory, checked against its manifest where it has one; sets its digest.
 
-    Raises UpdateError for a model of another shape, PublicationError for files that are not whole.
+    Raises UpdateError for a model of another shape, PublicationError for files that are not whole, NonFiniteError for
+    weights with NaN or infinity.
     """
     directory = published.handle
     assert isinstance(directory, WeightsDirectory)
@@ -291,6 +301,7 @@ def load_directory(published: PublishedWeights, *, decoder: Decoder, place: Plac
     found = find_version(path, named or 0)
     _require_shape(path, decoder)
     params = trees.cast(load_version(found, decoder.config, place, verify=True), dtype)
+    require_finite_shards(params, f'{path} as {dtype}', 'get the files again, or load other weights')
     directory.digest = found.manifest_hash
     return params
 

@@ -270,9 +270,17 @@ SECTIONS: Mapping[str, Section] = {
         'Bounds of python -m areal_jax.main_serve',
         max_requests=Integer(1024, COUNT, 'answers under way or queued; more are refused with 503'),
         max_streams=Integer(256, COUNT, 'open responses with server-sent events; more are refused with 429'),
+        max_share=Real(
+            0.5, SHARE_ABOVE_ZERO, 'of the free places of the queue, that one request may take; one place always'
+        ),
+        max_connections=Integer(
+            4096, COUNT, 'open at once, fewer where the process may not open so many files; silent ones make room'
+        ),
         max_body_bytes=Integer(16 * 2**20, COUNT, 'of a request; a larger one is refused with 413'),
+        header_timeout_s=Real(10.0, SECONDS, 'for the head of a request to arrive, else the connection is closed'),
         body_timeout_s=Real(30.0, SECONDS, 'for the body of a request to arrive, else 408'),
         request_timeout_s=Real(3600.0, SECONDS, 'for the answers of a request, else 504'),
+        write_timeout_s=Real(120.0, SECONDS, 'for a client to read on, else the connection is closed'),
         drain_timeout_s=Real(30.0, SECONDS, 'for running answers when the server is told to stop'),
     ),
     'diagnostics': Section(

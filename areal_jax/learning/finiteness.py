@@ -1,11 +1,12 @@
 """Refuses weights and optimizer state that hold NaN or infinity, with the same verdict on every process.
 
-Used by learner.py: before the first update, before a save and after a restore.
+A learner asks before the first update, before a save and after a restore; whoever only generates, of what it loaded.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,22 @@ def require_finite(tree: Tree, mesh: Mesh, what: str, fix: str) -> None:
     leaves = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     count = _counter(mesh)
     # wait for each count before the next: on virtual CPU devices, collectives of concurrent programs block each other
-    counts = {path: int(jax.device_get(count(leaf))) for path, leaf in leaves.items()}
+    _refuse(leaves, {path: int(jax.device_get(count(leaf))) for path, leaf in leaves.items()}, what, fix)
+
+
+def require_finite_shards(tree: Tree, what: str, fix: str) -> None:
+    """The same for arrays of this process alone, without collectives: dispatches may run on the devices meanwhile."""
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = {path: jnp.asarray(leaf) for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    parts = {
+        path: [_count_shard(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+        for path, leaf in leaves.items()
+    }
+    _refuse(leaves, {path: sum(map(int, counts)) for path, counts in parts.items()}, what, fix)
+
+
+def _refuse(leaves: Mapping[str, jax.Array], counts: Mapping[str, int], what: str, fix: str) -> None:
+    """Raises NonFiniteError where a leaf has such values; `counts` has their number by path."""
     wrong = {path: n for path, n in counts.items() if n}
     for path, n in wrong.items():
         others = f', and {len(wrong) - 1} other leaves have such values too' if len(wrong) > 1 else ''
@@ -48,11 +64,14 @@ def require_finite(tree: Tree, mesh: Mesh, what: str, fix: str) -> None:
 @functools.cache
 def _counter(mesh: Mesh) -> jax.stages.Wrapped:
     """leaf -> int32 scalar on every device of the mesh: values that are not finite."""
+    return jax.jit(_count, out_shardings=replicated(mesh))
 
-    def count(leaf: jax.Array) -> jax.Array:
-        counts = jnp.isnan(leaf).astype(jnp.int32), jnp.isinf(leaf).astype(jnp.int32)
-        # two sums in one pass: XLA:CPU writes the summands of a single one to memory, which takes 10 times as long
-        add = lambda totals, more: (totals[0] + more[0], totals[1] + more[1])
-        return sum(jax.lax.reduce(counts, (np.int32(0),) * 2, add, tuple(range(leaf.ndim))))
 
-    return jax.jit(count, out_shardings=replicated(mesh))
+def _count(leaf: jax.Array) -> jax.Array:
+    counts = jnp.isnan(leaf).astype(jnp.int32), jnp.isinf(leaf).astype(jnp.int32)
+    # two sums in one pass: XLA:CPU writes the summands of a single one to memory, which takes 10 times as long
+    add = lambda totals, more: (totals[0] + more[0], totals[1] + more[1])
+    return sum(jax.lax.reduce(counts, (np.int32(0),) * 2, add, tuple(range(leaf.ndim))))
+
+
+_count_shard = jax.jit(_count)

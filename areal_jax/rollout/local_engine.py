@@ -19,7 +19,7 @@ from areal_jax.rollout.pinned import PinnedRequests
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.scheduler import DecodeStep
 from areal_jax.rollout.stop_strings import DecodeText
-from areal_jax.rollout.stream import TRAINING, DecodeStream, EngineWeights
+from areal_jax.rollout.stream import IN_TRAINING, TRAINING, DecodeStream, EngineWeights, LogprobFailure
 from areal_jax.types import (
     EngineCapabilities,
     EngineStatus,
@@ -47,6 +47,7 @@ class LocalEngine:
       evaluation: the backend whose slots serve requests that are pinned to a version; None = there are none.
       every_dispatches: see PinnedRequests.
       decode_text: the text of tokens, for requests with stop strings; None = there are none.
+      failure: what a log-prob does that is NaN, infinite or above 0.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class LocalEngine:
         evaluation: DecodeBackend | None = None,
         every_dispatches: int = 1,
         decode_text: DecodeText | None = None,
+        failure: LogprobFailure = IN_TRAINING,
     ):
         self.name, self._publish_lane = engine_lane(index), publish_lane(index)
         self.capabilities = EngineCapabilities(
@@ -83,7 +85,7 @@ class LocalEngine:
         self._next_kv_policy = kv_policy  # of that swap
         self._stream = DecodeStream(
             self.name, backend, clock, log,
-            kinds=TRAINING, version=version, decode_steps=decode_steps, decode_text=decode_text,
+            kinds=TRAINING, version=version, decode_steps=decode_steps, decode_text=decode_text, failure=failure,
         )  # fmt: skip
         self._pinned: PinnedRequests | None = None
         if evaluation is not None:

@@ -54,6 +54,7 @@ class RunningRequest:
         self.request, self.engine, self.limit, self._clock = request, engine, limit, clock
         self.request_id = request.request_id
         self.finish_reason: EngineFinish | None = None
+        self.error: Exception | None = None  # why it ended without a reason
         self.streams = False  # every dispatch delivers, however short the segments are
         self.matched: int | str | None = None  # the stop token or string that ended it; None = none has
         self.cached: CachedSequence | None = None  # its part of the KV cache; cache_table.py keeps it and the next two
@@ -126,6 +127,12 @@ class RunningRequest:
         self.finish_reason = reason
         self._news.set()
 
+    def fail(self, error: Exception) -> None:
+        """Delivers the segment under way; then the iteration raises the error."""
+        self.flush()
+        self.error = error
+        self._news.set()
+
     def __aiter__(self) -> RunningRequest:
         return self
 
@@ -133,6 +140,8 @@ class RunningRequest:
         while not self._segments:
             if self.finish_reason is not None:
                 raise StopAsyncIteration
+            if self.error is not None:
+                raise self.error
             self._news.clear()
             await self._clock.wait(self._news)
         return self._segments.popleft()

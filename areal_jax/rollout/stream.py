@@ -31,6 +31,25 @@ class LogprobError(UserError, ArithmeticError):
 
 
 @dataclasses.dataclass(frozen=True)
+class LogprobFailure:
+    """What an engine does where a log-prob is none that a policy can have."""
+
+    ends_run: bool  # else the request fails alone
+    fix: str  # what the error advises
+
+
+IN_TRAINING = LogprobFailure(
+    True,
+    'lower optimizer.learning_rate if earlier versions gave numbers, else mend the weights or use '
+    "publication.dtype='float32'",
+)
+WITHOUT_TRAINING = LogprobFailure(
+    True, "get the files of the weights again, name other weights, or use --config.publication.dtype='float32'"
+)
+IN_A_SERVER = dataclasses.replace(WITHOUT_TRAINING, ends_run=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineWeights:
     """Weights as an engine's backend takes them."""
 
@@ -73,6 +92,7 @@ class DecodeStream:
       version: policy version of the requests that are not pinned to one.
       decode_steps: tokens per slot in one dispatch.
       decode_text: for stop strings; None = a request may have none.
+      failure: what a log-prob does that is NaN, infinite or above 0.
 
     Raises CacheBudgetError where the backend's cache can not hold one sequence.
     """
@@ -88,8 +108,10 @@ class DecodeStream:
         version: int,
         decode_steps: int,
         decode_text: DecodeText | None = None,
+        failure: LogprobFailure = IN_TRAINING,
     ):
         self._engine, self._backend, self._clock, self._log = engine, backend, clock, log
+        self._failure = failure
         self._kinds, self._decode_steps, self._decode_text = kinds, decode_steps, decode_text
         self._scheduler = Scheduler(
             backend, version=version, decode_steps=decode_steps, on_preempt=self._note_preempted
@@ -221,22 +243,34 @@ class DecodeStream:
         totals.decoded_s += self._clock.now() - began_s
         totals.positions += positions
         totals.positions_read += output.positions_read
-        self._require_sound(output, current, weights.version)
-        self._deliver(output.by_row(), counts.tolist(), current, weights.version)
+        sound = self._require_sound(output, current, weights.version)
+        self._deliver(output.by_row(), counts.tolist(), sound, weights.version)
 
     def _work(self, kind: str, amount: float, weights: EngineWeights, size: Mapping[str, float]) -> Work:
         return Work(kind, amount, {'version': weights.version}, self._kinds.in_background, size)
 
-    def _require_sound(self, output: DecodeOutput, current: Sequence[RunningRequest | None], version: int) -> None:
-        """Refuses a diverged or broken model here, before equal rewards or a filter can hide it."""
+    def _require_sound(
+        self, output: DecodeOutput, current: Sequence[RunningRequest | None], version: int
+    ) -> Sequence[RunningRequest | None]:
+        """The requests whose log-probs are those of a policy, by row; None where there is none.
+
+        Refuses a diverged or broken model here, before equal rewards or a filter can hide it.
+        """
+        sound = list(current)
         for row, logprob in output.unsound():
-            running = current[row]
-            if running is not None:
-                raise LogprobError(
-                    f'{self._engine}, request {running.request_id}, version {version}: the log-prob of a '
-                    f'generated token is {logprob}; lower optimizer.learning_rate if earlier versions gave numbers, '
-                    "else mend the weights or use publication.dtype='float32'"
-                )
+            running = sound[row]
+            if running is None:
+                continue
+            error = LogprobError(
+                f'{self._engine}, request {running.request_id}, version {version}: the log-prob of a '
+                f'generated token is {logprob}; {self._failure.fix}'
+            )
+            if self._failure.ends_run:
+                raise error
+            self._scheduler.end(running)
+            running.fail(error)
+            sound[row] = None
+        return sound
 
     def _deliver(
         self, output: DecodeOutput, counts: Sequence[int], current: Sequence[RunningRequest | None], version: int

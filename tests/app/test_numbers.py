@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from areal_jax.app import build
-from areal_jax.app.learner import build_learner, require_finite_weights
 from areal_jax.app.model import build_model
 from areal_jax.app.session import Session
 from areal_jax.app.sft import SftSession
@@ -17,6 +16,7 @@ from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
+from areal_jax.formats.hf_config import HfError
 from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
@@ -64,12 +64,10 @@ def test_a_directory_with_broken_weights_is_named(tmp_path):
     hf_directory.write(path)
     config = default_config()
     config.model.source, config.model.path = 'hf', str(path)
-    tracked = TrackedConfig(config)
-    model = build_model(tracked)
-    learner = build_learner(tracked, model)
-    expected = rf"^model\.path='{path}': 3 of the 384 values of 'layers/0/mlp/up/weight' are NaN or infinite; get the"
-    with pytest.raises(NonFiniteError, match=expected):
-        require_finite_weights(tracked, learner, model)
+    tensor = r'model\.layers\.0\.mlp\.up_proj\.weight'
+    expected = rf'^{path}/model\.safetensors: 3 values of {tensor} are NaN or infinite; get'
+    with pytest.raises(HfError, match=expected):
+        build_model(TrackedConfig(config))
 
 
 @pytest.mark.parametrize(('session', 'config'), [(Session, small_config), (SftSession, sft_config)])

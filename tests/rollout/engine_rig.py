@@ -6,6 +6,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.stream import IN_TRAINING
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
 from tests.toys import PRICES, STOP, ToyBackend
 
@@ -28,6 +29,7 @@ class Rig:
         decode_text=None,
         receive=lambda published: published.handle,
         prices=PRICES,
+        failure=IN_TRAINING,
         **backend,
     ):
         self.log = EventLog()
@@ -35,7 +37,7 @@ class Rig:
         self.backend = ToyBackend(slots, **backend)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0),
-            kv_policy=kv_policy, decode_steps=decode_steps, decode_text=decode_text,
+            kv_policy=kv_policy, decode_steps=decode_steps, decode_text=decode_text, failure=failure,
         )  # fmt: skip
 
     def run(self, script):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.backend import DecodeOutput
-from areal_jax.rollout.stream import LogprobError
+from areal_jax.rollout.stream import IN_A_SERVER, LogprobError
 from areal_jax.types import PublishedWeights, Segment
 from tests.rollout.engine_rig import DRAW, SAMPLING, Rig, collect, request
 from tests.toys import PRICES, STOP, length, token
@@ -254,6 +254,44 @@ def test_a_logprob_that_no_policy_has_ends_the_run_before_it_is_delivered(value,
     with pytest.raises(LogprobError, match=message):
         Rig().run(script)
     assert delivered == [0]
+
+
+@pytest.mark.parametrize('steps', [1, 3])
+def test_a_request_fails_alone_where_the_engine_is_a_server_s(steps):
+    delivered = []
+
+    async def script(rig):
+        generate = rig.backend.generate
+
+        def broken(weights, state, rows, steps):
+            state, output = generate(weights, state, rows, steps)
+            for row, one in enumerate(rows):
+                if one.request.sample == 2 and one.position >= 4:
+                    output.logprobs[:, row] = np.nan
+            return state, output
+
+        rig.backend.generate = broken
+        failing = rig.engine.generate(request(2))
+        others = [rig.engine.generate(request(sample)) for sample in (0, 1)]
+        with pytest.raises(LogprobError, match='request 0/4/2, version 0: .* is nan; get the files'):
+            async for segment in failing:
+                delivered.append(len(segment.tokens))
+        tokens = [await collect(one) for one in others]
+        assert rig.engine.status().running == 0
+        rig.backend.generate = generate
+        return tokens, await collect(rig.engine.generate(request(2)))
+
+    rig = Rig(decode_steps=steps, slots=3, failure=IN_A_SERVER)
+    others, again = rig.run(script)
+    sound = Rig(decode_steps=steps, slots=3)
+
+    async def plain(rig):
+        return [await collect(one) for one in [rig.engine.generate(request(sample)) for sample in (0, 1, 2)]]
+
+    tokens_of = lambda answers: [[one.tokens.tolist() for one in segments] for segments in answers]
+    assert tokens_of([*others, again]) == tokens_of(sound.run(plain))
+    # prompt of 3 tokens: the first dispatch, which begins at position 2, is sound; what it brought is delivered
+    assert delivered == ([2] if steps == 1 else [3])
 
 
 def test_what_stands_in_dead_places_is_not_looked_at():

@@ -16,6 +16,7 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.http.wire.exchange import Piece
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.stream import LogprobError
 from areal_jax.types import EngineFinish, EngineStatus, GenerationRequest, KvPolicy, PublishedWeights, Segment
 
 ServerPause = Literal['abort', 'retract', 'in_place', 'wait']  # 'wait': running requests end first
@@ -36,7 +37,7 @@ class Delivery:
     version: str = ''  # weight version in use, where it ended
     cached_tokens: int = 0  # of the prompt, whose KV was there
     retractions: int = 0  # times that its KV was given up and computed again
-    error: UserError | None = None  # the engine refused it
+    error: UserError | None = None  # the engine refused it; LogprobError: it failed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,6 +83,8 @@ class ServiceStatus:
     generated_tokens: int
     updates: int
     update_pause_s: float  # of the last update
+    failed: int  # answers with a log-prob that no policy can have
+    fault: str  # why the weights in use are not to be trusted; '' = nothing is known against them
 
 
 class GenerationService:
@@ -116,6 +119,7 @@ class GenerationService:
         self._finished: dict[EngineFinish, int] = {'stop': 0, 'length': 0, 'cancelled': 0}
         self._prompt_tokens = self._generated_tokens = self._updates = 0
         self._update_pause_s = 0.0
+        self._failed, self._fault = 0, ''
 
     async def serve(self) -> None:
         """Takes what arrives, for ever; the engine was started before."""
@@ -161,18 +165,30 @@ class GenerationService:
     async def _follow(self, submission: Submission, running: RunningRequest) -> None:
         """Delivers segment by segment where the request streams, else all at the end."""
         pieces: list[Piece] = []
-        async for segment in running:
-            pieces.append(self._piece(segment))
-            self._generated_tokens += len(segment.tokens)
-            if submission.streams and running.finish_reason is None:
-                submission.deliver(_describe(running, pieces))
-                pieces = []
-        assert running.finish_reason is not None
-        self._finished[running.finish_reason] += 1
+        try:
+            async for segment in running:
+                pieces.append(self._piece(segment))
+                self._generated_tokens += len(segment.tokens)
+                if submission.streams and running.finish_reason is None and running.error is None:
+                    submission.deliver(_describe(running, pieces))
+                    pieces = []
+        except LogprobError as error:
+            delivery = Delivery(error=self._note_failure(error))
+        else:
+            assert running.finish_reason is not None
+            self._finished[running.finish_reason] += 1
+            delivery = _describe(running, pieces, self._labels[self._version])
         del self._open[submission.request.request_id]
         if not self._open:
             self._emptied.set()
-        submission.deliver(_describe(running, pieces, self._labels[self._version]))
+        submission.deliver(delivery)
+
+    def _note_failure(self, error: LogprobError) -> LogprobError:
+        """The weights in use are not trusted from now on: another server, or this one with others, may do better."""
+        self._failed += 1
+        label = self._labels[self._version]
+        self._fault = f'the weights of version {label!r} gave a log-prob that no policy can have: {error}'
+        return error
 
     def _piece(self, segment: Segment) -> Piece:
         label = self._labels[segment.policy_version]
@@ -255,7 +271,7 @@ class GenerationService:
             self._update_pause_s = await self._engine.swap(version, kv_policy)
         finally:
             self._updating = False
-        self._version, self._directory = version, directory
+        self._version, self._directory, self._fault = version, directory, ''
         self._updates += 1
 
     async def relabel(self, label: str) -> None:
@@ -291,6 +307,8 @@ class GenerationService:
             generated_tokens=self._generated_tokens,
             updates=self._updates,
             update_pause_s=self._update_pause_s,
+            failed=self._failed,
+            fault=self._fault,
         )
 
     async def drain(self) -> None:

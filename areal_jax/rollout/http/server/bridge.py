@@ -16,7 +16,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
-from areal_jax.rollout.http.server.limits import Limits, Load
+from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
 from areal_jax.rollout.http.wire.exchange import (
@@ -31,6 +31,7 @@ from areal_jax.rollout.http.wire.exchange import (
     name_answers,
     tokenize_call,
 )
+from areal_jax.rollout.stream import LogprobError
 from areal_jax.tasks.chat_template import TokenizerError
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
 
@@ -193,7 +194,8 @@ class Exchange:
         while self._unfinished:
             for index, delivery in (await self._take_news()).items():
                 if delivery.error is not None:
-                    raise RequestError(self._call.prompt_field, str(delivery.error))
+                    status = FAILED if isinstance(delivery.error, LogprobError) else 400
+                    raise RequestError(self._call.prompt_field if status == 400 else '', str(delivery.error), status)
                 answer = self.answers[index]
                 answer.cached_tokens, answer.retractions = delivery.cached_tokens, delivery.retractions
                 pieces = self._with_text(index, delivery)

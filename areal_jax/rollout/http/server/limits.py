@@ -7,6 +7,7 @@ import dataclasses
 from areal_jax.rollout.http.wire.exchange import RequestError
 
 TOO_LONG_BODY, SLOW_BODY, TOO_MANY_STREAMS, QUEUE_FULL, TOO_LATE = 413, 408, 429, 503, 504
+FAILED = 500  # the model gave no numbers for this request
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ from aiohttp import web
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.connections import ConnectionTable
+from areal_jax.rollout.http.server.limits import FAILED
 from areal_jax.rollout.http.server.replies import BRIDGE
 from areal_jax.rollout.http.service import ServiceStatus
-from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyInfo
+from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.openai import render_models
 
 _PREFIX = 'areal_jax_'  # of the metrics
@@ -53,8 +54,8 @@ def list_routes() -> list[web.RouteDef]:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 where the host's side answers: it goes on while a dispatch runs."""
-    return web.Response(status=200 if await _answers(request) else _UNHEALTHY)
+    """200 where the host's side answers, which goes on while a dispatch runs, and the weights give numbers."""
+    return _describe_health(await _find_fault(request))
 
 
 async def health_generate(request: web.Request) -> web.Response:
@@ -65,16 +66,20 @@ async def health_generate(request: web.Request) -> web.Response:
     try:
         await exchange.finish_within(bridge.limits.reply_s)
     except TimeoutError:
-        return web.Response(status=_UNHEALTHY)
+        return _describe_health(f'no token within {bridge.limits.reply_s:g} s')
+    except RequestError as error:
+        if error.status != FAILED:
+            raise
+        return _describe_health(str(error))
     finally:
         exchange.close()
     return web.Response()
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 where it takes requests: not while it drains."""
-    is_ready = not request.app[FACTS].draining and await _answers(request)
-    return web.Response(status=200 if is_ready else _UNHEALTHY)
+    """200 where it takes requests: not while it drains, and not where it is not healthy."""
+    draining = 'this server is ending' if request.app[FACTS].draining else ''
+    return _describe_health(draining or await _find_fault(request))
 
 
 async def models(request: web.Request) -> web.Response:
@@ -136,6 +141,7 @@ async def metrics(request: web.Request) -> web.Response:
             connections.closed_for_room,
         ),
         *_metric('paused', 'gauge', '1 while generation is paused', int(status.pause is not None)),
+        *_metric('requests_failed_total', 'counter', 'answers with a log-prob that is no number', status.failed),
         *_metric('prompt_tokens_total', 'counter', 'prompt tokens of requests that began', status.prompt_tokens),
         *_metric('generated_tokens_total', 'counter', 'tokens delivered', status.generated_tokens),
         *_metric('decode_tokens_per_second', 'gauge', 'decoded tokens a second of decoding', engine.tokens_per_s),
@@ -176,9 +182,15 @@ def _waiting(status: ServiceStatus) -> int:
     return status.engine.waiting + status.held
 
 
-async def _answers(request: web.Request) -> bool:
+async def _find_fault(request: web.Request) -> str:
+    """Why this server can not be relied on; '' = it can."""
+    bridge = request.app[BRIDGE]
     try:
-        await request.app[BRIDGE].look()
+        return (await bridge.look()).fault
     except TimeoutError:
-        return False
-    return True
+        return f'the engine has not answered for {bridge.limits.reply_s:g} s'
+
+
+def _describe_health(fault: str) -> web.Response:
+    """Empty where all is well, as probes expect it."""
+    return web.json_response({'status': 'unhealthy', 'reason': fault}, status=_UNHEALTHY) if fault else web.Response()

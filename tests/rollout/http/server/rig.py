@@ -18,6 +18,7 @@ from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, bind, describe_url
 from areal_jax.rollout.http.service import GenerationService
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.stream import IN_A_SERVER
 from areal_jax.tasks.tokenizer import CharacterTokenizer
 from tests.toys import ToyBackend
 
@@ -58,6 +59,7 @@ class ToyServer:
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0), kv_policy='recompute',
             decode_steps=1, decode_text=lambda tokens: CharacterTokenizer('abcdefghi').decode(tokens),
+            failure=IN_A_SERVER,
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)
         self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy')
