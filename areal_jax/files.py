@@ -6,12 +6,15 @@ Used by every module that reads or writes a file of a run.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pathlib
 import shutil
 import socket
+import stat
 import sys
+import time
 from typing import IO, Any
 
 from areal_jax.errors import UserError
@@ -19,19 +22,50 @@ from areal_jax.errors import UserError
 LOCK = '.lock'
 JsonObject = dict[str, Any]  # a JSON object, as json.loads gives it
 _NEWLINE = b'\n'
+MOST_BYTES = 256 << 20  # of a JSON file: more than any that a run writes or a checkpoint has
+_PART_BYTES = 1 << 20
+_READ_S = 60.0  # for one file
 
 
 class FileError(UserError, ValueError):
     """A file that is missing, cut short, edited or of another program; the message names file, line and fix."""
 
 
-def read_json(path: pathlib.Path, fix: str = 'restore it or remove it') -> JsonObject:
+def read_json(path: pathlib.Path, fix: str = 'restore it or remove it', most_bytes: int = MOST_BYTES) -> JsonObject:
     """The JSON object in a file; raises FileError, which ends with `fix`, for anything else."""
+    return parse_object(read_regular(path, fix, most_bytes), str(path), fix)
+
+
+def read_regular(path: pathlib.Path, fix: str = 'restore it or remove it', most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a regular file; never waits for a writer, as opening a pipe would, and never reads without end.
+
+    Raises FileError, which ends with `fix`, for a file that cannot be read, is none, is larger than `most_bytes`, or
+    takes too long to read. A file system that does not answer at all still blocks: the kernel lets no reader go.
+    """
     try:
-        content = path.read_bytes()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise FileError(f'{path} cannot be read ({error.strerror}); {fix}') from error
-    return parse_object(content, str(path), fix)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileError(f'{path} cannot be read (it is no regular file); {fix}')
+    with open(descriptor, 'rb', buffering=0) as file:
+        try:
+            return _read_bounded(file, path, fix, most_bytes)
+        except OSError as error:
+            raise FileError(f'{path} cannot be read ({error.strerror}); {fix}') from error
+
+
+def _read_bounded(file: io.FileIO, path: pathlib.Path, fix: str, most_bytes: int) -> bytes:
+    """Also of a file that grows while it is read, or that has no size of its own."""
+    content, end_s = bytearray(), time.monotonic() + _READ_S
+    while part := file.read(_PART_BYTES):
+        content += part
+        if len(content) > most_bytes:
+            raise FileError(f'{path} has more than {most_bytes} bytes; {fix}')
+        if time.monotonic() > end_s:
+            raise FileError(f'{path} was not read within {_READ_S:g} s; {fix}')
+    return bytes(content)
 
 
 def parse_object(content: bytes, where: str, fix: str) -> JsonObject:

@@ -38,3 +38,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if str(item.path.relative_to(_TESTS)).startswith(_WHOLE):
             item.add_marker(pytest.mark.whole)
+
+
+@pytest.fixture
+def at_once():
+    """The test fails where it has not ended after some seconds: for what used to wait for ever."""
+
+    def end(number, frame):
+        raise TimeoutError('the test waits')
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -111,3 +112,19 @@ def test_a_json_file_that_is_missing_or_a_directory_is_named(tmp_path):
             files.read_json(path)
     (tmp_path / 'a.json').write_text('{"a": 1}')
     assert files.read_json(tmp_path / 'a.json') == {'a': 1}
+
+
+def test_pipes_and_files_without_an_end_are_not_read(tmp_path, at_once, monkeypatch):
+    os.mkfifo(tmp_path / 'pipe')
+    (tmp_path / 'endless').symlink_to('/dev/zero')
+    for path in (tmp_path / 'pipe', tmp_path / 'endless'):
+        with pytest.raises(files.FileError, match=rf'^{path} cannot be read \(it is no regular file\); mend it$'):
+            files.read_regular(path, 'mend it')
+    (tmp_path / 'large').write_bytes(b'1234')
+    assert files.read_regular(tmp_path / 'large', most_bytes=4) == b'1234'
+    with pytest.raises(files.FileError, match='has more than 3 bytes; restore it or remove it'):
+        files.read_regular(tmp_path / 'large', most_bytes=3)
+    assert b'MemTotal' in files.read_regular(pathlib.Path('/proc/meminfo'))  # has no size of its own
+    monkeypatch.setattr(files, '_READ_S', -1.0)
+    with pytest.raises(files.FileError, match='was not read within -1 s'):
+        files.read_regular(tmp_path / 'large')

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 from typing import Literal
 
+from areal_jax import files
 from areal_jax.config import CONFIG
 from areal_jax.config.ranges import ConfigError
 
@@ -60,7 +60,7 @@ def _choose_file(path: pathlib.Path) -> tuple[Source, str]:
 def _is_config_of_run(path: pathlib.Path) -> bool:
     """Whether config.json is that of a run, which has sections; a Hugging Face one is left to its reader."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = files.read_json(path)
+    except files.FileError:
         return False
-    return isinstance(content, dict) and isinstance(content.get('model'), dict) and isinstance(content.get('run'), dict)
+    return isinstance(content.get('model'), dict) and isinstance(content.get('run'), dict)

@@ -38,8 +38,8 @@ from areal_jax.publication.files import find_version, load_version
 from areal_jax.publication.versions import parse_version
 from areal_jax.registry.entries import FencedError
 from areal_jax.registry.heartbeat import Heartbeat
-from areal_jax.rollout.http.server.heartbeat import KIND, reachable
 from areal_jax.rollout.http.server.descriptors import raise_limit
+from areal_jax.rollout.http.server.heartbeat import KIND, reachable
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts

@@ -228,7 +228,7 @@ def _fill(parts: Sequence[tuple[_Bounds, np.ndarray]], tensor: StoredTensor) -> 
 
 def _is_finite(values: np.ndarray) -> bool:
     """Five times as fast as np.isfinite, which writes a flag for each value."""
-    if values.dtype == np.float32:
+    if values.dtype not in _EXPONENTS:
         return not values.size or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
     exponent = np.uint16(_EXPONENTS[values.dtype])
     return not np.any((values.view(np.uint16) & exponent) == exponent)

@@ -29,6 +29,7 @@ _BITS = {  # of one element, for every dtype of the format: offsets are checked 
     'U64': 64, 'I64': 64, 'F64': 64, 'C64': 64,
 }  # fmt: skip
 _LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100 << 20  # the format's own bound
 _ALIGNMENT = 8  # bytes: where the first tensor may start
 
 
@@ -73,6 +74,8 @@ def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
     Raises SafetensorsError for a file that is cut short and for a header that cannot be read. Also where the header's
     offsets leave a gap or an overlap, end before or after the file does, or contradict a dtype and shape.
     """
+    if not path.is_file():
+        raise SafetensorsError(f'{path} is no regular file')
     size = path.stat().st_size
     with path.open('rb') as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), 'little')
@@ -81,6 +84,8 @@ def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
             raise SafetensorsError(
                 f'{path} is no safetensors file, or cut short: {size} bytes, its header needs {start}'
             )
+        if length > _MOST_HEADER_BYTES:
+            raise SafetensorsError(f'{path} is no safetensors file: its header would have {length} bytes')
         content = file.read(length)
     try:
         header: dict[str, dict[str, object]] = json.loads(content)

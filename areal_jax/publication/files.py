@@ -15,6 +15,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from areal_jax import files
 from areal_jax.formats.hf_directory import load_hf_weights, map_hf_weights
 from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
@@ -148,7 +149,7 @@ def find_version(directory: str | os.PathLike[str], version: int) -> PublishedWe
     if not (path / MANIFEST).exists() and path.is_dir() and parse_version(path) is None:
         return PublishedWeights(version, _FOREIGN, handle=str(path))
     try:
-        held, manifest = _parse_record((path / MANIFEST).read_bytes())
+        held, manifest = _parse_record(files.read_regular(path / MANIFEST))
     except Exception as error:  # JSON of any other form
         raise _not_as_published(path, version, error) from error
     if held != version:

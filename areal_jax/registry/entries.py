@@ -27,6 +27,7 @@ from areal_jax.errors import UserError
 REGISTRY = 'registry'  # in the workdir
 _FILE = re.compile(r'(.+)\.(\d{6,})\.([0-9a-f]{8})\.json')
 _NAME = re.compile(r'[\w:@-][\w.:@-]*')
+_MOST_BYTES = 1 << 20  # of an entry, which has a config at most
 _LOOKS = 3  # at a directory in which a file cannot be read: it may be half written, or its holder has just changed
 
 Order = tuple[int, str]  # of the holders of one name: the highest counts
@@ -166,10 +167,13 @@ def list_orders(directory: pathlib.Path) -> dict[str, list[Order]]:
 
 
 def read_entry(path: pathlib.Path) -> Entry | None:
-    """The entry in a file; None for one that is gone or that is not whole. Unknown fields are ignored."""
+    """The entry in a file; None for one that is gone, that is not whole, or that another process's name stands in.
+
+    Unknown fields are ignored.
+    """
     try:
         heartbeat = path.stat().st_mtime_ns
-        fields = files.read_json(path)
+        fields = files.read_json(path, most_bytes=_MOST_BYTES)
     except (OSError, files.FileError):
         return None
     known = {field.name: fields[field.name] for field in dataclasses.fields(Entry) if field.name in fields}
@@ -183,7 +187,8 @@ def read_entry(path: pathlib.Path) -> Entry | None:
     }
     if any(not isinstance(known.get(name), kind) for name, kind in types.items()):
         return None
-    return Entry(**{**known, 'heartbeat': heartbeat})
+    entry = Entry(**{**known, 'heartbeat': heartbeat})
+    return entry if file_of(path.parent, entry.name, entry.order) == path else None
 
 
 def read_entries(workdir: pathlib.Path) -> list[Entry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -290,3 +291,9 @@ def test_a_shape_outside_its_family_is_not_written(name, change, message):
 def test_the_file_says_the_dtype():
     said = hf_config(SHAPE, 'bfloat16')
     assert said['dtype'] == said['torch_dtype'] == 'bfloat16'
+
+
+def test_a_pipe_in_the_place_of_the_file_is_refused_at_once(tmp_path, at_once):
+    os.mkfifo(tmp_path / 'config.json')
+    with pytest.raises(HfError, match=r'config\.json cannot be read \(it is no regular file\); a checkpoint'):
+        read_hf_config(tmp_path)

@@ -18,10 +18,11 @@ from areal_jax.formats import hf_directory
 from areal_jax.formats.hf import hf_tensors, to_hf_names
 from areal_jax.formats.hf_config import HfError, hf_config
 from areal_jax.formats.hf_directory import INDEX, WEIGHTS, load_hf
-from areal_jax.formats.safetensors_file import write_tensors
+from areal_jax.formats.safetensors_file import list_tensors, write_tensors
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.shape import ModelConfig
+from areal_jax.publication.export import export_hf
 from tests.publication.tiny import assert_bit_equal, host_params
 
 CONFIG = ModelConfig(
@@ -231,3 +232,27 @@ def test_memory_beyond_the_weights_is_one_leaf(tmp_path, layers, largest_leaf):
     peak, weights = map(int, done.stdout.split())
     assert weights == Decoder(large).parameter_count() * 4 > 450 << 20
     assert weights + largest_leaf / 2 < peak < weights + largest_leaf + hf_directory._BLOCK_BYTES + (4 << 20)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+def test_one_value_that_is_no_number_is_named(tmp_path, dtype, value, layers):
+    export_hf(tmp_path / 'model', Decoder(CONFIG).init(0), CONFIG, dtype=dtype)
+    gate = list_tensors(tmp_path / 'model' / WEIGHTS)['model.layers.1.mlp.gate_proj.weight']
+    with gate.path.open('r+b') as file:
+        file.seek(gate.offset + 5 * np.dtype(dtype).itemsize)
+        file.write(np.array([value], dtype).tobytes())
+    with pytest.raises(HfError, match=r'1 values of model\.layers\.1\.mlp\.gate_proj\.weight are NaN or infinite'):
+        load_hf(tmp_path / 'model', layers=layers)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_the_largest_and_the_smallest_numbers_are_numbers(tmp_path, dtype):
+    params = Decoder(CONFIG).init(0)
+    finite = jnp.finfo(dtype)
+    for place, value in enumerate((finite.max, finite.min, finite.tiny, finite.smallest_subnormal, -0.0)):
+        params['final_norm'] = params['final_norm'].at[place].set(value)
+    export_hf(tmp_path / 'model', params, CONFIG, dtype=dtype)
+    _, loaded = load_hf(tmp_path / 'model', dtype=dtype)
+    assert loaded['final_norm'][0] == finite.max

@@ -300,6 +300,15 @@ def test_a_server_refuses_a_version_with_a_damaged_manifest(tmp_path, content):
         find_version(published.handle, 3)
 
 
+def test_a_server_waits_for_no_pipe_in_the_place_of_a_manifest(tmp_path, at_once):
+    published = FilesChannel(tmp_path, CONFIG, verify=False).transfer(3, jax.device_put(host_params()))
+    path = tmp_path / 'v000003' / 'manifest.json'
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(PublicationError, match='it is no regular file'):
+        find_version(published.handle, 3)
+
+
 @pytest.mark.parametrize('damage', ['zeros', 'cut', 'longer', 'swapped'])
 def test_a_server_refuses_torn_weights(tmp_path, damage):
     channel = FilesChannel(tmp_path, CONFIG, verify=False)

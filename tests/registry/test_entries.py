@@ -36,6 +36,22 @@ def test_an_entry_is_read_as_it_was_written_and_beats_and_leaves(tmp_path):
     assert read_entries(tmp_path)[0].is_leaving
 
 
+def test_pipes_and_devices_in_the_place_of_entries_are_passed_over(tmp_path, at_once):
+    holder = Registration(tmp_path, ENTRY)
+    os.mkfifo(tmp_path / REGISTRY / 'engine-4.000001.00000000.json')
+    (tmp_path / REGISTRY / 'engine-5.000001.00000000.json').symlink_to('/dev/zero')
+    large = tmp_path / REGISTRY / 'engine-6.000001.00000000.json'
+    large.write_text(json.dumps(json.loads(holder.path.read_text()) | {'name': 'engine-6', 'code': 'x' * 2**20}))
+    assert [entry.name for entry in read_entries(tmp_path)] == ['engine-3']
+
+
+@pytest.mark.parametrize('changed', [{'name': 'engine-4'}, {'incarnation': 2}, {'token': '00000000'}])
+def test_an_entry_that_says_another_name_than_its_file_is_not_believed(tmp_path, changed):
+    holder = Registration(tmp_path, ENTRY)
+    holder.path.write_text(json.dumps(json.loads(holder.path.read_text()) | changed))
+    assert read_entries(tmp_path) == []
+
+
 def test_a_process_started_again_takes_its_name_and_the_one_before_learns_it(tmp_path):
     first = Registration(tmp_path, ENTRY)
     second = Registration(tmp_path, ENTRY)

@@ -260,6 +260,10 @@ def test_a_logprob_that_no_policy_has_ends_the_run_before_it_is_delivered(value,
 def test_a_request_fails_alone_where_the_engine_is_a_server_s(steps):
     delivered = []
 
+    async def take(running):
+        async for segment in running:
+            delivered.append(len(segment.tokens))
+
     async def script(rig):
         generate = rig.backend.generate
 
@@ -273,9 +277,8 @@ def test_a_request_fails_alone_where_the_engine_is_a_server_s(steps):
         rig.backend.generate = broken
         failing = rig.engine.generate(request(2))
         others = [rig.engine.generate(request(sample)) for sample in (0, 1)]
-        with pytest.raises(LogprobError, match='request 0/4/2, version 0: .* is nan; get the files'):
-            async for segment in failing:
-                delivered.append(len(segment.tokens))
+        with pytest.raises(LogprobError, match=r'request 0/4/2, version 0: .* is nan; get the files'):
+            await take(failing)
         tokens = [await collect(one) for one in others]
         assert rig.engine.status().running == 0
         rig.backend.generate = generate

@@ -63,7 +63,9 @@ async def read_body(request: web.Request) -> object:
         ) from None
     except (web.RequestPayloadError, HttpProcessingError) as error:  # chunks or compression that are none
         reason = ' '.join(str(error).split())[:200]
-        raise RequestError('body', f'the body can not be read ({reason}): send it plain, or as its headers say') from None
+        raise RequestError(
+            'body', f'the body can not be read ({reason}): send it plain, or as its headers say'
+        ) from None
     if isinstance(request.protocol, Progress):
         request.protocol.note_body()
     return parse_json(content) if content.strip() else {}

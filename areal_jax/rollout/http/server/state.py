@@ -137,7 +137,9 @@ async def metrics(request: web.Request) -> web.Response:
         *_metric('streams_open', 'gauge', 'open responses with server-sent events', bridge.load.streams),
         *_metric('connections_open', 'gauge', 'connections to this server', len(connections)),
         *_metric(
-            'connections_closed_for_room_total', 'counter', 'silent connections closed for others',
+            'connections_closed_for_room_total',
+            'counter',
+            'silent connections closed for others',
             connections.closed_for_room,
         ),
         *_metric('paused', 'gauge', '1 while generation is paused', int(status.pause is not None)),
