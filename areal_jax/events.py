@@ -36,10 +36,10 @@ from areal_jax.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other
+# 7: no rewards of a group that enters the buffer, and a prefill does not tell prompts from answers; 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other
 # processes; 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside
 # training nor `audit`; 1: no event `log`, each start counts its runs from 0
-VERSION = 7
+VERSION = 8
 
 
 class LogEvent(Header):
@@ -87,6 +87,9 @@ class _Prefill(Header):
     tokens: Annotated[int, 'tokens computed, without padding and without prefixes that were kept']
     prior: NotRequired[Annotated[int, 'padded number of earlier positions read from the KV cache']]
     rebuilt: NotRequired[Annotated[int, 'part of `tokens`: computed again for interrupted or preempted answers']]
+    prompt_tokens: NotRequired[
+        Annotated[int, 'part of `tokens`: of prompts, for all answers to one; from version 8 of the log on']
+    ]
 
 
 class PrefillEvent(_Prefill):
@@ -182,6 +185,7 @@ class BufferEvent(Header):
     kind: Literal['buffer']
     draw: Draw
     partial: Annotated[bool, 'whether an answer was left out because it could not be verified']
+    rewards: NotRequired[Annotated[list[float], 'of its other answers, by sample; from version 8 of the log on']]
 
 
 class ConsumeEvent(Header):

@@ -184,7 +184,8 @@ class Controller:
             return
         self._gate.buffer()
         self._buffer.put(finished)
-        self._log.write('buffer', draw=finished.draw, partial=bool(group.failed))
+        rewards = [trajectory.reward for trajectory in finished.trajectories]
+        self._log.write('buffer', draw=finished.draw, partial=bool(group.failed), rewards=rewards)
         self._filled.set()
 
     def _note_drop(self, drop: Dropped) -> None:

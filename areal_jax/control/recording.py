@@ -16,6 +16,11 @@ from areal_jax.events import Event
 
 FIRST_VERSION = 6  # of the log that has what a replay needs
 COMPLETIONS = ('run_done', 'deadline', 'signal')  # kinds that the clock writes when it releases one
+_ADDED = {  # fields of every event of a kind, with the version of the log that has them first
+    'buffer': {'rewards': 8},
+    'prefill': {'prompt_tokens': 8},
+    'evaluation_prefill': {'prompt_tokens': 8},
+}
 _WITHOUT = 'nothing'
 _MOST_SHOWN = 120  # characters of a value in a sentence
 
@@ -35,6 +40,8 @@ class Recording:
 
     def __init__(self, events: Sequence[Event], first: int, end: int, name: str):
         self.first, self.end, self._events, self._name = first, end, events, name
+        start = events[first] if first < end else None
+        self._version = start['version'] if start is not None and start['kind'] == 'log' else FIRST_VERSION
         self.fault: ReplayError | None = None
         self.checked = first  # number of the next event to check
         self.beyond: Event | None = None  # the first that the replay wrote after the end
@@ -62,6 +69,9 @@ class Recording:
         ours, theirs = _plain(event), _plain(self._events[seq])
         if ours['kind'] == theirs['kind'] == 'log':
             ours['version'] = theirs['version']  # a later program adds kinds and fields, and changes none
+        for field, version in _ADDED.get(event['kind'], {}).items():
+            if version > self._version:
+                ours.pop(field, None)
         if ours == theirs:
             return
         if ours['kind'] != theirs['kind']:

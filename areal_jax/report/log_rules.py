@@ -5,7 +5,6 @@ Used by main_check_log.py. ledger.py has the rule of draws: each is in exactly o
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import re
@@ -23,7 +22,9 @@ from areal_jax.events import (
     LoadEvent,
     RunDoneEvent,
 )
+from areal_jax.report.generation_rules import GenerationRules
 from areal_jax.report.ledger import DrawLedger
+from areal_jax.report.reward_rules import RewardRules
 from areal_jax.types import NOT_GENERATED
 
 _DELAY = re.compile(r'(?:fixed|uniform)\((?:0, ?)?(\d+)\)')
@@ -40,21 +41,30 @@ class Limits:
     buffer_capacity: int
     max_admitted: int  # groups that the run can train in all
     in_process: bool  # engines load a version before it counts as published
+    group_size: int
+    max_new_tokens: int
+    keeps_cache: bool  # answers keep their KV cache under new weights
+    single_turn: bool  # an answer is one request
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
         """From a resolved config, nested by section; raises KeyError or TypeError for what is none."""
         schedule, batch = config['staleness']['schedule'], int(config['learner']['groups_per_update'])
+        rollout = config['rollout']
         delay = _DELAY.fullmatch(schedule)
         natural = schedule == 'natural'
         return cls(
             groups_per_update=batch,
             eta=float(config['staleness']['eta']) if natural else float(delay[1]) if delay else math.inf,
             in_order=natural,
-            max_running=int(config['rollout']['max_running_groups']),
+            max_running=int(rollout['max_running_groups']),
             buffer_capacity=int(config['buffer']['capacity']),
             max_admitted=int(config['run']['steps']) * batch,
-            in_process=config['rollout']['server'] == 'in_process',
+            in_process=rollout['server'] == 'in_process',
+            group_size=int(rollout['group_size']),
+            max_new_tokens=int(rollout['max_new_tokens']),
+            keeps_cache=rollout['kv_policy'] == 'keep',
+            single_turn=rollout['workflow'] == 'single_turn',
         )
 
 
@@ -63,6 +73,12 @@ class LogRules:
 
     def __init__(self, limits: Limits):
         self._limits, self._ledger = limits, DrawLedger()
+        self._parts: list[GenerationRules | RewardRules] = [RewardRules(limits.group_size)]
+        if limits.in_process:
+            generation = GenerationRules(
+                keeps_cache=limits.keeps_cache, single_turn=limits.single_turn, max_new_tokens=limits.max_new_tokens
+            )
+            self._parts.append(generation)
         self._before: Event | None = None
         self._admitted = 0  # N of Eq. 3: groups that were dropped left it
         self._version = self._published = 0  # that admission counts with; of the last `publish`
@@ -72,14 +88,14 @@ class LogRules:
         self._engines: dict[str, int] = {}  # version by engine
         self._runs: dict[int, tuple[str | None, str, float]] = {}  # under way: lane, work, amount
         self._begun: set[int] = set()  # numbers of runs, unique in a log since version 2
-        self._finished: collections.Counter[tuple[int, int]] = collections.Counter()
-        self._scored: set[tuple[int, int]] = set()
 
     def apply(self, event: Event) -> str:
         """Which rule the event breaks, as a sentence; '' for none."""
         edit, self._before = find_edit(event, self._before), event
-        broken = edit or self._apply_ledger(event)
-        return broken or next(self._break_rules(event), '')
+        broken = [edit or self._apply_ledger(event), *self._break_rules(event)]
+        for part in self._parts:
+            broken += part.apply(event)
+        return next(filter(None, broken), '')
 
     def _apply_ledger(self, event: Event) -> str:
         known = len(self._ledger.violations)
@@ -121,13 +137,6 @@ class LogRules:
             yield from self._follow_engine(event)
         elif event['kind'] == 'finish':
             yield from self._finish(event)
-        elif event['kind'] == 'reward':
-            answer = event['draw'], event['sample']
-            if not self._finished[answer]:
-                yield f'sample {answer[1]} of draw {answer[0]} is scored before it was finished'
-            if answer in self._scored:
-                yield f'sample {answer[1]} of draw {answer[0]} is scored a second time'
-            self._scored.add(answer)
         elif event['kind'] == 'run_start':
             if event['run'] in self._begun:
                 yield f'run {event["run"]} begins a second time'
@@ -210,7 +219,6 @@ class LogRules:
             yield f'{answer} has tokens of versions {versions}, and {self._published} is the last that was published'
         if versions != sorted(versions):
             yield f'{answer} has tokens of versions {versions}, which are not in order'
-        self._finished[event['draw'], event['sample']] += 1
 
     def _end_run(self, event: RunDoneEvent) -> Iterator[str]:
         began = self._runs.pop(event['run'], None)

@@ -29,6 +29,11 @@ class PlannedPiece:
     piece: PrefillPiece
     is_rebuilt: bool  # it belongs to an answer that has begun
 
+    @property
+    def is_of_prompt(self) -> bool:
+        """Whether other answers to the prompt share it."""
+        return isinstance(self.target, Prefix)
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefillStep:

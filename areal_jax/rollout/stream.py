@@ -202,6 +202,7 @@ class DecodeStream:
         self._log.write(
             self._kinds.prefill, self._engine, engine=self._engine, requests=list(step.requests),
             bucket=step.bucket.tokens, prior=step.bucket.prior, tokens=tokens, rebuilt=rebuilt,
+            prompt_tokens=sum(len(planned.piece.tokens) for planned in step.pieces if planned.is_of_prompt),
         )  # fmt: skip
         size = {'tokens': tokens, 'positions': sum(_seen_positions(piece.span) for piece in pieces)}
         began_s, work = self._clock.now(), self._work(self._kinds.prefill, step.bucket.tokens, weights, size)

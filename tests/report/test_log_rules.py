@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
 
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.report.log_rules import Limits, find_violation
-from tests.toys import ToyRun
+from tests.report.planted_faults import faults, plant
+from tests.toys import LONGEST, ToyRun
 
 LIMITS = Limits(
-    groups_per_update=3, eta=2, in_order=True, max_running=8, buffer_capacity=64, max_admitted=18, in_process=True
-)
+    groups_per_update=3, eta=2, in_order=True, max_running=8, buffer_capacity=64, max_admitted=18, in_process=True,
+    group_size=2, max_new_tokens=LONGEST, keeps_cache=False, single_turn=True,
+)  # fmt: skip
 
 
 def log_of(run):
@@ -37,13 +40,15 @@ GOOD = {
     'evaluation': {'engines': 2, 'evaluation_every': 2},
     'filter': {'max_filtered': 30},
     'failed': {'fail': (1, 4)},
+    'kept cache': {'kv_policy': 'keep', 'engines': 2, 'decode_steps': 1},
+    'answers that are waited for': {'kv_policy': 'wait', 'decode_steps': 1},
     'real clock': {'engines': 2, 'checkpoint_every': 2, 'make_clock': real_clock},
 }
 
 
 @pytest.mark.parametrize('fields', GOOD.values(), ids=GOOD)
 def test_a_good_log_keeps_every_rule(fields):
-    limits = Limits(3, fields.get('eta', 2), True, 8, 64, 18, True)
+    limits = dataclasses.replace(LIMITS, eta=fields.get('eta', 2), keeps_cache=fields.get('kv_policy') == 'keep')
     assert find_violation(log_of(ToyRun(**fields).run()), limits) is None
 
 
@@ -51,13 +56,16 @@ def test_a_good_log_keeps_every_rule(fields):
 def test_a_good_log_in_lock_step_keeps_every_rule(schedule, delay):
     config = {
         'staleness': {'schedule': schedule, 'eta': 4}, 'learner': {'groups_per_update': 3}, 'run': {'steps': 6},
-        'rollout': {'max_running_groups': 8, 'server': 'in_process'}, 'buffer': {'capacity': 64},
+        'rollout': {
+            'max_running_groups': 8, 'server': 'in_process', 'group_size': 2, 'max_new_tokens': LONGEST,
+            'kv_policy': 'recompute', 'workflow': 'single_turn',
+        }, 'buffer': {'capacity': 64},
     }  # fmt: skip
     limits = Limits.of(config)
     assert (limits.eta, limits.in_order) == (delay, False)
     run = log_of(ToyRun(schedule=schedule).run())
     assert find_violation(run, limits) is None
-    assert 'Eq. 3' in find_violation(run, Limits(3, 0, False, 8, 64, 18, True))[1]
+    assert 'Eq. 3' in find_violation(run, dataclasses.replace(limits, eta=0))[1]
 
 
 def test_a_good_log_of_a_resumed_run_keeps_every_rule():
@@ -200,7 +208,9 @@ def test_eq_3_counts_published_versions(events):
     late = [event for event in events[:line] if event['kind'] not in ('publish', 'load', 'interrupt', 'decode')]
     rest = [event for event in events[line:] if event['kind'] in ('draw', 'admit')]
     wrong = renumbered([*late, *rest])
-    found, broken = find_violation(wrong, LIMITS)
+    found, broken = find_violation(
+        wrong, dataclasses.replace(LIMITS, in_process=False)
+    )  # nothing of the engines is left
     assert 'is admitted against Eq. 3: floor((' in broken
     assert wrong[found - 1]['kind'] == 'admit'
 
@@ -211,3 +221,38 @@ def test_a_changed_completion_of_the_real_clock_has_another_check_sum():
     line, broken = find_violation(wrong, LIMITS)
     assert line == find(events, 'run_done', 3) + 1
     assert 'its other fields give' in broken
+
+
+LOGS = {
+    'interruptions': {'slots': 3, 'decode_steps': 1, 'eta': 1},
+    'checkpoints': {'slots': 3, 'decode_steps': 2, 'checkpoint_every': 2},
+    'two engines': {'engines': 2, 'slots': 2, 'decode_steps': 1, 'eta': 1, 'max_token_age': 1, 'over_age': 'drop'},
+    'evaluation': {'evaluation_every': 2, 'slots': 3, 'eta': 1},
+    'real clock': {'make_clock': real_clock, 'slots': 3, 'decode_steps': 1, 'eta': 1},
+}
+
+
+@pytest.fixture(scope='module', params=LOGS)
+def log(request):
+    """Of a run with interruptions, and its limits. What the real clock interrupts is up to the machine."""
+    fields = LOGS[request.param]
+    limits = dataclasses.replace(LIMITS, eta=fields.get('eta', 2))
+    for _ in range(20):
+        found = log_of(ToyRun(**fields).run())
+        assert find_violation(found, limits) is None
+        if all(
+            plant(found, faults(3, limits.eta)[name], 0)
+            for name in ('a missing rebuild', 'a finish that lacks a version')
+        ):
+            return found, limits
+    raise AssertionError('no run has interrupted an answer')
+
+
+@pytest.mark.parametrize('name', faults(3, 1))
+def test_a_planted_fault_is_found_wherever_it_is(log, name):
+    """With sequence numbers and check sums made anew."""
+    events, limits = log
+    planter = faults(limits.groups_per_update, limits.eta)[name]
+    wrong = [changed for seed in range(6) if (changed := plant(events, planter, seed)) is not None]
+    assert wrong, 'no place for the fault in this log'
+    assert [place for place, changed in enumerate(wrong) if find_violation(changed, limits) is None] == []
