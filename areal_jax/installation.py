@@ -37,6 +37,11 @@ def list_configs() -> list[str]:
     return sorted(path.relative_to(folder).with_suffix('').as_posix() for path in folder.rglob('[!_]*.py'))
 
 
+def name_launcher(name: str) -> str:
+    """'launch.local' or, where it is installed, 'areal_jax.launch.local': the module of a launcher, for python -m."""
+    return f'{"areal_jax." if find_clone() is None else ""}launch.{name}'
+
+
 def build_python_path() -> str:
     """PYTHONPATH of a process that must import this copy of the package; an installed one is found without it."""
     clone = find_clone()

@@ -63,7 +63,8 @@ show_progress() {
     if IFS= read -r -t "$wait" line; then
       line=${line#"${line%%[! ]*}"}
       case $line in
-        Collecting\ * | Downloading\ * | Using\ cached\ * | Building\ *) doing=${line%% (from *} ;;
+        Collecting\ * | Downloading\ * | Using\ cached\ *) doing=${line%% (from *} ;;
+        *:\ started) doing=${line%: started} ;; # a step of building
         Installing\ collected\ packages:*) doing="Installing $(wc -w <<<"${line#*:}") packages" ;;
       esac
     elif [ $? -le 128 ]; then

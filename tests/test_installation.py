@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from areal_jax import installation
-from areal_jax.installation import build_python_path, describe_install, find_clone, list_configs, locate_file
+from areal_jax.installation import (
+    build_python_path,
+    describe_install,
+    find_clone,
+    list_configs,
+    locate_file,
+    name_launcher,
+)
 from areal_jax.plugins import absolute_spec, load_function, source_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -33,12 +40,14 @@ def test_a_clone_has_configs_and_launchers_beside_the_package():
     assert find_clone() == ROOT
     assert locate_file('package:configs/tiny_cpu.py') == ROOT / 'configs' / 'tiny_cpu.py'
     assert {'tiny_cpu', 'sweeps/tiny', 'templates/two_turns'} <= set(list_configs())
+    assert name_launcher('local') == 'launch.local'
 
 
 def test_an_installation_has_them_inside(installed):
     assert find_clone() is None
     assert locate_file('package:configs/tiny_cpu.py') == installed / 'configs' / 'tiny_cpu.py'
     assert list_configs() == ['sweeps/tiny', 'tiny_cpu']
+    assert name_launcher('local') == 'areal_jax.launch.local'
 
 
 def test_in_a_clone_the_hint_installs_the_clone(monkeypatch, tmp_path):
@@ -63,7 +72,7 @@ def test_other_processes_of_a_clone_import_the_same_copy(given, monkeypatch):
 
 
 def test_an_installed_package_is_on_no_path_before_the_standard_library(installed, monkeypatch):
-    """The folder around areal_jax/types.py on PYTHONPATH would be worse still: it has modules of Python's names."""
+    """Entries of PYTHONPATH come before it, and site-packages may have modules of the same names."""
     monkeypatch.setenv('PYTHONPATH', '/mine')
     assert build_python_path() == '/mine'
 
