@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, find_packages, setup
 
 TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9']
 TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
@@ -25,8 +25,20 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     python_requires='>=3.11',
-    packages=find_packages(include=['areal_jax', 'areal_jax.*', 'launch', 'launch.*']),
-    package_data={'areal_jax.native': ['*.cc', '*.h'], 'areal_jax.report': ['*.html'], 'launch': ['*.j2']},
+    license_files=['LICENSE'],
+    # launch/ and configs/ lie beside the package in a clone and inside it where it is installed
+    package_dir={'areal_jax.launch': 'launch', 'areal_jax.configs': 'configs'},
+    packages=[
+        *find_packages(include=['areal_jax', 'areal_jax.*']),
+        *(f'areal_jax.{name}' for name in find_packages(include=['launch', 'launch.*'])),
+        *(f'areal_jax.{name}' for name in find_namespace_packages(include=['configs', 'configs.[!_]*'])),
+    ],
+    package_data={
+        'areal_jax': ['py.typed'],
+        'areal_jax.native': ['*.cc', '*.h'],
+        'areal_jax.report': ['*.html'],
+        'areal_jax.launch': ['*.j2'],
+    },
     install_requires=[
         'jax>=0.10.2,<0.13',
         'flax>=0.12.8',
@@ -57,7 +69,7 @@ setup(
         'jobset': JOBSET,  # launch.jobset
         'docs': DOCS,
         'browser': [*PLOTS, *BROWSER],  # of launch/test_page.sh
-        'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF],
+        'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF, *SERVE],
         'dev': [
             *TASKS,
             *TENSORBOARD,
@@ -86,6 +98,7 @@ setup(
             'areal-serve=areal_jax.main_serve:run',
             'areal-replay=areal_jax.main_replay:run',
             'areal-check-log=areal_jax.main_check_log:run',
+            'areal-config=areal_jax.main_config:run',
             'areal-sweep=areal_jax.main_sweep:run',
         ]
     },

@@ -7,6 +7,7 @@ import hashlib
 import pathlib
 
 import areal_jax
+from areal_jax.installation import BESIDE
 
 _PACKAGE = pathlib.Path(areal_jax.__file__).parent
 _SUFFIXES = ('.py', '.cc', '.h')
@@ -23,10 +24,13 @@ def read_code_version() -> str:
 
 
 def digest_sources(package: pathlib.Path) -> str:
-    """The first digits of a sha256, in hex, over the sources below a folder."""
+    """The first digits of a sha256, in hex, over the sources of a package, without what a clone has beside it."""
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob('*') if path.suffix in _SUFFIXES):
-        name, content = str(path.relative_to(package)).encode(), path.read_bytes()
+        place = path.relative_to(package)
+        if place.parts[0] in BESIDE:
+            continue
+        name, content = str(place).encode(), path.read_bytes()
         for part in (name, content):
             digest.update(len(part).to_bytes(8, 'little') + part)
     return digest.hexdigest()[:_DIGITS]

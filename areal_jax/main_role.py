@@ -88,7 +88,7 @@ def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -
 
     config = command.config
     if config.rollout.server == 'vllm':
-        from launch.vllm_server import describe_command
+        from areal_jax.app.vllm_server import describe_command
 
         await_controller(process, config, config.distributed.command_deadline_s)
         program = describe_command(config, process.workdir, process.name, index=process.index, host=process.host)

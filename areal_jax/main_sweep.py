@@ -17,6 +17,7 @@ from areal_jax.app.ending import ProcessEnd, end_command
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
+from areal_jax.installation import describe_install
 
 if TYPE_CHECKING:
     from absl import flags
@@ -98,7 +99,7 @@ def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Re
     write_tables(results, workdir)
     pictures: list[str] = []
     if importlib.util.find_spec('matplotlib') is None:
-        print("no plots: pip install 'areal_jax[plots]'", file=sys.stderr)
+        print(f'no plots: {describe_install("plots")}', file=sys.stderr)
     else:
         from areal_jax.app.sweep.plots import write_plots
 

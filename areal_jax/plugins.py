@@ -1,5 +1,7 @@
 """Functions of the user's own: 'path/to/file.py:name' or 'package.module:name', loaded from where the text says.
 
+'package:configs/templates/two_turns.py:build' is a function of a file that comes with this package.
+
 Used for own tasks, rewards, advantages, workflows and telemetry hooks, in this process and in scorer processes. It uses
 the error type and `suggest` alone, and imports no jax.
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from areal_jax.errors import UserError
+from areal_jax.installation import PACKAGE, locate_file
 
 Function: TypeAlias = Callable[..., object]
 
@@ -59,9 +62,9 @@ def load_module(spec: str, field: str) -> types.ModuleType:
 
 
 def absolute_spec(spec: str) -> str:
-    """The spec with an absolute path, which means the same in every working directory; that of a module unchanged."""
+    """The spec with an absolute path, which means the same in every working directory; others mean it unchanged."""
     place, _, name = spec.rpartition(':')
-    return f'{_path(place)}:{name}' if _is_file(place) else spec
+    return f'{_path(place)}:{name}' if _is_file(place) and not place.startswith(PACKAGE) else spec
 
 
 def spec_of(function: Function) -> str:
@@ -154,6 +157,8 @@ def _is_file(place: str) -> bool:
 
 
 def _path(place: str) -> pathlib.Path:
+    if place.startswith(PACKAGE):
+        return locate_file(place)
     return pathlib.Path(place).expanduser().resolve()
 
 

@@ -15,7 +15,7 @@ def get_config() -> config_dict.ConfigDict:
     config.run.steps = 70
     config.loss.objective = 'sft'
     config.model.characters = '0123456789+-*='
-    config.task.name = 'configs/sweeps/arithmetic.py:build'
+    config.task.name = 'package:configs/sweeps/arithmetic.py:build'
     config.learner.groups_per_update = 32
     config.learner.row_tokens = 128
     config.learner.row_loss_tokens = 64

@@ -14,6 +14,7 @@ from absl import flags
 from ml_collections import config_dict
 
 from areal_jax.app.command_line import CommandLine, require_workdir
+from areal_jax.app.config_file import find_config_file
 from areal_jax.app.extras import require_extras
 from areal_jax.app.roles import require_roles
 from areal_jax.app.workdir import holds_run
@@ -77,13 +78,7 @@ def locate_run(command: CommandLine, values: flags.FlagValues) -> ClusterRun:
     require_path(values.workdir)
     run = build_run(command, str(pathlib.Path(values.workdir).absolute()), values.python)
     require_extras(run.config)
-    return dataclasses.replace(run, source=locate_source(run.source))
-
-
-def locate_source(source: str) -> str:
-    """FILE:ARGUMENT with an absolute path."""
-    file, colon, argument = source.partition(':')
-    return f'{pathlib.Path(file).absolute()}{colon}{argument}'
+    return dataclasses.replace(run, source=find_config_file(run.source).absolute_source)
 
 
 def build_run(command: CommandLine, workdir: str, python: str) -> ClusterRun:

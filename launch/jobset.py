@@ -20,9 +20,10 @@ from areal_jax.app.command_line import parse_command
 from areal_jax.app.ending import end_command
 from areal_jax.config.cluster import ENGINES, LEARNER, RoleCount
 from areal_jax.errors import ExitCode, UserError
-from launch.accelerators import CPU, GENERATIONS, Slice, define_accelerators, find_accelerator, require_fit
-from launch.cluster_run import build_run, define_flags
-from launch.jobset_manifest import Hardware, Image, Manifest, build_jobset, render_yaml
+
+from .accelerators import CPU, GENERATIONS, Slice, define_accelerators, find_accelerator, require_fit
+from .cluster_run import build_run, define_flags
+from .jobset_manifest import Hardware, Image, Manifest, build_jobset, render_yaml
 
 _NAME = re.compile(r'[a-z]([a-z0-9-]{0,30}[a-z0-9])?')  # with suffixes at most 63 characters, as a host name
 

@@ -13,7 +13,9 @@ from typing import TypeAlias
 
 from areal_jax.app.ending import STOPPED_CODE
 from areal_jax.errors import ExitCode, UserError
-from launch.cluster_run import ClusterRun
+from areal_jax.installation import describe_install
+
+from .cluster_run import ClusterRun
 
 Node: TypeAlias = Mapping[str, object]  # of the YAML
 
@@ -102,9 +104,7 @@ def build_jobset(run: ClusterRun, manifest: Manifest) -> Node:
 def render_yaml(node: Node) -> str:
     """Raises UserError where PyYAML is not installed."""
     if importlib.util.find_spec('yaml') is None:
-        raise UserError(
-            "launch.jobset needs the package PyYAML, which is not installed: pip install 'areal_jax[jobset]'"
-        )
+        raise UserError(f'launch.jobset needs the package PyYAML, which is not installed: {describe_install("jobset")}')
     import yaml
 
     text: str = yaml.safe_dump(node, sort_keys=False, width=1000)

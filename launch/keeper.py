@@ -12,10 +12,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.interrupt import SIGNALS
+from areal_jax.app.interrupt import SIGNALS, Wakeups
 from areal_jax.errors import ExitCode
 from areal_jax.tasks.descendants import adopt_orphans, die_with_parent, end_descendants
-from launch.wakeups import Wakeups
 
 SIGNALLED = 128  # + number: exit code of a keeper whose command was ended by that signal, as in a shell
 _KILL_S = 5.0

@@ -21,18 +21,19 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.app.command_line import parse_train_command
 from areal_jax.app.ending import end_command
+from areal_jax.app.vllm_server import describe_command as describe_vllm
+from areal_jax.app.vllm_server import find_python
 from areal_jax.config import default_config, flatten, validate
 from areal_jax.config.cluster import ENGINES, has_roles, parse_engines
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry.self_test import require_path
-from launch.gpus import VISIBLE, find_gpus, share_gpus
-from launch.heartbeats import Heartbeats
-from launch.programs import Server, Variables, describe_command
-from launch.roles import run_roles
-from launch.supervisor import run_together
-from launch.vllm_server import describe_command as describe_vllm
-from launch.vllm_server import find_python
+
+from .gpus import VISIBLE, find_gpus, share_gpus
+from .heartbeats import Heartbeats
+from .programs import Server, Variables, describe_command
+from .roles import run_roles
+from .supervisor import run_together
 
 TRAINER, SERVER = 'areal_jax.main_train', 'areal_jax.main_serve'
 _STARTED = ('own', 'vllm')

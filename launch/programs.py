@@ -16,12 +16,13 @@ from typing import IO
 
 from areal_jax.app.interrupt import SIGNALS
 from areal_jax.errors import ExitCode
+from areal_jax.installation import build_python_path
 from areal_jax.tasks.descendants import end_processes, list_descendants, list_marked
-from launch import heartbeats
-from launch.heartbeats import Signs
-from launch.keeper import SIGNALLED, describe_code
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
+from . import heartbeats
+from .heartbeats import Signs
+from .keeper import SIGNALLED, describe_code
+
 _STEADY_S = 60.0  # a server that lived so long has started well
 _MOST_FAILURES = 5  # in a row, of a server that ends by itself
 _LONGEST_PAUSE_S = 30.0  # before a restart
@@ -46,20 +47,14 @@ class Program:
 
     def __init__(self, command: Sequence[str], log: IO[bytes] | None = None, variables: Variables = _NONE):
         self._started_s, self._has_registered = time.monotonic(), False
-        path = os.pathsep.join(entry for entry in (str(_ROOT), os.environ.get('PYTHONPATH', '')) if entry)
         self._mark = secrets.token_hex(8)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the keeper has handlers
         self._keeper = subprocess.Popen(
-            [sys.executable, '-m', 'launch.keeper', *command],
+            [sys.executable, '-m', f'{__package__}.keeper', *command],
             stdin=subprocess.PIPE,  # closed by the kernel when this process dies
             stdout=log,
             stderr=log,
-            env={
-                **os.environ,
-                **(variables or {}),
-                'PYTHONPATH': path,
-                _MARK: self._mark,
-            },  # the same copy of this package
+            env={**os.environ, **(variables or {}), 'PYTHONPATH': build_python_path(), _MARK: self._mark},
             start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
         )
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -19,18 +19,19 @@ from collections.abc import Mapping, Sequence
 from ml_collections import config_dict
 
 from areal_jax import files
+from areal_jax.app.interrupt import Wakeups
 from areal_jax.app.roles import require_roles
+from areal_jax.app.vllm_server import find_python
 from areal_jax.app.workdir import holds_run
 from areal_jax.config.cluster import list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry.self_test import require_usable
-from launch.gpus import VISIBLE, find_gpus, share_gpus
-from launch.heartbeats import Heartbeats, Signs
-from launch.keeper import SIGNALLED, describe_code
-from launch.programs import Program, Server, describe_command, say, start_logged
-from launch.vllm_server import find_python
-from launch.wakeups import Wakeups
+
+from .gpus import VISIBLE, find_gpus, share_gpus
+from .heartbeats import Heartbeats, Signs
+from .keeper import SIGNALLED, describe_code
+from .programs import Program, Server, describe_command, say, start_logged
 
 ROLE = 'areal_jax.main_role'
 LOGS = 'logs'  # in the workdir: a file for each role and attempt

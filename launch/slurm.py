@@ -19,7 +19,8 @@ from areal_jax.app.command_line import CommandLine, parse_command, require_workd
 from areal_jax.app.ending import end_command
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.registry.self_test import require_path
-from launch.cluster_run import (
+
+from .cluster_run import (
     define_flags,
     define_shared,
     locate_run,
@@ -27,8 +28,8 @@ from launch.cluster_run import (
     require_shared,
     require_unused,
 )
-from launch.slurm_file import FOLDER, SWEEP_FOLDER, UNSAFE, render_run, render_sweep
-from launch.slurm_layout import NodeKind, plan_layout, require_nodes
+from .slurm_file import FOLDER, SWEEP_FOLDER, UNSAFE, render_run, render_sweep
+from .slurm_layout import NodeKind, plan_layout, require_nodes
 
 _FILE = 'job.sbatch'
 _CHECKED = ('job_name', 'account', 'qos', 'time', 'partition', 'constraint', 'engine_partition', 'engine_constraint')

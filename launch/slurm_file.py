@@ -11,11 +11,13 @@ import jinja2
 from absl import flags
 
 from areal_jax.app.command_line import CommandLine
+from areal_jax.app.config_file import find_config_file
 from areal_jax.app.sweep.arms import read_arms, select_arms
 from areal_jax.app.sweep.directory import read_state, require_same_sweep
 from areal_jax.errors import UserError
-from launch.cluster_run import STEADY_S, ClusterRun, locate_source, render_overrides, require_shared
-from launch.slurm_layout import Component, Layout, NodeKind
+
+from .cluster_run import STEADY_S, ClusterRun, render_overrides, require_shared
+from .slurm_layout import Component, Layout, NodeKind
 
 FOLDER = 'slurm'  # in the workdir: the sbatch file, and a folder with logs for each start of the job
 SWEEP_FOLDER = '.slurm'  # in that of a sweep, which may hold no visible entries beside its arms
@@ -70,7 +72,7 @@ def render_sweep(command: CommandLine, workdir: pathlib.Path, values: flags.Flag
             f'all arms have finished: python -m {SWEEP} with the same --config and --workdir makes the table'
         )
     require_shared(str(workdir), 2 if len(pending) > 1 and not values.local_nodes else 1)
-    source = locate_source(command.source)
+    source = find_config_file(command.source).absolute_source
     words = [values.python, '-m', SWEEP, f'--config={source}', f'--workdir={workdir}', *render_overrides(command)]
     most = f'%{values.jobs}' if values.jobs else ''
     component = Component(NodeKind(values.partition, values.constraint, values.gpus_per_node), 1)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from areal_jax.config.cluster import ENGINES, LEARNER
 from areal_jax.errors import UserError
-from launch.cluster_run import ClusterRun
+
+from .cluster_run import ClusterRun
 
 
 @dataclasses.dataclass(frozen=True)

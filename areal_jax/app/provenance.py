@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import pathlib
 import platform
 import subprocess
 from collections.abc import Sequence
 from typing import TypedDict
 
+from areal_jax.installation import find_clone
+
 PACKAGES = ('areal_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'ml_collections')
 
 
 def git_commit() -> str | None:
-    """The commit of the source tree, '-dirty' when it has changes; None outside a checkout."""
-    root = pathlib.Path(__file__).parents[2]
+    """The commit of the clone, '-dirty' when it has changes; None where the package is installed."""
+    if (root := find_clone()) is None:  # a repository around an installation has other commits
+        return None
     command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=False)

@@ -1,12 +1,17 @@
-"""The page docs/config.md, made from the declared fields; tests/config/test_config.py compares the two.
+"""The declared fields as text: the page docs/config.md, and what areal-config prints of them on a terminal.
 
 python -m areal_jax.config.page > docs/config.md
 """
 
 from __future__ import annotations
 
-from areal_jax.config.declarations import SECTIONS
+import textwrap
+from collections.abc import Sequence
+
+from areal_jax.config.declarations import FIELDS, SECTIONS
 from areal_jax.config.fields import Field
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.structure import suggest
 
 COMMAND = 'python -m areal_jax.config.page > docs/config.md'
 _HEAD = f"""# Every field of the config
@@ -23,6 +28,46 @@ or the optimizer that reads the field. Rules that join several fields are in
 def render() -> str:
     """The page: a heading and a table for each section."""
     return '\n'.join([_HEAD, *(_render_section(name) for name in SECTIONS)])
+
+
+def find_fields(words: Sequence[str]) -> list[str]:
+    """The fields that match each of the words, those that have the first in their name first.
+
+    Args:
+      words: 'staleness.eta' or 'staleness' is that field or section alone; others match in name, rule or meaning.
+
+    Raises ConfigError where no field matches.
+    """
+    found = [path for path in FIELDS if all(_matches(path, word.casefold()) for word in words)]
+    if not found:
+        shown, known = ' '.join(words), [*FIELDS, *SECTIONS, *(path.partition('.')[2] for path in FIELDS)]
+        near = suggest(shown, known) or '; areal-config without words lists the sections'
+        raise ConfigError(f'no field of the config matches {shown!r}{near}')
+    return sorted(found, key=lambda path: words[0].casefold() not in path)
+
+
+def render_fields(paths: Sequence[str], columns: int = 100) -> str:
+    """Default, rule and meaning of each field, in lines of at most so many characters."""
+    return '\n\n'.join('\n'.join(_describe(path, FIELDS[path], columns)) for path in paths)
+
+
+def render_sections() -> str:
+    """A line for each section: name, number of fields, title."""
+    return '\n'.join(f'  {name:<16}{len(section):>2}  {section.title}' for name, section in SECTIONS.items())
+
+
+def _matches(path: str, word: str) -> bool:
+    if word in FIELDS or word in SECTIONS:
+        return path == word or path.startswith(f'{word}.')
+    field = FIELDS[path]
+    return any(word in text.casefold() for text in (path, field.rule(), field.meaning))
+
+
+def _describe(path: str, field: Field, columns: int) -> list[str]:
+    lines = [f'--config.{path}={field.default!r}']
+    for text in (f'must {field.rule()}', field.meaning):
+        lines += textwrap.wrap(text, columns, initial_indent='    ', subsequent_indent='    ', break_long_words=False)
+    return lines
 
 
 def _render_section(name: str) -> str:

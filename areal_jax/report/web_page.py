@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from areal_jax.installation import describe_install
 from areal_jax.report.parts import Items, Part, Table, Text
 
 if TYPE_CHECKING:  # Bokeh is an extra, and its import takes a second
@@ -70,7 +71,7 @@ def describe_missing_library(file: str) -> str:
     """The sentence on a page that cannot be made here, '' where the plotting library is installed."""
     if importlib.util.find_spec(LIBRARY) is not None:
         return ''
-    return f"{file} needs the package {LIBRARY}, which is not installed: pip install 'areal_jax[{EXTRA}]'"
+    return f'{file} needs the package {LIBRARY}, which is not installed: {describe_install(EXTRA)}'
 
 
 def render_web_page(title: str, head: Sequence[Block | None], sections: Sequence[Section]) -> str:

@@ -23,6 +23,7 @@ from areal_jax.app.sweep.runner import Job, Runner
 from areal_jax.config import flatten
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
+from areal_jax.installation import describe_install
 from areal_jax.study.findings import find_rates
 from areal_jax.study.page import FILE, render_page
 from areal_jax.study.plan import Plan
@@ -168,7 +169,7 @@ class Study:
         files.write_text(self._workdir / TABLE, _render_csv(records))
         pictures: list[str] = []
         if importlib.util.find_spec('matplotlib') is None:
-            print("no figures: pip install 'areal_jax[plots]'", file=sys.stderr)
+            print(f'no figures: {describe_install("plots")}', file=sys.stderr)
         else:
             from areal_jax.study.figures import write_figures
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_jax.files import JsonObject
+from areal_jax.installation import describe_install
 from areal_jax.tasks import gym_items
 from areal_jax.tasks.scoring import UNPARSED
 from areal_jax.tasks.task import Problem, TaskError
@@ -106,7 +107,7 @@ def import_package() -> types.ModuleType:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise TaskError(f"task.name='reasoning_gym' needs a package: pip install reasoning-gym ({error})") from error
+        raise TaskError(f"task.name='reasoning_gym' needs a package: {describe_install('tasks')} ({error})") from error
     return reasoning_gym
 
 

@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 
 from areal_jax.files import JsonObject
+from areal_jax.installation import describe_install
 from areal_jax.tasks.answers import exact, golds, mathematics, normalised, number
 from areal_jax.tasks.answers.extraction import MARK, last_boxed, marked_answers
 from areal_jax.tasks.integers import has_number, last_integer
@@ -58,7 +59,7 @@ def build(tokenizer: Tokenizer, path: str, answer: str, system_prompt: str, held
     if not path:
         raise TaskError("task.name='jsonl' needs task.path: a file of JSON lines with question and answer")
     if answer == 'math' and not mathematics.is_installed():
-        raise TaskError("task.answer='math' needs the package math-verify: pip install 'areal_jax[tasks]'")
+        raise TaskError(f"task.answer='math' needs the package math-verify: {describe_install('tasks')}")
     sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
     for problem in read_problems(pathlib.Path(path), answer):
         side: Split = 'held_out' if hash_fraction(problem['question']) < held_out_fraction else 'train'

@@ -10,13 +10,13 @@ import contextlib
 import json
 import logging
 import os
-import pathlib
 import secrets
 import signal
 import subprocess
 import sys
 
 from areal_jax.files import JsonObject
+from areal_jax.installation import build_python_path
 from areal_jax.tasks.descendants import MARK, Process, end_processes, list_descendants, list_marked
 from areal_jax.tasks.pipes import WorkerDiedError, WorkerPipes
 from areal_jax.tasks.worker import ENDED, SCORER_DIED, USAGE
@@ -161,6 +161,4 @@ def _parse(line: bytes, keys: tuple[str, ...]) -> JsonObject:
 def worker_environment() -> dict[str, str]:
     """The environment of a process that runs a module of this package."""
     # The worker must import the same copy of this package. One thread each, so that n workers use n cores.
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(entry for entry in (root, os.environ.get('PYTHONPATH', '')) if entry)
-    return {**os.environ, 'PYTHONPATH': path, 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
+    return {**os.environ, 'PYTHONPATH': build_python_path(), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}

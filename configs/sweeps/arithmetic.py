@@ -41,7 +41,7 @@ def get_config() -> config_dict.ConfigDict:
     config.run.export = False
     config.model.source = 'run'
     config.model.path = 'runs/sft_arithmetic'
-    config.task.name = 'configs/sweeps/arithmetic.py:build'
+    config.task.name = 'package:configs/sweeps/arithmetic.py:build'
     config.task.verifier = 'inline'
     config.rollout.slots = 16
     config.rollout.decode_steps = 2

@@ -1,6 +1,6 @@
 """A template: a workflow of two turns. The policy answers, is asked to check its answer, and answers again.
 
-    --config.rollout.workflow=configs/templates/two_turns.py:build
+    --config.rollout.workflow=package:configs/templates/two_turns.py:build
 
 The tokens of the question in between come from the environment: the second turn reads them, and no update trains them.
 rollout.max_new_tokens bounds both turns and the question together.

@@ -3,7 +3,8 @@
 import sys
 
 from areal_jax.app.ending import end_command
-from launch.ray.main import main
+
+from .main import main
 
 if __name__ == '__main__':
     sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir'))

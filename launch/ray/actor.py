@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from areal_jax.errors import ExitCode
-from launch.cluster_run import STEADY_S
-from launch.programs import Program
+
+from ..cluster_run import STEADY_S
+from ..programs import Program
 
 FINAL = (ExitCode.FINISHED, ExitCode.BUG, ExitCode.USER_ERROR, ExitCode.NOTHING_TRAINED)  # not to be started again
 _TAIL_LINES, _TAIL_BYTES = 5, 4096

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import pathlib
 from collections.abc import Sequence
 
 from absl import flags
@@ -16,8 +14,10 @@ from absl import flags
 from areal_jax.app.command_line import parse_command
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
-from launch.accelerators import define_accelerators
-from launch.cluster_run import (
+from areal_jax.installation import build_python_path, describe_install
+
+from ..accelerators import define_accelerators
+from ..cluster_run import (
     define_flags,
     define_shared,
     locate_run,
@@ -25,13 +25,12 @@ from launch.cluster_run import (
     require_shared,
     require_unused,
 )
-from launch.ray.plan import Group, plan_groups
-from launch.ray.reservation import await_let_go
-from launch.ray.supervision import supervise
+from .plan import Group, plan_groups
+from .reservation import await_let_go
+from .supervision import supervise
 
 LOGS = 'ray'  # in the workdir: a log for each start of a role
 _SECONDS, _CORES = ('wait_s', 'grace_s'), ('cpus', 'controller_cpus')  # flags
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         print('\n'.join(map(str, groups)))
         return ExitCode.FINISHED
     if importlib.util.find_spec('ray') is None:
-        raise ConfigError("launch.ray needs the package ray, which is not installed: pip install 'areal_jax[ray]'")
+        raise ConfigError(f'launch.ray needs the package ray, which is not installed: {describe_install("ray")}')
     require_unused(run, values.resume)
     return _place_and_supervise(groups, run.workdir, values)
 
@@ -53,13 +52,13 @@ def main(argv: Sequence[str]) -> int:
 def _place_and_supervise(groups: Sequence[Group], workdir: str, values: flags.FlagValues) -> int:
     import ray
 
-    from launch.ray.placement import ATTEMPT_S, PlacedGroup, describe_shortage
+    from .placement import ATTEMPT_S, PlacedGroup, describe_shortage
 
     try:
         ray.init(
             address=values.address,
             log_to_driver=False,
-            runtime_env={'env_vars': {'PYTHONPATH': os.pathsep.join([str(_ROOT), os.environ.get('PYTHONPATH', '')])}},
+            runtime_env={'env_vars': {'PYTHONPATH': build_python_path()}},
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f'--address={values.address}: no Ray cluster answers there ({error})') from error

@@ -14,10 +14,10 @@ import ray.util.tpu
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from launch.ray.actor import RoleActor, State
-from launch.ray.plan import Group
-from launch.ray.reservation import Reservation
-from launch.ray.supervision import LostGroupError
+from .actor import RoleActor, State
+from .plan import Group
+from .reservation import Reservation
+from .supervision import LostGroupError
 
 ATTEMPT_S = 5.0  # of one attempt to reserve a slice
 _ANSWER_S = 10.0  # for one look at an actor

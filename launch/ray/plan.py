@@ -10,8 +10,9 @@ from absl import flags
 
 from areal_jax.config.cluster import ENGINES, LEARNER, RoleCount
 from areal_jax.errors import UserError
-from launch.accelerators import CPU, Slice, find_accelerator, require_fit
-from launch.cluster_run import ClusterRun
+
+from ..accelerators import CPU, Slice, find_accelerator, require_fit
+from ..cluster_run import ClusterRun
 
 _CPUS = 'CPU'  # resource
 

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from areal_jax.app.interrupt import Wakeups
 from areal_jax.errors import ExitCode, UserError
-from launch.programs import say
-from launch.ray.actor import State
-from launch.ray.plan import Group
-from launch.wakeups import Wakeups
+
+from ..programs import say
+from .actor import State
+from .plan import Group
 
 CONTROLLER, LEARNER = 'controller', 'learner'
 _LOOK_S = 1.0

@@ -10,13 +10,16 @@ from areal_jax.config import default_config
 from areal_jax.config.ranges import ConfigError
 
 NEEDED = {
-    'tensorboardX': ({}, r"telemetry\.tensorboard=True .*'areal_jax\[tensorboard\]', or .*tensorboard=False"),
-    'matplotlib': ({}, r"telemetry\.plots=True .*'areal_jax\[plots\]', or --config\.telemetry\.plots=False"),
-    'reasoning_gym': ({'task.name': 'reasoning_gym'}, r"task\.name='reasoning_gym' .*'areal_jax\[tasks\]'"),
+    'tensorboardX': ({}, r"telemetry\.tensorboard=True .*\[tensorboard\]', or --config\.telemetry\.tensorboard=False"),
+    'matplotlib': ({}, r"telemetry\.plots=True .*\[plots\]', or --config\.telemetry\.plots=False"),
+    'reasoning_gym': ({'task.name': 'reasoning_gym'}, r"task\.name='reasoning_gym' .*\[tasks\]'$"),
     'math_verify': (
-        {'task.name': 'jsonl', 'task.path': 'x', 'task.answer': 'math'}, r"task\.answer='math' .*'areal_jax\[tasks\]'"
+        {'task.name': 'jsonl', 'task.path': 'x', 'task.answer': 'math'}, r"task\.answer='math' .*\[tasks\]'$"
     ),
-    'gguf': ({'model.source': 'gguf'}, r"model\.source='gguf' .*'areal_jax\[gguf\]'"),
+    'gguf': ({'model.source': 'gguf'}, r"model\.source='gguf' .*\[gguf\]'$"),
+    'aiohttp': (
+        {'rollout.server': 'own'}, r"rollout\.server='own' .*\[serve\]', or --config\.rollout\.server='in_process'"
+    ),
 }  # fmt: skip
 
 

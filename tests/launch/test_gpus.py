@@ -3,12 +3,12 @@
 import pytest
 
 from areal_jax.app.command_line import load_config
+from areal_jax.app.vllm_server import build_command, describe_command, parse_flags
 from areal_jax.config.ranges import ConfigError
 from launch import gpus
 from launch.gpus import VISIBLE, find_gpus, share_gpus
 from launch.local import plan_servers
 from launch.roles import plan_roles
-from launch.vllm_server import build_command, describe_command, parse_flags
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import types
 import pytest
 
 from areal_jax.errors import UserError
+from areal_jax.installation import describe_install
 from launch.accelerators import Slice
 from launch.ray import main as command
 from launch.ray.actor import RoleActor, State
@@ -102,7 +103,7 @@ def test_a_machine_without_ray_is_told_what_to_install(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'ray' else find(name))
     flags = [word for word in COMMON if 'workdir' not in word]
-    with pytest.raises(UserError, match=re.escape("pip install 'areal_jax[ray]'")):
+    with pytest.raises(UserError, match=re.escape(describe_install('ray'))):
         command.main([*flags, f'--workdir={tmp_path}/run', *PLANS['cpu']])
 
 

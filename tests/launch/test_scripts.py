@@ -1,6 +1,7 @@
 """The shell scripts of launch/: what cannot run here is one sentence and exit code 2."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -62,6 +63,46 @@ def test_no_environment_is_made_without_its_python_or_room(tmp_path):
 def test_an_environment_that_is_made_is_left_alone(tmp_path):
     (tmp_path / 'installed').write_text('0.32.0\n')
     assert run('launch/vllm_environment.sh', str(tmp_path)) == (0, '')
+
+
+PIP = """#!/bin/bash
+echo 'Collecting jax>=0.10.2 (from areal_jax==0.1.0)'
+echo '  Downloading jax-0.10.2-py3-none-any.whl (3.1 MB)'
+echo '  Downloading small-1-py3-none-any.whl (31 kB)'
+echo 'Installing collected packages: a, b, c'
+{end}
+"""
+
+
+def install(tmp_path, end):
+    """install_project with a pip that prints lines like the real one and then does `end`."""
+    python = tmp_path / 'bin' / 'python'
+    python.parent.mkdir()
+    python.write_text(PIP.format(end=end))
+    python.chmod(0o755)
+    script = f'set -euo pipefail; source launch/environment.sh; PYTHON={python}; install_project dev; echo done'
+    return subprocess.run(['bash', '-c', script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_an_installation_shows_how_far_it_is(tmp_path):
+    done = install(tmp_path, 'sleep 1; echo Successfully installed a b c')
+    first = ['   0 s  Downloading jax-0.10.2-py3-none-any.whl (3.1 MB)', '   0 s  Installing 3 packages']
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, lines[:2]) == (0, '', first)
+    assert not any('small' in line or 'Collecting' in line for line in lines)  # as many lines as there are packages
+    assert re.fullmatch(r'installed in \d+ s', lines[-2])
+    assert (tmp_path / 'install.log').read_text().count('Collecting jax') == 2  # of the project, and of the weights
+
+
+def test_an_installation_that_fails_ends_with_the_words_of_pip(tmp_path):
+    done = install(tmp_path, "echo 'ERROR: No matching distribution found for jax' >&2; exit 1")
+    assert done.returncode == 1
+    assert 'done' not in done.stdout
+    *_, said, where = done.stderr.splitlines()
+    assert said == 'ERROR: No matching distribution found for jax'
+    assert where == (
+        f'error: pip install ended with code 1: the end of its output is above, all of it is in {tmp_path}/install.log'
+    )
 
 
 def test_a_machine_without_a_chromium_is_refused(tmp_path):

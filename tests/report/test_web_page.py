@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from areal_jax.installation import describe_install
 from areal_jax.report.figures import plain_text
 from areal_jax.report.parts import Items, Table, Text
 from areal_jax.report.web_page import Absent, Folded, Section, describe_missing_library, render_web_page
@@ -48,4 +49,4 @@ def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     assert describe_missing_library('report.html') == ''
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     sentence = describe_missing_library('report.html')
-    assert sentence == ("report.html needs the package bokeh, which is not installed: pip install 'areal_jax[plots]'")
+    assert sentence == f'report.html needs the package bokeh, which is not installed: {describe_install("plots")}'

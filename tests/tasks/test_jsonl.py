@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 
 import pytest
 
 from areal_jax.config.declarations import choices
+from areal_jax.installation import describe_install
 from areal_jax.tasks import jsonl
 from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.scoring import score_answer
@@ -169,9 +171,7 @@ def test_bad_line_of_another_kind_is_named(path, kind, line, message):
 
 def test_without_math_verify_the_command_that_installs_it_is_named(path, monkeypatch):
     monkeypatch.setattr(mathematics, 'is_installed', lambda: False)
-    with pytest.raises(
-        TaskError, match=r"^task\.answer='math' needs the package math-verify: pip install 'areal_jax\[tasks\]'$"
-    ):
+    with pytest.raises(TaskError, match=rf"^task\.answer='math' needs .*: {re.escape(describe_install('tasks'))}$"):
         jsonl.build(CharacterTokenizer(ASCII), str(path), 'math', '', 0.25)
 
 

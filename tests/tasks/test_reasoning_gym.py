@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from areal_jax.installation import describe_install
 from areal_jax.tasks import gym_datasets, reasoning_gym
 from areal_jax.tasks.scoring import score_answer
 from areal_jax.tasks.task import ListedTask, TaskError
@@ -188,5 +189,5 @@ def test_an_answer_that_makes_the_scorer_raise_is_unparsed():
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'reasoning_gym', None)  # import fails
-    with pytest.raises(TaskError, match=r"^task\.name='reasoning_gym' needs a package: pip install reasoning-gym \("):
+    with pytest.raises(TaskError, match=rf'^task\.name=.* needs a package: {re.escape(describe_install("tasks"))} \('):
         build(('products',))

@@ -25,6 +25,7 @@ from areal_jax.config.fields import Value
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import suggest, unknown_field
 from areal_jax.errors import UserError
+from areal_jax.installation import name_launcher
 
 TRAINER = 'areal_jax.main_train'
 SEED = 'run.seed'
@@ -221,7 +222,7 @@ def _require_one_process(config: config_dict.ConfigDict) -> None:
     if config.rollout.server != 'in_process' and config.loss.objective != 'sft':
         raise ConfigError(
             f"rollout.server={config.rollout.server!r}: a sweep starts no servers; use rollout.server='in_process', or "
-            'start the arms one by one with python -m launch.local'
+            f'start the arms one by one with python -m {name_launcher("local")}'
         )
     if (layout := parse_learner(config.cluster.learner)).processes > 1:
         raise ConfigError(

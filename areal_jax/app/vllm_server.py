@@ -1,8 +1,9 @@
-"""Runs one vLLM server of a run: python -m launch.vllm_server --workdir=RUN --name=NAME --publication=DIR [...].
+"""Runs one vLLM server of a run: python -m areal_jax.app.vllm_server --workdir=RUN --name=NAME
+--publication=DIR [...].
 
 It starts from the newest published version, waiting for the first one, and is in the registry of the run while it
-answers. AREAL_JAX_VLLM_PYTHON names the interpreter that has vLLM; without it that of .venv-vllm is taken, which
-launch/vllm_environment.sh makes.
+answers. AREAL_JAX_VLLM_PYTHON names the interpreter that has vLLM; without it a clone takes that of .venv-vllm,
+which launch/vllm_environment.sh makes.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from ml_collections import config_dict
 
 from areal_jax.addresses import find_free_port, join_address
 from areal_jax.app.ending import code_of_stopped_server, end_command
+from areal_jax.app.interrupt import Wakeups
 from areal_jax.code_version import read_code_version
 from areal_jax.config.cluster import parse_engines
 from areal_jax.errors import UserError
+from areal_jax.installation import find_clone
 from areal_jax.publication.versions import keep_while_read, list_versions
 from areal_jax.registry.entries import Registration
 from areal_jax.rollout.servers.registry import describe_server
-from launch.wakeups import Wakeups
 
 PYTHON = 'AREAL_JAX_VLLM_PYTHON'  # environment variable
 KIND = 'vllm'  # which client speaks to it
-_INSTALLED = pathlib.Path(__file__).resolve().parent.parent / '.venv-vllm' / 'bin' / 'python'
+_MADE = '.venv-vllm/bin/python'  # in a clone, by launch/vllm_environment.sh
 _LOOK_S = 1.0
 _ANSWER_S = 5.0  # for its health
 _END_S = 8.0  # after SIGTERM
@@ -76,7 +78,7 @@ def describe_command(
     publication, rollout, tensor = config.publication, config.rollout, parse_engines(config.cluster.engines).tensor
     directory = publication.directory or workdir / 'publication'
     return [
-        *(sys.executable, '-m', 'launch.vllm_server', f'--workdir={workdir}', f'--publication={directory}'),
+        *(sys.executable, '-m', 'areal_jax.app.vllm_server', f'--workdir={workdir}', f'--publication={directory}'),
         *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}', f'--slots={rollout.slots}'),
         *([f'--tensor={tensor}'] if tensor > 1 else []),
         *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
@@ -85,13 +87,16 @@ def describe_command(
 
 def find_python() -> str:
     """The interpreter that has vLLM; raises UserError where there is none."""
-    python = pathlib.Path(os.environ.get(PYTHON) or _INSTALLED)
-    if not python.is_file():
-        raise UserError(
-            f"rollout.server='vllm' needs an interpreter that has vLLM, and {python} is none: make one with `bash "
-            f'launch/vllm_environment.sh`, or name one in {PYTHON}'
-        )
-    return str(python)
+    clone, named = find_clone(), os.environ.get(PYTHON)
+    python = named or (None if clone is None else str(clone / _MADE))
+    if python is not None and pathlib.Path(python).is_file():
+        return python
+    found = '' if python is None else f', and {python} is none'
+    if clone is None:
+        fix = f'install vLLM into an environment of its own, and name its interpreter in {PYTHON}'
+    else:
+        fix = f'make one with `bash launch/vllm_environment.sh`, or name one in {PYTHON}'
+    raise UserError(f"rollout.server='vllm' needs an interpreter that has vLLM{found}: {fix}")
 
 
 def build_command(python: str, directory: pathlib.Path, port: int, values: flags.FlagValues) -> list[str]:
@@ -188,7 +193,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def run() -> None:
-    """Entry point of `python -m launch.vllm_server`."""
+    """Entry point of `python -m areal_jax.app.vllm_server`."""
     sys.exit(end_command(lambda: main(sys.argv), doing='writing to the registry'))
 
 

@@ -1,0 +1,74 @@
+"""Where this package runs from, a clone of its repository or an installation, and what follows: paths and pip commands.
+
+A clone has the folders configs/ and launch/ beside the package. An installation has them inside, as areal_jax.configs
+and areal_jax.launch.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shlex
+import sys
+
+import areal_jax
+
+PACKAGE = 'package:'  # begins the name of a file that comes with this package: 'package:configs/tiny_cpu.py'
+BESIDE = ('configs', 'launch')  # folders beside the package in a clone, inside it in an installation
+_FOLDER = pathlib.Path(areal_jax.__file__).resolve().parent
+
+
+def find_clone() -> pathlib.Path | None:
+    """The root of the clone that this package runs from; None where it is installed."""
+    root = _FOLDER.parent
+    return root if (root / 'setup.py').is_file() and not (_FOLDER / BESIDE[0]).is_dir() else None
+
+
+def locate_file(name: str) -> pathlib.Path:
+    """The absolute path of 'package:configs/tiny_cpu.py'; there need be no such file."""
+    root = _FOLDER if (clone := find_clone()) is None else clone
+    return root / name.removeprefix(PACKAGE)
+
+
+def list_configs() -> list[str]:
+    """The names of the config files that come with the package, sorted: 'quickstart', 'sweeps/tiny'."""
+    folder = locate_file('configs')
+    return sorted(path.relative_to(folder).with_suffix('').as_posix() for path in folder.rglob('[!_]*.py'))
+
+
+def name_launcher(name: str) -> str:
+    """'launch.local' or, where it is installed, 'areal_jax.launch.local': the module of a launcher, for python -m."""
+    return f'{"areal_jax." if find_clone() is None else ""}launch.{name}'
+
+
+def build_python_path() -> str:
+    """PYTHONPATH of a process that must import this copy of the package; an installed one is found without it."""
+    clone = find_clone()
+    entries = ('' if clone is None else str(clone), os.environ.get('PYTHONPATH', ''))
+    return os.pathsep.join(entry for entry in entries if entry)
+
+
+def describe_install(extra: str) -> str:
+    """The shell command that adds the packages of an extra of setup.py to the interpreter in use."""
+    clone = find_clone()
+    if clone is None:
+        return describe_pip(*_list_requirements(extra))
+    where = '.' if pathlib.Path.cwd() == clone else str(clone)
+    return describe_pip('-e', f'{where}[{extra}]')
+
+
+def describe_pip(*words: str) -> str:
+    """The shell command that has pip install into the interpreter in use."""
+    python, here = pathlib.Path(sys.executable), pathlib.Path.cwd()
+    shown = python.relative_to(here) if python.is_relative_to(here) else python
+    return shlex.join([str(shown), '-m', 'pip', 'install', *words])
+
+
+def _list_requirements(extra: str) -> list[str]:
+    """'aiohttp>=3.11' and so on, as the installed package declares them."""
+    import importlib.metadata  # here: a scorer process, which starts in milliseconds, lists none
+
+    declared = importlib.metadata.requires(areal_jax.__name__) or []
+    split = [requirement.partition(';') for requirement in declared]
+    return [name.strip() for name, _, marker in split if re.search(rf"""extra == ['"]{extra}['"]""", marker)]
