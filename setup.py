@@ -12,6 +12,7 @@ GGUF = ['gguf>=0.19']
 SERVE = ['aiohttp>=3.11']  # servers and their clients
 RAY = ['ray>=2.60,<3']  # placement groups of TPU slices
 JOBSET = ['pyyaml>=6']
+PUSH = ['huggingface_hub>=1.0']  # areal-export --push
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
@@ -65,6 +66,10 @@ setup(
         'tensorboard': [*TENSORBOARD, 'tensorboard>=2.20'],  # and TensorBoard itself
         'plots': PLOTS,
         'gguf': GGUF,
+        'wandb': ['wandb>=0.31'],
+        'mlflow': ['mlflow>=3.1'],
+        'trackio': ['trackio>=0.20'],
+        'push': PUSH,
         'ray': RAY,  # launch.ray
         'jobset': JOBSET,  # launch.jobset
         'docs': DOCS,

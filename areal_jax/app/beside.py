@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from areal_jax.app.observer import StepObserver
-from areal_jax.app.scores import Scores, mean_greedy, mean_sampled
+from areal_jax.app.scores import Scores, evaluation_row
 from areal_jax.config import TrackedConfig
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -48,7 +48,7 @@ def build_beside(
 
     def note(row: VersionScores) -> None:
         scores.add_version(row)
-        observer.note_evaluation(metrics_of(row))
+        observer.note_evaluation(evaluation_row(row.scores, row.version))
 
     return EvaluationBeside(
         every=config.evaluation.every,
@@ -64,19 +64,9 @@ def build_beside(
     )
 
 
-def metrics_of(row: VersionScores) -> Mapping[str, float]:
-    values: dict[str, float] = {
-        names.EVALUATION_VERSION: row.version,
-        names.GREEDY_ACCURACY: mean_greedy(row.scores),
-    }
-    if (sampled := mean_sampled(row.scores)) is not None:
-        values[names.SAMPLED_ACCURACY] = sampled
-    return values
-
-
 def restore_rows(workdir: pathlib.Path, scores: Scores, observer: StepObserver) -> None:
     """Hands the observer of a resumed run the rows that ended before it and are in no line of its metrics."""
     written = {line.get(names.EVALUATION_VERSION) for line in read_metrics(workdir / FILE)}
     for row in scores.curve:
         if row.version not in written:
-            observer.note_evaluation(metrics_of(row))
+            observer.note_evaluation(evaluation_row(row.scores, row.version))

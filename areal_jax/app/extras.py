@@ -22,6 +22,9 @@ _EXTRAS = {
     'math_verify': 'tasks',
     'gguf': 'gguf',
     'aiohttp': 'serve',
+    'wandb': 'wandb',
+    'mlflow': 'mlflow',
+    'trackio': 'trackio',
 }
 
 
@@ -39,6 +42,8 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'tensorboardX', 'telemetry.tensorboard=True', ', or --config.telemetry.tensorboard=False'
     if c.telemetry.plots and c.loss.objective != 'sft':  # supervised training makes none
         yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
+    if (tracker := c.telemetry.tracker) != 'none':
+        yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
     if c.task.name == 'reasoning_gym':
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
     if c.task.name == 'jsonl' and c.task.answer == 'math' and c.loss.objective != 'sft':

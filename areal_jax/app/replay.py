@@ -42,7 +42,7 @@ from areal_jax.telemetry.facts import FILE as FACTS
 
 _QUIET = {
     'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.hook': '', 'telemetry.profile_steps': (),
-    'run.export': False,
+    'telemetry.tracker': 'none', 'telemetry.project': '', 'run.export': False,
 }  # fmt: skip
 Paths = Mapping[str, str]  # where the files of a config field lie here: {'task.path': 'data/train.jsonl'}
 

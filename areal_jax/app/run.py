@@ -26,6 +26,7 @@ from areal_jax.app.interrupt import StopRequests
 from areal_jax.app.observer import Compilations
 from areal_jax.app.own_code import Digests, load_own_code, note_own_code
 from areal_jax.app.provenance import Hardware, git_commit, package_versions
+from areal_jax.app.tracking import build_feed, build_tracker, headline
 from areal_jax.app.workdir import (
     CHECKPOINTS,
     Report,
@@ -40,11 +41,16 @@ from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Followe
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.files import DirectoryLock
 from areal_jax.protocols import Learner
+from areal_jax.report.html_page import FILE as WEB_PAGE
+from areal_jax.report.report import PAGE
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.hook import MetricsHook
 from areal_jax.telemetry.metrics import FILE, MetricsWriter, read_metrics
+from areal_jax.telemetry.names import STEP
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.telemetry.resources import ResourceSampler
+from areal_jax.telemetry.tracking import TrackerFeed
+from areal_jax.telemetry.values import Line
 from areal_jax.types import TrajectoryGroup, Tree
 
 State = Mapping[str, Any]  # the run state of a checkpoint, JSON-able
@@ -105,6 +111,7 @@ class CommonFacts(TypedDict):
     idle_fields: list[str]
     own_code: Digests
     hook: Mapping[str, object]
+    tracker: Mapping[str, object]
 
 
 class Run(abc.ABC):
@@ -151,6 +158,8 @@ class Run(abc.ABC):
         self._idle_fields: list[str] = []
         self._hook: MetricsHook | None = None
         self._hook_function = build_hook_function(self.config)
+        self._feed: TrackerFeed | None = None
+        self._tracker = build_tracker(self.config)
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.push(self)
@@ -224,13 +233,33 @@ class Run(abc.ABC):
             finished = self._run()
             if self._hook:
                 self._hook.close()  # before the report, which counts what became of the rows
+            if self._feed:
+                self._feed.drain()
             report = None
             if finished:
                 report, weights = self._report()
+            self._end_tracking(report)
+            if report:
                 self._export(weights, report['weights_sha256'])
             if self._unsaved:
                 raise self._unsaved
             return report
+
+    def _end_tracking(self, report: Report | None) -> None:
+        """Tells the tracker that the run finished, with its report, or that it was stopped."""
+        if self._feed and report:
+            pages = [self.workdir / PAGE, self.workdir / WEB_PAGE]
+            self._feed.finish(self.config.run.steps, self._last_scores(), headline(report), pages)
+        elif self._feed:
+            self._feed.stop()
+
+    def _first_scores(self) -> Line:
+        """The evaluation before training as a row of metrics; empty without one."""
+        return {}
+
+    def _last_scores(self) -> Line:
+        """The same of the evaluation after training."""
+        return {}
 
     def close(self) -> None:
         """Frees processes, threads and files; all of them, even if one fails. Nothing the second time."""
@@ -279,6 +308,12 @@ class Run(abc.ABC):
             self._hook = self._own(MetricsHook(self._hook_function, self.config.telemetry.hook, self.workdir))
             metrics.listeners.append(self._hook.put)
             self._hook.start(read_metrics(self.workdir / FILE))
+        if self._tracker:
+            self._feed = self._own(build_feed(self._tracker, self.config, self.workdir))
+        if self._feed and self._finished is None:
+            metrics.listeners.append(self._feed.put)
+            before, rows = self._first_scores(), read_metrics(self.workdir / FILE)
+            self._feed.start([{STEP: 0, **before}, *rows] if before else rows)
         return metrics
 
     def _require_all_read(self) -> None:
@@ -354,4 +389,5 @@ class Run(abc.ABC):
             'idle_fields': self._idle_fields,
             'own_code': self._own_code,
             'hook': self._hook.facts() if self._hook else {},
+            'tracker': self._feed.facts() if self._feed else {},
         }

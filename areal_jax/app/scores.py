@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Sequence
 
 from areal_jax import files
+from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import DURING, EVALUATIONS, EvaluationScores, VersionScores, read_curve, read_scores
 
 
@@ -55,6 +56,15 @@ class Scores:
         if self._curve:
             known[DURING] = [row.as_row() for row in self.curve]
         files.write_json(self._path, known, indent=None)
+
+
+def evaluation_row(scores: EvaluationScores | None, version: int) -> dict[str, float]:
+    """The scores of a version as metrics, under the names of those measured beside training; none without scores."""
+    if scores is None:
+        return {}
+    row: dict[str, float] = {names.EVALUATION_VERSION: version, names.GREEDY_ACCURACY: mean_greedy(scores)}
+    sampled = mean_sampled(scores)
+    return row if sampled is None else {**row, names.SAMPLED_ACCURACY: sampled}
 
 
 def mean_greedy(scores: EvaluationScores) -> float:

@@ -14,9 +14,11 @@ from areal_jax.report.report import FILE, PAGE, count_optimizer_steps
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.hook import warn_of_hook
+from areal_jax.telemetry.hook import FIELD as HOOK
 from areal_jax.telemetry.json_lines import plain
 from areal_jax.telemetry.numerals import format_duration, format_number, format_percent
+from areal_jax.telemetry.row_thread import warn_of_rows
+from areal_jax.telemetry.tracking import FIELD as TRACKER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,8 @@ class SftFacts:
     idle_fields: Sequence[str] = ()  # set in the config file and not used by the run as built
     own_code: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)  # as in RunFacts
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
-    hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # HookFacts; empty without one
+    hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
+    tracker: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
 
     def save(self, workdir: pathlib.Path) -> None:
         """Write WORKDIR/facts.json, all or nothing."""
@@ -66,7 +69,12 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> files.JsonObject
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     values = [line['loss/nll'] for line in metrics if 'loss/nll' in line]
     optimizer_steps = count_optimizer_steps(metrics)
-    warnings = [_warn_of_end(facts), warn_of_skipped_steps(optimizer_steps), warn_of_hook(facts.hook)]
+    warnings = [
+        _warn_of_end(facts),
+        warn_of_skipped_steps(optimizer_steps),
+        warn_of_rows(HOOK, facts.hook),
+        warn_of_rows(TRACKER, facts.tracker),
+    ]
     report: files.JsonObject = plain(
         {
             **dataclasses.asdict(facts),

@@ -296,6 +296,8 @@ SECTIONS: Mapping[str, Section] = {
         tensorboard=Flag(True, 'event files in WORKDIR/tensorboard'),
         plots=Flag(True, 'PNG plots and report.html when the run ends'),
         hook=Text('', "'my_file.py:function', called with the metrics of every update, see docs/tracking.md; '' = off"),
+        tracker=Choice('none', ('none', 'wandb', 'mlflow', 'trackio'), 'an experiment tracker, see docs/tracking.md'),
+        project=Text('', "of the tracker; '' = that of the tracker's environment variable, or areal_jax"),
         profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),
     ),
     'virtual': Section(

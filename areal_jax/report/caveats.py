@@ -15,8 +15,10 @@ from areal_jax.report.ledger import conservation
 from areal_jax.report.ratios import warn_of_wrong_versions
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts
-from areal_jax.telemetry.hook import warn_of_hook
+from areal_jax.telemetry.hook import FIELD as HOOK
 from areal_jax.telemetry.numerals import format_number
+from areal_jax.telemetry.row_thread import warn_of_rows
+from areal_jax.telemetry.tracking import FIELD as TRACKER
 from areal_jax.telemetry.values import counts, number
 
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
@@ -52,7 +54,8 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
         warn_of_censoring(report['censoring']),
         _several_steps(metrics, report),
         _filtered(report),
-        warn_of_hook(facts.hook),
+        warn_of_rows(HOOK, facts.hook),
+        warn_of_rows(TRACKER, facts.tracker),
     )
     return [caveat for caveat in checks if caveat]
 

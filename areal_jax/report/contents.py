@@ -351,7 +351,8 @@ class Report(BesideTraining, Generation, Causes):
     clock: str
     idle_fields: list[str]
     prolonged: list[dict[str, int]]
-    hook: Mapping[str, object]  # telemetry.hook.HookFacts; empty without one
+    hook: Mapping[str, object]  # telemetry.row_thread.RowFacts; empty without one
+    tracker: Mapping[str, object]  # the same of telemetry.tracker
     hardware: Mapping[str, object]
     devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]]  # ids by user
     window_seconds: float

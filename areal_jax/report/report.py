@@ -131,6 +131,7 @@ def build_report(
         'idle_fields': list(facts.idle_fields),
         'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
         'hook': dict(facts.hook),
+        'tracker': dict(facts.tracker),
         'hardware': dict(facts.hardware),
         'devices': dict(facts.devices),
         'window_seconds': within.seconds,

@@ -79,7 +79,8 @@ class RunFacts:
     )  # 'generate', 'train': an update
     cpu_seconds: float | None = None  # of the process tree, in the window; None where several processes made the run
     cores: int = 1
-    hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # HookFacts; empty without one
+    hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
+    tracker: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
     devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]] = dataclasses.field(

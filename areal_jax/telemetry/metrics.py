@@ -12,14 +12,13 @@ from typing import TypeVar, cast
 
 from areal_jax import files
 from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
-from areal_jax.telemetry.names import EVALUATION_VERSION, HISTOGRAMS, METRICS, STEP
+from areal_jax.telemetry.names import EVALUATION, EVALUATION_VERSION, HISTOGRAMS, METRICS, STEP
 from areal_jax.telemetry.tensorboard import TensorBoardWriter
 from areal_jax.telemetry.values import Line, Value
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
 Metric = TypeVar('Metric', bound=Value)
-_EVALUATION = 'evaluation/'  # prefix of the metrics of an evaluation beside training
 _NUMBER = (int, float, type(None))  # null where it was not finite
 
 
@@ -94,7 +93,7 @@ class MetricsWriter:
         if self._tensorboard is None:
             self._tensorboard = TensorBoardWriter(self._workdir / DIRECTORY, self._purge_step)
         version = values.get(EVALUATION_VERSION)
-        ours = {name: value for name, value in values.items() if name.startswith(_EVALUATION)}
+        ours = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
         self._tensorboard.write(step, {name: value for name, value in values.items() if name not in ours})
         if isinstance(version, (int, float)):
             self._tensorboard.write(int(version), ours)

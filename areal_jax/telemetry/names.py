@@ -134,6 +134,7 @@ HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answe
 HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')
 
 # of the evaluation beside training that ended last, in the row of the next update; TensorBoard has them at that version
+EVALUATION = 'evaluation/'  # prefix
 EVALUATION_VERSION = Metric('evaluation/version', 'updates', 'policy version that was evaluated beside training')
 GREEDY_ACCURACY = Metric('evaluation/greedy_accuracy', 'score', 'mean score of its greedy answers')
 SAMPLED_ACCURACY = Metric('evaluation/sampled_accuracy', 'score', 'mean score of its sampled answers, where it has any')

@@ -57,6 +57,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
             )
         ),
         'hook': {},
+        'tracker': {},
         'busy': dict.fromkeys(('rollout', 'learner')),
         'time': dict.fromkeys(('generate', 'train', 'publish', 'ideal', 'achieved', 'ideal_rule')),
         'event_loop_lag_seconds': {'max': None},

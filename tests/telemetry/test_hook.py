@@ -13,9 +13,10 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.plugins import load_function
-from areal_jax.telemetry import hook as hooks
-from areal_jax.telemetry.hook import FIELD, MetricsHook, warn_of_hook
+from areal_jax.telemetry import row_thread
+from areal_jax.telemetry.hook import FIELD, MetricsHook
 from areal_jax.telemetry.metrics import MetricsWriter, read_metrics
+from areal_jax.telemetry.row_thread import RowFacts, warn_of_rows
 
 
 class Calls(list):
@@ -35,7 +36,7 @@ class Calls(list):
         return [step for step, _, _ in self]
 
 
-def write(workdir: pathlib.Path, hook: MetricsHook, *steps: int, resume_after: int | None = None) -> hooks.HookFacts:
+def write(workdir: pathlib.Path, hook: MetricsHook, *steps: int, resume_after: int | None = None) -> RowFacts:
     """An attempt that writes rows for `steps`; a resumed one goes on after `resume_after`."""
     writer = MetricsWriter(workdir, tensorboard=False)
     writer.truncate(resume_after or 0)
@@ -99,8 +100,12 @@ def test_a_hook_that_raises_is_warned_of_once_with_file_and_line_and_counted(tmp
     assert facts == {'calls': 4, 'failed': 2, 'left_out': 0, 'first_error': sentence}
     warned = capsys.readouterr().err
     assert warned == f'warning: {sentence} (the run goes on; further failures are counted)\n'
-    assert warn_of_hook(facts).startswith(f'{FIELD} failed for 2 of 4 rows (the first: {sentence}), and 0 more')
-    assert warn_of_hook({'calls': 4, 'failed': 0, 'left_out': 0, 'first_error': ''}) == warn_of_hook({}) == ''
+    assert warn_of_rows(FIELD, facts).startswith(f'{FIELD} failed for 2 of 4 rows (the first: {sentence}), and 0 more')
+    assert (
+        warn_of_rows(FIELD, {'calls': 4, 'failed': 0, 'left_out': 0, 'first_error': ''})
+        == warn_of_rows(FIELD, {})
+        == ''
+    )
 
 
 def test_a_hook_that_exits_fails_like_any_other(tmp_path: pathlib.Path, capsys):
@@ -113,8 +118,8 @@ def test_a_hook_that_exits_fails_like_any_other(tmp_path: pathlib.Path, capsys):
 
 
 def test_nothing_waits_for_a_hook_and_rows_beyond_the_bound_are_counted(tmp_path: pathlib.Path, monkeypatch, capsys):
-    monkeypatch.setattr(hooks, 'MOST_WAITING', 5)
-    monkeypatch.setattr(hooks, 'FLUSH_S', 0.2)
+    monkeypatch.setattr(row_thread, 'MOST_WAITING', 5)
+    monkeypatch.setattr(row_thread, 'FLUSH_S', 0.2)
     release, entered = threading.Event(), threading.Event()
     calls = Calls()
 
