@@ -270,6 +270,7 @@ SECTIONS: Mapping[str, Section] = {
         'Bounds of python -m areal_jax.main_serve',
         max_requests=Integer(1024, COUNT, 'answers under way or queued; more are refused with 503'),
         max_streams=Integer(256, COUNT, 'open responses with server-sent events; more are refused with 429'),
+        max_scored_tokens=Integer(2**17, COUNT, 'of a request that asks for log-probs of its prompts; more: 400'),
         max_body_bytes=Integer(16 * 2**20, COUNT, 'of a request; a larger one is refused with 413'),
         body_timeout_s=Real(30.0, SECONDS, 'for the body of a request to arrive, else 408'),
         request_timeout_s=Real(3600.0, SECONDS, 'for the answers of a request, else 504'),

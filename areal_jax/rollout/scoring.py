@@ -16,9 +16,7 @@ import numpy as np
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock, Event
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.types import LARGEST_LOGPROB, Weights, Work
-
-MOST_ALTERNATIVES = 20  # of a token; a program ranks one or this many
+from areal_jax.types import LARGEST_LOGPROB, TokenScores, Weights, Work
 
 
 class ScoringError(UserError):
@@ -34,15 +32,6 @@ class ScoringRequest:
     first: int  # 1 <= first < n: tokens [first, n) are scored, each given all before it
     temperatures: np.ndarray  # float32 [n - first], of the softmax of each; 0 counts as 1
     alternatives: int = 0  # k, at most MOST_ALTERNATIVES
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenScores:
-    """Log-probs of n consecutive tokens, and of the k likeliest tokens in the place of each."""
-
-    logprobs: np.ndarray  # float32 [n], of the full softmax
-    ids: np.ndarray  # int32 [n, k], descending by log-prob; of equal ones the smaller id first
-    largest: np.ndarray  # float32 [n, k]; an entry that is the token itself has its log-prob, bit for bit
 
 
 class ScoringBackend(Protocol):
@@ -90,9 +79,9 @@ class Scorer:
         self.totals = ScoringTotals()
         self._queue: list[_Waiting] = []
         self._pass: list[_Waiting] = []  # what is being scored
-        self._pausing = False
+        self._pausing = self._passing = False
         self._wake = clock.event(f'{engine.name}: a sequence to score')
-        self._parked = clock.event(f'{engine.name}: no scoring')
+        self._passed = clock.event(f'{engine.name}: a scoring pass has ended')
         self._emptied = clock.event(f'{engine.name}: nothing left to score')
 
     @property
@@ -112,23 +101,29 @@ class Scorer:
         self._require_sound(waiting.scores, waiting.version)
         return waiting.version, waiting.scores
 
-    def cancel(self, names: Collection[str] | None = None) -> None:
-        """Ends what waits under these names, or all; a pass that runs is not interrupted, its result is dropped."""
+    def names(self) -> list[str]:
+        """Of all that waits, or is being scored."""
+        return [waiting.request.name for waiting in (*self._pass, *self._queue)]
+
+    def cancel(self, names: Collection[str]) -> None:
+        """Ends what waits under these names; a pass that runs is not interrupted, its result is dropped."""
         for waiting in [*self._queue, *self._pass]:
-            if names is None or waiting.request.name in names:
+            if waiting.request.name in names:
                 self._queue = [one for one in self._queue if one is not waiting]
                 self._pass = [one for one in self._pass if one is not waiting]
                 waiting.done.set()
         self._note_emptied()
 
     async def pause(self) -> None:
-        """Returns when no pass runs; what waits is scored after `resume`."""
+        """Returns when no pass runs; what waits is scored after `resume`, which ends this wait too."""
         self._pausing = True
-        self._wake.set()
-        await self._clock.wait(self._parked)
+        while self._pausing and self._passing:
+            self._passed.clear()
+            await self._clock.wait(self._passed)
 
     def resume(self) -> None:
         self._pausing = False
+        self._passed.set()
         self._wake.set()
 
     async def drain(self) -> None:
@@ -141,15 +136,14 @@ class Scorer:
         """Scores what comes, for ever."""
         while True:
             if self._pausing or not self._queue:
-                self._note_emptied()
-                if self._pausing:
-                    self._parked.set()
                 self._wake.clear()
                 await self._clock.wait(self._wake)
-                if not self._pausing:
-                    self._parked.clear()
             else:
+                self._passing = True
                 await self._run_pass()
+                self._passing = False
+                self._passed.set()
+                self._note_emptied()
 
     async def _run_pass(self) -> None:
         program = self._fill_row()

@@ -24,8 +24,8 @@ from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.decode.cache import CacheSizes
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.weights import PreparedWeights
-from areal_jax.rollout.scoring import MOST_ALTERNATIVES, ScoringRequest, TokenScores
-from areal_jax.types import Tree
+from areal_jax.rollout.scoring import ScoringRequest
+from areal_jax.types import MOST_ALTERNATIVES, TokenScores, Tree
 
 SIZES = (256, 1024)  # tokens of rows, beside the context; several sequences share a row of the largest at most
 _BLOCK_TOKENS = 16  # of the scratch cache: a sequence begins at a block
@@ -136,9 +136,7 @@ class JaxScoring:
         attend_layer = where.over_heads(prefill.attend_pieces(where.attention, given))
         scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[0]  # each layer writes over the last
 
-        def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None
-        ) -> tuple[jax.Array, Tree]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
             nonlocal scratch
             out, scratch = attend_layer(q, k, v, scratch, window)
             return out, entry

@@ -79,7 +79,7 @@ class Bridge:
 
     async def tokenize(self, call: Call) -> Call:
         """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""
-        if any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
+        if call.echo or any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
             call = await asyncio.to_thread(self._tokenize, call)
         for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
             self._require_fit(call, cast(np.ndarray, prompt), sampling)
@@ -92,6 +92,9 @@ class Bridge:
         for answer in exchange.answers:
             prompt, sample = divmod(answer.index, call.n)
             sampling = call.sampling[prompt]
+            if sampling.max_new_tokens == 0:
+                exchange.put(answer.index, Delivery(finish='length'))
+                continue
             noise = (draw, self._seed) if sampling.seed is None else (call.draw, sampling.seed)
             request = GenerationRequest(
                 draw=noise[0],
@@ -120,9 +123,18 @@ class Bridge:
 
     def _tokenize(self, call: Call) -> Call:
         try:
-            return tokenize_call(call, self.texts.encode, self.texts.apply_template)
+            tokenized = tokenize_call(call, self.texts.encode, self.texts.apply_template)
+            return self._with_texts(call, tokenized) if call.echo else tokenized
         except TokenizerError as error:
             raise RequestError(call.prompt_field, f'{call.prompt_field} has no token ids: {error}') from error
+
+    def _with_texts(self, call: Call, tokenized: Call) -> Call:
+        """The tokenized call with the texts that it echoes: as they were sent, or those of token ids."""
+        texts = [
+            given if isinstance(given, str) else self.texts.decode(cast(np.ndarray, ids), skip_special=False)
+            for given, ids in zip(call.prompts, tokenized.prompts, strict=True)
+        ]
+        return dataclasses.replace(tokenized, prompt_texts=tuple(texts))
 
     def _require_fit(self, call: Call, prompt: np.ndarray, sampling: CallSampling) -> None:
         if (largest := int(prompt.max())) >= self._vocab_size:
@@ -130,7 +142,7 @@ class Bridge:
                 call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self._vocab_size} tokens: '
                 'use ids of its own tokenizer',
             )  # fmt: skip
-        new = sampling.max_new_tokens or 1
+        new = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
         if len(prompt) + new > self.context_tokens:
             raise RequestError(
                 call.prompt_field, f'{call.prompt_field} of {len(prompt)} tokens and {new} new '
@@ -170,7 +182,8 @@ class Exchange:
         self._unfinished = call.n_answers
         names = name_answers(call, bridge.new_request_id()).request_ids
         self.answers = [
-            Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index) for index, name in enumerate(names)
+            Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index, prompt_text=_echo(call, index))
+            for index, name in enumerate(names)
         ]
         self._texts = [bridge.texts.answer(call.sampling[index // call.n]) for index in range(len(names))]
 
@@ -236,8 +249,12 @@ class Exchange:
         assert delivery.finish is not None
         self._unfinished -= 1
         answer.finish = _describe_finish(delivery)
-        answer.version = delivery.version
+        answer.version, answer.began = delivery.version, delivery.began
         answer.latency_s = time.monotonic() - self._began
+
+
+def _echo(call: Call, answer: int) -> str:
+    return call.prompt_texts[answer // call.n] if call.prompt_texts else ''
 
 
 def _describe_finish(delivery: Delivery) -> Finish:
