@@ -47,7 +47,7 @@ class Bridge:
 
     def __init__(self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int):
         self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
-        self._inbox, self._vocab_size, self._seed = inbox, vocab_size, seed
+        self._inbox, self.vocab_size, self._seed = inbox, vocab_size, seed
         self._loop = asyncio.get_running_loop()
         self._draws = itertools.count(1)
 
@@ -131,15 +131,15 @@ class Bridge:
     def _with_texts(self, call: Call, tokenized: Call) -> Call:
         """The tokenized call with the texts that it echoes: as they were sent, or those of token ids."""
         texts = [
-            given if isinstance(given, str) else self.texts.decode(cast(np.ndarray, ids), skip_special=False)
+            given if isinstance(given, str) else self.texts.spell(cast(np.ndarray, ids))
             for given, ids in zip(call.prompts, tokenized.prompts, strict=True)
         ]
         return dataclasses.replace(tokenized, prompt_texts=tuple(texts))
 
     def _require_fit(self, call: Call, prompt: np.ndarray, sampling: CallSampling) -> None:
-        if (largest := int(prompt.max())) >= self._vocab_size:
+        if (largest := int(prompt.max())) >= self.vocab_size:
             raise RequestError(
-                call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self._vocab_size} tokens: '
+                call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self.vocab_size} tokens: '
                 'use ids of its own tokenizer',
             )  # fmt: skip
         new = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens

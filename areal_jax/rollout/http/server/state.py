@@ -10,7 +10,7 @@ from aiohttp import web
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.replies import BRIDGE
 from areal_jax.rollout.http.service import ServiceStatus
-from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyInfo
+from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.openai import render_models
 
 _PREFIX = 'areal_jax_'  # of the metrics
@@ -40,6 +40,7 @@ def list_routes() -> list[web.RouteDef]:
         web.get('/health_generate', health_generate),
         web.get('/ready', ready),
         web.get('/v1/models', models),
+        web.get('/v1/models/{name:.+}', one_model),
         web.get('/model_info', model_info),
         web.get('/get_model_info', model_info),
         web.get('/server_info', server_info),
@@ -79,6 +80,15 @@ async def models(request: web.Request) -> web.Response:
     facts = request.app[FACTS]
     info = ReplyInfo(facts.model, facts.started_s)
     return web.json_response(render_models(info, request.app[BRIDGE].context_tokens))
+
+
+async def one_model(request: web.Request) -> web.Response:
+    """The entry of the list under this name; 404 for another, though requests may name any model."""
+    facts, name = request.app[FACTS], request.match_info['name']
+    if name != facts.model:
+        raise RequestError('model', f'model={name!r} is not served here: this server has {facts.model!r}', 404)
+    info = ReplyInfo(facts.model, facts.started_s)
+    return web.json_response(render_models(info, request.app[BRIDGE].context_tokens)['data'][0])
 
 
 async def model_info(request: web.Request) -> web.Response:

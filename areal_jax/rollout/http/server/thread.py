@@ -14,7 +14,7 @@ from aiohttp import web
 from areal_jax.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
-from areal_jax.rollout.http.server import control, generation, state
+from areal_jax.rollout.http.server import control, generation, state, tokens
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.replies import BRIDGE, guard
@@ -101,7 +101,8 @@ class HttpThread:
             self._inbox, model.texts, self._limits,
             context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,
         )  # fmt: skip
-        app.add_routes([*generation.list_routes(model.facts.model), *control.list_routes(), *state.list_routes()])
+        routes = [generation.list_routes(model.facts.model), control.list_routes(), state.list_routes()]
+        app.add_routes([route for listed in (*routes, tokens.list_routes()) for route in listed])
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S, keepalive_timeout=75.0
         )
