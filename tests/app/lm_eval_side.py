@@ -17,9 +17,9 @@ from lm_eval.tasks import TaskManager
 TASKS = ['areal_jax_choices', 'areal_jax_continuations']
 
 
-def evaluate(tasks, model, **arguments):
+def evaluate(tasks, kind, **arguments):
     found = lm_eval.simple_evaluate(
-        model=model, model_args=arguments, tasks=TASKS, task_manager=tasks, bootstrap_iters=0, log_samples=True,
+        model=kind, model_args=arguments, tasks=TASKS, task_manager=tasks, bootstrap_iters=0, log_samples=True,
         batch_size=2,
     )  # fmt: skip
     answers = {
