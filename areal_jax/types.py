@@ -22,6 +22,7 @@ LogprobKind = Literal['behavior', 'sampling']
 PauseMode = Literal['retract', 'in_place', 'abort']
 KvPolicy = Literal['recompute', 'keep', 'wait']
 NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
+MOST_ALTERNATIVES = 20  # that a request may ask for in the place of a token
 LARGEST_LOGPROB = 1e-2  # rounding gives some almost certain tokens a log-prob above 0, never above this
 
 
@@ -278,3 +279,21 @@ class EngineCapabilities:
 def concatenate(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     """One array of the dtype, also for no arrays at all."""
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+    """Log-probs of n consecutive tokens, and of the k likeliest tokens in the place of each."""
+
+    logprobs: np.ndarray  # float32 [n], of the full softmax
+    ids: np.ndarray  # int32 [n, k], descending by log-prob; of equal ones the smaller id first
+    largest: np.ndarray  # float32 [n, k]; an entry that is the token itself has its log-prob, bit for bit
+
+    def ranked(self, k: int) -> list[list[tuple[int, float]]]:
+        """(token, log-prob) of the k likeliest in the place of each token."""
+        pairs = zip(self.ids[:, :k].tolist(), self.largest[:, :k].tolist(), strict=True)
+        return [list(zip(ids, values, strict=True)) for ids, values in pairs]
+
+    def part(self, start: int, stop: int) -> TokenScores:
+        """Of tokens [start, stop)."""
+        return TokenScores(self.logprobs[start:stop], self.ids[start:stop], self.largest[start:stop])

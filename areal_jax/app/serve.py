@@ -38,6 +38,7 @@ from areal_jax.publication.files import find_version, load_version
 from areal_jax.publication.versions import parse_version
 from areal_jax.registry.entries import FencedError
 from areal_jax.registry.heartbeat import Heartbeat
+from areal_jax.rollout.decode.scoring import JaxScoring
 from areal_jax.rollout.http.server.descriptors import raise_limit
 from areal_jax.rollout.http.server.heartbeat import KIND, reachable
 from areal_jax.rollout.http.server.limits import Limits
@@ -46,6 +47,7 @@ from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, describe_url
 from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.scoring import Scorer
 from areal_jax.rollout.servers.fit import ServerFacts
 from areal_jax.rollout.servers.registry import describe_facts
 from areal_jax.rollout.stream import IN_A_SERVER
@@ -170,6 +172,7 @@ class _Server:
         self.service = GenerationService(
             self.engine, self.clock, self.supervisor,
             label=source.label(self._model), model_path=config.model.path, digest=source.digest,
+            scorer=Scorer(self.engine, JaxScoring(self._backend), self.clock),
         )  # fmt: skip
         self.http = self._build_http(listener, api_key)
         self._heartbeat: Heartbeat | None = None
@@ -261,6 +264,7 @@ class _Server:
             body_s=config.server.body_timeout_s,
             requests=config.server.max_requests,
             streams=config.server.max_streams,
+            scored_tokens=config.server.max_scored_tokens,
             request_s=config.server.request_timeout_s,
             share=config.server.max_share,
             connections=config.server.max_connections,

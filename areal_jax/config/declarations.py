@@ -276,6 +276,7 @@ SECTIONS: Mapping[str, Section] = {
         max_connections=Integer(
             4096, COUNT, 'open at once, fewer where the process may not open so many files; silent ones make room'
         ),
+        max_scored_tokens=Integer(2**17, COUNT, 'of a request that asks for log-probs of its prompts; more: 400'),
         max_body_bytes=Integer(16 * 2**20, COUNT, 'of a request; a larger one is refused with 413'),
         header_timeout_s=Real(10.0, SECONDS, 'for the head of a request to arrive, else the connection is closed'),
         body_timeout_s=Real(30.0, SECONDS, 'for the body of a request to arrive, else 408'),

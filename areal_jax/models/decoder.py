@@ -20,7 +20,7 @@ from areal_jax.models import initial, native_layers
 from areal_jax.models.activations import ACTIVATIONS, is_in_panels
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.layers import FORMS, stack_layers
-from areal_jax.models.logprobs import BlockSums, effective_temperature
+from areal_jax.models.logprobs import BlockSums, Ranking, effective_temperature, rank_tokens
 from areal_jax.models.lora import Lora
 from areal_jax.models.native_layers import KeysAndValues, Read
 from areal_jax.models.rotary import rotary
@@ -201,6 +201,29 @@ class Decoder:
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """float32 [T, V] of what `hidden` returned."""
         return self._form.logits(hidden, self.head(params))
+
+    def rank(
+        self,
+        params: Params,
+        hidden: jax.Array,
+        targets: jax.Array,
+        temperature: jax.Array,
+        most: int,
+        wanted: jax.Array,
+    ) -> Ranking:
+        """Log-probs of the targets behind the tokens of `hidden`, and of the `most` likeliest tokens there.
+
+        Args:
+          hidden: states of T tokens in the form in which `hidden` returns them.
+          targets: int32 [T].
+          temperature: float32 [T], 0 counts as 1.
+          wanted: int32 [], the first so many tokens count; values of the others mean nothing.
+        """
+        head = self.head(params)
+        if self.tokens == 'native_columns' and is_in_panels(head):
+            return native_layers.run_ranking(head, hidden, wanted, targets, effective_temperature(temperature), most)
+        rows = hidden if self._form.features == -1 else hidden.T
+        return rank_tokens(rows, head, targets, temperature, most)
 
     def parameter_count(self) -> int:
         repeats = lambda spec: self.config.n_layers if spec.in_layers else 1

@@ -34,6 +34,14 @@ class BlockSums(NamedTuple):
     logsumexp: jax.Array
 
 
+class Ranking(NamedTuple):
+    """Log-probs of given tokens and of the most likely ones, K of them."""
+
+    logprobs: jax.Array  # float32 [N], of the given tokens
+    ids: jax.Array  # int32 [N, K], descending by log-prob; of equal ones the smaller id first
+    largest: jax.Array  # float32 [N, K], their log-probs
+
+
 def logprob_of(
     logits: jax.Array, target: jax.Array, temperature: ArrayLike, sums: BlockSums | None = None
 ) -> jax.Array:
@@ -97,6 +105,39 @@ def token_logprobs(
         chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
     return _token_logprobs(hidden, head, targets, temperature, min(chunk, len(head)), axis_name)
+
+
+def rank_tokens(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: ArrayLike, most: int, chunk: int | None = None
+) -> Ranking:
+    """`token_logprobs` of the targets and of the `most` likeliest tokens, without logits [N, V]; forward only.
+
+    The log-prob of a target is that of the entry of `ids` which names it, bit for bit. Other arguments as there.
+    """
+    if chunk is None:
+        chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
+    temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
+
+    def fold(state: tuple[jax.Array, ...], columns: jax.Array, first: _Index) -> tuple[jax.Array, ...]:
+        top, total, chosen, values, ids = state
+        z = _logits(hidden, columns, temperature)
+        new_top = jnp.maximum(top, z.max(axis=-1))
+        total = total * jnp.exp(top - new_top) + jnp.exp(z - new_top[:, None]).sum(axis=-1)
+        column = targets - first
+        inside = (column >= 0) & (column < len(columns))
+        found = jnp.take_along_axis(z, jnp.where(inside, column, 0)[:, None], axis=-1)[:, 0]
+        own, places = jax.lax.top_k(z, min(most, len(columns)))
+        # what was found before stands first: of equal values top_k takes the first, so the smaller id
+        values, order = jax.lax.top_k(jnp.concatenate([values, own], axis=1), most)
+        ids = jnp.take_along_axis(jnp.concatenate([ids, places + first], axis=1), order, axis=1)
+        return new_top, total, jnp.where(inside, found, chosen), values, ids
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    shape = (len(targets), most)
+    state = (zeros + _LOWEST, zeros, zeros, jnp.full(shape, _LOWEST), jnp.zeros(shape, jnp.int32))
+    top, total, chosen, values, ids = _fold_tiles(fold, state, head, min(chunk, len(head)))
+    lse = top + jnp.log(total)
+    return Ranking(chosen - lse, ids, values - lse[:, None])
 
 
 def sharded_token_logprobs(

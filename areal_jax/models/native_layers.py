@@ -16,7 +16,7 @@ import numpy as np
 
 from areal_jax.models.activations import is_in_panels
 from areal_jax.models.block import AttendLayer, Rotation
-from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums
+from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums, Ranking
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.native import library
@@ -83,6 +83,20 @@ def run_step(
     results = call(x, *rotation, temperature, *read, *leaves, *sides, **attributes, windows=windows)
     product, largest, logsumexp, *written = results
     return tuple(zip(written[::2], written[1::2], strict=True)), product.T, BlockSums(largest, logsumexp)
+
+
+def run_ranking(
+    head: jax.Array, x: jax.Array, wanted: jax.Array, targets: jax.Array, temperature: jax.Array, most: int
+) -> Ranking:
+    """logprobs.rank_tokens of x [d, T] and a head in panels, of the first `wanted` tokens, int32; zeros for others."""
+    tokens = x.shape[1]
+    number, ranked = jax.ShapeDtypeStruct((tokens,), jnp.float32), (tokens, most)
+    rank = jax.ffi.ffi_call(
+        library.RANK,
+        [number, number, jax.ShapeDtypeStruct(ranked, jnp.float32), jax.ShapeDtypeStruct(ranked, jnp.int32)],
+    )
+    chosen, logsumexp, values, ids = rank(x, wanted, targets, temperature, head)
+    return Ranking(chosen - logsumexp, ids, values - logsumexp[:, None])
 
 
 def _linears(layer: Params) -> list[Params]:

@@ -8,11 +8,13 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
 #include "layer.h"
 #include "products.h"
+#include "ranking.h"
 #include "threads.h"
 #include "vocabulary.h"
 #include "xla/ffi/api/ffi.h"
@@ -273,6 +275,48 @@ ffi::Error Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Floa
   return ffi::Error::Success();
 }
 
+// x [d, T], of whose tokens the first `wanted` count, targets and temperatures [T], head [V / 8, d, 8] -> logits of the
+// targets over temperatures and log-sum-exp [T], the largest logits over temperatures and their ids [T, K], descending;
+// zeros for the other tokens.
+ffi::Error Rank(ffi::ThreadPool pool, Floats x, Integers wanted, Integers targets, Floats temperatures, Floats panels,
+                ffi::Result<Floats> chosen, ffi::Result<Floats> logsumexp, ffi::Result<Floats> values,
+                ffi::Result<Integers> ids) {
+  const auto size = panels.dimensions();
+  const Matrix head{panels.typed_data(), nullptr, static_cast<int64_t>(size[1]),
+                    static_cast<int64_t>(size[0]) * kPanelRows};
+  const int64_t columns = wanted.typed_data()[0], stride = x.dimensions()[1], most = values->dimensions()[1];
+  const int64_t cuts = (head.out + kVocabularyBlock - 1) / kVocabularyBlock;
+  for (auto* out : {&chosen, &logsumexp, &values}) {
+    std::fill((*out)->typed_data(), (*out)->typed_data() + (*out)->element_count(), 0.0f);
+  }
+  std::fill(ids->typed_data(), ids->typed_data() + ids->element_count(), 0);
+  for (int64_t first = 0; first < columns; first += kChunkTokens) {
+    const int64_t count = std::min(kChunkTokens, columns - first);
+    const std::vector<Block> blocks = CutColumns(count);
+    float* memory = Reserve(head.in * TotalWidth(blocks) + cuts * count * (2 + 2 * most));
+    const Sheet sheet{memory, head.in};
+    memory += head.in * TotalWidth(blocks);
+    const auto take = [&](int64_t numbers) { return std::exchange(memory, memory + numbers); };
+    const Ranks ranks{take(cuts * count), take(cuts * count), take(cuts * count * most),
+                      reinterpret_cast<int32_t*>(take(cuts * count * most)), count, most};
+    const float* heat = temperatures.typed_data() + first;
+    float *own = chosen->typed_data() + first, *sums = logsumexp->typed_data() + first;
+    Phases phases;
+    phases.Add(blocks.size(), [&](int64_t b) { CopyIn(x.typed_data(), stride, first, blocks[b], sheet); });
+    phases.Add(cuts, [&](int64_t i) {
+      RankBlock(head, i, blocks, sheet, targets.typed_data() + first, heat, ranks, own);
+    });
+    phases.Add(count, [&](int64_t c) {
+      float* top = values->typed_data() + (first + c) * most;
+      sums[c] = MergeRanks(ranks, cuts, c, top, ids->typed_data() + (first + c) * most);
+      own[c] /= heat[c];
+      for (int64_t i = 0; i < most; ++i) top[i] /= heat[c];
+    });
+    phases.Run(pool);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace areal_jax
 
@@ -339,3 +383,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_step, areal_jax::Step,
                                   .RemainingArgs()
                                   .Attrs()
                                   .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_rank, areal_jax::Rank,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Integers>());

@@ -22,6 +22,7 @@ import jaxlib
 # in the source
 ATTEND, WRITE, MULTIPLY = 'areal_jax_cache_attend', 'areal_jax_cache_write', 'areal_jax_multiply'
 PROJECT, FINISH, STEP = 'areal_jax_project', 'areal_jax_finish', 'areal_jax_step'
+RANK = 'areal_jax_rank'
 _SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
 _FLAGS = ('-std=c++17', '-O3', '-march=native', '-fopenmp-simd', '-shared', '-fPIC', '-w')
 _COMPILERS = ('c++', 'g++', 'clang++')
@@ -38,7 +39,7 @@ def register() -> None:
     path = _find_or_compile(_cache_directory())
     try:
         library = ctypes.CDLL(str(path))
-        for name in (ATTEND, WRITE, MULTIPLY, PROJECT, FINISH, STEP):
+        for name in (ATTEND, WRITE, MULTIPLY, PROJECT, FINISH, STEP, RANK):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform='cpu')
     except (OSError, AttributeError) as error:
         raise NativeError(f'{path} can not be loaded: {error}; delete it') from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from areal_jax.events import DecodeEvent, Event, InterruptEvent, PrefillEvent, RunDoneEvent, RunStartEvent
 from areal_jax.report.prompt_lengths import Key, PromptLengths, can_end, can_sum

@@ -151,7 +151,7 @@ class GenerationRules:
             yield f'{name} has {tokens} tokens, and its dispatches gave it {least} to {most}'
         if answer.last is not None:
             yield from self._settle(answer, rest)
-        if event['reason'] == 'length' and tokens != self._max_new_tokens or tokens > self._max_new_tokens:
+        if (event['reason'] == 'length' and tokens != self._max_new_tokens) or tokens > self._max_new_tokens:
             yield (
                 f'{name} has {tokens} tokens and ended by {event["reason"]!r}, with {self._max_new_tokens} at most '
                 '(rollout.max_new_tokens)'

@@ -9,6 +9,7 @@ interrupts none: no answer begins until those that have begun have ended, and th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -30,6 +31,8 @@ from areal_jax.types import (
     Weights,
     Work,
 )
+
+Result = TypeVar('Result')
 
 
 class LocalEngine:
@@ -188,6 +191,17 @@ class LocalEngine:
         self._wake.set()
         if self._pinned is not None:
             self._pinned.resume()
+
+    async def run_beside(
+        self, dispatch: Callable[[Weights], Result], work: Work, *, decodes: bool = False
+    ) -> tuple[int, Result]:
+        """(version, what `dispatch` returns) with the weights in use, in the form of the backend.
+
+        It runs on the engine's lane between two dispatches, or, with `decodes`, where weights are fetched.
+        """
+        weights = self._weights
+        lane = self._publish_lane if decodes else self.name
+        return weights.version, await self._clock.run(lane, lambda: dispatch(weights.params), work)
 
     async def _fetch(self, published: PublishedWeights, work: Work, backend: DecodeBackend) -> EngineWeights:
         def fetch() -> Weights:

@@ -95,19 +95,19 @@ class JaxDecodeBackend:
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices = tuple(map(str, devices))
         self._sizes = cache.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
-        self._steps, self._dtype = decode_steps, jnp.dtype(dtype)
+        self._steps, self.dtype = decode_steps, jnp.dtype(dtype)
         self.sampling = SamplingSupport(
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
             stop_tokens=rows.most_stop_tokens(adjusted), biased_tokens=MOST_BIASED_TOKENS,
         )  # fmt: skip
-        self._placement, self.passed_over = parallel.place(decoder, self._sizes, self._dtype, attention, devices)
-        self._decoder, self._attention = self._placement.decoder, self._placement.attention
+        self.placement, self.passed_over = parallel.place(decoder, self._sizes, self.dtype, attention, devices)
+        self._decoder, self._attention = self.placement.decoder, self.placement.attention
         self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
         self.declared_prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
-        where = self._placement
+        where = self.placement
         on, state, weights = where.rows, where.cache, where.prepared
         self._initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
@@ -130,7 +130,7 @@ class JaxDecodeBackend:
         if batches is not None:
             shares = [tuple(batches)] * len(kinds)
         self._check(shares)
-        generate = functools.partial(Generate, self._decoder, self._attention, self._placement.over_heads, self._sizes)
+        generate = functools.partial(Generate, self._decoder, self._attention, self.placement.over_heads, self._sizes)
         forms = [generate(self._steps, *kind) for kind in kinds]
         return tuple(_Generation(*one, self._compile(one[0])) for one in zip(forms, shares, strict=True))
 
@@ -140,7 +140,7 @@ class JaxDecodeBackend:
         ) -> tuple[Cache, Outputs]:
             return form(weights.params, state, batch, steps)
 
-        where = self._placement
+        where = self.placement
         return jax.jit(
             generate, in_shardings=(where.prepared, where.cache, where.rows, where.rows),
             out_shardings=(where.cache, where.rows), donate_argnums=1,
@@ -213,13 +213,13 @@ class JaxDecodeBackend:
         if isinstance(weights, PreparedWeights):
             return weights
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-            if leaf.dtype != self._dtype:
+            if leaf.dtype != self.dtype:
                 raise ValueError(
                     f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
-                    f'backend was built with dtype={self._dtype.name!r}; cast the weights or build it with theirs'
+                    f'backend was built with dtype={self.dtype.name!r}; cast the weights or build it with theirs'
                 )
         # outside jit, where what keeps its form is not copied; committed, so that the same operations serve all weights
-        prepared = self._decoder.prepare(jax.device_put(weights, self._placement.published))
+        prepared = self._decoder.prepare(jax.device_put(weights, self.placement.published))
         return PreparedWeights(jax.block_until_ready(prepared))
 
     def initial_state(self) -> Cache:
@@ -290,10 +290,10 @@ class JaxDecodeBackend:
         return jax.eval_shape(self._initial)
 
     def _initial(self) -> Cache:
-        return self._placement.empty_cache(self._sizes, self._dtype)
+        return self.placement.empty_cache(self._sizes, self.dtype)
 
     def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces[np.ndarray]) -> Cache:
-        over_heads = self._placement.over_heads
+        over_heads = self.placement.over_heads
         return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed, over_heads)
 
     def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:

@@ -31,7 +31,7 @@ from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, L
 from areal_jax.rollout.decode.attention.native import NativeAttention
 
 MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; decoding has room beside them
-_MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
+MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
 _PLACES_PER_TOKEN = 1.5  # pieces of 32 tokens or more always fit when their tokens do
 _SMALLER_PRIOR = 4  # factor between two sizes of the prior
 
@@ -96,12 +96,17 @@ def bucket_for(
     spans: Sequence[Span], sizes: Sequence[int], block_tokens: int, context_tokens: int
 ) -> PrefillBucket | None:
     """The smallest declared bucket that holds all spans; None where none does. Fewest tokens first, then prior."""
-    if len(spans) > _MAX_PIECES:
+    if len(spans) > MAX_PIECES:
         return None
     for bucket in _declared(tuple(sizes), block_tokens, context_tokens):
         if _overflow(spans, bucket, block_tokens) is None:
             return bucket
     return None
+
+
+def holds(spans: Sequence[Span], bucket: PrefillBucket, block_tokens: int) -> bool:
+    """Whether one row of the bucket has room for all spans."""
+    return _overflow(spans, bucket, block_tokens) is None
 
 
 def _overflow(spans: Sequence[Span], bucket: PrefillBucket, block_tokens: int) -> int | None:
@@ -115,7 +120,7 @@ def _overflow(spans: Sequence[Span], bucket: PrefillBucket, block_tokens: int) -
             taken + _round_up(length, tile),
             prior + _prior_positions(span.start, block_tokens),
         )
-        if tokens > bucket.tokens or taken > places or prior > bucket.prior or index == _MAX_PIECES:
+        if tokens > bucket.tokens or taken > places or prior > bucket.prior or index == MAX_PIECES:
             return index
     return None
 
@@ -260,11 +265,14 @@ def prefill_pieces(
     `over_heads` makes the attention of all heads of one that is given those of a device.
     """
     given = PackedPieces(*map(jnp.asarray, packed))
-    if isinstance(attention, NativeAttention):
-        attend = _attend_in_place(attention, given)
-    else:
-        attend = _attend_in_row(attention, given)
-    return decoder.hidden(weights, given.tokens, given.positions, over_heads(attend), cache, wanted=given.wanted)[1]
+    attend = over_heads(attend_pieces(attention, given))
+    return decoder.hidden(weights, given.tokens, given.positions, attend, cache, wanted=given.wanted)[1]
+
+
+def attend_pieces(attention: CacheAttention, packed: PackedPieces[jax.Array]) -> Attend:
+    """`attend` of Decoder.hidden for packed pieces, over a cache in the layout of the attention."""
+    in_place = isinstance(attention, NativeAttention)
+    return _attend_in_place(attention, packed) if in_place else _attend_in_row(attention, packed)
 
 
 def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]) -> Attend:

@@ -10,17 +10,29 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Literal, cast
 
+import numpy as np
+
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.wire.exchange import Piece
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.scoring import Scorer, ScoringRequest
 from areal_jax.rollout.stream import LogprobError
-from areal_jax.types import EngineFinish, EngineStatus, GenerationRequest, KvPolicy, PublishedWeights, Segment
+from areal_jax.types import (
+    EngineFinish,
+    EngineStatus,
+    GenerationRequest,
+    KvPolicy,
+    PublishedWeights,
+    Segment,
+    TokenScores,
+)
 
 ServerPause = Literal['abort', 'retract', 'in_place', 'wait']  # 'wait': running requests end first
 FIRST_LABEL = '0'  # weight version of the weights at launch
+NO_SCORES = TokenScores(np.zeros(0, np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
 class UpdateError(UserError):
@@ -38,6 +50,16 @@ class Delivery:
     cached_tokens: int = 0  # of the prompt, whose KV was there
     retractions: int = 0  # times that its KV was given up and computed again
     error: UserError | None = None  # the engine refused it; LogprobError: it failed
+    began: int = -1  # number of the weights in use when it began
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What a scoring pass says of a sequence."""
+
+    scores: TokenScores
+    version: str  # of the weights
+    number: int  # of the same weights, as in Delivery.began
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,6 +103,9 @@ class ServiceStatus:
     finished: dict[EngineFinish, int]
     prompt_tokens: int
     generated_tokens: int
+    scored_tokens: int
+    scoring_waiting: int  # sequences
+    scoring_programs: int  # compiled so far
     updates: int
     update_pause_s: float  # of the last update
     failed: int  # answers with a log-prob that no policy can have
@@ -93,6 +118,7 @@ class GenerationService:
     Args:
       label: weight version of the engine's weights.
       model_path: where they came from.
+      scorer: of the same engine; None = no log-probs of prompts and no alternatives.
     """
 
     def __init__(
@@ -104,9 +130,10 @@ class GenerationService:
         label: str = FIRST_LABEL,
         model_path: str = '',
         digest: str = '',
+        scorer: Scorer | None = None,
     ):
         self.inbox = clock.inbox('requests of the server', may_idle=True)
-        self._engine, self._clock, self._supervisor = engine, clock, supervisor
+        self._engine, self._clock, self._supervisor, self._scorer = engine, clock, supervisor, scorer
         self._version = engine.status().policy_version
         self._labels = {self._version: label}
         self._directory = WeightsDirectory(model_path, label, digest)
@@ -123,6 +150,8 @@ class GenerationService:
 
     async def serve(self) -> None:
         """Takes what arrives, for ever; the engine was started before."""
+        if self._scorer is not None:
+            self._supervisor.start('scoring', self._scorer.serve())
         while True:
             item = await self.inbox.take()
             if isinstance(item, Submission):
@@ -160,9 +189,9 @@ class GenerationService:
         running.streams = submission.streams
         self._open[request.request_id] = submission
         self._prompt_tokens += len(request.prompt_tokens)
-        self._supervisor.start(f'request {request.request_id}', self._follow(submission, running))
+        self._supervisor.start(f'request {request.request_id}', self._follow(submission, running, self._version))
 
-    async def _follow(self, submission: Submission, running: RunningRequest) -> None:
+    async def _follow(self, submission: Submission, running: RunningRequest, began: int) -> None:
         """Delivers segment by segment where the request streams, else all at the end."""
         pieces: list[Piece] = []
         try:
@@ -177,7 +206,7 @@ class GenerationService:
         else:
             assert running.finish_reason is not None
             self._finished[running.finish_reason] += 1
-            delivery = _describe(running, pieces, self._labels[self._version])
+            delivery = _describe(running, pieces, self._labels[self._version], began)
         del self._open[submission.request.request_id]
         if not self._open:
             self._emptied.set()
@@ -194,6 +223,18 @@ class GenerationService:
         label = self._labels[segment.policy_version]
         return Piece(segment.tokens, segment.behavior_logprobs, label, segment.sampling_logprobs)
 
+    async def score(self, request: ScoringRequest) -> Scored | None:
+        """The scores of a sequence under the weights then in use; None where it was cancelled. Raises UserError."""
+        if self._scorer is None:
+            raise UserError('this server was started without a scorer: it has no log-probs of prompts')
+        if request.first == len(request.tokens):
+            return Scored(NO_SCORES, self._labels[self._version], self._version)
+        try:
+            found = await self._scorer.score(request)
+        except LogprobError as error:
+            raise self._note_failure(error) from None
+        return None if found is None else Scored(found[1], self._labels[found[0]], found[0])
+
     # What control routes ask for.
 
     async def cancel(self, names: Collection[str]) -> None:
@@ -202,6 +243,9 @@ class GenerationService:
         for name, submission in [*self._open.items(), *self._door.items()]:
             if name in wanted or submission.group in wanted:
                 self._cancel(name)
+        if self._scorer is not None:
+            scored = self._scorer.open_requests()
+            self._scorer.cancel([one for one in scored if one.name in wanted or one.group in wanted])
 
     async def withdraw(self, submissions: Collection[Submission]) -> None:
         """Ends those of these submissions that are open; others that have their names go on."""
@@ -210,9 +254,16 @@ class GenerationService:
             if self._open.get(name, self._door.get(name)) is submission:
                 self._cancel(name)
 
+    async def withdraw_scoring(self, requests: Collection[ScoringRequest]) -> None:
+        """The same for sequences that are to be scored."""
+        if self._scorer is not None:
+            self._scorer.cancel(requests)
+
     async def cancel_all(self) -> None:
         for name in [*self._open, *self._door]:
             self._cancel(name)
+        if self._scorer is not None:
+            self._scorer.cancel(self._scorer.open_requests())
 
     async def pause(self, mode: ServerPause) -> None:
         """Returns when nothing is generated and what is aborted was told; arrivals then wait for `resume`."""
@@ -224,6 +275,10 @@ class GenerationService:
             while self._open and self._pause == mode:
                 self._emptied.clear()
                 await self._clock.wait(self._emptied)
+        if self._scorer is not None:
+            if mode == 'abort':
+                self._scorer.cancel(self._scorer.open_requests())
+            await self._scorer.pause()
         if self._pause == mode:
             await self._engine.pause('in_place' if mode == 'in_place' else 'retract')
 
@@ -233,6 +288,8 @@ class GenerationService:
         self._pause = None
         self._emptied.set()  # a pause that waits has ended
         self._engine.resume()
+        if self._scorer is not None:
+            self._scorer.resume()
         held, self._door = list(self._door.values()), {}
         for submission in held:
             self._start(submission)
@@ -305,6 +362,9 @@ class GenerationService:
             finished=dict(self._finished),
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            scored_tokens=self._scorer.totals.tokens if self._scorer else 0,
+            scoring_waiting=self._scorer.waiting if self._scorer else 0,
+            scoring_programs=self._scorer.backend.programs if self._scorer else 0,
             updates=self._updates,
             update_pause_s=self._update_pause_s,
             failed=self._failed,
@@ -317,6 +377,8 @@ class GenerationService:
         while self._open:
             self._emptied.clear()
             await self._clock.wait(self._emptied)
+        if self._scorer is not None:
+            await self._scorer.drain()
 
     def _cancel(self, name: str) -> None:
         submission = self._door.pop(name, None)
@@ -331,10 +393,10 @@ class GenerationService:
             raise UpdateError('another update of the weights is under way: send this one when it has been answered')
 
 
-def _describe(running: RunningRequest, pieces: Sequence[Piece], version: str = '') -> Delivery:
+def _describe(running: RunningRequest, pieces: Sequence[Piece], version: str = '', began: int = -1) -> Delivery:
     return Delivery(
         pieces, running.finish_reason, running.matched, version,
-        cached_tokens=running.cached_tokens or 0, retractions=running.retractions,
+        cached_tokens=running.cached_tokens or 0, retractions=running.retractions, began=began,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from areal_jax.rollout.http.wire.exchange import (
     name_answers,
     tokenize_call,
 )
+from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import LogprobError
 from areal_jax.tasks.chat_template import TokenizerError
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
@@ -50,7 +51,7 @@ class Bridge:
 
     def __init__(self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int):
         self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
-        self._inbox, self._vocab_size, self._seed = inbox, vocab_size, seed
+        self._inbox, self.vocab_size, self._seed = inbox, vocab_size, seed
         self._loop = asyncio.get_running_loop()
         self._draws = itertools.count(1)
 
@@ -82,7 +83,7 @@ class Bridge:
 
     async def tokenize(self, call: Call) -> Call:
         """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""
-        if any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
+        if call.echo or any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
             call = await asyncio.to_thread(self._tokenize, call)
         for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
             self._require_fit(call, cast(np.ndarray, prompt), sampling)
@@ -99,6 +100,12 @@ class Bridge:
         """Ends what is open of these submissions; nobody waits for it."""
         self._inbox.put(Action('withdraw', lambda service: service.withdraw(submissions), lambda result, error: None))
 
+    def withdraw_scoring(self, requests: Sequence[ScoringRequest]) -> None:
+        """The same for sequences that are to be scored."""
+        self._inbox.put(
+            Action('withdraw', lambda service: service.withdraw_scoring(requests), lambda result, error: None)
+        )
+
     def describe(self, call: Call, answers: Sequence[Answer], put: Callable[[int, Delivery], None]) -> list[Submission]:
         """What the service is to generate for the answers of a call; `put` is called with what it delivers."""
         draw = next(self._draws)
@@ -106,6 +113,9 @@ class Bridge:
         for answer in answers:
             prompt, sample = divmod(answer.index, call.n)
             sampling = call.sampling[prompt]
+            if sampling.max_new_tokens == 0:
+                put(answer.index, Delivery(finish='length'))
+                continue
             noise = (draw, self._seed) if sampling.seed is None else (call.draw, sampling.seed)
             request = GenerationRequest(
                 draw=noise[0],
@@ -117,7 +127,7 @@ class Bridge:
                 cache_salt=call.cache_salt,
             )
             deliver = functools.partial(self._call_back, put, answer.index)
-            found.append(Submission(request, call.stream, deliver, _find_group(call, answer.request_id)))
+            found.append(Submission(request, call.stream, deliver, find_group(call, answer.request_id)))
         return found
 
     def _call_back(self, function: Callable[..., None], *arguments: object) -> None:
@@ -127,17 +137,26 @@ class Bridge:
 
     def _tokenize(self, call: Call) -> Call:
         try:
-            return tokenize_call(call, self.texts.encode, self.texts.apply_template)
+            tokenized = tokenize_call(call, self.texts.encode, self.texts.apply_template)
+            return self._with_texts(call, tokenized) if call.echo else tokenized
         except TokenizerError as error:
             raise RequestError(call.prompt_field, f'{call.prompt_field} has no token ids: {error}') from error
 
+    def _with_texts(self, call: Call, tokenized: Call) -> Call:
+        """The tokenized call with the texts that it echoes: as they were sent, or those of token ids."""
+        texts = [
+            given if isinstance(given, str) else self.texts.spell(cast(np.ndarray, ids))
+            for given, ids in zip(call.prompts, tokenized.prompts, strict=True)
+        ]
+        return dataclasses.replace(tokenized, prompt_texts=tuple(texts))
+
     def _require_fit(self, call: Call, prompt: np.ndarray, sampling: CallSampling) -> None:
-        if (largest := int(prompt.max())) >= self._vocab_size:
+        if (largest := int(prompt.max())) >= self.vocab_size:
             raise RequestError(
-                call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self._vocab_size} tokens: '
+                call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self.vocab_size} tokens: '
                 'use ids of its own tokenizer',
             )  # fmt: skip
-        new = sampling.max_new_tokens or 1
+        new = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
         if len(prompt) + new > self.context_tokens:
             raise RequestError(
                 call.prompt_field, f'{call.prompt_field} of {len(prompt)} tokens and {new} new '
@@ -179,7 +198,8 @@ class Exchange:
         self._unfinished = call.n_answers
         names = name_answers(call, f'request-{secrets.token_hex(_ID_BYTES)}').request_ids
         self.answers = [
-            Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index) for index, name in enumerate(names)
+            Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index, prompt_text=_echo(call, index))
+            for index, name in enumerate(names)
         ]
         self._texts = [bridge.texts.answer(call.sampling[index // call.n]) for index in range(len(names))]
         self.submissions = bridge.describe(call, self.answers, self.put)
@@ -219,8 +239,8 @@ class Exchange:
     def close(self) -> None:
         """Ends what is not finished, and makes room for other calls."""
         self._bridge.load.release(self._call.n_answers, self._call.stream)
-        pairs = zip(self.submissions, self.answers, strict=True)
-        if unfinished := [submission for submission, answer in pairs if answer.finish is None]:
+        open_names = {answer.request_id for answer in self.answers if answer.finish is None}
+        if unfinished := [one for one in self.submissions if one.request.request_id in open_names]:
             self._bridge.withdraw(unfinished)
 
     async def _take_news(self) -> dict[int, Delivery]:
@@ -248,14 +268,18 @@ class Exchange:
         assert delivery.finish is not None
         self._unfinished -= 1
         answer.finish = _describe_finish(delivery)
-        answer.version = delivery.version
+        answer.version, answer.began = delivery.version, delivery.began
         answer.latency_s = time.monotonic() - self._began
 
 
-def _find_group(call: Call, request_id: str) -> str:
+def find_group(call: Call, request_id: str) -> str:
     """The id of the call, where it has several answers, which are numbered: 'NAME_0', 'NAME_1'."""
     group, _, number = request_id.rpartition('_')
     return group if call.n_answers > 1 and number.isdecimal() else ''
+
+
+def _echo(call: Call, answer: int) -> str:
+    return call.prompt_texts[answer // call.n] if call.prompt_texts else ''
 
 
 def _describe_finish(delivery: Delivery) -> Finish:

@@ -13,6 +13,7 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bridge import Exchange
 from areal_jax.rollout.http.server.limits import QUEUE_FULL, TOO_LATE
 from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
+from areal_jax.rollout.http.server.scoring import require_scorable, score_answers, score_prompts
 from areal_jax.rollout.http.server.state import FACTS
 from areal_jax.rollout.http.wire import chat, completions, sglang, vllm
 from areal_jax.rollout.http.wire.events import DONE, frame
@@ -55,14 +56,18 @@ def _handle(dialect: Dialect, model: str) -> Handler:
             raise RequestError('', 'this server is ending: ask another one', QUEUE_FULL)
         bridge = request.app[BRIDGE]
         call = await bridge.tokenize(dialect.parse(await read_body(request)))
+        require_scorable(call, bridge.limits.scored_tokens)
         info = ReplyInfo(model, int(time.time()), bridge.texts.token_text)
         exchange = bridge.open(call)
         try:
             async with asyncio.timeout(bridge.limits.request_s) as deadline:
                 if call.stream:
+                    await score_prompts(bridge, call, exchange.answers)
                     response = await _stream(request, dialect, call, exchange, info, deadline)
                 else:
-                    response = web.json_response(dialect.render(call, await exchange.finish(), info))
+                    answers = await exchange.finish()
+                    await score_answers(bridge, call, answers)
+                    response = web.json_response(dialect.render(call, answers, info))
             return response
         except TimeoutError:
             raise RequestError('', _describe_late(bridge.limits.request_s), TOO_LATE) from None

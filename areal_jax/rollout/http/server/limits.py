@@ -18,6 +18,7 @@ class Limits:
     body_s: float = 30.0  # for a body to arrive
     requests: int = 1024  # answers under way or queued
     streams: int = 256  # open responses with server-sent events
+    scored_tokens: int = 1 << 17  # of one request, whose log-probs are computed by a scoring pass
     request_s: float = 3600.0  # from the body to the end of the answer
     reply_s: float = 30.0  # for the host's side to answer what needs no generation
     share: float = 0.5  # of the free places of the queue, that one request may take; one place always

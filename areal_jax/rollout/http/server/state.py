@@ -43,6 +43,7 @@ def list_routes() -> list[web.RouteDef]:
         web.get('/health_generate', health_generate),
         web.get('/ready', ready),
         web.get('/v1/models', models),
+        web.get('/v1/models/{name:.+}', one_model),
         web.get('/model_info', model_info),
         web.get('/get_model_info', model_info),
         web.get('/server_info', server_info),
@@ -86,6 +87,15 @@ async def models(request: web.Request) -> web.Response:
     facts = request.app[FACTS]
     info = ReplyInfo(facts.model, facts.started_s)
     return web.json_response(render_models(info, request.app[BRIDGE].context_tokens))
+
+
+async def one_model(request: web.Request) -> web.Response:
+    """The entry of the list under this name; 404 for another, though requests may name any model."""
+    facts, name = request.app[FACTS], request.match_info['name']
+    if name != facts.model:
+        raise RequestError('model', f'model={name!r} is not served here: this server has {facts.model!r}', 404)
+    info = ReplyInfo(facts.model, facts.started_s)
+    return web.json_response(render_models(info, request.app[BRIDGE].context_tokens)['data'][0])
 
 
 async def model_info(request: web.Request) -> web.Response:
@@ -146,6 +156,9 @@ async def metrics(request: web.Request) -> web.Response:
         *_metric('requests_failed_total', 'counter', 'answers with a log-prob that is no number', status.failed),
         *_metric('prompt_tokens_total', 'counter', 'prompt tokens of requests that began', status.prompt_tokens),
         *_metric('generated_tokens_total', 'counter', 'tokens delivered', status.generated_tokens),
+        *_metric('scored_tokens_total', 'counter', 'tokens of scoring passes', status.scored_tokens),
+        *_metric('scoring_waiting', 'gauge', 'sequences that wait for a scoring pass', status.scoring_waiting),
+        *_metric('scoring_programs', 'gauge', 'programs of scoring compiled so far', status.scoring_programs),
         *_metric('decode_tokens_per_second', 'gauge', 'decoded tokens a second of decoding', engine.tokens_per_s),
         *_metric('weight_updates_total', 'counter', 'updates of the weights', status.updates),
         *_metric('weight_update_pause_seconds', 'gauge', 'pause of decoding of the last update', status.update_pause_s),

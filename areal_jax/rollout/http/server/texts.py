@@ -41,6 +41,18 @@ class Texts:
             tokens = np.array([token for token in tokens.tolist() if token not in self._hidden], np.int32)
         return self._tokenizer.decode(tokens) if len(tokens) else ''
 
+    def spell(self, tokens: np.ndarray, *, skip_special: bool = False) -> str:
+        """The whole text of int32 [n], an EOS at its end included."""
+        last = [self.eos_ids[0]] if len(tokens) and self.eos_ids[0] in self._hidden else []  # it would be left out
+        return self.decode(
+            tokens if skip_special else np.append(tokens, last).astype(np.int32), skip_special=skip_special
+        )
+
+    def special_tokens(self) -> dict[str, str | None]:
+        """The text of the token that ends an answer; None for a model without."""
+        eos = self.eos_ids[0]
+        return {'eos_token': self.spell(np.array([eos], np.int32)) if eos in self._hidden else None}
+
     def answer(self, sampling: CallSampling) -> AnswerText:
         """Of one answer, from its beginning."""
         decode = functools.partial(self.decode, skip_special=sampling.skip_special_tokens)

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import openai
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
-from areal_jax.rollout.http.wire.fields import Fields
+from areal_jax.rollout.http.wire.fields import Fields, require_scored
 from areal_jax.rollout.http.wire.tools import read_tools
+from areal_jax.rollout.http.wire.vllm import ranked_alternatives, render_prompt_logprobs
+from areal_jax.types import MOST_ALTERNATIVES
 
 _ROUTE = openai.Route('chatcmpl-', 'chat.completion', 'chat.completion.chunk')
 _UNSERVED = (
-    'functions', 'function_call', 'audio', 'prediction', 'web_search_options', 'top_logprobs', 'echo',
-    'prompt_logprobs', 'chat_template', 'chat_template_kwargs', 'structured_outputs', 'continue_final_message',
+    'functions', 'function_call', 'audio', 'prediction', 'web_search_options', 'echo',
+    'chat_template', 'chat_template_kwargs', 'structured_outputs', 'continue_final_message',
     'reasoning_effort', 'verbosity',
 )  # fmt: skip
 
@@ -33,12 +35,17 @@ def parse(body: object) -> Call:
     limit = fields.take_optional_integer('max_completion_tokens', least=1)
     older_limit = fields.take_optional_integer('max_tokens', least=1)
     wants_logprobs = fields.take_flag('logprobs')
+    alternatives = fields.take_integer('top_logprobs', 0, least=0, most=MOST_ALTERNATIVES)
+    if alternatives and not wants_logprobs:
+        raise fields.refuse('top_logprobs', alternatives, 'needs logprobs=true')
     tools = read_tools(fields)
     _read_format(fields)
     fields.take_unserved(*_UNSERVED)
     fields.take_ignored('add_generation_prompt')
     field = 'messages' if ids is None else 'input_ids'
-    call = openai.read_call(fields, (prompt,), field, older_limit if limit is None else limit, wants_logprobs)
+    limit = older_limit if limit is None else limit
+    call = openai.read_call(fields, (prompt,), field, limit, wants_logprobs, alternatives)
+    require_scored(call, 'max_tokens', 'top_logprobs')
     return dataclasses.replace(call, tools=tools)
 
 
@@ -51,6 +58,8 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
             choice['response_token_ids'] = choice['token_ids']
         choices.append(choice | {'message': {'role': 'assistant', 'content': answer.text}})
     reply = openai.render_reply(call, answers, info, _ROUTE, choices)
+    if call.prompt_logprobs is not None:
+        reply['prompt_logprobs'] = render_prompt_logprobs(call, answers[0], info)
     if call.return_prompt_token_ids:
         reply['prompt_token_ids'] = answers[0].prompt_tokens.tolist()
     return reply
@@ -81,16 +90,20 @@ def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, wh
     choice = openai.render_choice(call, answer, part, info, whole)
     if 'behavior' in call.logprobs:
         pairs = zip(part.tokens.tolist(), part.logprobs.tolist(), strict=True)
-        content = [_render_logprob(openai.token_name(token, call, info), logprob) for token, logprob in pairs]
+        tops = ranked_alternatives(call, answer, len(part.tokens))
+        name = lambda token: openai.token_name(token, call, info)
+        content = [
+            _entry(name(token), logprob) | {'top_logprobs': [_entry(name(other), value) for other, value in top]}
+            for (token, logprob), top in zip(pairs, tops, strict=True)
+        ]
         choice['logprobs'] = {'content': content, 'refusal': None}
     return choice
 
 
-def _render_logprob(name: str, logprob: float) -> JsonObject:
+def _entry(name: str, logprob: float) -> JsonObject:
     """An entry; a token that is a part of a character has no bytes of its own here."""
     return {
         'token': name,
         'bytes': None if '\ufffd' in name else list(name.encode()),
         'logprob': logprob,
-        'top_logprobs': [],
     }

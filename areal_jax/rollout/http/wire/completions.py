@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import openai
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
-from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids
+from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids, require_scored
+from areal_jax.rollout.http.wire.vllm import render_prompt_logprobs
+from areal_jax.types import MOST_ALTERNATIVES
 
 _DEFAULT_NEW_TOKENS = 16
 _ROUTE = openai.Route('cmpl-', 'text_completion', 'text_completion')
@@ -19,13 +22,20 @@ def parse(body: object) -> Call:
     """The call in a request body; raises RequestError."""
     fields = Fields(body)
     prompts = _read_prompts(fields)
-    limit = fields.take_integer('max_tokens', _DEFAULT_NEW_TOKENS, least=1)
-    wants_logprobs = fields.take_optional_integer('logprobs', least=0, most=1) is not None
-    fields.take_unserved('echo', 'suffix', 'prompt_logprobs', 'response_format', 'structured_outputs')
+    limit = fields.take_integer('max_tokens', _DEFAULT_NEW_TOKENS, least=0)
+    logprobs = fields.take_optional_integer('logprobs', least=0, most=MOST_ALTERNATIVES)
+    echo = fields.take_flag('echo')
+    fields.take_unserved('suffix', 'response_format', 'structured_outputs')
     best_of = fields.take_optional_integer('best_of', least=1)
-    call = openai.read_call(fields, prompts, 'prompt', limit, wants_logprobs)
+    alternatives = 0 if fields.peek('stream') is True and logprobs == 1 else logprobs or 0
+    call = openai.read_call(fields, prompts, 'prompt', limit, logprobs is not None, alternatives)
     if best_of not in (None, call.n):
         raise fields.refuse('best_of', best_of, f'must be n={call.n}: answers are not ranked')
+    if echo:
+        starts = (0,) * len(prompts) if logprobs is not None else call.prompt_starts
+        call = dataclasses.replace(call, echo=True, prompt_starts=starts)
+    if not (echo and not limit and logprobs is None):  # an echo alone is an answer too
+        require_scored(call, 'max_tokens', 'logprobs')
     return call
 
 
@@ -36,9 +46,9 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
 
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
-    """One event of a stream: what `piece`, the answer's last one, adds."""
+    """One event of a stream: what `piece`, the answer's last one, adds; the first one has the echo."""
     first = answer.n_tokens == len(piece.tokens)
-    offset = len(answer.text) - len(piece.text) if call.logprobs else 0
+    offset = len(answer.text) - len(piece.text) + (0 if first else len(answer.prompt_text)) if call.logprobs else 0
     choice = _render_choice(call, answer, openai.part_of(answer, piece), info, offset, whole=first)
     return openai.render_chunk(call, answer, info, _ROUTE, choice)
 
@@ -65,17 +75,53 @@ def _read_prompts(fields: Fields) -> tuple[Prompt, ...]:
 
 
 def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, offset: int, whole: bool) -> JsonObject:
-    choice = openai.render_choice(call, answer, part, info, whole) | {'text': part.text}
+    """Of the answer or an event of it; `whole` is what begins with the echo."""
+    text = answer.prompt_text + part.text if whole else part.text
+    choice = openai.render_choice(call, answer, part, info, whole) | {'text': text}
+    if call.prompt_logprobs is not None:
+        choice['prompt_logprobs'] = render_prompt_logprobs(call, answer, info)
     if 'behavior' in call.logprobs:
-        names = [openai.token_name(token, call, info) for token in part.tokens.tolist()]
+        tokens, values, tops = part.tokens.tolist(), part.logprobs.tolist(), _top_logprobs(call, answer, part, info)
+        if call.echo and whole:
+            prompt = answer.prompt_tokens.tolist()
+            tokens, values = prompt + tokens, answer.prompt_logprobs(len(prompt)) + values
+            tops = _echoed_tops(call, answer, info) + tops
+        names = [openai.token_name(token, call, info) for token in tokens]
         offsets = []
         for name in names:
             offsets.append(offset)
             offset += len(name)
         choice['logprobs'] = {
             'tokens': names,
-            'token_logprobs': part.logprobs.tolist(),
-            'top_logprobs': None,
+            'token_logprobs': values,
+            'top_logprobs': tops if call.alternatives else None,
             'text_offset': offsets,
         }
     return choice
+
+
+def _top_logprobs(call: Call, answer: Answer, part: Answer, info: ReplyInfo) -> list[JsonObject | None]:
+    """Of the generated tokens: the likeliest, and the token itself; null where its weights are not in use any more."""
+    if answer.alternatives is None:
+        return [None] * part.n_tokens
+    ranked = answer.alternatives.ranked(call.alternatives)
+    pairs = zip(part.tokens.tolist(), part.logprobs.tolist(), strict=True)
+    return [_name_all(top, *pair, call, info) for top, pair in zip(ranked, pairs, strict=True)]
+
+
+def _echoed_tops(call: Call, answer: Answer, info: ReplyInfo) -> list[JsonObject | None]:
+    """Of the prompt, whose first token has none."""
+    scores, prompt = answer.prompt_scores, answer.prompt_tokens.tolist()
+    if scores is None:
+        return [None] * len(prompt)
+    entries = zip(scores.ranked(call.alternatives), prompt[1:], scores.logprobs.tolist(), strict=True)
+    return [None, *(_name_all(top, token, logprob, call, info) for top, token, logprob in entries)]
+
+
+def _name_all(top: Sequence[tuple[int, float]], token: int, logprob: float, call: Call, info: ReplyInfo) -> JsonObject:
+    """Log-probs by the names of tokens; of tokens with one name, parts of characters, the likeliest counts."""
+    found: JsonObject = {}
+    for other, value in top:
+        found.setdefault(openai.token_name(other, call, info), logprob if other == token else value)
+    found.setdefault(openai.token_name(token, call, info), logprob)
+    return found

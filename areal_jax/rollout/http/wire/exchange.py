@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
-from areal_jax.types import LogprobKind, concatenate
+from areal_jax.types import LogprobKind, TokenScores, concatenate
 
 INCARNATION = 'X-Areal-Incarnation'  # header: the one server process that a request is meant for
 
@@ -53,7 +53,7 @@ Prompt = np.ndarray | str | tuple[Message, ...]  # token ids int32 [P], P >= 1; 
 class CallSampling:
     """How the answers to one prompt are sampled, as it was asked for: the model's EOS ids are not in it."""
 
-    max_new_tokens: int | None  # None = what the context leaves room for
+    max_new_tokens: int | None  # None = what the context leaves room for; 0 = the prompt is scored only
     min_new_tokens: int = 0  # EOS and stop ids can not be drawn before
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
@@ -86,7 +86,12 @@ class Call:
     stream: bool = False
     stream_usage: bool = False  # OpenAI: a last event with the usage
     logprobs: tuple[LogprobKind, ...] = ()  # wanted in the reply
-    prompt_tail: int = 0  # last prompt tokens that the list of prompt log-probs names, 0 or 1: the first has no value
+    echo: bool = False  # OpenAI: the prompt is part of the text, and of the log-probs
+    prompt_texts: tuple[str, ...] = ()  # one a prompt, of a tokenized call with `echo`
+    alternatives: int = 0  # k likeliest tokens in the place of each generated one, and of prompt tokens with log-probs
+    prompt_logprobs: int | None = None  # vLLM: the same of each prompt token, in a list of its own; None = no list
+    prompt_starts: tuple[int, ...] = ()  # one a prompt: first token of the list of prompt log-probs, whose value is
+    # null; -1, as () for all = no list
     text_in_logprobs: bool = False
     tokens_as_ids: bool = False  # OpenAI: tokens in log-probs are called 'token_id:N'
     return_token_ids: bool = False
@@ -97,6 +102,22 @@ class Call:
     priority: int = 0
     draw: int = 0  # the noise of an answer is a function of (seed, draw, sample, token position), as in a run
     sample: int = 0  # of the first answer
+
+    def prompt_start(self, answer: int) -> int:
+        """Of the list of log-probs of an answer's prompt; the length of the prompt where there is none."""
+        prompt = answer // self.n
+        start = self.prompt_starts[prompt] if self.prompt_starts else -1
+        length = len(self.prompts[prompt])
+        return length if start < 0 else min(start, length)
+
+    def scored_from(self, answer: int) -> int:
+        """The first token of an answer's prompt whose log-prob is wanted; the length of the prompt where none is."""
+        return min(self.prompt_start(answer) + 1, len(self.prompts[answer // self.n]))
+
+    @property
+    def prompt_alternatives(self) -> int:
+        """k of what a scoring pass says of prompt tokens."""
+        return max(self.alternatives, self.prompt_logprobs or 0)
 
     @property
     def n_answers(self) -> int:
@@ -182,6 +203,11 @@ class Answer:
     cached_tokens: int = 0  # of the prompt, whose KV was there
     retractions: int = 0  # times that its KV was given up and computed again
     latency_s: float = 0.0  # from the arrival of the request
+    prompt_text: str = ''  # of a call with `echo`
+    prompt_scores: TokenScores | None = None  # of the prompt tokens from Call.scored_from on
+    scored_version: str = ''  # of the weights that they are of
+    alternatives: TokenScores | None = None  # of the generated tokens; None = their weights are not in use any more
+    began: int = -1  # number of the weights in use when it began
     written: Written = dataclasses.field(default_factory=lambda: Written(), repr=False, compare=False)
 
     def add(self, piece: Piece) -> None:
@@ -190,6 +216,11 @@ class Answer:
         pieces.append(piece)
         while len(pieces) > 1 and _is_continued(*pieces[-2:]) and len(pieces[-2].tokens) <= len(pieces[-1].tokens):
             pieces[-2:] = join_pieces(pieces[-2:])
+
+    def prompt_logprobs(self, length: int) -> list[float | None]:
+        """Of the last `length` tokens of the prompt; None for those in front that have none."""
+        found = [] if self.prompt_scores is None else self.prompt_scores.logprobs.tolist()
+        return [*[None] * (length - len(found)), *found]
 
     @property
     def tokens(self) -> np.ndarray:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from areal_jax.rollout.http.wire.exchange import RequestError
+from areal_jax.rollout.http.wire.exchange import Call, RequestError
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
 _SHOWN = reprlib.Repr()  # of a refused value the sentence repeats a part
@@ -222,3 +222,17 @@ def require_same(fields: Fields, field: str, values: Collection[int]) -> int:
     if len(found) != 1:
         raise fields.refuse(field, sorted(found), 'differs between the prompts of a batch: send them one by one')
     return found.pop()
+
+
+def require_scored(call: Call, limit_field: str, alternatives_field: str) -> None:
+    """Refuses a call that generates nothing and has nothing scored, and what a stream can not carry."""
+    if any(sampling.max_new_tokens == 0 for sampling in call.sampling):
+        if not call.prompt_starts or max(call.prompt_starts) < 0:
+            raise refuse(limit_field, 0, 'generates nothing: ask for log-probs of the prompt, or for tokens')
+        if call.n > 1:
+            raise refuse('n', call.n, f'scores the same prompt {call.n} times with {limit_field}=0: use 1')
+    if call.stream and call.alternatives:
+        fix = 'is not served with stream=true, for they are known when the answer is complete: leave one of them out'
+        raise refuse(alternatives_field, call.alternatives, fix)
+    if call.stream and call.prompt_logprobs is not None:
+        raise refuse('prompt_logprobs', call.prompt_logprobs, 'is not served with stream=true: leave one of them out')

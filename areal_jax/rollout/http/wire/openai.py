@@ -24,7 +24,7 @@ from areal_jax.rollout.http.wire.exchange import (
 from areal_jax.rollout.http.wire.fields import Fields
 from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling
 from areal_jax.rollout.http.wire.tools import read_calls
-from areal_jax.types import LogprobKind
+from areal_jax.types import MOST_ALTERNATIVES, LogprobKind
 
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
 _MOST_MESSAGES = 4096  # and parts of one
@@ -46,9 +46,15 @@ class Route:
 
 
 def read_call(
-    fields: Fields, prompts: tuple[Prompt, ...], prompt_field: str, max_new_tokens: int | None, wants_logprobs: bool
+    fields: Fields,
+    prompts: tuple[Prompt, ...],
+    prompt_field: str,
+    max_new_tokens: int | None,
+    wants_logprobs: bool,
+    alternatives: int,
 ) -> Call:
     """Takes what the two routes have in common, and refuses what is left."""
+    of_prompt = fields.take_optional_integer('prompt_logprobs', least=0, most=MOST_ALTERNATIVES)
     n = fields.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
     sampling: CallSampling = read_sampling(fields, OPENAI, max_new_tokens)
     stream = fields.take_flag('stream')
@@ -71,6 +77,9 @@ def read_call(
         stream=stream,
         stream_usage=usage,
         logprobs=(*kinds, 'sampling') if fields.take_flag('return_sampling_logprobs') else tuple(kinds),
+        alternatives=alternatives,
+        prompt_logprobs=of_prompt,
+        prompt_starts=() if of_prompt is None else (0,) * len(prompts),
         tokens_as_ids=fields.take_flag('return_tokens_as_token_ids'),
         return_token_ids=return_ids,
         return_prompt_token_ids=fields.take_flag('return_prompt_token_ids') or return_ids,
@@ -100,7 +109,7 @@ def render_reply(
     return _envelope(call, answers[0], info, route, route.reply) | {
         'choices': list(choices),
         'usage': count_usage(call, answers),
-        'metadata': _metadata(answers[0]),
+        'metadata': metadata(answers[0]),
     }
 
 
@@ -108,7 +117,7 @@ def render_chunk(call: Call, answer: Answer, info: ReplyInfo, route: Route, choi
     """One event around its choice; the answer's last one has the versions."""
     event = _envelope(call, answer, info, route, route.event) | {'choices': [choice]}
     if answer.finish is not None:
-        event['metadata'] = _metadata(answer)
+        event['metadata'] = metadata(answer)
     return frame(event | {'usage': None} if call.stream_usage else event)
 
 
@@ -198,12 +207,14 @@ def _envelope(call: Call, answer: Answer, info: ReplyInfo, route: Route, kind: s
     }
 
 
-def _metadata(answer: Answer) -> JsonObject:
+def metadata(answer: Answer) -> JsonObject:
+    """Under which weights an answer was drawn and its prompt scored."""
     spans = answer.spans
-    return {
+    found: JsonObject = {
         'weight_version': answer.version or (spans[-1].version if spans else ''),
         'weight_versions': [{'version': span.version, 'start': span.start, 'end': span.end} for span in spans],
     }
+    return found | {'scored_weight_version': answer.scored_version} if answer.scored_version else found
 
 
 def _finish_word(finish: Finish | None) -> str | None:

@@ -21,20 +21,21 @@ from areal_jax.rollout.http.wire.exchange import (
     RequestError,
     Written,
 )
-from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids, require_same
+from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids, require_same, require_scored
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.sampling import SGLANG, read_sampling, render_sampling
-from areal_jax.types import LogprobKind
+from areal_jax.types import MOST_ALTERNATIVES, LogprobKind, TokenScores
 
 _DEFAULT_NEW_TOKENS = 128
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
 _LONGEST_ID = 4096  # characters of a rid
+_LONGEST_PROMPT = 2**31 - 1  # while a text has no ids
 _SAMPLING_UNSERVED = (
     'stop_regex', 'json_schema', 'regex', 'ebnf', 'structural_tag', 'custom_params', 'stream_interval',
 )  # fmt: skip
 _UNSERVED = (
     'image_data', 'video_data', 'audio_data', 'input_embeds', 'modalities', 'return_hidden_states', 'lora_path',
-    'lora_id', 'session_params', 'custom_logit_processor', 'top_logprobs_num', 'token_ids_logprob',
+    'lora_id', 'session_params', 'custom_logit_processor', 'token_ids_logprob',
     'return_routed_experts', 'return_indexer_topk', 'return_sampling_mask', 'return_prompt_token_ids',
     'return_flat_raw_output_top_logprobs', 'return_flat_raw_output_top_logprobs_b64', 'bootstrap_host',
     'bootstrap_port', 'bootstrap_room',
@@ -49,7 +50,7 @@ def parse(body: object) -> Call:
     sampling, n = _read_sampling(fields, len(prompts))
     wanted = _read_flag(fields, 'return_logprob', len(prompts))
     mode = fields.take_choice('sampling_logprobs_mode', ('selected',), default='')
-    tail = _read_prompt_tail(fields, prompts, wanted)
+    starts, alternatives = _read_starts(fields, prompts, wanted), _read_alternatives(fields, len(prompts), wanted)
     call = Call(
         prompts=prompts,
         prompt_field=prompt_field,
@@ -60,7 +61,8 @@ def parse(body: object) -> Call:
         is_batch=is_batch,
         stream=fields.take_flag('stream'),
         logprobs=_kinds(wanted, mode == 'selected'),
-        prompt_tail=tail,
+        alternatives=alternatives,
+        prompt_starts=starts,
         text_in_logprobs=fields.take_flag('return_text_in_logprobs'),
         session=fields.take_text('session_id'),
         cache_salt=fields.take_text('cache_salt'),
@@ -69,6 +71,7 @@ def parse(body: object) -> Call:
     fields.take_unserved(*_UNSERVED)
     fields.take_ignored(*_IGNORED)
     fields.finish()
+    require_scored(call, 'sampling_params.max_new_tokens', 'top_logprobs_num')
     return call
 
 
@@ -125,10 +128,23 @@ def _meta_facts(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
         'e2e_latency': answer.latency_s,
     }
     if 'behavior' in call.logprobs:
-        tail = answer.prompt_tokens[len(answer.prompt_tokens) - call.prompt_tail :].tolist()
-        found['input_token_logprobs'] = [[None, token, _text(token, call, info)] for token in tail]
+        listed = answer.prompt_tokens[call.prompt_start(answer.index) :].tolist()
+        values = answer.prompt_logprobs(len(listed))
+        found['input_token_logprobs'] = [[v, t, _text(t, call, info)] for v, t in zip(values, listed, strict=True)]
         found['output_token_logprobs_length'] = answer.n_tokens
+        if call.alternatives:
+            found['input_top_logprobs'] = _top(answer.prompt_scores, len(listed), call, info)
+            found['output_top_logprobs'] = _top(answer.alternatives, answer.n_tokens, call, info)
+    if answer.scored_version:
+        found['scored_weight_version'] = answer.scored_version
     return found
+
+
+def _top(scores: TokenScores | None, length: int, call: Call, info: ReplyInfo) -> list[list[list[object]] | None]:
+    """The likeliest tokens in the place of each of `length` tokens, null for those in front without scores."""
+    ranked = [] if scores is None else scores.ranked(call.alternatives)
+    entries = [[[value, token, _text(token, call, info)] for token, value in one] for one in ranked]
+    return [*[None] * (length - len(entries)), *entries]
 
 
 def _token_lists(call: Call, answer: Answer, info: ReplyInfo, first: int) -> JsonObject:
@@ -223,7 +239,7 @@ def _read_sampling(fields: Fields, n_prompts: int) -> tuple[tuple[CallSampling, 
 
 
 def _read_parameters(fields: Fields) -> tuple[CallSampling, int]:
-    limit = fields.take_integer('max_new_tokens', _DEFAULT_NEW_TOKENS, least=1)
+    limit = fields.take_integer('max_new_tokens', _DEFAULT_NEW_TOKENS, least=0)
     sampling = read_sampling(fields, SGLANG, limit)
     n = fields.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
     fields.take_unserved(*_SAMPLING_UNSERVED)
@@ -241,24 +257,31 @@ def _read_flag(fields: Fields, field: str, n_prompts: int) -> bool:
     return bool(require_same(fields, field, flags))
 
 
-def _read_prompt_tail(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> int:
-    """How many of the last prompt tokens are listed; log-probs of prompts are not computed, and one has none."""
+def _read_starts(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> tuple[int, ...]:
+    """Of each prompt the first token whose log-prob is listed, -1 = none."""
     field = 'logprob_start_len'
     given = fields.take(field)
     starts = given if isinstance(given, list) else [given] * len(prompts)
     if len(starts) != len(prompts):
         raise fields.refuse(field, given, f'must have one entry for each of {len(prompts)} prompts')
-    if not wanted:
-        return 0
-    tails = []
     for start, prompt in zip(starts, prompts, strict=True):
-        length = len(prompt) if isinstance(prompt, np.ndarray) else None
-        known = [-1, None] if length is None else [-1, None, length - 1, length]
-        if isinstance(start, bool) or start not in known:
-            fix = 'asks for log-probs of the prompt, which are not computed: use -1'
-            raise fields.refuse(field, start, fix if length is None else f'{fix} or {length - 1}')
-        tails.append(int(length is not None and start == length - 1))
-    return require_same(fields, field, tails)
+        most = len(prompt) if isinstance(prompt, np.ndarray) else _LONGEST_PROMPT
+        if start is not None and (type(start) is not int or not -1 <= start <= most):
+            raise fields.refuse(field, start, f'must be -1 or a position of the prompt, at most {most}')
+    return tuple(-1 if start is None else start for start in starts) if wanted else ()
+
+
+def _read_alternatives(fields: Fields, n_prompts: int, wanted: bool) -> int:
+    """One number, or a list with one for each prompt, all equal."""
+    field = 'top_logprobs_num'
+    given = fields.take(field)
+    numbers = given if isinstance(given, list) else [0 if given is None else given]
+    fits = all(type(number) is int and 0 <= number <= MOST_ALTERNATIVES for number in numbers)
+    if not fits or (isinstance(given, list) and len(numbers) != n_prompts):
+        raise fields.refuse(field, given, f'must be an integer from 0 to {MOST_ALTERNATIVES}')
+    if (found := require_same(fields, field, numbers)) and not wanted:
+        raise fields.refuse(field, given, 'needs return_logprob=true')
+    return found
 
 
 def _read_request_ids(fields: Fields, n_prompts: int, n: int) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ import numpy as np
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.events import frame
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
-from areal_jax.rollout.http.wire.fields import Fields, read_token_ids
+from areal_jax.rollout.http.wire.fields import Fields, read_token_ids, require_scored
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling, render_sampling
-from areal_jax.types import LogprobKind
+from areal_jax.types import MOST_ALTERNATIVES, LogprobKind
 
 PATH = '/inference/v1/generate'  # at the root, not under /v1
 _ERROR_TYPES = {
@@ -33,7 +33,7 @@ _UNSERVED = (
     'reasoning_parser_kwargs',
 )  # fmt: skip
 _SAMPLING_UNSERVED = (
-    'bad_words', 'allowed_token_ids', 'structured_outputs', 'prompt_logprobs', 'prompt_logprob_token_ids',
+    'bad_words', 'allowed_token_ids', 'structured_outputs', 'prompt_logprob_token_ids',
     'logprob_token_ids', 'flat_logprobs', 'extra_args', 'thinking_token_budget', 'repetition_detection',
 )  # fmt: skip
 _SAMPLING_IGNORED = ('detokenize', 'routed_experts_prompt_start', 'spaces_between_special_tokens')
@@ -53,10 +53,12 @@ def parse(body: object) -> Call:
     fields = Fields(body)
     prompt = read_token_ids('token_ids', fields.take('token_ids'))
     parameters = fields.take_fields('sampling_params')
-    limit = parameters.take_optional_integer('max_tokens', least=1)
+    limit = parameters.take_optional_integer('max_tokens', least=0)
     sampling = read_sampling(parameters, OPENAI, limit)
     n = parameters.take_integer('n', 1, least=1, most=_MOST_SAMPLES)
-    wanted = parameters.take_optional_integer('logprobs', least=0, most=1) is not None
+    asked = parameters.take_optional_integer('logprobs', least=0, most=MOST_ALTERNATIVES)
+    wanted, alternatives = asked is not None, (asked or 0) if (asked or 0) > 1 else 0  # 1 is the sampled token alone
+    of_prompt = parameters.take_optional_integer('prompt_logprobs', least=0, most=MOST_ALTERNATIVES)
     parameters.take_unserved(*_SAMPLING_UNSERVED)
     parameters.take_ignored(*_SAMPLING_IGNORED)
     parameters.finish()
@@ -74,6 +76,9 @@ def parse(body: object) -> Call:
         stream=fields.take_flag('stream'),
         stream_usage=options.take_flag('include_usage'),
         logprobs=(*kinds, 'sampling') if fields.take_flag('return_sampling_logprobs') else tuple(kinds),
+        alternatives=alternatives,
+        prompt_logprobs=of_prompt,
+        prompt_starts=() if of_prompt is None else (0,),
         return_prompt_token_ids=fields.take_flag('return_token_ids'),
         cache_salt=_read_salt(fields),
         priority=fields.take_integer('priority', 0, least=-(2**31)),
@@ -84,12 +89,16 @@ def parse(body: object) -> Call:
     options.finish()
     fields.take_unserved(*_UNSERVED)
     fields.finish()
+    require_scored(call, 'sampling_params.max_tokens', 'sampling_params.logprobs')
     return call
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
     """The reply, with a choice for each of the n answers."""
-    return {
+    scored = {'scored_weight_version': answers[0].scored_version} if answers[0].scored_version else {}
+    if call.prompt_logprobs is not None:
+        scored['prompt_logprobs'] = render_prompt_logprobs(call, answers[0], info)
+    return scored | {
         'request_id': _request_id(answers[0], call),
         'model': call.model or info.model,
         'created': info.created_s,
@@ -216,15 +225,50 @@ def _render_choice(call: Call, answer: Answer, pieces: list[Piece], first: int) 
     }
     if 'behavior' in call.logprobs:
         pairs = zip(tokens, part.logprobs.tolist(), strict=True)
+        tops = ranked_alternatives(call, answer, len(tokens))
         choice['logprobs'] = {
             'content': [
-                {'token_id': t, 'token': f'{_TOKEN}{t}', 'logprob': logprob, 'rank': None, 'top_logprobs': []}
-                for t, logprob in pairs
+                _entry(t, logprob, _rank(t, top)) | {'top_logprobs': [_entry(*one, r) for r, one in enumerate(top, 1)]}
+                for (t, logprob), top in zip(pairs, tops, strict=True)
             ]
         }
     if 'sampling' in call.logprobs:
         choice['sampling_logprobs'] = part.sampling_logprobs.tolist()
     return choice
+
+
+def render_prompt_logprobs(call: Call, answer: Answer, info: ReplyInfo) -> list[JsonObject | None] | None:
+    """vLLM's list with an entry for each prompt token: null for the first, else token ids with log-prob and rank.
+
+    Null as a whole where the scoring was aborted. The rank of a token that is not among those ranked is null.
+    """
+    if answer.prompt_scores is None:
+        return None
+    k, found = call.prompt_logprobs or 0, answer.prompt_scores
+    given = zip(answer.prompt_tokens[1:].tolist(), found.logprobs.tolist(), found.ranked(k), strict=True)
+    entries: list[JsonObject | None] = [None]
+    for token, logprob, top in given:
+        ranks = [(t, value, rank) for rank, (t, value) in enumerate(top, 1)]
+        if token not in [t for t, _, _ in ranks]:
+            ranks.append((token, logprob, None))
+        entries.append({
+            str(t): {'logprob': value, 'rank': rank, 'decoded_token': info.token_text(t) if info.token_text else None}
+            for t, value, rank in ranks
+        })  # fmt: skip
+    return entries
+
+
+def ranked_alternatives(call: Call, answer: Answer, length: int) -> list[list[tuple[int, float]]]:
+    """(token, log-prob) of the alternatives of each of an answer's `length` tokens; none where they are not known."""
+    return [[]] * length if answer.alternatives is None else answer.alternatives.ranked(call.alternatives)
+
+
+def _entry(token: int, logprob: float, rank: int | None) -> JsonObject:
+    return {'token_id': token, 'token': f'{_TOKEN}{token}', 'logprob': logprob, 'rank': rank}
+
+
+def _rank(token: int, top: Sequence[tuple[int, float]]) -> int | None:
+    return next((rank for rank, (other, _) in enumerate(top, 1) if other == token), None)
 
 
 def stop_reason(call: Call, answer: Answer) -> int | str | None:

@@ -18,8 +18,10 @@ from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, bind, describe_url
 from areal_jax.rollout.http.service import GenerationService
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.scoring import Scorer
 from areal_jax.rollout.stream import IN_A_SERVER
 from areal_jax.tasks.tokenizer import CharacterTokenizer
+from tests.rollout.toy_scoring import ToyScoring
 from tests.toys import ToyBackend
 
 CONTEXT = 400
@@ -62,7 +64,9 @@ class ToyServer:
             failure=IN_A_SERVER,
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)
-        self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy')
+        self.scoring = ToyScoring()
+        self.scorer = Scorer(self.engine, self.scoring, self.clock)
+        self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy', scorer=self.scorer)
         self.end = self.clock.event('end')
         texts = Texts(tokenizer or CharacterTokenizer('abcdefghi'))
         self.facts = Facts('toy', 'toy', 'ToyModel', '0', 0)

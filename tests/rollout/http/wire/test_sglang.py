@@ -37,7 +37,7 @@ def test_the_request_of_reinforcement_learning():
     call = sglang.parse(BODY)
     assert [prompt.tolist() for prompt in call.prompts] == [[101, 102, 103]]
     assert (call.request_ids, call.n, call.is_batch, call.stream) == (('g42-s0',), 1, False, False)
-    assert (call.logprobs, call.prompt_tail, call.text_in_logprobs) == (('behavior',), 1, False)
+    assert (call.logprobs, call.prompt_starts, call.text_in_logprobs) == (('behavior',), (2,), False)
     assert call.sampling == (
         CallSampling(64, stop_tokens=(2,), stop_strings=('\n\n',), skip_special_tokens=False),
     )  # fmt: skip
@@ -46,7 +46,7 @@ def test_the_request_of_reinforcement_learning():
 def test_defaults_are_those_of_the_dialect():
     call = sglang.parse({'text': 'once'})
     assert (call.prompts, call.prompt_field, call.sampling) == (('once',), 'text', (CallSampling(128),))
-    assert (call.logprobs, call.prompt_tail, call.request_ids) == ((), 0, ('',))
+    assert (call.logprobs, call.prompt_starts, call.request_ids) == ((), (), ('',))
 
 
 def test_a_batch_has_parameters_and_ids_for_each_prompt():
@@ -55,7 +55,7 @@ def test_a_batch_has_parameters_and_ids_for_each_prompt():
         'input_ids': [[1, 2], [3, 4, 5]], 'sampling_params': parameters, 'rid': ['a', 'b'],
         'return_logprob': [True, True], 'logprob_start_len': [1, 2],
     })  # fmt: skip
-    assert (call.is_batch, call.n, call.n_answers, call.prompt_tail) == (True, 2, 4, 1)
+    assert (call.is_batch, call.n, call.n_answers, call.prompt_starts) == (True, 2, 4, (1, 2))
     assert call.request_ids == ('a_0', 'a_1', 'b_0', 'b_1')
     assert [sampling.max_new_tokens for sampling in call.sampling] == [1, 2]
     assert sglang.parse({'text': ['a', 'b'], 'rid': 'x'}).request_ids == ('x_0', 'x_1')
@@ -99,7 +99,11 @@ def test_the_log_probs_of_the_cut_softmax_are_asked_for():
         ({'sampling_params': [{'min_p': 2}]}, 'sampling_params[0].min_p'),
         ({'return_logprob': 1}, 'return_logprob'),
         ({'return_logprob': [True, False]}, 'return_logprob'),
-        ({'return_logprob': True, 'logprob_start_len': 0}, 'logprob_start_len'),
+        ({'return_logprob': True, 'logprob_start_len': 4}, 'logprob_start_len'),
+        ({'return_logprob': True, 'logprob_start_len': -2}, 'logprob_start_len'),
+        ({'return_logprob': True, 'logprob_start_len': True}, 'logprob_start_len'),
+        ({'return_logprob': True, 'top_logprobs_num': 21}, 'top_logprobs_num'),
+        ({'return_logprob': True, 'top_logprobs_num': 2, 'stream': True}, 'top_logprobs_num'),
         ({'return_logprob': True, 'logprob_start_len': [1, 1]}, 'logprob_start_len'),
         ({'top_logprobs_num': 5}, 'top_logprobs_num'),
         ({'return_sampling_mask': True}, 'return_sampling_mask'),
@@ -120,9 +124,12 @@ def test_what_is_not_served_is_refused_by_name(changes, field):
     assert '\n' not in str(error.value)
 
 
-def test_a_batch_whose_prompts_differ_in_what_is_listed_is_refused():
-    with pytest.raises(RequestError, match=r'^logprob_start_len='):
-        sglang.parse({'input_ids': [[1, 2], [1, 2, 3]], 'return_logprob': True, 'logprob_start_len': [1, -1]})
+def test_prompts_of_a_batch_may_differ_in_what_is_listed_but_not_in_their_number_of_samples():
+    body = {'input_ids': [[1, 2], [1, 2, 3]], 'return_logprob': True}
+    call = sglang.parse(body | {'logprob_start_len': [0, -1]})
+    assert [(call.prompt_start(i), call.scored_from(i)) for i in range(2)] == [(0, 1), (3, 3)]
+    with pytest.raises(RequestError, match=r'^top_logprobs_num='):
+        sglang.parse(body | {'top_logprobs_num': [1, 2]})
     with pytest.raises(RequestError, match=r'^sampling_params\.n='):
         sglang.parse({'input_ids': [[1], [2]], 'sampling_params': [{'n': 1}, {'n': 2}]})
 
@@ -238,13 +245,13 @@ def test_the_server_reads_what_the_client_writes(changes):
         'request_ids',
         'stream',
         'logprobs',
-        'prompt_tail',
+        'prompt_starts',
         'session',
         'cache_salt',
         'priority',
     ):
         assert getattr(back, name) == getattr(given, name), name
-    assert back.prompt_tail == 1  # servers repeat entries of long answers without it
+    assert back.prompt_starts == (2,)  # servers repeat entries of long answers without it
 
 
 @pytest.mark.parametrize('body', [WANTED, WANTED | {'sampling_logprobs_mode': 'selected'}])

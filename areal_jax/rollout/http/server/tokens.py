@@ -1,0 +1,115 @@
+"""The routes of the tokenizer, in vLLM's form; lists of texts and of token ids are SGLang's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from aiohttp import web
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.replies import BRIDGE, read_fields
+from areal_jax.rollout.http.wire.exchange import Message, RequestError
+from areal_jax.rollout.http.wire.fields import Fields, read_token_ids
+from areal_jax.rollout.http.wire.openai import read_messages
+from areal_jax.rollout.http.wire.tools import read_tools
+from areal_jax.tasks.chat_template import TokenizerError
+
+_CHAT_UNSERVED = ('continue_final_message', 'chat_template', 'chat_template_kwargs', 'mm_processor_kwargs')
+
+
+def list_routes() -> list[web.RouteDef]:
+    return [
+        web.post('/tokenize', tokenize),
+        web.post('/detokenize', detokenize),
+        web.get('/tokenizer_info', tokenizer_info),
+    ]
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """The ids of a text, of each of a list of texts, or of a conversation in the chat form of the model."""
+    bridge = request.app[BRIDGE]
+    texts, messages, tools, with_strings = read_tokenize(await read_fields(request))
+    try:
+        if messages:
+            found = [await asyncio.to_thread(bridge.texts.apply_template, messages, tools)]
+        else:
+            listed = [texts] if isinstance(texts, str) else list(texts)
+            found = await asyncio.to_thread(lambda: [bridge.texts.encode(text) for text in listed])
+    except TokenizerError as error:
+        field = 'messages' if messages else 'prompt'
+        raise RequestError(field, f'{field} has no token ids: {error}') from error
+    ids = [tokens.tolist() for tokens in found]
+    strings = [[bridge.texts.token_text(token) for token in tokens] for tokens in ids] if with_strings else None
+    is_batch = not messages and not isinstance(texts, str)
+    counts = [len(tokens) for tokens in ids]
+    return web.json_response({
+        'count': counts if is_batch else counts[0],
+        'max_model_len': bridge.context_tokens,
+        'tokens': ids if is_batch else ids[0],
+        'token_strs': strings if is_batch or strings is None else strings[0],
+    })  # fmt: skip
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of ids, or of each list of ids, under both names that servers have for it."""
+    bridge = request.app[BRIDGE]
+    lists, is_batch, skip_special = read_detokenize(await read_fields(request))
+    for tokens in lists:
+        if len(tokens) and int(tokens.max()) >= bridge.vocab_size:
+            raise RequestError(
+                'tokens', f'tokens has token {int(tokens.max())}, and the model {bridge.vocab_size} tokens: use ids of '
+                'its own tokenizer',
+            )  # fmt: skip
+    spell = bridge.texts.spell
+    texts = await asyncio.to_thread(lambda: [spell(tokens, skip_special=skip_special) for tokens in lists])
+    text = texts if is_batch else texts[0]
+    return web.json_response({'prompt': text, 'text': text})
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """The special tokens by role, as harnesses ask for them that tokenize here."""
+    bridge = request.app[BRIDGE]
+    info: JsonObject = {'max_model_len': bridge.context_tokens, 'vocab_size': bridge.vocab_size}
+    return web.json_response(info | bridge.texts.special_tokens())
+
+
+def read_tokenize(
+    fields: Fields,
+) -> tuple[str | tuple[str, ...], tuple[Message, ...], tuple[JsonObject, ...], bool]:
+    """(text or texts, messages, tools, whether the texts of tokens are wanted); either texts or messages."""
+    messages, tools = (), ()
+    if fields.has('messages'):
+        messages, tools = read_messages(fields), read_tools(fields)
+        fields.take_unserved(*_CHAT_UNSERVED)
+        if not fields.take_flag('add_generation_prompt', True):
+            raise fields.refuse(
+                'add_generation_prompt', False, 'is not served: conversations end where an answer begins'
+            )
+        texts: str | tuple[str, ...] = ()
+    elif isinstance(given := fields.peek('prompt'), list):
+        texts = fields.take_texts('prompt')
+        if not texts:
+            raise fields.refuse('prompt', given, 'has no text: send one or more')
+    else:
+        if given is None:
+            raise fields.refuse('prompt', None, 'is missing: send a text, a list of texts, or messages')
+        texts = fields.take_text('prompt')
+    with_strings = fields.take_flag('return_token_strs')
+    fields.take_flag('add_special_tokens', True)  # this tokenizer adds none to a text
+    fields.take_ignored('model')
+    fields.finish()
+    return texts, messages, tools, with_strings
+
+
+def read_detokenize(fields: Fields) -> tuple[list[np.ndarray], bool, bool]:
+    """(lists of ids, whether they came in a list, whether special tokens are left out)."""
+    given = fields.take('tokens')
+    is_batch = isinstance(given, list) and bool(given) and isinstance(given[0], list)
+    rows = given if is_batch and isinstance(given, list) else [given]
+    name = 'tokens[{}]' if is_batch else 'tokens'
+    lists = [read_token_ids(name.format(index), row, least=0) for index, row in enumerate(rows)]
+    skip_special = fields.take_flag('skip_special_tokens')
+    fields.take_ignored('model')
+    fields.finish()
+    return lists, is_batch, skip_special

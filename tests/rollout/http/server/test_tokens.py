@@ -1,0 +1,90 @@
+"""The routes of the tokenizer and of one model."""
+
+import pytest
+
+from tests.rollout.http.server.rig import CONTEXT, ToyServer
+
+
+@pytest.fixture(scope='module')
+def server():
+    with ToyServer() as server:
+        yield server
+
+
+def ask(server, path, body):
+    return server.run(lambda client: client.post(path, body))
+
+
+def test_a_text_has_ids_and_ids_a_text(server):
+    status, reply = ask(server, '/tokenize', {'prompt': 'abc', 'model': 'any', 'add_special_tokens': False})
+    assert (status, reply) == (
+        200, {'count': 3, 'max_model_len': CONTEXT, 'tokens': [1, 2, 3], 'token_strs': None},
+    )  # fmt: skip
+    status, reply = ask(server, '/detokenize', {'tokens': [1, 2, 3], 'model': 'any'})
+    assert (status, reply) == (200, {'prompt': 'abc', 'text': 'abc'})
+
+
+def test_lists_have_lists(server):
+    _, reply = ask(server, '/tokenize', {'prompt': ['abc', 'd'], 'return_token_strs': True})
+    assert (reply['tokens'], reply['count'], reply['token_strs']) == (
+        [[1, 2, 3], [4]], [3, 1], [['a', 'b', 'c'], ['d']],
+    )  # fmt: skip
+    assert ask(server, '/detokenize', {'tokens': [[1, 2], [], [3]]})[1]['text'] == ['ab', '', 'c']
+
+
+def test_a_conversation_is_tokenized_in_the_form_of_the_model(server):
+    messages = [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'c'}]
+    assert ask(server, '/tokenize', {'messages': messages})[1]['tokens'] == [1, 2, 3]
+
+
+def test_the_empty_text_has_no_ids(server):
+    assert ask(server, '/tokenize', {'prompt': ''})[1]['tokens'] == []
+    assert ask(server, '/detokenize', {'tokens': []})[1]['prompt'] == ''
+
+
+@pytest.mark.parametrize(('skips', 'text'), [(None, 'a<eos>b<eos>'), (False, 'a<eos>b<eos>'), (True, 'ab')])
+def test_special_tokens_are_spelled_out_unless_they_are_to_be_left_out(server, skips, text):
+    assert ask(server, '/detokenize', {'tokens': [1, 0, 2, 0], 'skip_special_tokens': skips})[1]['text'] == text
+
+
+def test_a_harness_learns_the_token_that_ends_an_answer(server):
+    status, reply = server.run(lambda client: client.get('/tokenizer_info'))
+    assert (status, reply) == (200, {'max_model_len': CONTEXT, 'vocab_size': 10, 'eos_token': '<eos>'})
+
+
+@pytest.mark.parametrize(
+    ('path', 'body', 'field'),
+    [
+        ('/tokenize', {}, 'prompt'),
+        ('/tokenize', {'prompt': 5}, 'prompt'),
+        ('/tokenize', {'prompt': []}, 'prompt'),
+        ('/tokenize', {'prompt': ['a', 5]}, 'prompt'),
+        ('/tokenize', {'prompt': 'xyz'}, 'prompt'),
+        ('/tokenize', {'messages': []}, 'messages'),
+        ('/tokenize', {'messages': [{'role': 'user', 'content': 'xyz'}]}, 'messages'),
+        ('/tokenize', {'messages': [{'role': 'user', 'content': 'a'}], 'chat_template': 'x'}, 'chat_template'),
+        (
+            '/tokenize', {'messages': [{'role': 'user', 'content': 'a'}], 'add_generation_prompt': False},
+            'add_generation_prompt',
+        ),
+        ('/tokenize', {'prompt': 'a', 'bogus': 1}, 'bogus'),
+        ('/detokenize', {}, 'tokens'),
+        ('/detokenize', {'tokens': 'ab'}, 'tokens'),
+        ('/detokenize', {'tokens': [10]}, 'tokens'),
+        ('/detokenize', {'tokens': [[1], 'x']}, 'tokens[1]'),
+        ('/detokenize', {'tokens': [1], 'skip_special_tokens': 1}, 'skip_special_tokens'),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_read_is_refused_by_name(server, path, body, field):
+    status, reply = ask(server, path, body)
+    assert (status, reply['error']['param']) == (400, field)
+
+
+def test_one_model_is_found_by_its_name(server):
+    async def script(client):
+        return [await client.get(path) for path in ('/v1/models', '/v1/models/toy', '/v1/models/org/other')]
+
+    (_, listed), (status, one), (missing, error) = server.run(script)
+    assert (status, one) == (200, listed['data'][0])
+    assert one['max_model_len'] == CONTEXT
+    assert (missing, error['error']['param']) == (404, 'model')
