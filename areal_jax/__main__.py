@@ -29,7 +29,8 @@ def main() -> int:
     if word not in words:
         from areal_jax.config.structure import suggest
 
-        raise UserError(f'there is no command {word!r}{suggest(word, words)}: python -m areal_jax lists all')
+        near = suggest(word, words) or '; python -m areal_jax lists them all'
+        raise UserError(f'there is no command {word!r}{near}')
     sys.argv = [f'areal-{word}', *rest]
     importlib.import_module(words[word]).run()
     return ExitCode.FINISHED

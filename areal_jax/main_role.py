@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from areal_jax.app.ending import ProcessEnd, code_of_stopped_server, end_command, judge_training
 from areal_jax.app.interrupt import Interrupts
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 
@@ -131,7 +131,7 @@ def _define_flags() -> flags.FlagValues:
     from absl import flags
 
     values = flags.FlagValues()
-    flags.DEFINE_string('role', None, 'controller, learner, engine or exporter.', flag_values=values)
+    flags.DEFINE_string('role', None, 'What this process does in the run.', flag_values=values)
     flags.DEFINE_string(
         'index',
         None,
@@ -144,7 +144,6 @@ def _define_flags() -> flags.FlagValues:
     return values
 
 
-_ROLES_OF_TWO = '--config=configs/tiny_cpu.py --config.cluster.learner="hosts=1 x data=1" --config.rollout.server=own'
 COMMAND = Command(
     program='areal-role',
     purpose='Runs one process of a run in roles: its controller, a learner process, an engine or the exporter.',
@@ -156,15 +155,11 @@ COMMAND = Command(
     examples=(
         Example(
             'the controller of a run with one learner process and one engine',
-            f'areal-role --role=controller --workdir=runs/roles {_ROLES_OF_TWO} --config.publication.channel=files',
+            f'areal-role --role=controller --workdir=runs/roles {ROLES_OF_TINY}',
         ),
-        Example(
-            'its engine',
-            f'areal-role --role=engine --index=0 --workdir=runs/roles {_ROLES_OF_TWO} '
-            '--config.publication.channel=files',
-        ),
+        Example('its engine', f'areal-role --role=engine --index=0 --workdir=runs/roles {ROLES_OF_TINY}'),
     ),
-    fields=('cluster.learner', 'cluster.engines', 'rollout.server', 'run.export_every', *FIELDS_OF_TRAINING[:9]),
+    fields=FIELDS_OF_ROLES,
     choices={'role': ('controller', 'learner', 'engine', 'exporter')},
     exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal or by a lost process: the same role goes on'},
     notes='An executor starts all roles of a run: python -m launch.local, launch.slurm, launch.ray or launch.jobset. A '

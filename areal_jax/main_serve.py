@@ -120,7 +120,8 @@ COMMAND = Command(
         ),
         Example(
             'the same for clients of other machines that send the key in the environment variable AREAL_JAX_API_KEY',
-            'AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=0 --host=0.0.0.0',
+            'AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000 '
+            '--host=0.0.0.0',
         ),
     ),
     fields=(

@@ -167,7 +167,8 @@ COMMAND = Command(
     ),
     fields=FIELDS_OF_TRAINING,
     exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal: the same command goes on'},
-    notes='FILE has get_sweep() or get_study() beside get_config(); fields that the command line sets hold for all arms.',
+    notes='FILE has get_sweep() or get_study() beside get_config(). Fields that the command line sets hold for all '
+    'arms.',
 )
 
 

@@ -23,6 +23,15 @@ FIELDS_OF_TRAINING = (
     'rollout.max_new_tokens', 'rollout.temperature', 'staleness.eta', 'learner.groups_per_update',
     'optimizer.learning_rate', 'loss.kl_coefficient', 'checkpoint.every', 'evaluation.problems',
 )  # fmt: skip
+FIELDS_OF_ROLES = (
+    'cluster.learner', 'cluster.engines', 'cluster.strategy', 'rollout.server', 'publication.channel',
+    'run.export_every', 'run.steps', 'model.source', 'model.path', 'task.name', 'task.path', 'staleness.eta',
+    'learner.groups_per_update', 'checkpoint.every', 'evaluation.problems',
+)  # fmt: skip
+ROLES_OF_TINY = (  # words of an example: the smallest run in roles
+    '--config=configs/tiny_cpu.py --config.cluster.learner="hosts=1 x data=1" --config.rollout.server=own '
+    '--config.publication.channel=files'
+)
 EXITS: Mapping[ExitCode, str] = {
     ExitCode.FINISHED: 'finished',
     ExitCode.BUG: 'a bug, with a traceback',
