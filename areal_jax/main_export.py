@@ -23,11 +23,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import jax
 
         from areal_jax.app.export import export_run
+        from areal_jax.telemetry.bar import Bar
 
         jax.config.update('jax_platforms', 'cpu')  # an accelerator is not needed, and may be in use
-        out = export_run(
-            pathlib.Path(options.workdir), pathlib.Path(options.out), step=options.step, dtype=options.dtype
-        )
+        bar = Bar()
+        bar.begin(f'exporting {options.workdir}')
+        try:
+            out = export_run(
+                pathlib.Path(options.workdir),
+                pathlib.Path(options.out),
+                step=options.step,
+                dtype=options.dtype,
+                announce=bar.count_bytes,
+            )
+        finally:
+            bar.end()
         print(out)
         return ExitCode.FINISHED
 

@@ -20,7 +20,6 @@ from ml_collections import config_dict
 
 from areal_jax import files
 from areal_jax.app.roles import require_roles
-from areal_jax.app.workdir import holds_run
 from areal_jax.config.cluster import list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
@@ -114,6 +113,8 @@ def run_roles(
         return ExitCode.FINISHED
     if config.rollout.server == 'vllm':
         find_python()  # raises where there is none
+    from areal_jax.app.workdir import holds_run  # here: it imports the report, which --help does not need
+
     if holds_run(workdir) != resume:
         fix = 'start without --resume' if resume else 'go on with --resume, or give another --workdir'
         raise ConfigError(f'{workdir} holds {"no run yet" if resume else "a run already"}: {fix}')
