@@ -15,7 +15,8 @@ import socket
 import stat
 import sys
 import time
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, Any, TypeAlias
 
 from areal_jax.errors import UserError
 
@@ -29,6 +30,13 @@ _READ_S = 60.0  # for one file
 
 class FileError(UserError, ValueError):
     """A file that is missing, cut short, edited or of another program; the message names file, line and fix."""
+
+
+Announce: TypeAlias = Callable[[int, int], None]  # hears how many bytes of how many are read or written
+
+
+def announce_nothing(done: int, total: int) -> None:
+    """For who shows no progress."""
 
 
 def read_json(path: pathlib.Path, fix: str = 'restore it or remove it', most_bytes: int = MOST_BYTES) -> JsonObject:

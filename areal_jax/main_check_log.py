@@ -1,4 +1,4 @@
-"""Check an event log against the rules of the loop: python -m areal_jax.main_check_log FILE.
+"""areal-check-log: an event log against the rules of the loop.
 
 FILE is the events.jsonl in a workdir, the workdir itself, or a run that main_replay packed. The first line that breaks
 a rule is named, with exit code 2.
@@ -6,20 +6,21 @@ a rule is named, with exit code 2.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
 
 from areal_jax.app.ending import end_command
+from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, say what was found; returns the exit code."""
-    parser = argparse.ArgumentParser(prog='areal_jax.main_check_log', description=__doc__)
-    parser.add_argument('file', metavar='FILE', help='events.jsonl, a --workdir, or a file of main_replay --portable')
-    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    answer(COMMAND, arguments)
+    options = _build_parser().parse_args(arguments)
     return end_command(lambda: _check(pathlib.Path(options.file)), doing=f'reading {options.file}')
 
 
@@ -37,6 +38,29 @@ def _check(path: pathlib.Path) -> int:
         raise UserError(f'{log.name}: line {found[0]}: {found[1]}')
     print(f'{log.name}: {len(log.events)} events keep every rule')
     return ExitCode.FINISHED
+
+
+def _build_parser() -> Parser:
+    parser = Parser('areal-check-log')
+    parser.add_argument('file', metavar='FILE', help='events.jsonl, a workdir, or a file of areal-replay --portable.')
+    return parser
+
+
+COMMAND = Command(
+    program='areal-check-log',
+    purpose='Checks the event log of a run against the rules of the loop, and names the first line that breaks one.',
+    usage=('FILE',),
+    flags=_build_parser,
+    examples=(
+        Example('the log of a run', 'areal-check-log runs/tiny'),
+        Example('the file itself', 'areal-check-log runs/tiny/events.jsonl'),
+    ),
+    exits={
+        **EXITS,
+        ExitCode.FINISHED: 'every event keeps the rules',
+        ExitCode.USER_ERROR: 'a line breaks a rule, or the log cannot be read',
+    },
+)
 
 
 def run() -> None:

@@ -1,6 +1,4 @@
-"""Evaluate: python -m areal_jax.main_eval --model=RUN|CHECKPOINT|HF_DIR|GGUF --config=FILE --workdir=DIR [--resume]
-[--benchmark=FILE] [--json=FILE] [--config.section.field=value ...].
-"""
+"""areal-eval: the scores of a model on held-out problems or a benchmark."""
 
 from __future__ import annotations
 
@@ -12,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from areal_jax.app.ending import ProcessEnd, end_command
 from areal_jax.app.interrupt import Interrupts
+from areal_jax.commands.command import EXITS, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, evaluate, print the table; returns the exit code."""
+    answer(COMMAND, argv[1:])
+
     from areal_jax.app.command_line import parse_evaluation_command
     from areal_jax.app.evaluation_config import adapt_config, set_benchmark
     from areal_jax.app.noise import silence_libraries
@@ -97,6 +99,33 @@ def _require_place(json: str | None) -> pathlib.Path | None:
     if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(f'--json={json} cannot be written: {path.absolute().parent} is not writable; choose another')
     return path
+
+
+COMMAND = Command(
+    program='areal-eval',
+    purpose='Evaluates a model on held-out problems or on a benchmark: pass@1 and pass@k, with confidence intervals.',
+    usage=(
+        '--config=FILE[:ARGUMENT] --workdir=DIR [--model=RUN|CHECKPOINT|HF_DIR|GGUF] [--benchmark=FILE] [--json=FILE] '
+        '[--resume] [--config.SECTION.FIELD=VALUE ...]',
+    ),
+    flags=_define_flags,
+    examples=(
+        Example(
+            'the model of a run on its held-out problems',
+            'areal-eval --config=configs/tiny_cpu.py --model=runs/tiny --workdir=runs/tiny_eval',
+        ),
+        Example(
+            'its first eight problems alone, before training',
+            'areal-eval --config=configs/tiny_cpu.py --workdir=runs/eval8 --config.evaluation.problems=8',
+        ),
+    ),
+    fields=(
+        'run.seed', 'task.name', 'task.path', 'task.answer', 'task.system_prompt', 'evaluation.problems',
+        'evaluation.samples', 'rollout.slots', 'rollout.context_tokens', 'rollout.max_new_tokens',
+        'rollout.temperature', 'rollout.top_p', 'publication.dtype', 'cluster.engines',
+    ),
+    exits={**EXITS, ExitCode.STOPPED: 'stopped by a signal: the same command with --resume goes on'},
+)  # fmt: skip
 
 
 def run() -> None:

@@ -1,4 +1,4 @@
-"""Replay a run of the real clock from its log: python -m areal_jax.main_replay --workdir=RUN | --from=FILE [--out=DIR].
+"""areal-replay: a run of the real clock, made again from its log.
 
 The replay ends with the weights of the run, or names the first event that differs. --portable=FILE packs a run into one
 file, which --from replays elsewhere.
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.ending import ProcessEnd, end_command
+from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 
 # Slow imports come after the command line is parsed.
@@ -19,18 +21,9 @@ from areal_jax.errors import ExitCode, UserError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, replay or pack, say what was found; returns the exit code."""
-    parser = argparse.ArgumentParser(prog='areal_jax.main_replay', description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument('--workdir', help='work directory of the run to replay')
-    source.add_argument('--from', dest='packed', metavar='FILE', help='a run that --portable packed')
-    parser.add_argument('--out', help='directory of the replay, new or empty; default: RUN.replay beside the run')
-    parser.add_argument('--portable', metavar='FILE', help='pack the run into this file instead of replaying it')
-    parser.add_argument(
-        '--data', action='append', default=[], metavar='FIELD=PATH',
-        help='where a file that the config names lies here: task.path=FILE, model.path=PATH, staleness.schedule=FILE',
-    )  # fmt: skip
-    parser.add_argument('--json', default='', metavar='FILE', help='write what was found there too')
-    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    answer(COMMAND, arguments)
+    options = _build_parser().parse_args(arguments)
     source_path = pathlib.Path(options.workdir or options.packed)
     out = pathlib.Path(options.out) if options.out else source_path.with_name(f'{source_path.name}.replay')
     command = (lambda: _pack(options)) if options.portable else (lambda: _replay(options, out))
@@ -83,6 +76,42 @@ def _parse_path(text: str) -> tuple[str, str]:
     if not equals or not path:
         raise UserError(f'--data={text} must be FIELD=PATH, e.g. --data=task.path=data/train.jsonl')
     return field, path
+
+
+def _build_parser() -> Parser:
+    parser = Parser('areal-replay')
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--workdir', help='Work directory of the run to replay.')
+    source.add_argument('--from', dest='packed', help='A run that --portable packed.')
+    parser.add_argument('--out', help='Directory of the replay, new or empty; without it RUN.replay beside the run.')
+    parser.add_argument('--portable', help='Pack the run into this file instead of replaying it.')
+    parser.add_argument(
+        '--data', action='append', default=[], metavar='FIELD=PATH',
+        help='Where a file that the config names lies here: task.path=FILE, model.path=PATH, staleness.schedule=FILE.',
+    )  # fmt: skip
+    parser.add_argument('--json', default='', help='Write what was found there too.')
+    return parser
+
+
+COMMAND = Command(
+    program='areal-replay',
+    purpose='Makes a run of the real clock again from its log, and names the first event or weight that differs.',
+    usage=(
+        '--workdir=RUN [--out=DIR] [--data=FIELD=PATH ...] [--json=FILE]',
+        '--workdir=RUN --portable=FILE',
+        '--from=FILE [--out=DIR] [--data=FIELD=PATH ...] [--json=FILE]',
+    ),
+    flags=_build_parser,
+    examples=(
+        Example('pack a run into one file', 'areal-replay --workdir=runs/tiny --portable=tiny.replay'),
+        Example('replay it, here or on another machine', 'areal-replay --from=tiny.replay --out=runs/tiny_again'),
+    ),
+    exits={
+        **EXITS,
+        ExitCode.FINISHED: 'equal, event by event and in its weights',
+        ExitCode.USER_ERROR: 'something differs, or cannot be replayed',
+    },
+)
 
 
 def run() -> None:

@@ -1,4 +1,4 @@
-"""Rebuild the report, the timeline and the plots of a run: python -m areal_jax.main_report --workdir=DIR.
+"""areal-report: the report, the timeline and the plots of a run, made again from its files.
 
 The run may have finished, have been stopped or killed at any moment, or be running still.
 --compare RUN RUN ... sets the reports of several workdirs beside each other, on the terminal and in compare.html.
@@ -12,28 +12,19 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.ending import end_command
-from areal_jax.app.rebuild import read_run, rebuild_report
+from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import write_text
-from areal_jax.report.comparison import compare, name_runs, render_comparison
-from areal_jax.report.comparison_page import FILE as COMPARISON
-from areal_jax.report.comparison_page import render_comparison_page
-from areal_jax.report.report import FILE, PAGE
-from areal_jax.report.web_page import describe_missing_library
+
+COMPARISON = 'compare.html'  # where --out names no other file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, rebuild or compare, say where; returns the exit status."""
-    parser = argparse.ArgumentParser(prog='areal_jax.main_report', description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument('--workdir', help='work directory of a run, finished or not')
-    what.add_argument('--compare', nargs='+', metavar='RUN', help='work directories of two or more runs')
-    parser.add_argument(
-        '--plots', action=argparse.BooleanOptionalAction, default=True, help='draw the pictures and report.html too'
-    )
-    parser.add_argument('--json', default='', metavar='FILE', help='copy report.json there too')
-    parser.add_argument('--out', default='', metavar='FILE', help=f'page of the comparison, {COMPARISON} by default')
-    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    answer(COMMAND, arguments)
+    options = _build_parser().parse_args(arguments)
     if options.compare:
         out = pathlib.Path(options.out or COMPARISON)
         return end_command(lambda: _compare(options, out), doing=f'writing to {out}')
@@ -41,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rebuild(options: argparse.Namespace) -> int:
+    from areal_jax.app.rebuild import rebuild_report
+    from areal_jax.report.report import FILE, PAGE
+
     workdir, copy = pathlib.Path(options.workdir), pathlib.Path(options.json) if options.json else None
     if options.out:
         raise UserError(f'--out={options.out} names the page of --compare; leave it out with --workdir')
@@ -54,6 +48,11 @@ def _rebuild(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace, out: pathlib.Path) -> int:
+    from areal_jax.app.rebuild import read_run
+    from areal_jax.report.comparison import compare, name_runs, render_comparison
+    from areal_jax.report.comparison_page import render_comparison_page
+    from areal_jax.report.web_page import describe_missing_library
+
     if options.json:
         raise UserError(f'--json={options.json} copies the report of --workdir; leave it out with --compare')
     _require_place('--out', out)
@@ -74,6 +73,35 @@ def _compare(options: argparse.Namespace, out: pathlib.Path) -> int:
 def _require_place(option: str, path: pathlib.Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f'{option}={path} is a directory, or in none; name a file in a directory that exists')
+
+
+def _build_parser() -> Parser:
+    parser = Parser('areal-report')
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument('--workdir', help='Work directory of a run, finished or not.')
+    what.add_argument('--compare', nargs='+', metavar='RUN', help='Work directories of two or more runs.')
+    parser.add_argument(
+        '--plots', action=argparse.BooleanOptionalAction, default=True,
+        help='Draw the pictures and report.html too; --no-plots leaves them out.',
+    )  # fmt: skip
+    parser.add_argument('--json', default='', help='Copy report.json there too.')
+    parser.add_argument('--out', default='', help=f'Page of the comparison; without it {COMPARISON}.')
+    return parser
+
+
+COMMAND = Command(
+    program='areal-report',
+    purpose='Makes the report, the timeline and the plots of a run again, or sets several runs beside each other.',
+    usage=('--workdir=RUN [--no-plots] [--json=FILE]', '--compare RUN RUN ... [--no-plots] [--out=FILE]'),
+    flags=_build_parser,
+    examples=(
+        Example('the report of a run, finished or not', 'areal-report --workdir=runs/tiny'),
+        Example(
+            'two runs on the terminal and in a page', 'areal-report --compare runs/tiny runs/other --out=both.html'
+        ),
+    ),
+    exits=EXITS,
+)
 
 
 def run() -> None:

@@ -1,7 +1,4 @@
-"""One process of a run in roles, which an executor starts (docs/cluster/index.md): python -m areal_jax.main_role
---role=controller|learner|engine|exporter --index=K|env:NAME --config=FILE --workdir=DIR [--count=N] [--host=ADDRESS]
-[--config.section.field=value ...]. It goes on from what is in the workdir.
-"""
+"""areal-role: one process of a run in roles, which an executor starts (docs/cluster/index.md)."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from areal_jax.app.ending import ProcessEnd, code_of_stopped_server, end_command, judge_training
 from areal_jax.app.interrupt import Interrupts
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, check the directory, run the role; returns the exit code."""
+    answer(COMMAND, argv[1:])
+
     from areal_jax.app.command_line import parse_train_command
     from areal_jax.app.noise import silence_libraries
     from areal_jax.app.roles import require_role, require_roles
@@ -130,7 +131,7 @@ def _define_flags() -> flags.FlagValues:
     from absl import flags
 
     values = flags.FlagValues()
-    flags.DEFINE_string('role', None, 'controller, learner, engine or exporter.', flag_values=values)
+    flags.DEFINE_string('role', None, 'What this process does in the run.', flag_values=values)
     flags.DEFINE_string(
         'index',
         None,
@@ -143,8 +144,31 @@ def _define_flags() -> flags.FlagValues:
     return values
 
 
+COMMAND = Command(
+    program='areal-role',
+    purpose='Runs one process of a run in roles: its controller, a learner process, an engine or the exporter.',
+    usage=(
+        '--role=ROLE --config=FILE[:ARGUMENT] --workdir=DIR [--index=K|env:NAME] [--count=N] [--host=ADDRESS] '
+        '[--config.SECTION.FIELD=VALUE ...]',
+    ),
+    flags=_define_flags,
+    examples=(
+        Example(
+            'the controller of a run with one learner process and one engine',
+            f'areal-role --role=controller --workdir=runs/roles {ROLES_OF_TINY}',
+        ),
+        Example('its engine', f'areal-role --role=engine --index=0 --workdir=runs/roles {ROLES_OF_TINY}'),
+    ),
+    fields=FIELDS_OF_ROLES,
+    choices={'role': ('controller', 'learner', 'engine', 'exporter')},
+    exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal or by a lost process: the same role goes on'},
+    notes='An executor starts all roles of a run: python -m launch.local, launch.slurm, launch.ray or launch.jobset. A '
+    'role goes on from what is in the workdir.',
+)
+
+
 def run() -> None:
-    """Entry point of `python -m areal_jax.main_role`."""
+    """Entry point of the console script."""
     end = ProcessEnd()
     with Interrupts('the same role goes on') as interrupts:
         code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir')

@@ -1,7 +1,4 @@
-"""Serve: python -m areal_jax.main_serve --config=FILE --model=RUN|HF_DIR|GGUF --port=N [--host=127.0.0.1]
-[--workdir=RUN [--name=NAME]] [--config.section.field=value ...]. Clients send the key in AREAL_JAX_API_KEY, an
-environment variable.
-"""
+"""areal-serve: answers of a model over HTTP."""
 
 from __future__ import annotations
 
@@ -14,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from areal_jax.app.ending import ProcessEnd, end_command
 from areal_jax.app.interrupt import Interrupts
+from areal_jax.commands.command import EXITS, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, bind, build, serve; returns the exit code."""
+    answer(COMMAND, argv[1:])
+
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
     from areal_jax.app.extras import API_KEY, require_serving
     from areal_jax.app.noise import silence_libraries
@@ -102,6 +103,35 @@ def _define_flags() -> flags.FlagValues:
         'name', None, 'Of the server in the registry of its run; without it HOST-PORT.', flag_values=values
     )
     return values
+
+
+COMMAND = Command(
+    program='areal-serve',
+    purpose='Serves a model over HTTP, with the chat and completions interface of OpenAI.',
+    usage=(
+        '--config=FILE[:ARGUMENT] --port=N [--model=RUN|CHECKPOINT|HF_DIR|GGUF] [--host=ADDRESS] '
+        '[--workdir=RUN [--name=NAME]] [--config.SECTION.FIELD=VALUE ...]',
+    ),
+    flags=_define_flags,
+    examples=(
+        Example(
+            'the newest weights of a run, at port 8000 of this machine',
+            'areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000',
+        ),
+        Example(
+            'the same for clients of other machines that send the key in the environment variable AREAL_JAX_API_KEY',
+            'AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000 '
+            '--host=0.0.0.0',
+        ),
+    ),
+    fields=(
+        'rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.cache_tokens',
+        'rollout.prefill_buckets', 'rollout.attention', 'publication.dtype', 'cluster.engines', 'server.max_requests',
+        'server.max_streams', 'server.request_timeout_s', 'server.drain_timeout_s',
+    ),
+    exits={**EXITS, ExitCode.FINISHED: 'told to stop by a signal, after the answers under way'},
+    notes='Where the environment variable AREAL_JAX_API_KEY is set, clients must send its value as their key.',
+)  # fmt: skip
 
 
 def run() -> None:

@@ -1,4 +1,4 @@
-"""Run a sweep: python -m areal_jax.main_sweep --config=FILE --workdir=DIR [--jobs=N] [--only=ARMS] [--dry_run].
+"""areal-sweep: the runs of a sweep or a study, and its table.
 
 FILE has get_config() and, beside it, get_sweep(), which returns {name of an arm: {'section.field': value}}. The same
 command goes on after whatever ended it, and makes the table of a sweep that has finished again. A FILE with get_study()
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from areal_jax.app.ending import ProcessEnd, end_command
 from areal_jax.app.interrupt import Interrupts
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import describe_install
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, run what has not finished, write the table; returns the exit code."""
+    answer(COMMAND, argv[1:])
+
     from areal_jax.app.command_line import defines, parse_command, require_workdir
     from areal_jax.app.noise import silence_libraries
     from areal_jax.app.sweep.arms import read_arms, render_command, select_arms
@@ -142,6 +146,31 @@ def _define_flags() -> flags.FlagValues:
         'dry_run', False, 'Check every arm, print the commands of those to run, write nothing.', flag_values=values
     )
     return values
+
+
+COMMAND = Command(
+    program='areal-sweep',
+    purpose='Trains every arm of a sweep or a study, a run for each, and makes the table that compares them.',
+    usage=(
+        '--config=FILE[:ARGUMENT] --workdir=DIR [--jobs=N] [--only=ARMS] [--quick] [--dry_run] '
+        '[--config.SECTION.FIELD=VALUE ...]',
+    ),
+    flags=_define_flags,
+    examples=(
+        Example(
+            'what a sweep would run',
+            'areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --dry_run',
+        ),
+        Example(
+            'two arms at a time; the same command goes on after a stop',
+            'areal-sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep --jobs=2',
+        ),
+    ),
+    fields=FIELDS_OF_TRAINING,
+    exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal: the same command goes on'},
+    notes='FILE has get_sweep() or get_study() beside get_config(). Fields that the command line sets hold for all '
+    'arms.',
+)
 
 
 def run() -> None:

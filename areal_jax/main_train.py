@@ -1,32 +1,33 @@
-"""Train: python -m areal_jax.main_train --config=FILE --workdir=DIR [--resume] [--config.section.field=value ...]."""
+"""areal-train: a run in this process, from a config file to its report."""
 
 from __future__ import annotations
 
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from areal_jax.app.ending import ProcessEnd, end_command, judge_training
 from areal_jax.app.interrupt import Interrupts
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode
+
+if TYPE_CHECKING:
+    from absl import flags
 
 # Slow imports come after the signal handlers are set and the command line is parsed.
 
 
 def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, build, run; returns the exit code."""
-    from absl import flags
+    answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_train_command
     from areal_jax.app.noise import silence_libraries
 
     silence_libraries()
-    values = flags.FlagValues()
-    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
-    flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
-    flags.DEFINE_integer(
-        'process_id', None, 'Which of the hosts of cluster.learner this is; 0 drives the run.', flag_values=values
-    )
+    values = _define_flags()
     command = parse_train_command(argv, values)
 
     from areal_jax.app.garbage import space_full_collections
@@ -59,6 +60,38 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         return ExitCode.STOPPED
     print((workdir / 'report.md').read_text())
     return judge_training(report)
+
+
+def _define_flags() -> flags.FlagValues:
+    """The flags of this command, beside --config."""
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
+    flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
+    flags.DEFINE_integer(
+        'process_id', None, 'Which of the hosts of cluster.learner this is; 0 drives the run.', flag_values=values
+    )
+    return values
+
+
+COMMAND = Command(
+    program='areal-train',
+    purpose='Trains a model by reinforcement learning or by demonstrations, and leaves weights and a report.',
+    usage=('--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--config.SECTION.FIELD=VALUE ...]',),
+    flags=_define_flags,
+    examples=(
+        Example(
+            'a small run, in about a minute on a CPU', 'areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny'
+        ),
+        Example(
+            'more updates of it, with the newest checkpoint as start',
+            'areal-train --config=configs/tiny_cpu.py --workdir=runs/tiny --resume --config.run.steps=30',
+        ),
+    ),
+    fields=FIELDS_OF_TRAINING,
+    exits=EXITS_OF_TRAINING,
+)
 
 
 def run() -> None:

@@ -1,4 +1,4 @@
-"""Starts a run on GKE as a JobSet: python -m launch.jobset --config=FILE --workdir=DIR --claim=NAME --image=IMAGE.
+"""Starts a run on GKE as a JobSet.
 
 One replicated job for each role; a learner's pods are the hosts of one TPU slice, or nodes with GPUs. --dry_run prints
 the YAML, without it `kubectl apply` gets it. FILE is read here and in the image, under the same path.
@@ -18,6 +18,8 @@ from absl import flags
 
 from areal_jax.app.command_line import parse_command
 from areal_jax.app.ending import end_command
+from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.config.cluster import ENGINES, LEARNER, RoleCount
 from areal_jax.errors import ExitCode, UserError
 
@@ -30,6 +32,7 @@ _NAME = re.compile(r'[a-z]([a-z0-9-]{0,30}[a-z0-9])?')  # with suffixes at most 
 
 def main(argv: Sequence[str]) -> int:
     """Parse, render, apply; returns the exit code."""
+    answer(COMMAND, argv[1:])
     values = _define()
     command = parse_command(argv, values)
     _require_names(values)
@@ -132,6 +135,32 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_integer('restarts', 20, 'Most restarts of jobs, of all roles together.', 0, flag_values=values)
     flags.DEFINE_integer('grace_s', 120, 'Seconds to save the state after SIGTERM.', 10, flag_values=values)
     return values
+
+
+COMMAND = Command(
+    program='python -m launch.jobset',
+    purpose='Applies a run in roles to a Kubernetes cluster as a JobSet, or prints its YAML.',
+    usage=(
+        '--config=FILE[:ARGUMENT] --workdir=DIR --claim=NAME --image=IMAGE [--accelerator=KIND] [--dry_run] [FLAGS] '
+        '[--config.SECTION.FIELD=VALUE ...]',
+    ),
+    flags=_define,
+    examples=(
+        Example(
+            'the YAML of a run on CPUs, which is not applied',
+            f'python -m launch.jobset {ROLES_OF_TINY} --workdir=/mnt/runs/a --claim=runs --image=IMAGE '
+            '--accelerator=cpu --dry_run',
+        ),
+        Example(
+            'the same with one GPU for the learner and one for the engine',
+            f'python -m launch.jobset {ROLES_OF_TINY} --workdir=/mnt/runs/a --claim=runs --image=IMAGE '
+            '--accelerator=gpu --node_selector=cloud.google.com/gke-accelerator=nvidia-h100-80gb '
+            '--engine_accelerator=gpu --engine_node_selector=cloud.google.com/gke-accelerator=nvidia-h100-80gb',
+        ),
+    ),
+    fields=FIELDS_OF_ROLES,
+    exits={**EXITS, ExitCode.FINISHED: 'applied, or printed'},
+)
 
 
 def run() -> None:

@@ -1,5 +1,4 @@
-"""Starts the processes of a run on this machine: python -m launch.local --config=FILE --workdir=DIR [--resume]
-[--dry_run] [--config.section.field=value ...], as main_train takes them.
+"""Starts the processes of a run on this machine.
 
 They are a trainer and its servers, or, where cluster.learner names hosts, a controller, so many learner processes and
 the engines (roles.py). A server that dies or hangs is started again. Ctrl-C stops the run, which saves its state first.
@@ -23,6 +22,8 @@ from areal_jax.app.command_line import parse_train_command
 from areal_jax.app.ending import end_command
 from areal_jax.app.vllm_server import describe_command as describe_vllm
 from areal_jax.app.vllm_server import find_python
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.config import default_config, flatten, validate
 from areal_jax.config.cluster import ENGINES, has_roles, parse_engines
 from areal_jax.config.ranges import ConfigError
@@ -55,10 +56,8 @@ def get_config():
 
 def main(argv: Sequence[str]) -> int:
     """Parse, start, wait; returns the exit code, that of the trainer."""
-    values = flags.FlagValues()
-    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
-    flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
-    flags.DEFINE_bool('dry_run', False, 'Print the commands, one a line, and start nothing.', flag_values=values)
+    answer(COMMAND, argv[1:])
+    values = _define_flags()
     config = parse_train_command(argv, values).config
     require_path(values.workdir)
     workdir = pathlib.Path(values.workdir)
@@ -137,6 +136,34 @@ def write_config(config: config_dict.ConfigDict, path: pathlib.Path) -> None:
 def _plan_vllm(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
     """vLLM starts from a version that the trainer has published."""
     return [word for word in describe_vllm(config, workdir, '')[2:] if word != '--name=']
+
+
+def _define_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
+    flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
+    flags.DEFINE_bool('dry_run', False, 'Print the commands, one a line, and start nothing.', flag_values=values)
+    return values
+
+
+COMMAND = Command(
+    program='python -m launch.local',
+    purpose='Starts a run and its servers, or all roles of a run, on this machine, and restarts what dies.',
+    usage=('--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--dry_run] [--config.SECTION.FIELD=VALUE ...]',),
+    flags=_define_flags,
+    examples=(
+        Example(
+            'a trainer and a server of this project',
+            'python -m launch.local --config=configs/tiny_cpu.py --config.rollout.server=own --workdir=runs/served',
+        ),
+        Example(
+            'the commands of a run in roles: a controller, a learner process and an engine',
+            f'python -m launch.local {ROLES_OF_TINY} --workdir=runs/roles --dry_run',
+        ),
+    ),
+    fields=FIELDS_OF_ROLES,
+    exits=EXITS_OF_TRAINING,
+)
 
 
 def run() -> None:

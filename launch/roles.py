@@ -115,6 +115,8 @@ def run_roles(
         return ExitCode.FINISHED
     if config.rollout.server == 'vllm':
         find_python()  # raises where there is none
+    from areal_jax.app.workdir import holds_run  # here: it imports the report, which --help does not need
+
     if holds_run(workdir) != resume:
         fix = 'start without --resume' if resume else 'go on with --resume, or give another --workdir'
         raise ConfigError(f'{workdir} holds {"no run yet" if resume else "a run already"}: {fix}')

@@ -1,4 +1,4 @@
-"""Starts a run, or a sweep, as a SLURM job: python -m launch.slurm --config=FILE --workdir=DIR [--partition=NAME ...].
+"""Starts a run, or a sweep, as a SLURM job.
 
 Submits one sbatch file (slurm_file.py) with an srun for each role; --dry_run prints it. The job is heterogeneous where
 engines get other nodes than the learner. With --sweep it is an array with a job for each arm that has not finished.
@@ -17,6 +17,8 @@ from absl import flags
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, parse_command, require_workdir
 from areal_jax.app.ending import end_command
+from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.registry.self_test import require_path
 
@@ -38,6 +40,7 @@ _SINFO_S = 30.0
 
 def main(argv: Sequence[str]) -> int:
     """Parse, render, submit; returns the exit code."""
+    answer(COMMAND, argv[1:])
     values = _define()
     command = parse_command(argv, values)
     require_workdir(values.workdir)
@@ -139,6 +142,29 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_bool('sweep', False, 'The config is a sweep: an array with a job for each arm.', flag_values=values)
     flags.DEFINE_integer('jobs', 0, 'Of a sweep: how many arms run at a time; 0: all.', 0, flag_values=values)
     return values
+
+
+COMMAND = Command(
+    program='python -m launch.slurm',
+    purpose='Submits a run in roles, or a sweep, as a SLURM job that is queued again until it has finished.',
+    usage=(
+        '--config=FILE[:ARGUMENT] --workdir=DIR [--partition=NAME] [--gpus_per_node=N] [--time=TIME] [--resume] '
+        '[--dry_run] [FLAGS] [--config.SECTION.FIELD=VALUE ...]',
+    ),
+    flags=_define,
+    examples=(
+        Example(
+            'the sbatch file of a run, which is not submitted',
+            f'python -m launch.slurm {ROLES_OF_TINY} --workdir=runs/roles --local_nodes --dry_run',
+        ),
+        Example(
+            'a sweep as an array of jobs, at most four at a time',
+            'python -m launch.slurm --config=configs/sweeps/tiny.py --workdir=runs/sweep --sweep --jobs=4',
+        ),
+    ),
+    fields=FIELDS_OF_ROLES,
+    exits={**EXITS, ExitCode.FINISHED: 'submitted'},
+)
 
 
 def run() -> None:

@@ -32,6 +32,7 @@ LAYERS = [
     {'app'},
     {'arms'},
     {'study'},
+    {'commands'},
     {'main'},
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
@@ -55,6 +56,7 @@ JAX_FREE = [
     'tasks',
     'telemetry',
     'report',
+    'commands',
 ]
 FORBIDDEN = {
     'asyncio.wait', 'asyncio.as_completed', 'asyncio.TaskGroup', 'asyncio.sleep', 'asyncio.wait_for', 'asyncio.timeout',
@@ -75,9 +77,9 @@ def modules():
 
 
 def unit(path):
-    """'control' for areal_jax/control/gate.py, 'main' for areal_jax/main_train.py."""
+    """'control' for areal_jax/control/gate.py, 'main' for areal_jax/main_train.py and areal_jax/__main__.py."""
     name = path.relative_to(PACKAGE).parts[0].removesuffix('.py')
-    return 'main' if name.startswith('main_') else name
+    return 'main' if name.startswith('main_') or name == '__main__' else name
 
 
 def layer(name):

@@ -28,18 +28,12 @@ from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
 from areal_jax.config.options import take_options
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import suggest, unknown_field
-from areal_jax.errors import ExitCode, UserError
+from areal_jax.config.structure import suggest, suggest_flag, unknown_field
+from areal_jax.errors import UserError
 
-_HELP = re.compile(r'--?(help|helpshort|helpfull|helpxml|h|\?)$')
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'
 _NO_CONFIG = '--config is missing: name an experiment file, e.g. --config=configs/mine.py, or --config=tiny_cpu'
-# of the commands, beside --config
-_FLAGS = (
-    'workdir', 'resume', 'process_id', 'model', 'benchmark', 'json', 'host', 'port', 'name', 'jobs', 'only', 'dry_run',
-    'role', 'index', 'count', 'quick',
-)  # fmt: skip
 
 Result = TypeVar('Result')
 
@@ -82,9 +76,6 @@ def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
         words = list(values.read_flags_from_files(argv, force_gnu=False))
     except flags.Error as error:
         raise CommandLineError(re.sub(r'^ERROR:: ', '', _first_line(error))) from error
-    if any(_HELP.match(word) for word in words[1:]):
-        print(_describe_flags(pathlib.Path(words[0]).stem, values))
-        raise SystemExit(ExitCode.FINISHED)
     rest, source = _take_config(words)
     config = load_config(source)
     rest, options = take_options(rest, config)
@@ -188,16 +179,6 @@ def require_workdir(name: str | None) -> None:
         raise CommandLineError(f'--workdir={name}: {existing} is not writable; choose a directory of your own')
 
 
-def _describe_flags(program: str, values: flags.FlagValues) -> str:
-    """What --help prints."""
-    lines = [
-        ('--config=FILE[:ARGUMENT]', 'Experiment file, for example configs/tiny_cpu.py.'),
-        ('--config.SECTION.FIELD=VALUE', 'Sets a field of the config; docs/config.md lists them all.'),
-        *((f'--{name}', values[name].help) for name in values),
-    ]
-    return '\n'.join([f'usage: {program} FLAGS', '', *(f'  {flag:<30} {text}' for flag, text in lines)])
-
-
 def _take_config(words: Sequence[str]) -> tuple[list[str], str]:
     """(the other words, value of --config)."""
     rest: list[str] = []
@@ -251,12 +232,9 @@ def _require_field(path: str, value: str | None, config: config_dict.ConfigDict)
 def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues) -> UserError:
     """The sentence for what absl or ml_collections refuses."""
     if isinstance(error, flags.UnrecognizedFlagError):
-        sections = [f'--config.{section}' for section in SECTIONS]
-        own = [f'--{name}' for name in ('config', *_FLAGS) if name in values]
+        own = [f'--{name}' for name in ('config', *values) if not name.startswith('config.')]
         flag = f'--{error.flagname}'
-        return CommandLineError(
-            f'{flag} is not a flag{suggest(flag, own) or suggest(flag, sections) or "; see --help"}'
-        )
+        return CommandLineError(f'{flag} is not a flag{suggest_flag(flag, own) or "; see --help"}')
     if isinstance(error, flags.IllegalFlagValueError):
         for path, value in _overrides(words):
             if str(error).startswith(f'flag --config.{path}=') and path in FIELDS:

@@ -5,15 +5,18 @@ Used by model.py for model.source='run', and by export.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
 
 from areal_jax.app.run_config import FIELD, read_run_config, split_checkpoint
 from areal_jax.app.workdir import CHECKPOINTS
+from areal_jax.checkpoint.pieces import StoredArray
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
+from areal_jax.files import Announce, announce_nothing
 from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora, merge_adapters
@@ -67,13 +70,16 @@ class EarlierRun:
                     f'which has {theirs!r}: remove the setting'
                 )
 
-    def read_weights(self, decoder: Decoder, cut: Callable[[Params], Params]) -> Params:
+    def read_weights(
+        self, decoder: Decoder, cut: Callable[[Params], Params], announce: Announce = announce_nothing
+    ) -> Params:
         """The run's weights in float32 and list form, with LoRA adapters merged.
 
         Each process reads only the shards of its own devices.
 
         Args:
           cut: maps a tree of shapes to the tree of their shardings.
+          announce: hears of the bytes read, and of all.
 
         Raises ConfigError where their names or shapes are not those of the decoder, and CheckpointError for a
         checkpoint that is damaged.
@@ -82,7 +88,15 @@ class EarlierRun:
         adapters = Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
         expected = Decoder(decoder.config, lora=adapters).abstract()
         self._require_leaves(self._params, expected)
-        place = lambda leaf, sharding: place_regions(leaf.__getitem__, leaf.shape, sharding)
+        count = lambda leaf: 4 * math.prod(leaf.shape)  # float32
+        done, total = 0, sum(map(count, jax.tree.leaves(self._params)))
+
+        def place(leaf: StoredArray, sharding: jax.sharding.Sharding) -> jax.Array:
+            nonlocal done
+            announce(done, total)
+            done += count(leaf)
+            return place_regions(leaf.__getitem__, leaf.shape, sharding)
+
         params = trees.cast(jax.tree.map(place, self._params, cut(expected)), 'float32')
         return merge_adapters(params, adapters) if adapters else params
 

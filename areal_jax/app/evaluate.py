@@ -149,7 +149,7 @@ class _Evaluation:
     def _build(self) -> None:
         config = self.config
         self._start.begin(describe_loading(config))
-        self._model = model = build_model(config)
+        self._model = model = build_model(config, self._start.count_bytes)
         note_weights(self.workdir.path, model.source, resume=self.workdir.has_answers)
         self._start.begin(f'preparing task {config.task.name}')
         task = self._build_task(model)

@@ -22,6 +22,7 @@ from areal_jax.app.model_card import ExportedModel, render_card
 from areal_jax.app.workdir import Values
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.errors import UserError
+from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.formats.hf_export import TOKEN_IDS, HfCompanions
@@ -39,7 +40,12 @@ class ExportError(UserError):
 
 
 def export_run(
-    workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None, dtype: str = 'float32'
+    workdir: pathlib.Path,
+    out: pathlib.Path,
+    *,
+    step: int | None = None,
+    dtype: str = 'float32',
+    announce: Announce = announce_nothing,
 ) -> pathlib.Path:
     """Exports a checkpoint of a run to `out`, which appears at once when all of it is written; returns `out`.
 
@@ -47,6 +53,7 @@ def export_run(
       workdir: of a run by rewards or by supervision, finished or not, or one of its checkpoints.
       step: the checkpoint's updates; None = the newest checkpoint that is intact.
       dtype: of the weights: float32, bfloat16 or float16.
+      announce: hears of the bytes written, and of all.
 
     Raises UserError for an `out` that is not empty, an unknown `dtype` or one that cannot hold the values, a directory
     without a run, a run without that checkpoint, a damaged checkpoint, and a disk that is full.
@@ -54,13 +61,13 @@ def export_run(
     if dtype not in WEIGHT_DTYPES:
         raise ExportError(f'dtype={dtype!r} is unknown; use one of {", ".join(WEIGHT_DTYPES)}')
     _require_free(out)
-    _write_checkpoint(out, workdir, step, dtype)
+    _write_checkpoint(out, workdir, step, dtype, announce)
     return out
 
 
-def replace_export(workdir: pathlib.Path, step: int, dtype: str) -> None:
+def replace_export(workdir: pathlib.Path, step: int, dtype: str, announce: Announce = announce_nothing) -> None:
     """Writes WORKDIR/export from the checkpoint of a step, in place of an earlier export; raises UserError."""
-    _write_checkpoint(workdir / DIRECTORY, workdir, step, dtype)
+    _write_checkpoint(workdir / DIRECTORY, workdir, step, dtype, announce)
 
 
 def export_checkpoint(checkpoint: pathlib.Path, out: pathlib.Path, dtype: str) -> None:
@@ -76,6 +83,7 @@ def write_export(
     digest: str,
     model: Model,
     dtype: str,
+    announce: Announce = announce_nothing,
 ) -> None:
     """Writes weights of a run with all that belongs to them; replaces an earlier export in `out`.
 
@@ -102,7 +110,8 @@ def write_export(
     companions = _companions(values, model)
     record = _json({'step': step, 'weights_sha256': digest, 'dtype': dtype})
     texts = {**companions.texts, RECORD: record, CARD: render_card(workdir, card)}
-    export_hf(out, params, model.decoder.config, dtype=dtype, companions=dataclasses.replace(companions, texts=texts))
+    companions = dataclasses.replace(companions, texts=texts)
+    export_hf(out, params, model.decoder.config, dtype=dtype, companions=companions, announce=announce)
 
 
 def separates_head(config: TrackedConfig) -> bool:
@@ -128,7 +137,9 @@ def _companions(values: Values, model: Model) -> HfCompanions:
     return HfCompanions(model.companions, _token_ids(model), {**texts, _GENERATION: generation})
 
 
-def _write_checkpoint(out: pathlib.Path, workdir: pathlib.Path, step: int | None, dtype: str) -> None:
+def _write_checkpoint(
+    out: pathlib.Path, workdir: pathlib.Path, step: int | None, dtype: str, announce: Announce = announce_nothing
+) -> None:
     run = EarlierRun(str(workdir), step, '--workdir')
     try:
         model = describe_model(run.config)
@@ -139,7 +150,7 @@ def _write_checkpoint(out: pathlib.Path, workdir: pathlib.Path, step: int | None
         ) from error
     on_host = jax.sharding.SingleDeviceSharding(_host_device())
     params = run.read_weights(model.decoder, lambda tree: jax.tree.map(lambda _: on_host, tree))
-    write_export(out, run.workdir, run.step, params, weights_sha256(params), model, dtype)
+    write_export(out, run.workdir, run.step, params, weights_sha256(params), model, dtype, announce)
 
 
 def _require_free(out: pathlib.Path) -> None:

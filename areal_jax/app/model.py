@@ -13,6 +13,7 @@ from areal_jax.app.build import build_mesh
 from areal_jax.app.earlier_run import EarlierRun
 from areal_jax.app.text_model import character_tokenizer, describe_text_model, gguf_file, random_shape
 from areal_jax.config import TrackedConfig
+from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
@@ -34,16 +35,19 @@ class Model:
     companions: pathlib.Path | None = None  # Hugging Face directory with the files of the tokenizer
 
 
-def build_model(config: TrackedConfig) -> Model:
-    """Weights and tokenizer as model.source says; raises TokenizerError when the two do not fit."""
+def build_model(config: TrackedConfig, announce: Announce = announce_nothing) -> Model:
+    """Weights and tokenizer as model.source says; raises TokenizerError when the two do not fit.
+
+    `announce` hears of the bytes that are read, and of all.
+    """
     if config.model.source == 'gguf':
         file = gguf_file(config)
-        model_config, params, fields = load_gguf(file)
+        model_config, params, fields = load_gguf(file, announce)
         model = Model(Decoder(model_config), params, GgufTokenizer(fields, str(file)), file)
     elif config.model.source == 'hf':
-        model = _load_hf_model(config, pathlib.Path(config.model.path))
+        model = _load_hf_model(config, pathlib.Path(config.model.path), announce)
     elif config.model.source == 'run':
-        model = _load_run_model(config)
+        model = _load_run_model(config, announce)
     else:
         tokenizer = character_tokenizer(config)
         decoder = Decoder(random_shape(config, tokenizer.vocab_size))
@@ -53,20 +57,20 @@ def build_model(config: TrackedConfig) -> Model:
     return model
 
 
-def _load_hf_model(config: TrackedConfig, directory: pathlib.Path) -> Model:
+def _load_hf_model(config: TrackedConfig, directory: pathlib.Path, announce: Announce) -> Model:
     """Loads each weight onto the learner's devices directly, in the learner's sharding."""
     decoder = Decoder(read_hf_config(directory))
     shardings = _cut_params(config, decoder.config)(decoder.abstract())
-    params = load_hf_weights(directory, decoder.config, shardings=shardings)
+    params = load_hf_weights(directory, decoder.config, shardings=shardings, announce=announce)
     return Model(decoder, params, HfTokenizer(directory), directory, companions=directory)
 
 
-def _load_run_model(config: TrackedConfig) -> Model:
+def _load_run_model(config: TrackedConfig, announce: Announce) -> Model:
     """The weights of another run, with the tokenizer that it was trained with."""
     run = EarlierRun(config.model.path)
     model = describe_model(run.config)
     run.require_shape(config, model.decoder.config)
-    model.params = run.read_weights(model.decoder, _cut_params(config, model.decoder.config))
+    model.params = run.read_weights(model.decoder, _cut_params(config, model.decoder.config), announce)
     model.source = run.checkpoint
     return model
 

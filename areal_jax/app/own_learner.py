@@ -57,7 +57,7 @@ class OwnLearner(Run):
 
     def _load_model(self) -> Model:
         self._start.begin(describe_loading(self.config))
-        model = build_model(self.config)
+        model = build_model(self.config, self._start.count_bytes)
         note_weights(self.workdir, model.source, resume=self._resume)
         self.decoder, self._model = model.decoder, model
         self._exports = self.config.run.export
@@ -105,21 +105,26 @@ class OwnLearner(Run):
         """
         if not self._exports:
             return
-        steps = self.config.run.steps
+        steps, announce = self.config.run.steps, self._start.count_bytes
+        self._start.begin_silently('exporting')
         try:
             if all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights)):
                 out, dtype = self.workdir / EXPORT, self._export_dtype
-                write_export(out, self.workdir, steps, weights, digest, self._model, dtype)
+                write_export(out, self.workdir, steps, weights, digest, self._model, dtype, announce)
             else:
-                replace_export(self.workdir, steps, self._export_dtype)
+                replace_export(self.workdir, steps, self._export_dtype, announce)
         except UserError as error:
             self._unsaved = self._unsaved or describe_unexported(error, self.workdir)
+        finally:
+            self._start.end()
 
     def _complete_export(self) -> None:
         """Writes the export of a finished run where it is missing, after a kill or on a disk that was full."""
         steps = self.config.run.steps
         if self._exports and not holds_export(self.workdir, steps):
-            replace_export(self.workdir, steps, self._export_dtype)
+            self._start.begin_silently('exporting')
+            replace_export(self.workdir, steps, self._export_dtype, self._start.count_bytes)
+            self._start.end()
 
     def _find_hardware(self) -> Hardware:
         return hardware()

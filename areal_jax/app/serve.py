@@ -29,6 +29,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.files import Announce
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.learning import trees
 from areal_jax.learning.finiteness import require_finite_shards
@@ -129,9 +130,9 @@ class _Source:
     published: PublishedWeights | None
     described: TrackedConfig | None
 
-    def load(self, config: TrackedConfig) -> Model:
+    def load(self, config: TrackedConfig, announce: Announce) -> Model:
         if self.published is None or self.described is None:
-            return build_model(config)
+            return build_model(config, announce)
         model = describe_model(self.described)
         model.tokenizer.fits(model.decoder.config.vocab_size)
         model.params = load_version(self.published, model.decoder.config, verify=True)
@@ -164,7 +165,7 @@ class _Server:
         parts.callback(self._start.end)
         parts.enter_context(use_compilation_cache(config))
         self._start.begin(describe_loading(config))
-        self._model = source.load(config)
+        self._model = source.load(config, self._start.count_bytes)
         self.log = EventLog(keeps=False)
         self.clock = build_clock(config, self.log, 0.0)
         self.supervisor = Supervisor(self.clock)

@@ -5,12 +5,12 @@ Used by `config.validate` and by the command line.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 
 from ml_collections import config_dict
 
-from areal_jax.config.declarations import FIELDS, SECTIONS
+from areal_jax.config.declarations import SECTIONS
+from areal_jax.config.near_names import find_field, find_flag, find_near
 from areal_jax.config.ranges import ConfigError
 
 _HINT = 'start from areal_jax.config.default_config() and set what differs'
@@ -19,21 +19,27 @@ _SEE = '; areal-config lists them'
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """'; did you mean NAME?' with the nearest of the known names, '' where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f'; did you mean {near[0]}?' if near else ''
+    return _ask(find_near(name, known))
+
+
+def suggest_flag(flag: str, own: Iterable[str]) -> str:
+    """'; did you mean --workdir?' for the --output_dir of another program; '' where none of `own` is near."""
+    return _ask(find_flag(flag, own))
 
 
 def unknown_field(path: str) -> ConfigError:
     """The error for 'rollout.slotz', or for a path that has no section or more than one dot."""
     section, _, field = path.partition('.')
-    elsewhere = [name for name in FIELDS if name.endswith(f'.{field or section}')]
     if section not in SECTIONS:
-        near = f'; did you mean {elsewhere[0]}?' if elsewhere and not field else ''
-        near = near or suggest(path, FIELDS if field else SECTIONS) or suggest(section, SECTIONS)
+        near = _ask(find_field(path)) or suggest(section, SECTIONS)
+        if not field:
+            near = suggest(section, SECTIONS) or near
         return ConfigError(f'{path}: there is no section {section!r} in the config{near or _SEE}')
-    near = f'; did you mean {elsewhere[0]}?' if elsewhere else ''
-    near = near or suggest(path, [name for name in FIELDS if name.startswith(f'{section}.')])
-    return ConfigError(f'{path} is not a field of the config{near or _SEE}')
+    return ConfigError(f'{path} is not a field of the config{_ask(find_field(path)) or _SEE}')
+
+
+def _ask(near: str) -> str:
+    return f'; did you mean {near}?' if near else ''
 
 
 def require_declared(config: config_dict.ConfigDict) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
+from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf_header import GgufHeader, StoredTensor, read_gguf_header
 from areal_jax.installation import describe_install, describe_pip
 from areal_jax.models.families import FAMILIES
@@ -40,17 +41,19 @@ class GgufError(UserError, ValueError):
     """A model file that is absent, unreadable or not of the supported kind; the message names it and the fix."""
 
 
-def load_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, Params, dict[str, object]]:
+def load_gguf(
+    path: str | os.PathLike[str], announce: Announce = announce_nothing
+) -> tuple[ModelConfig, Params, dict[str, object]]:
     """(shape, weights as nested dict of float32 numpy arrays, tokenizer fields) of a Llama-type GGUF file.
 
-    Tokenizer fields: see `describe_gguf`. Raises GgufError.
+    Tokenizer fields: see `describe_gguf`. `announce` hears of the bytes of the file. Raises GgufError.
     """
     from areal_jax.formats.hf import WeightsError, from_hf_names  # needs jax, unlike the rest
 
     path = pathlib.Path(path)
     header = _read_header(path)
     config, tokenizer_fields = _describe(path, header)
-    tensors = _read_tensors(path, header, config)
+    tensors = _read_tensors(path, header, config, announce)
     try:
         params = from_hf_names(tensors, config)
     except WeightsError as error:
@@ -78,7 +81,9 @@ def _shapes(header: GgufHeader) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in header.tensors.items()}
 
 
-def _read_tensors(path: pathlib.Path, header: GgufHeader, config: ModelConfig) -> dict[str, np.ndarray]:
+def _read_tensors(
+    path: pathlib.Path, header: GgufHeader, config: ModelConfig, announce: Announce
+) -> dict[str, np.ndarray]:
     """The tensors under the names of Hugging Face, as they are stored there; raises GgufError for unknown ones."""
     heads = {'blk.*.attn_q.weight': config.n_heads, 'blk.*.attn_k.weight': config.n_kv_heads}
     hf_names = {row.gguf_name: row.hf_name for row in FAMILIES['llama'].weights if row.gguf_name and row.hf_name}
@@ -88,6 +93,7 @@ def _read_tensors(path: pathlib.Path, header: GgufHeader, config: ModelConfig) -
         name, layer = _parse_name(full_name)
         if name not in hf_names:
             raise GgufError(f'{path} has a tensor {full_name} that a llama decoder without biases does not know')
+        announce(stored.start, len(content))
         values = _dequantize(path, full_name, stored, content)
         if name in heads:
             rows = heads[name] * config.head_dim

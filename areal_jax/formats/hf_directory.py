@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf import HfTensor, WeightsError, from_hf_names, hf_tensors, require_tensors
 from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
 from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
@@ -69,12 +70,16 @@ def load_hf_weights(
     shardings: Tree = None,
     dtype: str | None = None,
     layers: str = 'list',
+    announce: Announce = announce_nothing,
 ) -> Params:
-    """The weights of `load_hf`, for a directory whose config is known; dtype None = that of the files."""
+    """The weights of `load_hf`, for a directory whose config is known; dtype None = that of the files.
+
+    `announce` hears of the bytes of the files.
+    """
     directory = pathlib.Path(directory)
     try:
         stored = _require_model(directory, _stored_tensors(directory), config)
-        return _place_all(stored, config, shardings, dtype, layers)
+        return _place_all(stored, config, shardings, dtype, layers, announce)
     except SafetensorsError as error:
         raise HfError(str(error)) from error
 
@@ -148,9 +153,15 @@ def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _place_all(
-    stored: Mapping[str, StoredTensor], config: ModelConfig, shardings: Tree, dtype: str | None, layers: str
+    stored: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    shardings: Tree,
+    dtype: str | None,
+    layers: str,
+    announce: Announce,
 ) -> Params:
     leaves = []
+    done, total = 0, sum(tensor.nbytes for tensor in stored.values())
     for path, tensors in _leaves(config, layers).items():
         sources = [stored[tensor.name] for tensor in tensors]
         first = tensors[0]
@@ -165,6 +176,8 @@ def _place_all(
             stacked,
         )
         leaves.append((path, leaf))
+        done += sum(tensor.nbytes for tensor in sources)
+        announce(done, total)
     return nest(leaves)
 
 

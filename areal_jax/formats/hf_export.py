@@ -77,18 +77,27 @@ class HfFiles:
         self.write_rest(directory)
 
     def write_weights(
-        self, directory: pathlib.Path, name: str, fetch: Callable[[str], np.ndarray] | None = None
+        self,
+        directory: pathlib.Path,
+        name: str,
+        fetch: Callable[[str], np.ndarray] | None = None,
+        note: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         """Writes one file of weights into an existing directory; fetches, transposes and casts one tensor at a time.
 
-        `fetch(path)` is the leaf on the host; None = that of `params`.
+        `fetch(path)` is the leaf on the host; None = that of `params`. `note` gets the bytes of each tensor as it is
+        written.
 
         Raises OSError, SafetensorsError for a dtype that the format lacks, and HfError for values that the dtype of
         the files cannot hold.
         """
         fetch = fetch or (lambda path: np.asarray(leaf_at(self.params, path)))
         tensors, planned = self.tensors, self.weights[name]
-        read = lambda key: _host_tensor(fetch(tensors[key].path), tensors[key], planned[key].dtype)
+
+        def read(key: str) -> np.ndarray:
+            note(_nbytes(planned[key]))
+            return _host_tensor(fetch(tensors[key].path), tensors[key], planned[key].dtype)
+
         write_tensors(directory / name, planned, read)
 
     def write_rest(self, directory: pathlib.Path) -> None:

@@ -47,6 +47,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _BITS.get(self.stored_as, 0) // 8
+
     def read_rows(self, first: int, end: int) -> np.ndarray:
         """[end - first, ...] along the first axis; raises SafetensorsError for a dtype that is not one of DTYPES."""
         dtype, row = self._dtype(), math.prod(self.shape[1:])

@@ -25,18 +25,26 @@ def write_hf_directory(
     contents: HfFiles,
     records: Mapping[str, Mapping[str, object]] | None = None,
     elsewhere: str = ANOTHER,
+    announce: files.Announce = files.announce_nothing,
 ) -> None:
     """Writes planned files and JSON `records` by file name; an earlier directory of the same name is replaced.
 
-    `elsewhere` says in errors what else to do on a full disk than to make room.
+    `elsewhere` says in errors what else to do on a full disk than to make room. `announce` hears of the bytes written.
 
     Raises PublicationError for a directory in the way that holds no weights, for lack of space (naming needed and
     free bytes), for a failed write, and for values that the dtype of the files cannot hold.
     """
     partial = open_directory(target, contents.nbytes, elsewhere)
+    done, total = 0, contents.nbytes
+
+    def note(nbytes: int) -> None:
+        nonlocal done
+        announce(done, total)
+        done += nbytes
+
     with writing(target, elsewhere):
         for name in contents.weights:
-            contents.write_weights(partial, name)
+            contents.write_weights(partial, name, note=note)
         finish_directory(target, contents, records)
 
 

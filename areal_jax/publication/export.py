@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 
+from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
@@ -23,6 +24,7 @@ def export_hf(
     dtype: str,
     file_bytes: int | None = None,
     companions: HfCompanions | None = None,
+    announce: Announce = announce_nothing,
 ) -> None:
     """Writes `config.json` and safetensors, atomically; replaces an earlier export.
 
@@ -35,6 +37,7 @@ def export_hf(
       file_bytes: more bytes of weights than this become several files with `model.safetensors.index.json`; None =
         FILE_BYTES.
       companions: tokenizer, chat template and so on; None = nothing beside config and weights.
+      announce: hears of the bytes written, and of all.
 
     Raises PublicationError for an unknown `dtype` or one that cannot hold the values, a source that is the directory
     itself, lack of space, or a foreign directory in the way; HfError for a config that the family cannot have;
@@ -52,4 +55,4 @@ def export_hf(
         file_bytes=file_bytes or FILE_BYTES,
         companions=companions,
     )
-    write_hf_directory(target, contents, elsewhere='write to another disk')
+    write_hf_directory(target, contents, elsewhere='write to another disk', announce=announce)

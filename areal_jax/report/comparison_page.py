@@ -13,8 +13,6 @@ from areal_jax.report.metric_curves import CURVES, SPLIT, Curve, curve_points
 from areal_jax.report.parts import Table, Text
 from areal_jax.report.web_page import Absent, Block, Grid, Section, Wide, render_web_page
 
-FILE = 'compare.html'
-
 
 def render_comparison_page(comparison: Comparison) -> str:
     """The page; needs Bokeh."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from areal_jax.telemetry import names
+from areal_jax.telemetry.bar import Bar
 from areal_jax.telemetry.numerals import format_duration
 from areal_jax.telemetry.values import Line, number
 
@@ -49,7 +50,8 @@ class Progress:
 class StartProgress:
     """Prints what a run does before and after its updates: a line as each part begins, then one every few seconds.
 
-    A thread prints, because a single step may take minutes. `end` stops the thread, `begin` starts it again.
+    On a terminal a bar takes the place of the repeated lines. A thread prints, because a single step may take minutes.
+    `end` stops the thread, `begin` starts it again.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StartProgress:
         """
         self._check = check
         self._shown, self._stream, self._every_s = shown, stream, every_s
+        self._bar = Bar(stream)
         self._doing, self._detail, self._began = '', '', 0.0
         self._programs: dict[str, tuple[int, int]] = {}  # done and total, by what they are of
         self._ended = threading.Event()
@@ -79,11 +82,19 @@ class StartProgress:
         self._programs.clear()
         if not self._shown:
             return
+        self._bar.end()
         self._print(doing)
-        if self._thread is None:
+        self._bar.begin(doing)
+        if self._thread is None and not self._bar.is_possible:
             self._ended.clear()
             self._thread = threading.Thread(target=self._repeat, name='start progress', daemon=True)
             self._thread.start()
+
+    def begin_silently(self, doing: str) -> None:
+        """A part of which only a terminal is told, by a bar."""
+        self.end()
+        if self._shown:
+            self._bar.begin(doing)
 
     def count_programs(self, done: int, total: int, of: str = '') -> None:
         """`done` of `total` programs are compiled; threads that compile side by side say what theirs are `of`."""
@@ -91,14 +102,21 @@ class StartProgress:
         self._programs[of] = done, total
         done, total = (sum(numbers) for numbers in zip(*self._programs.copy().values(), strict=True))
         self._detail = f' program {done + 1} of {total}'
+        self._bar.count(done, total, 'programs')
 
     def count_answers(self, done: int, total: int) -> None:
         """`done` of `total` answers are scored."""
         left = (time.monotonic() - self._began) / done * (total - done)
         self._detail = f': {done} of {total} answers, {format_duration(left)} left'
+        self._bar.count(done, total, 'answers')
+
+    def count_bytes(self, done: int, total: int) -> None:
+        """`done` of `total` bytes of weights are read or written; the lines of a pipe do not say it."""
+        self._bar.count_bytes(done, total)
 
     def end(self) -> None:
         """Nothing more is printed until `begin`."""
+        self._bar.end()
         if self._thread is not None:
             self._ended.set()
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Starts a run on a Ray cluster: python -m launch.ray --config=FILE --workdir=DIR --accelerator=gpu [...].
+"""Starts a run on a Ray cluster.
 
 Run it on a node that stays: all roles end with it. --dry_run prints bundles and commands, and needs no Ray.
 """
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from areal_jax.app.command_line import parse_command
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
+from areal_jax.commands.help import answer
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import build_python_path, describe_install
@@ -35,6 +37,7 @@ _SECONDS, _CORES = ('wait_s', 'grace_s'), ('cpus', 'controller_cpus')  # flags
 
 def main(argv: Sequence[str]) -> int:
     """Parse, place, supervise; returns the exit code, that of the controller."""
+    answer(COMMAND, argv[1:])
     values = _define()
     command = parse_command(argv, values)
     _require_numbers(values)
@@ -107,3 +110,27 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_float('grace_s', 120.0, 'Seconds for roles to save their state.', 0.0, flag_values=values)
     flags.DEFINE_bool('local_nodes', False, 'All nodes are on this machine, and share its /tmp.', flag_values=values)
     return values
+
+
+COMMAND = Command(
+    program='python -m launch.ray',
+    purpose='Starts a run in roles on a Ray cluster, and restarts or moves what dies.',
+    usage=(
+        '--config=FILE[:ARGUMENT] --workdir=DIR [--accelerator=KIND] [--address=HOST:PORT] [--resume] [--dry_run] '
+        '[FLAGS] [--config.SECTION.FIELD=VALUE ...]',
+    ),
+    flags=_define,
+    examples=(
+        Example(
+            'bundles and commands of a run on CPUs; nothing is started, and Ray is not needed',
+            f'python -m launch.ray {ROLES_OF_TINY} --workdir=runs/roles --accelerator=cpu --dry_run',
+        ),
+        Example(
+            'the run, on the cluster of this node',
+            f'python -m launch.ray {ROLES_OF_TINY} --workdir=runs/roles --accelerator=cpu --local_nodes',
+        ),
+    ),
+    fields=FIELDS_OF_ROLES,
+    exits=EXITS_OF_TRAINING,
+    notes='Start it on a node that stays: all roles end with it.',
+)

@@ -96,15 +96,6 @@ def test_every_way_of_writing_a_flag_works(tmp_path):
     assert command.overrides == ('telemetry.plots', 'run.steps', 'rollout.prefill_buckets')
 
 
-@pytest.mark.parametrize('word', ['--help', '-h', '--helpfull'])
-def test_help_lists_the_flags(word, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse(word)
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(flag in shown for flag in ('--config=FILE', '--config.SECTION.FIELD=VALUE', '--workdir', '--resume'))
-
-
 LINES = [
     ((), '--config is missing: name an experiment file'),
     (('--config',), '--config is missing'),

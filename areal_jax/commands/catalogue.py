@@ -1,0 +1,35 @@
+"""All commands: every main_*.py of the package has one, and launch/ has those that start runs on several processes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pathlib
+
+import areal_jax
+from areal_jax.commands.command import Command
+
+_LAUNCHERS = ('launch.local', 'launch.slurm', 'launch.ray.main', 'launch.jobset')
+
+
+def list_words() -> dict[str, str]:
+    """{'train': 'areal_jax.main_train', ...}, without importing a module."""
+    files = sorted(pathlib.Path(areal_jax.__file__).parent.glob('main_*.py'))
+    words = {file.stem.removeprefix('main_').replace('_', '-'): f'areal_jax.{file.stem}' for file in files}
+    return {**words, 'completion': 'areal_jax.commands.completion'}
+
+
+def find_commands() -> list[Command]:
+    """The declarations of all commands, of this package first; imports no jax."""
+    return [_read(module) for module in (*list_words().values(), *list_launchers())]
+
+
+def list_launchers() -> tuple[str, ...]:
+    """Modules of launch/, which an installation may lack."""
+    return _LAUNCHERS if importlib.util.find_spec('launch') else ()
+
+
+def _read(module: str) -> Command:
+    command = importlib.import_module(module).COMMAND
+    assert isinstance(command, Command)
+    return command

@@ -1,0 +1,196 @@
+"""Which known name a wrong one was meant to be: by spelling, by its words, and by what other RL libraries call a field.
+
+Nothing is found rather than a name that only looks alike: 'optimizer.lr' is the learning rate, and not 'optimizer.b2'.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+from areal_jax.config.declarations import FIELDS, SECTIONS
+
+# TRL, verl, OpenRLHF and AReaL, and how people abbreviate
+OTHER_NAMES: Mapping[str, str] = {
+    'run.steps': 'max_steps num_steps total_steps total_training_steps n_updates num_updates iterations num_iterations',
+    'run.seed': 'random_seed data_seed rng_seed',
+    'run.stall_timeout_s': 'timeout stall_timeout',
+    'run.compilation_cache': 'cache_dir jax_cache_dir compile_cache',
+    'run.export_dtype': 'save_dtype',
+    'model.path': 'model_name model_name_or_path model_path pretrain pretrained pretrained_path checkpoint ckpt '
+    'init_from load_from tokenizer_path hf_path',
+    'model.n_layers': 'num_hidden_layers num_layers depth',
+    'model.d_model': 'hidden_size hidden_dim embed_dim width',
+    'model.d_ff': 'intermediate_size ffn_dim mlp_dim',
+    'model.n_heads': 'num_attention_heads num_heads',
+    'model.n_kv_heads': 'num_key_value_heads num_kv_heads',
+    'task.path': 'dataset dataset_path dataset_name train_files prompt_data data_path train_data data train_file',
+    'task.reward': 'reward_fn reward_func reward_function reward_funcs reward_model custom_reward_function',
+    'task.system_prompt': 'system_message system',
+    'task.held_out_fraction': 'test_size val_size eval_fraction validation_fraction val_fraction',
+    'task.verifier_workers': 'reward_workers num_verifiers reward_num_workers',
+    'task.verifier_deadline_s': 'reward_timeout verifier_timeout',
+    'task.filter': 'dynamic_sampling filter_groups dynamic_filtering',
+    'rollout.slots': 'max_num_seqs max_concurrent_rollouts max_concurrency concurrency max_running_requests num_slots '
+    'decode_batch_size',
+    'rollout.context_tokens': 'max_model_len max_seq_len max_seq_length max_length max_len context_length seq_len',
+    'rollout.cache_tokens': 'kv_cache_size gpu_memory_utilization mem_fraction_static cache_size',
+    'rollout.block_tokens': 'block_size page_size',
+    'rollout.server': 'backend rollout_backend inference_backend rollout_engine use_vllm',
+    'rollout.urls': 'server_url server_urls endpoint endpoints vllm_server_base_url addresses',
+    'rollout.workflow': 'agent_loop multi_turn rollout_fn agent_func_path',
+    'rollout.group_size': 'n n_samples num_samples n_samples_per_prompt num_generations samples_per_prompt group '
+    'num_return_sequences generations rollout_n n_rollouts num_rollouts answers_per_prompt responses_per_prompt',
+    'rollout.max_running_groups': 'max_running_prompts max_inflight_prompts max_head_offpolicyness_groups',
+    'rollout.max_new_tokens': 'max_completion_length response_length max_response_length generate_max_len '
+    'max_tokens max_gen_len max_generation_length max_answer_tokens max_response_len',
+    'rollout.temperature': 'temp sampling_temperature',
+    'rollout.top_p': 'nucleus',
+    'staleness.eta': 'max_staleness max_head_offpolicyness staleness_threshold staleness off_policyness max_lag lag '
+    'max_off_policy_steps async_level',
+    'buffer.capacity': 'buffer_size replay_buffer_size queue_size',
+    'learner.groups_per_update': 'batch_size train_batch_size rollout_batch_size global_batch_size '
+    'per_device_train_batch_size prompts_per_batch prompts_per_step batch bs consumer_batch_size num_prompts',
+    'learner.n_minibatches': 'ppo_n_minibatches num_minibatches n_mini_batches num_mini_batches ppo_mini_batch_size '
+    'mini_batch_size minibatches',
+    'learner.rows_per_microbatch': 'micro_batch_size ppo_micro_batch_size micro_train_batch_size '
+    'ppo_micro_batch_size_per_gpu micro_batch_size_per_gpu gradient_accumulation_steps microbatch_size',
+    'learner.epochs': 'ppo_epochs num_ppo_epochs max_epochs num_train_epochs update_epochs n_epochs',
+    'learner.row_tokens': 'max_tokens_per_mb ppo_max_token_len_per_gpu max_tokens_per_batch pack_length',
+    'learner.remat': 'gradient_checkpointing activation_checkpointing enable_gradient_checkpointing',
+    'learner.dtype': 'bf16 fp16 precision mixed_precision compute_dtype torch_dtype param_dtype',
+    'learner.attention': 'attn_implementation flash_attn flash_attention attn',
+    'lora.rank': 'lora_rank lora_r r use_lora use_peft',
+    'lora.alpha': 'lora_alpha',
+    'lora.targets': 'target_modules lora_target_modules lora_targets',
+    'loss.objective': 'algorithm loss_type loss_fn adv_mode',
+    'loss.clip_epsilon': 'clip_eps eps_clip epsilon clip_ratio cliprange clip_range clip_ratio_low epsilon_low '
+    'eps_clip_low clip clip_param',
+    'loss.clip_epsilon_high': 'clip_ratio_high epsilon_high eps_clip_high clip_higher eps_clip_higher',
+    'loss.behavior_weight_cap': 'behav_imp_weight_cap tis_imp_ratio_cap importance_sampling_cap rollout_is_threshold '
+    'is_cap',
+    'loss.proximal': 'use_decoupled_loss recompute_logprob decoupled',
+    'loss.advantage': 'adv_estimator advantage_estimator scale_rewards adv_norm',
+    'loss.aggregation': 'loss_agg_mode loss_reduction',
+    'loss.entropy_coefficient': 'entropy entropy_coeff entropy_coef ent_coef entropy_bonus entropy_loss_coef',
+    'loss.kl_coefficient': 'kl beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_ctl kl_penalty kl_weight kl_beta '
+    'use_kl_loss kl_ctrl',
+    'loss.kl_estimator': 'kl_loss_type kl_type kl_penalty_type',
+    'optimizer.name': 'optim optimizer optimizer_type optimizer_name',
+    'optimizer.learning_rate': 'lr actor_lr policy_lr actor_learning_rate peak_lr max_lr base_lr step_size',
+    'optimizer.schedule': 'lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay warmup_style scheduler_type',
+    'optimizer.final_ratio': 'min_lr_ratio min_lr min_lr_rate lr_end',
+    'optimizer.b1': 'beta1 adam_beta1 adam_b1',
+    'optimizer.b2': 'beta2 adam_beta2 adam_b2',
+    'optimizer.eps': 'adam_eps adam_epsilon',
+    'optimizer.weight_decay': 'wd l2',
+    'optimizer.clip_norm': 'max_grad_norm grad_clip clip_grad gradient_clipping grad_norm max_norm clip_grad_norm',
+    'optimizer.warmup_steps': 'warmup lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio '
+    'warmup_steps_proportion',
+    'cluster.learner': 'fsdp fsdp_size num_nodes n_gpus_per_node actor_num_gpus_per_node allocation_mode world_size',
+    'cluster.engines': 'tensor_parallel_size tensor_model_parallel_size vllm_num_engines num_engines tp tp_size '
+    'vllm_tensor_parallel_size rollout_num_gpus n_engines',
+    'publication.dtype': 'rollout_dtype inference_dtype',
+    'publication.channel': 'weight_update_mode weight_sync',
+    'checkpoint.every': 'save_steps save_freq save_interval save_every checkpoint_every checkpoint_interval '
+    'save_frequency',
+    'checkpoint.keep': 'save_total_limit max_ckpt_num max_actor_ckpt_to_keep max_to_keep keep_checkpoints',
+    'evaluation.problems': 'eval_size num_eval eval_samples eval_problems n_eval',
+    'evaluation.samples': 'val_n eval_n eval_num_samples pass_at_k',
+    'evaluation.every': 'eval_steps test_freq eval_every eval_freq eval_interval',
+    'telemetry.tensorboard': 'report_to use_tensorboard',
+    'telemetry.hook': 'use_wandb wandb logger tracker log_with',
+    'telemetry.profile_steps': 'profile profiler',
+}
+_FIELD_OF = {name: path for path, names in OTHER_NAMES.items() for name in names.split()}
+_FLAGS: Mapping[str, str] = {  # of the commands, by what other programs call them
+    'workdir': 'output_dir out_dir log_dir logdir run_dir work_dir dir save_path default_local_dir save_dir experiment',
+    'resume': 'resume_from_checkpoint restart continue resume_mode load_checkpoint',
+    'model': 'model_path model_name model_name_or_path checkpoint ckpt pretrain',
+    'benchmark': 'dataset data eval_dataset benchmarks',
+    'config': 'cfg conf config_file config_path config_name',
+}
+_FLAG_OF = {name: flag for flag, names in _FLAGS.items() for name in names.split()}
+_ABBREVIATIONS = {
+    'lr': 'learning rate', 'temp': 'temperature', 'coef': 'coefficient', 'coeff': 'coefficient', 'num': 'n',
+    'eps': 'epsilon', 'length': 'tokens', 'len': 'tokens', 'eval': 'evaluation', 'ckpt': 'checkpoint', 'freq': 'every',
+    'interval': 'every', 'wd': 'weight decay', 'ctx': 'context',
+}  # fmt: skip
+_ALIKE, _SHORT = 0.75, 4  # difflib's ratio of two names that are one misspelled; shorter ones may differ in one letter
+
+
+def find_near(name: str, known: Iterable[str]) -> str:
+    """The one of the known names that is `name` misspelled; '' where none is."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
+    if near:
+        return near[0]
+    begun = [other for other in names if len(name) >= _SHORT and other.startswith(name)]
+    return begun[0] if len(begun) == 1 else ''
+
+
+def find_field(path: str) -> str:
+    """The field of the config that 'optimizer.lr', 'algorithm.kl_ctrl.kl_coef' or 'batch_size' means; '' = none.
+
+    First a field of that name in another section, then what other libraries call it, its spelling, and its words.
+    """
+    plain = path.replace('-', '_').lower()
+    section, _, rest = plain.partition('.')
+    field = (rest or section).rpartition('.')[2]
+    if (begins := '.'.join(plain.split('.')[:2])) in FIELDS:
+        return begins
+    if same := [name for name in FIELDS if name.endswith(f'.{field}')]:
+        return _nearest_section(section, same)
+    for name in (plain.replace('.', '_'), field, re.sub(r'^(actor|policy|ppo|grpo|train|model)_', '', field)):
+        if name in _FIELD_OF:
+            return _FIELD_OF[name]
+    if same := [name for name in FIELDS if _split(name.partition('.')[2]) == _split(field)]:
+        return _nearest_section(section, same)
+    own = [name.partition('.')[2] for name in FIELDS if name.startswith(f'{section}.')] if rest else []
+    for known in (own, [name.partition('.')[2] for name in FIELDS]):
+        if near := find_near(field, known):
+            return _nearest_section(section, [name for name in FIELDS if name.endswith(f'.{near}')])
+    if misspelled := find_near(field, _FIELD_OF):
+        return _FIELD_OF[misspelled]
+    return _find_by_words(section, field)
+
+
+def find_flag(flag: str, own: Iterable[str]) -> str:
+    """The flag, or --config.SECTION.FIELD, that '--output_dir' or '--learning_rate' means; '' = none.
+
+    Args:
+      own: flags of the command, '--workdir'.
+    """
+    own, name = list(own), flag.lstrip('-').replace('-', '_')
+    if (meant := f'--{_FLAG_OF.get(name, "")}') in own:
+        return meant
+    if near := find_near(flag, own) or find_near(flag, [f'--config.{section}' for section in SECTIONS]):
+        return near
+    if '--config' not in own:
+        return ''
+    field = name.removeprefix('config.') if name.removeprefix('config.') in FIELDS else find_field(name)
+    return f'--config.{field}' if field else ''
+
+
+def _nearest_section(section: str, paths: list[str]) -> str:
+    """The path whose section this one is, misspelled or not; else the first."""
+    near = find_near(section, [path.partition('.')[0] for path in paths])
+    return next((path for path in paths if near and path.startswith(f'{near}.')), paths[0])
+
+
+def _find_by_words(section: str, field: str) -> str:
+    """The only field that has all words of this one, in its name or its section; '' for a single word."""
+    words = _split(field)
+    if len(words) < 2:
+        return ''
+    found = [path for path in FIELDS if words <= _split(path)]
+    if len(found) == 1:
+        return found[0]
+    inside = [path for path in found if path.startswith(f'{section}.')]
+    return inside[0] if len(inside) == 1 else ''
+
+
+def _split(name: str) -> set[str]:
+    """{'learning', 'rate'} of 'lr'."""
+    return {word for part in re.split(r'[._]', name) for word in _ABBREVIATIONS.get(part, part).split()}
