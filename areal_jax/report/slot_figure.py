@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from areal_jax.report.colors import INK
 from areal_jax.report.figures import new_figure, place_legend, plain_text
 from areal_jax.report.slot_overview import PAUSE, draw_overview, shade
 from areal_jax.report.slot_timeline import Interval, Mark, Slot, SlotTimeline
@@ -23,7 +24,7 @@ _VERSIONS = 8  # of a long run that are shown first
 _LABELS = 25  # publications with a label, in the widest view
 _ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
 _HEIGHTS = (180, 760)  # pixels of all slots
-_BORDERS = 130, 44  # pixels beside both figures, so that they stand above each other
+_BORDERS = 48, 12  # pixels beside both figures, so that they stand above each other
 _WEIGHTS, _INTERRUPT, _PREEMPT = '#000000', '#D55E00', '#CC79A7'
 
 
@@ -47,8 +48,8 @@ def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
     rows = {slot: row for row, slot in enumerate(timeline.slots)}
     height = min(max(_HEIGHTS[0], len(rows) * _ROW_HEIGHTS[1]), max(_HEIGHTS[1], len(rows) * _ROW_HEIGHTS[0]))
     made = new_figure(
-        '', 'clock time (s)', '', height=100 + height, tools='reset,save', output_backend='webgl', name=NAME,
-        x_range=shown, y_range=Range1d(len(rows) - 0.4, -1.2),
+        'clock time (s)', height=100 + height, tools='reset,save', output_backend='webgl', name=NAME, x_range=shown,
+        y_range=Range1d(len(rows) - 0.4, -1.2), toolbar_location='above',
     )  # fmt: skip
     made.toolbar.autohide = False
     wheel, pan = WheelZoomTool(dimensions='width'), PanTool()
@@ -64,10 +65,10 @@ def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
     made.add_tools(HoverTool(renderers=drawn, tooltips=_TOOLTIPS))
     made.yaxis.ticker = list(rows.values())
     made.yaxis.major_label_overrides = {
-        row: plain_text(f'{engine} slot {slot}') for (engine, slot), row in rows.items()
+        row: plain_text(f'{engine.removeprefix("engine/")}/{slot}') for (engine, slot), row in rows.items()
     }
     made.ygrid.grid_line_color = None
-    place_legend(made, columns=6)
+    place_legend(made)
     return made
 
 
@@ -98,10 +99,10 @@ def describe_slots(timeline: SlotTimeline) -> str:
         else ''
     )
     return (
-        'Each row is a slot, each bar a request that is decoded in it, coloured by the policy version (eight shades, '
+        'Each row is a slot (engine/slot), each bar a request that is decoded in it, coloured by the policy version (eight shades, '
         'then again from the first). The strip above has the whole run, its shades from the first version to the '
         'last; drag the box on it, or the edges of the box. The '
-        'wheel zooms in time, dragging moves; the tools at the side zoom a box or the rows, and go back. '
+        'wheel zooms in time, dragging moves; the tools above zoom a box or the rows, and go back. '
         f'{len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
     )
 
@@ -197,7 +198,7 @@ def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
         'y': [-0.7] * len(labelled),
         'text': [f'v{version}' for _, version in labelled],
     }
-    made.text('x', 'y', 'text', source=data, text_font_size='11px', text_align='center')
+    made.text('x', 'y', 'text', source=data, text_font_size='11px', text_align='center', text_color=INK)
 
 
 def _draw_marks(made: Figure, marks: Sequence[Mark], rows: dict[Slot, int]) -> None:
