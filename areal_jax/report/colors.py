@@ -1,7 +1,8 @@
-"""The colours of pictures and pages: a palette for what has no order, and shades for what has one (lag, eta, version)."""
+"""Colours of pictures and pages: a palette for what has no order, shades for what has one (lag, eta, version)."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -46,9 +47,10 @@ def order_shades(count: int) -> list[str]:
     return [shade_at(_LIGHTEST * index / max(1, count - 1)) for index in range(count)]
 
 
-def dark_colors(counts: Sequence[int] = range(1, 25)) -> dict[str, str]:
-    """What a dark page has in place of each colour of this module; `counts` are those of `order_shades`."""
-    places = {index / max(1, count - 1) for count in counts for index in range(count)}
+@functools.cache
+def dark_colors() -> dict[str, str]:
+    """What a dark page has in place of each colour of this module, those of `order_shades` up to 24 values included."""
+    places = {index / max(1, count - 1) for count in range(1, 25) for index in range(count)}
     ordered = {shade_at(_LIGHTEST * place): shade_at(_DARKEST + (1 - _DARKEST) * place) for place in places}
     return {color.lower(): other for color, other in {**ordered, **_ON_DARK}.items()}
 
@@ -61,9 +63,7 @@ def choose_looks(members: Mapping[str, Mapping[str, object]]) -> tuple[str, dict
     """
     field = _ordering_field(members)
     if not field:
-        return '', {
-            name: (PALETTE[index % len(PALETTE)], index // len(PALETTE)) for index, name in enumerate(members)
-        }
+        return '', {name: (PALETTE[index % len(PALETTE)], index // len(PALETTE)) for index, name in enumerate(members)}
     values = sorted({float(str(fields[field])) for fields in members.values()})
     shades = dict(zip(values, order_shades(len(values)), strict=True))
     styles = {value: itertools.count() for value in values}
@@ -77,15 +77,23 @@ def channels(color: str) -> tuple[int, int, int]:
 
 
 def _ordering_field(members: Mapping[str, Mapping[str, object]]) -> str:
-    """The numeric field of most values: of three or more, or the only one in which the members differ."""
+    """The numeric field of most values: of three or more, or the only one in which the members differ.
+
+    Of several the first one that ascends in the order of the members.
+    """
     if len(members) < 2:
         return ''
     shared = [name for name in next(iter(members.values())) if all(name in fields for fields in members.values())]
     found = {name: {str(fields[name]) for fields in members.values()} for name in shared if name != 'run.seed'}
     different = {name: values for name, values in found.items() if len(values) > 1}
     ordered = {name: values for name, values in different.items() if all(map(_is_number, values))}
-    best = max(ordered, key=lambda name: len(ordered[name]), default='')
+    ascends = {name: _ascends([float(str(fields[name])) for fields in members.values()]) for name in ordered}
+    best = max(ordered, key=lambda name: (len(ordered[name]), ascends[name]), default='')
     return best if best and (len(ordered[best]) > 2 or len(different) == 1) else ''
+
+
+def _ascends(values: Sequence[float]) -> bool:
+    return list(values) == sorted(values)
 
 
 def _is_number(text: str) -> bool:

@@ -26,7 +26,7 @@ def render_comparison_page(comparison: Comparison) -> str:
     ordered = [Text(f'The colours of the runs follow `{field}`, from dark to light.')] if field else []
     sections = [
         Section('headline', 'At a glance', [comparison.headline]),
-        Section('warnings', 'Caveats and failed checks', [comparison.caveats or Absent('No run has a caveat.')]),
+        Section('warnings', 'Caveats', [comparison.caveats or Absent('No run has a caveat.')]),
         Section('config', 'Config fields that differ', [comparison.differences]),
         Section('curves', 'Curves', [*ordered, *_curves(comparison, looks)]),
         Section('ages', 'Age of the trained tokens', list(_ages(comparison, looks))),

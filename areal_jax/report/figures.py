@@ -5,7 +5,7 @@ Bokeh is imported where a figure is made.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from areal_jax.report.contents import Interval, RatioRow, Report, Time, TokenFat
 from areal_jax.report.curve import evaluation_points
 from areal_jax.report.metric_curves import Curve, curve_points, moving_mean, smoothing_window
 from areal_jax.report.parts import Table, format_interval
-from areal_jax.report.web_page import Chart
+from areal_jax.report.web_page import Chart, Key
 from areal_jax.telemetry.numerals import format_number, format_percent
 from areal_jax.telemetry.token_ledger import DROPPED
 
@@ -28,7 +28,6 @@ _MARKED = 60  # points up to which each has a marker
 _TOOLS = 'xpan,xwheel_zoom,box_zoom,reset,save'
 _FONT = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif'
 _MOST_ROWS = 40  # of the table below a chart
-_LEGEND = 44  # characters of labels in a row of a legend on a narrow page
 HEIGHT, WIDE_HEIGHT = 230, 290  # pixels
 
 Line = tuple[str, Sequence[float], Sequence[float]]  # label, x, y
@@ -79,7 +78,7 @@ def draw_curve(
     height = WIDE_HEIGHT if curve.wide else HEIGHT
     made = new_figure('update', x_range=updates, y_axis_type=scale, height=height)
     window = smoothing_window(max((len(xs) for _, xs, _ in lines), default=0)) if curve.smooth else 1
-    _draw_lines(made, lines, window, looks or _palette_looks(lines), positive=curve.logarithmic)
+    keys = _draw_lines(made, curve, lines, window, looks or _palette_looks(lines))
     said = '; '.join(
         f'{label} from {format_number(ys[0])} at update {format_number(xs[0])} to {format_number(ys[-1])} at update '
         f'{format_number(xs[-1])}'
@@ -87,7 +86,8 @@ def draw_curve(
         if ys
     )
     caption = f'Faint: each update; strong: mean of the last {window} updates.' if window > 1 else ''
-    return Chart(made, curve.title, curve.unit, f'Lines over the updates: {said}.', _curve_table(lines), caption, curve.wide)  # fmt: skip
+    alt = f'Lines over the updates: {said}.'
+    return Chart(made, curve.title, curve.unit, alt, _curve_table(lines), caption, curve.wide, keys)
 
 
 def draw_metrics(curve: Curve, metrics: Metrics, updates: DataRange1d) -> Chart:
@@ -103,20 +103,19 @@ def new_updates() -> DataRange1d:
     return DataRange1d(range_padding=0.02)
 
 
-def add_bound(chart: Chart, label: str, value: float) -> None:
-    """A dashed line over the whole width."""
+def add_bound(chart: Chart, label: str, value: float) -> Chart:
+    """The chart with a dashed line over the whole width."""
     from bokeh.models import Span
 
-    made = chart.figure
-    made.add_layout(Span(location=value, dimension='width', line_color=VERMILION, line_dash='dashed', line_width=1.5))
-    made.line([], [], color=VERMILION, line_dash='dashed', line_width=1.5, legend_label=label)
-    place_legend(made)
+    look = {'line_color': INK, 'line_dash': 'dashed', 'line_width': 1.5}
+    chart.figure.add_layout(Span(location=value, dimension='width', **look))  # type: ignore[attr-defined]
+    return dataclasses.replace(chart, keys=(*chart.keys, Key(label, INK, 'dashed')))
 
 
 def draw_histogram(title: str, unit: str, series: Sequence[Series], looks: Mapping[str, Look] | None = None) -> Chart:
     """Shares of the trained tokens by age: a bar an age, several runs beside each other."""
     made = new_figure(f'age ({unit})')
-    width = 0.9 / max(1, len(series))
+    width, keys = 0.9 / max(1, len(series)), list[Key]()
     chosen = looks or _palette_looks(series)
     for index, (label, tokens) in enumerate(series):
         total = sum(tokens.values()) or 1
@@ -128,8 +127,9 @@ def draw_histogram(title: str, unit: str, series: Sequence[Series], looks: Mappi
             'tokens': [tokens[age] for age in ages],
             'run': [label] * len(ages),
         }
-        legend = {'legend_label': plain_text(label)} if label else {}
-        made.vbar('x', width * 0.94, 'top', source=data, color=chosen[label][0], line_color=None, **legend)
+        keys += [Key(label, chosen[label][0], name=f'{title}/{label}')] if label else []
+        look = {'color': chosen[label][0], 'line_color': None, 'name': f'{title}/{label}'}
+        made.vbar('x', width * 0.94, 'top', source=data, **look)
     _add_hover(
         made,
         [('age', '@age'), ('share', '@top{0.0%}'), ('tokens', '@tokens'), *([('run', '@run')] * (len(series) > 1))],
@@ -137,7 +137,6 @@ def draw_histogram(title: str, unit: str, series: Sequence[Series], looks: Mappi
     made.y_range.start = 0
     _show_percent(made.yaxis)
     _whole_ticks(made)
-    place_legend(made)
     totals = {label: sum(tokens.values()) or 1 for label, tokens in series}
     ages = sorted({age for _, tokens in series for age in tokens})
     rows = [
@@ -146,7 +145,8 @@ def draw_histogram(title: str, unit: str, series: Sequence[Series], looks: Mappi
     ]
     table = Table(('age', *(label or 'share' for label, _ in series)), rows[:_MOST_ROWS])
     first, last = (format_number(ages[0]), format_number(ages[-1])) if ages else ('-', '-')
-    return Chart(made, title, 'share of the trained tokens', f'Bars by age, from {first} to {last} {unit}.', table)
+    alt = f'Bars by age, from {first} to {last} {unit}.'
+    return Chart(made, title, 'share of the trained tokens', alt, table, keys=keys)
 
 
 def draw_fates(title: str, x: str, fates: Mapping[str, Sequence[int]]) -> Chart:
@@ -159,17 +159,14 @@ def draw_fates(title: str, x: str, fates: Mapping[str, Sequence[int]]) -> Chart:
     for fate, tokens in data.items():
         top = [low + count for low, count in zip(bottom, tokens, strict=True)]
         source = {'x': list(range(size)), 'bottom': bottom, 'top': top, 'tokens': tokens, 'fate': [fate] * size}
-        made.vbar(
-            'x', 0.9, 'top', 'bottom', source=source, color=fate_color(fate, shown), line_color=None,
-            legend_label=plain_text(fate),
-        )  # fmt: skip
+        made.vbar('x', 0.9, 'top', 'bottom', source=source, color=fate_color(fate, shown), line_color=None)
         bottom = top
     _add_hover(made, [(x, '@x'), ('fate', '@fate'), ('tokens', '@tokens')])
     made.y_range.start = 0
     _whole_ticks(made)
-    place_legend(made)
     rows = [(str(index), *(str(tokens[index]) for tokens in data.values())) for index in _thinned(size)]
-    return Chart(made, title, 'tokens', f'Stacked bars by {x}: {", ".join(data)}.', Table((x, *data), rows))
+    alt = f'Stacked bars by {x}: {", ".join(data)}.'
+    return Chart(made, title, 'tokens', alt, Table((x, *data), rows), keys=_fate_keys(data))
 
 
 def draw_fate_shares(runs: Mapping[str, TokenFates]) -> Chart:
@@ -188,27 +185,24 @@ def draw_fate_shares(runs: Mapping[str, TokenFates]) -> Chart:
             'y': list(range(len(names))), 'left': left, 'right': right, 'share': shares, 'tokens': tokens,
             'run': names, 'fate': [fate] * len(names),
         }  # fmt: skip
-        made.hbar(
-            'y', 0.8, 'right', 'left', source=source, color=fate_color(fate, shown), line_color=None,
-            legend_label=plain_text(fate),
-        )  # fmt: skip
+        made.hbar('y', 0.8, 'right', 'left', source=source, color=fate_color(fate, shown), line_color=None)
         left = right
     made.yaxis.visible = any(names)
     made.yaxis.ticker = list(range(len(names)))
     made.yaxis.major_label_overrides = {index: plain_text(name) for index, name in enumerate(names)}
     _show_percent(made.xaxis)
     _add_hover(made, [('run', '@run'), ('fate', '@fate'), ('share', '@share{0.0%}'), ('tokens', '@tokens')])
-    place_legend(made)
     rows = [
         (fate, *(format_percent(of['fates'].get(fate, 0) / (of['generated'] or 1)) for of in runs.values()))
         for fate in shown
     ]
     table = Table(('fate', *(name or 'share' for name in names)), rows)
-    return Chart(made, 'Fates', 'share of the generated tokens', 'A bar a run, divided by fate.', table, wide=True)
+    keys, alt = _fate_keys(shown), 'A bar a run, divided by fate.'
+    return Chart(made, 'Fates', 'share of the generated tokens', alt, table, keys=keys)
 
 
 def draw_time(time: Time) -> Chart:
-    """Seconds of an update: achieved, the limit, and each lane."""
+    """Seconds of an update: achieved, the limit, and each lane; parts.time has the numbers."""
     known = {
         'achieved': (time['achieved'], BLUE),
         'limit (ideal)': (time['ideal'], VERMILION),
@@ -228,16 +222,15 @@ def draw_time(time: Time) -> Chart:
     made.text('seconds', 'name', 'text', source=data, text_baseline='middle', text_font_size='12px', text_color=INK)
     made.x_range.start, made.x_range.end = 0, 1.18 * max(data['seconds'], default=1)  # room for the numbers
     made.ygrid.grid_line_color = None
-    rows = [(name, text.strip()) for name, text in zip(data['name'], data['text'], strict=True)]
-    table, alt = Table(('lane', 'seconds'), rows), f'Bars: {", ".join(" ".join(row) for row in rows)}.'
+    alt = f'Bars: {", ".join(name + text for name, text in zip(data["name"], data["text"], strict=True))}.'
     caption = 'Grey: seconds in which a lane was occupied.'
-    return Chart(made, 'Where the time of an update went', 's', alt, table, caption)
+    return Chart(made, 'Where the time of an update went', 's', alt, Table((), ()), caption)
 
 
 def draw_ratio_rows(title: str, x: str, rows: Sequence[RatioRow]) -> Chart:
     """RMS of the parts of the importance ratio by range of ages, updates back, or engine."""
     made = new_figure(x, x_range=[plain_text(row['of']) for row in rows])
-    parts = list(dict.fromkeys(part for row in rows for part in row['parts']))
+    parts, keys = list(dict.fromkeys(part for row in rows for part in row['parts'])), list[Key]()
     for part, color in zip(parts, PALETTE, strict=False):
         known = [
             (plain_text(row['of']), row['parts'][part]['rms'], row['tokens']) for row in rows if part in row['parts']
@@ -246,16 +239,18 @@ def draw_ratio_rows(title: str, x: str, rows: Sequence[RatioRow]) -> Chart:
         source = dict(zip(('x', 'y', 'tokens'), map(list, zip(*points, strict=True)), strict=True)) if points else {}
         if source:
             data = source | {'part': [part] * len(points)}
-            made.line('x', 'y', source=data, color=color, line_width=2)
-            made.scatter('x', 'y', source=data, color=color, size=7, legend_label=part)
+            name = f'{title}/{part}'
+            made.line('x', 'y', source=data, color=color, line_width=2, name=name)
+            made.scatter('x', 'y', source=data, color=color, size=7, name=name)
+            keys.append(Key(part, color, 'solid', name))
     _add_hover(made, [(x, '@x'), ('part', '@part'), ('RMS', '@y{0.000e} nats'), ('tokens', '@tokens')])
     made.y_range.start = 0
-    place_legend(made)
     cells = [
         (row['of'], *(format_number(row['parts'][part]['rms']) if part in row['parts'] else '-' for part in parts))
         for row in rows[:_MOST_ROWS]
     ]
-    return Chart(made, title, 'RMS, nats', f'Points by {x}: {", ".join(parts)}.', Table((x, *parts), cells))
+    alt = f'Points by {x}: {", ".join(parts)}.'
+    return Chart(made, title, 'RMS, nats', alt, Table((x, *parts), cells), keys=keys)
 
 
 def draw_evaluation(report: Report) -> Chart | None:
@@ -264,24 +259,24 @@ def draw_evaluation(report: Report) -> Chart | None:
     if not points:
         return None
     made = new_figure('policy version', height=WIDE_HEIGHT)
+    colors = {'greedy': GREEN, 'sampled': BLUE}
     for kind, own in points.items():
-        _draw_intervals(made, kind, {'greedy': GREEN, 'sampled': BLUE}[kind], own)
+        _draw_intervals(made, kind, colors[kind], own)
+    keys = [Key(kind, colors[kind], 'solid', kind) for kind in points]
     _add_hover(made, [('version', '@x'), ('score', '@y{0.000}'), ('interval', '@low{0.000} to @high{0.000}')])
     made.y_range.start = 0
     _whole_ticks(made)
-    place_legend(made)
     found = {kind: dict(own) for kind, own in points.items()}
     versions = sorted({version for own in found.values() for version in own})
-    rows = [
-        (str(version), *(format_interval(own.get(version)) for own in found.values())) for version in versions
-    ]
+    rows = [(str(version), *(format_interval(own.get(version)) for own in found.values())) for version in versions]
     said = '; '.join(
         f'{kind} {format_interval(own[0][1])} at version {own[0][0]}, {format_interval(own[-1][1])} at version '
         f'{own[-1][0]}'
         for kind, own in points.items()
     )
     alt, caption = f'Points with intervals by version: {said}.', 'Points with their 95% intervals.'
-    return Chart(made, 'Held-out accuracy', 'mean score', alt, Table(('version', *found), rows), caption, wide=True)
+    table = Table(('version', *found), rows)
+    return Chart(made, 'Held-out accuracy', 'mean score', alt, table, caption, wide=True, keys=keys)
 
 
 def fate_color(fate: str, among: Iterable[str]) -> str:
@@ -293,38 +288,40 @@ def fate_color(fate: str, among: Iterable[str]) -> str:
 
 
 def _palette_looks(lines: Sequence[Line] | Sequence[Series]) -> dict[str, Look]:
-    return {
-        line[0]: (PALETTE[index % len(PALETTE)], index // len(PALETTE)) for index, line in enumerate(lines)
-    }
+    return {line[0]: (PALETTE[index % len(PALETTE)], index // len(PALETTE)) for index, line in enumerate(lines)}
 
 
-def _draw_lines(
-    made: Figure, lines: Sequence[Line], window: int, looks: Mapping[str, Look], *, positive: bool
-) -> None:
-    named = [('line', '@line')] if len(lines) > 1 else []
+def _fate_keys(fates: Iterable[str]) -> list[Key]:
+    """Without names: the rest of a stack would hang in the air."""
+    among = list(fates)
+    return [Key(fate, fate_color(fate, among)) for fate in among]
+
+
+def _draw_lines(made: Figure, curve: Curve, lines: Sequence[Line], window: int, looks: Mapping[str, Look]) -> list[Key]:
+    named, keys = [('line', '@line')] if len(lines) > 1 else [], []
     for label, xs, ys in lines:
-        kept = [(x, y) for x, y in zip(xs, ys, strict=True) if y > 0 or not positive]
+        kept = [(x, y) for x, y in zip(xs, ys, strict=True) if y > 0 or not curve.logarithmic]
         if not kept:
             continue
-        color, style = looks[label]
+        color, dash = looks[label][0], _DASHES[looks[label][1] % len(_DASHES)]
         smoothed = window > 1 and smoothing_window(len(kept)) > 1
         data = {'x': [x for x, _ in kept], 'y': [y for _, y in kept], 'line': [label] * len(kept)}
-        look = {'color': color, 'line_dash': _DASHES[style % len(_DASHES)]}
-        legend = {'legend_label': plain_text(label)} if len(lines) > 1 else {}
+        look = {'color': color, 'name': f'{curve.title}/{label}'}
         if smoothed:
-            made.line('x', 'y', source=data, color=color, line_alpha=0.32, line_width=1)
+            made.line('x', 'y', source=data, line_alpha=0.45, line_width=1, **look)
             data = data | {'y': moving_mean(data['y'], window)}
-        made.line('x', 'y', source=data, line_width=2.4 if smoothed else 1.8, **look, **legend)
+        made.line('x', 'y', source=data, line_width=2.4 if smoothed else 1.8, line_dash=dash, **look)
         if not smoothed and len(kept) <= _MARKED:
-            made.scatter('x', 'y', source=data, color=color, size=4, **legend)
+            made.scatter('x', 'y', source=data, size=4, **look)
+        keys += [Key(label, color, dash, look['name'])] if len(lines) > 1 else []
     values = [y for _, _, ys in lines for y in ys]
-    if not positive and min(values, default=-1) >= 0:  # shares, ages, norms: their axis begins at 0
+    if not curve.logarithmic and min(values, default=-1) >= 0:  # shares, ages, norms: their axis begins at 0
         made.y_range.start = 0
         if not max(values):
             made.y_range.end = 1
     _add_hover(made, [('update', '@x'), ('value', '@y{0.000 a}'), *named])
     _whole_ticks(made)
-    place_legend(made)
+    return keys
 
 
 def _curve_table(lines: Sequence[Line]) -> Table:
@@ -353,9 +350,9 @@ def _draw_intervals(made: Figure, label: str, color: str, points: Sequence[tuple
         'high': [found['mean'] if found['high'] is None else found['high'] for _, found in points],
     }
     marker = {'greedy': 'circle', 'sampled': 'square'}[label]
-    made.segment('x', 'low', 'x', 'high', source=data, color=color, line_width=2)
-    made.line('x', 'y', source=data, color=color, line_width=1.5)
-    made.scatter('x', 'y', source=data, color=color, size=9, marker=marker, legend_label=label)
+    made.segment('x', 'low', 'x', 'high', source=data, color=color, line_width=2, name=label)
+    made.line('x', 'y', source=data, color=color, line_width=1.5, name=label)
+    made.scatter('x', 'y', source=data, color=color, size=9, marker=marker, name=label)
 
 
 def _add_hover(made: Figure, tooltips: Sequence[tuple[str, str]]) -> None:
@@ -377,19 +374,3 @@ def _show_percent(axis: Iterable[object]) -> None:
 
     for one in axis:
         one.formatter = NumeralTickFormatter(format='0%')  # type: ignore[attr-defined]
-
-
-def place_legend(made: Figure) -> None:
-    """Under the figure, so that it hides nothing; none where no line has a label."""
-    if not made.legend:
-        return
-    legend = made.legend[0]
-    made.add_layout(legend, 'below')
-    legend.orientation = 'horizontal'
-    longest = max(len(item.label.value) for item in legend.items)
-    legend.ncols = min(len(legend.items), max(1, _LEGEND // (longest + 6)))
-    legend.click_policy = 'hide'
-    legend.label_text_font, legend.label_text_font_size, legend.label_text_color = _FONT, '12px', TEXT
-    legend.border_line_color = legend.background_fill_color = None
-    legend.location = 'left'
-    legend.margin, legend.padding, legend.spacing = 0, 2, 12

@@ -19,13 +19,15 @@ from areal_jax.report.metric_curves import (
     SPEED,
     SPLIT,
     STALENESS,
+    curve_points,
     describe_undrawn,
 )
 from areal_jax.report.parts import Items, Parts, Table, Text, tell_parts
 from areal_jax.report.run import Run, read_fields
-from areal_jax.report.slot_figure import MOST_INTERVALS, describe_slots, draw_slots
+from areal_jax.report.slot_figure import MOST_INTERVALS, describe_slots, draw_slots, slot_keys
 from areal_jax.report.slot_timeline import build_slot_timeline
 from areal_jax.report.web_page import Absent, Block, Chart, Folded, Grid, Section, Tiles, render_web_page
+from areal_jax.telemetry import names
 from areal_jax.telemetry.numerals import format_number
 
 FILE = 'report.html'
@@ -36,17 +38,17 @@ def render_html(run: Run) -> str:
     parts = tell_parts(run.report)
     sections = [
         Section('headline', 'At a glance', [Tiles(tell_headline(run.report))]),
-        Section('warnings', 'Caveats and failed checks', [parts.warnings or _NO_CAVEAT]),
-        Section('learning', 'Did it learn?', list(_learning(run, parts))),
+        Section('warnings', 'Caveats', [parts.warnings or _NO_CAVEAT]),
+        Section('learning', 'Learning', list(_learning(run, parts))),
         Section('speed', 'Speed and limit', list(_speed(run, parts))),
         Section('slots', 'Slots', list(_slots(run))),
-        Section('staleness', 'Staleness and interruption', list(_staleness(run, parts))),
+        Section('staleness', 'Staleness', list(_staleness(run, parts))),
         Section('agreement', 'Engine and learner', list(_agreement(run, parts))),
         Section('optimisation', 'Optimisation', list(_curves(run, OPTIMISATION))),
         Section('ledger', 'Token ledger', list(_ledger(run, parts))),
         Section('censoring', 'Censoring', list(_censoring(run, parts))),
         Section('groups', 'Groups', [parts.groups, parts.problems]),
-        Section('config', 'Config and versions', list(_config(run, parts))),
+        Section('config', 'Config', list(_config(run, parts))),
     ]
     return render_web_page(f'Run {run.name}', [parts.what_ran], sections, describe_state(run.report))
 
@@ -77,11 +79,12 @@ def _curves(run: Run, group: str, first: dict[str, Chart] | None = None) -> Iter
     own = [curve for curve in CURVES if curve.group == group]
     updates = figures.new_updates()
     undrawn = {curve.name: describe_undrawn(run.metrics, curve) for curve in own}
+    _drop_repeated(run, undrawn)
     for curve in own:
         if not undrawn[curve.name]:
             drawn[curve.name] = figures.draw_metrics(curve, run.metrics, updates)
     if 'token_age' in drawn:
-        _add_eta(run, drawn['token_age'])
+        drawn['token_age'] = _add_eta(run, drawn['token_age'])
     if drawn:
         yield Grid(drawn)
     if not run.metrics:
@@ -91,26 +94,34 @@ def _curves(run: Run, group: str, first: dict[str, Chart] | None = None) -> Iter
         yield Items(told)
 
 
-def _add_eta(run: Run, chart: Chart) -> None:
+def _drop_repeated(run: Run, undrawn: dict[str, str]) -> None:
+    """The age in optimizer steps where it is the age in versions."""
+    pairs = ((names.STEP_AGE_MEAN, names.TOKEN_AGE_MEAN), (names.STEP_AGE_MAX, names.TOKEN_AGE_MAX))
+    same = all(curve_points(run.metrics, steps) == curve_points(run.metrics, versions) for steps, versions in pairs)
+    if undrawn.get('token_age_in_steps') == '' and same:
+        undrawn['token_age_in_steps'] = 'Token age in steps: the same as in versions.'
+
+
+def _add_eta(run: Run, chart: Chart) -> Chart:
     eta, oldest = run.report['eta'], run.report['token_age']['max']
     if eta is not None and math.isfinite(eta) and oldest is not None and eta <= _BOUND_IN_VIEW * max(1, oldest):
-        figures.add_bound(chart, f'eta = {eta:g}', eta)
+        return figures.add_bound(chart, f'eta = {eta:g}', eta)
+    return chart
 
 
 def _speed(run: Run, parts: Parts) -> Iterator[Block]:
     yield parts.cause_of_gap
+    yield parts.ideal_rule
     time = run.report['time']
     known = any(time[name] is not None for name in ('achieved', 'generate', 'train'))  # type: ignore[literal-required]
     yield from _curves(run, SPEED, {'time': figures.draw_time(time)} if known else {})
     yield parts.time
-    yield parts.ideal_rule
     yield parts.work
     yield parts.rates
     yield parts.servers
 
 
 def _staleness(run: Run, parts: Parts) -> Iterator[Block]:
-    yield parts.staleness
     histograms, steps = run.report['token_age_histograms'], run.report['token_age_steps']
     series = {
         name: (unit, {pair[0]: pair[1] for pair in pairs})
@@ -120,11 +131,15 @@ def _staleness(run: Run, parts: Parts) -> Iterator[Block]:
         )
         if pairs
     }
+    if same := len(series) == 2 and histograms['publications'] == histograms['steps']:
+        del series['optimizer steps']
     drawn = {
         f'age_in_{name.replace(" ", "_")}': figures.draw_histogram(f'Age in {name}', unit, [('', tokens)])
         for name, (unit, tokens) in series.items()
     }
     yield from _curves(run, STALENESS, drawn)
+    if same:
+        yield Absent('Each update made one optimizer step, so the ages in steps are those in publications.')
     if not drawn:
         yield Absent('No update trained a token, so there are no ages to draw.')
     if histograms['publications'] and not histograms['steps']:
@@ -134,6 +149,7 @@ def _staleness(run: Run, parts: Parts) -> Iterator[Block]:
             "The steps of a token's own update that come before the one that trains it are not in the histogram: "
             f'{format_number(steps["inside_mean"])} on average, {format_number(steps["inside_max"])} at most.'
         )
+    yield parts.staleness
     yield parts.ratios
 
 
@@ -144,7 +160,8 @@ def _slots(run: Run) -> Iterator[Block]:
         return
     alt = f'A timeline of {len(timeline.slots)} slots with {len(timeline.intervals)} intervals; timeline.json has them.'
     title, unit = 'Requests in the decoding slots', 'coloured by policy version'
-    yield Grid({'slots': Chart(draw_slots(timeline), title, unit, alt, Table((), ()), describe_slots(timeline))})
+    caption, keys = describe_slots(timeline), slot_keys(timeline)
+    yield Grid({'slots': Chart(draw_slots(timeline), title, unit, alt, Table((), ()), caption, keys=keys)})
 
 
 def _ledger(run: Run, parts: Parts) -> Iterator[Block]:

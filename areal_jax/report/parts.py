@@ -167,7 +167,9 @@ def _accuracy_rows(report: Report) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     if accuracy:
         greedy, sampled = accuracy['greedy'], accuracy['sampled']
-        rows.append(('held-out accuracy, greedy', format_interval(greedy['before']), format_interval(greedy['after']), ''))
+        rows.append(
+            ('held-out accuracy, greedy', format_interval(greedy['before']), format_interval(greedy['after']), '')
+        )
         rows.append(
             (
                 'held-out accuracy, sampled',

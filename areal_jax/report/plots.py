@@ -51,7 +51,7 @@ def plot_reward(metrics: Metrics, accuracy: Accuracy | None, path: pathlib.Path)
     points = [(step, reward) for step, reward in rewarded if step is not None and reward is not None]
     if not points:
         return False
-    figure = _figure(4.8)
+    figure = make_figure(4.8)
     grid = figure.add_gridspec(1, 3)
     axes = figure.add_subplot(grid[0, :2] if accuracy else grid[0, :])
     steps, rewards = zip(*points, strict=True)
@@ -60,11 +60,11 @@ def plot_reward(metrics: Metrics, accuracy: Accuracy | None, path: pathlib.Path)
         smoothed = moving_mean(rewards, width)
         axes.plot(steps, smoothed, color=VERMILION, linewidth=2.2, label=f'mean of the last {width} updates')
         axes.legend(frameon=False)
-    _label(axes, 'Reward while training', 'update', 'mean reward of the batch')
+    label_axes(axes, 'Reward while training', 'update', 'mean reward of the batch')
     _whole_ticks(axes.xaxis)
     if accuracy:
         _draw_accuracy(figure.add_subplot(grid[0, 2]), accuracy)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -73,7 +73,7 @@ def plot_evaluation(report: Report, path: pathlib.Path) -> bool:
     points = evaluation_points(report)
     if not report['evaluation_curve'] or not points:
         return False
-    figure = _figure(4.8)
+    figure = make_figure(4.8)
     axes = figure.add_subplot()
     for shift, (kind, own) in enumerate(points.items()):
         color, marker = {'greedy': (GREEN, 'o'), 'sampled': (BLUE, 's')}[kind]
@@ -87,9 +87,9 @@ def plot_evaluation(report: Report, path: pathlib.Path) -> bool:
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     axes.legend(frameon=False)
     title = 'Held-out accuracy while training, 95% intervals (ends: before and after)'
-    _label(axes, title, 'policy version', 'mean score of the problems')
+    label_axes(axes, title, 'policy version', 'mean score of the problems')
     _whole_ticks(axes.xaxis)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -106,7 +106,7 @@ def plot_token_age(metrics: Metrics, eta: float | None, path: pathlib.Path) -> b
         tokens = np.asarray(counts(row, names.TOKEN_AGE_HISTOGRAM), float)
         share[: len(tokens), column] = tokens / tokens.sum()
     steps = np.array([number(row, names.STEP) for row in rows])
-    figure = _figure(4.8)
+    figure = make_figure(4.8)
     axes = figure.add_subplot()
     mesh = axes.pcolormesh(
         np.append(steps, steps[-1] + 1) - 0.5, np.arange(ages + 1) - 0.5, np.ma.masked_equal(share, 0),
@@ -120,10 +120,10 @@ def plot_token_age(metrics: Metrics, eta: float | None, path: pathlib.Path) -> b
         axes.set_ylim(-0.5, max(ages - 0.5, int(eta) + 0.6))
     figure.colorbar(mesh, ax=axes, label="share of the update's tokens", pad=0.02)
     axes.legend(loc='lower right', bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-    _label(axes, 'Age of the trained tokens', 'update', 'age (versions behind)', side='left')
+    label_axes(axes, 'Age of the trained tokens', 'update', 'age (versions behind)', side='left')
     _whole_ticks(axes.xaxis)
     _whole_ticks(axes.yaxis)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -146,7 +146,7 @@ def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     versions = range(min(span.version for span in spans), max(span.version for span in spans) + 1)
     colormap = colormaps['viridis'].resampled(len(versions))
     norm = BoundaryNorm([version - 0.5 for version in (*versions, versions[-1] + 1)], len(versions))
-    figure = _figure(2.2 + 0.24 * max(8, len(rows)))
+    figure = make_figure(2.2 + 0.24 * max(8, len(rows)))
     axes = figure.add_subplot()
     _draw_spans(axes, [span for span in spans if (span.engine, span.slot) in rows], rows, colormap, norm)
     _draw_publications(axes, events, start, end)
@@ -155,13 +155,13 @@ def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     axes.set_yticks(range(len(rows)), [f'{engine} slot {slot}' for engine, slot in rows], fontsize=8)
     part = '' if start == min(span.start for span in spans) else ', middle of the run'
     part += f', {MAX_SLOTS} of {len(keys)} slots' if len(keys) > MAX_SLOTS else ''
-    _label(axes, f'Requests in the decoding slots{part}', 'clock time (s)', '', pad=26)
+    label_axes(axes, f'Requests in the decoding slots{part}', 'clock time (s)', '', pad=26)
     figure.colorbar(
         ScalarMappable(norm, colormap), ax=axes, ticks=list(versions), label='policy version of the tokens', pad=0.02
     )
     if axes.get_legend_handles_labels()[0]:  # neither a publication nor an interruption is shown: nothing to explain
         figure.legend(loc='outside lower center', ncols=2, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -240,20 +240,23 @@ def _draw_accuracy(axes: Axes, accuracy: Accuracy) -> None:
     axes.set_xticks([0, 1], ['greedy', 'sampled'])
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     axes.legend(frameon=False)
-    _label(axes, 'Held-out accuracy, 95% intervals', '', 'mean score of the problems')
+    label_axes(axes, 'Held-out accuracy, 95% intervals', '', 'mean score of the problems')
 
 
-def _figure(height: float) -> Figure:
-    """A figure 1200 px wide; made without pyplot, which keeps global state and may need a display."""
+def make_figure(height: float, width: float = 12) -> Figure:
+    """A figure of so many inches, 100 px each; made without pyplot, which keeps global state and may need a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, height), dpi=DPI, layout='constrained')
+    figure = Figure(figsize=(width, height), dpi=DPI, layout='constrained')
     FigureCanvasAgg(figure)
     return figure
 
 
-def _label(axes: Axes, title: str, x: str, y: str, pad: float = 8, side: Literal['left', 'center'] = 'center') -> None:
+def label_axes(
+    axes: Axes, title: str, x: str, y: str, pad: float = 8, side: Literal['left', 'center'] = 'center'
+) -> None:
+    """Title and labels, without a frame."""
     axes.set_title(title, fontsize=13, loc=side, pad=pad)
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
@@ -266,7 +269,8 @@ def _whole_ticks(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _save(figure: Figure, path: pathlib.Path) -> None:
+def save_figure(figure: Figure, path: pathlib.Path) -> None:
+    """Writes it as PNG, all or nothing."""
     png = io.BytesIO()
     figure.savefig(png, dpi=DPI, format='png')
     files.write_bytes(path, png.getvalue())

@@ -29,6 +29,21 @@ _TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
 
 
 @dataclasses.dataclass(frozen=True)
+class Key:
+    """An entry of a legend; a click on it hides the glyphs of the figure whose name is that of the key."""
+
+    label: str
+    color: str
+    look: str = 'box'  # box, solid, dashed, dotted, dotdash, diamond, cross
+    name: str = ''  # of glyphs; '' = nothing to hide
+
+    @property
+    def dark(self) -> str:
+        """The colour on a dark page."""
+        return dark_colors().get(self.color.lower(), self.color)
+
+
+@dataclasses.dataclass(frozen=True)
 class Chart:
     """A figure with its words and its numbers."""
 
@@ -39,6 +54,7 @@ class Chart:
     table: Table  # its numbers, opened at a click; empty where another table of the page has them
     caption: str = ''
     wide: bool = False  # over two columns of a grid
+    keys: Sequence[Key] = ()
 
 
 @dataclasses.dataclass(frozen=True)
