@@ -20,7 +20,7 @@ FATES = {
 DROPS = ('#D55E00', '#B5578F', '#8C510A', '#7B3294', '#B2182B')  # by reason
 INK, TEXT, LINE, GRID = '#1C2026', '#4A525C', '#8A929C', '#E3E6EA'  # of axes and labels
 PAGE, DARK_PAGE = '#FFFFFF', '#15181D'
-_LIGHTEST, _DARKEST = 0.78, 0.32  # places on viridis that are still seen on a white and on a dark page
+_LIGHTEST, _DARKEST = 0.84, 0.32  # places on viridis that are still seen on a white and on a dark page
 _ON_DARK = {
     BLUE: '#5BB5F0', VERMILION: '#FF9451', GREEN: '#2BCB9B', AMBER: '#F0B429', '#B5578F': '#EE9FCB',
     '#3388BB': '#9AD4F5', GREY: '#A6ADB5', INK: '#E8EBEF', TEXT: '#B9C1CB', LINE: '#6B737D', GRID: '#2B3138',

@@ -84,6 +84,7 @@ def _plot_curves(
             line = {'color': color, 'linestyle': _STYLES[style % len(_STYLES)], 'label': f'{name} ({len(found)})'}
             axes.plot(places, mean, linewidth=2, **line)
             axes.fill_between(places, low, high, color=color, alpha=alpha, linewidth=0)
+        axes.locator_params(axis='x', nbins=5)
         label_axes(axes, f'over {axis}', x, label if axis == 'updates' else '')
     _draw_legend(figure, panels[0], field, list(looks))
     figure.suptitle('Mean over the seeds (their number in brackets); band: lowest to highest seed', fontsize=12)
