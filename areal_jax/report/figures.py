@@ -78,7 +78,7 @@ def draw_curve(
     height = WIDE_HEIGHT if curve.wide else HEIGHT
     made = new_figure('update', x_range=updates, y_axis_type=scale, height=height)
     window = smoothing_window(max((len(xs) for _, xs, _ in lines), default=0)) if curve.smooth else 1
-    keys = _draw_lines(made, curve, lines, window, looks or _palette_looks(lines))
+    keys = _draw_lines(made, curve, lines, window, looks or _palette_looks([label for label, _, _ in lines]))
     said = '; '.join(
         f'{label} from {format_number(ys[0])} at update {format_number(xs[0])} to {format_number(ys[-1])} at update '
         f'{format_number(xs[-1])}'
@@ -116,7 +116,7 @@ def draw_histogram(title: str, unit: str, series: Sequence[Series], looks: Mappi
     """Shares of the trained tokens by age: a bar an age, several runs beside each other."""
     made = new_figure(f'age ({unit})')
     width, keys = 0.9 / max(1, len(series)), list[Key]()
-    chosen = looks or _palette_looks(series)
+    chosen = looks or _palette_looks([label for label, _ in series])
     for index, (label, tokens) in enumerate(series):
         total = sum(tokens.values()) or 1
         ages = sorted(tokens)
@@ -174,8 +174,8 @@ def draw_fate_shares(runs: Mapping[str, TokenFates]) -> Chart:
     names = list(runs)
     every = list(dict.fromkeys(fate for fates in runs.values() for fate in fates['fates']))
     shown = [fate for fate in every if any(fates['fates'].get(fate) for fates in runs.values())]
-    places = {'x_range': (0, 1), 'y_range': (len(names) - 0.5, -0.5)}
-    made = new_figure('', height=100 + 34 * len(names), **places)
+    y_range = (len(names) - 0.5, -0.5)
+    made = new_figure('', height=100 + 34 * len(names), x_range=(0, 1), y_range=y_range)
     left = [0.0] * len(names)
     for fate in shown:
         tokens = [runs[name]['fates'].get(fate, 0) for name in names]
@@ -211,18 +211,15 @@ def draw_time(time: Time) -> Chart:
         'publish': (time['publish'], GREY),
     }
     bars = {name: (seconds, color) for name, (seconds, color) in known.items() if seconds is not None}
-    data = {
-        'name': list(bars),
-        'seconds': [seconds for seconds, _ in bars.values()],
-        'color': [color for _, color in bars.values()],
-        'text': [f' {format_number(seconds)} s' for seconds, _ in bars.values()],
-    }
+    values = [seconds for seconds, _ in bars.values()]
+    texts = [f' {format_number(seconds)} s' for seconds in values]
+    data = {'name': list(bars), 'seconds': values, 'color': [color for _, color in bars.values()], 'text': texts}
     made = new_figure('', y_range=list(reversed(bars)), height=60 + 30 * len(bars), tools='')
     made.hbar('name', 0.72, 'seconds', source=data, color='color', line_color=None)
     made.text('seconds', 'name', 'text', source=data, text_baseline='middle', text_font_size='12px', text_color=INK)
-    made.x_range.start, made.x_range.end = 0, 1.18 * max(data['seconds'], default=1)  # room for the numbers
+    made.x_range.start, made.x_range.end = 0, 1.18 * max(values, default=1)  # room for the numbers
     made.ygrid.grid_line_color = None
-    alt = f'Bars: {", ".join(name + text for name, text in zip(data["name"], data["text"], strict=True))}.'
+    alt = f'Bars: {", ".join(name + text for name, text in zip(bars, texts, strict=True))}.'
     caption = 'Grey: seconds in which a lane was occupied.'
     return Chart(made, 'Where the time of an update went', 's', alt, Table((), ()), caption)
 
@@ -287,8 +284,8 @@ def fate_color(fate: str, among: Iterable[str]) -> str:
     return DROPS[drops.index(fate) % len(DROPS)]
 
 
-def _palette_looks(lines: Sequence[Line] | Sequence[Series]) -> dict[str, Look]:
-    return {line[0]: (PALETTE[index % len(PALETTE)], index // len(PALETTE)) for index, line in enumerate(lines)}
+def _palette_looks(labels: Sequence[str]) -> dict[str, Look]:
+    return {label: (PALETTE[index % len(PALETTE)], index // len(PALETTE)) for index, label in enumerate(labels)}
 
 
 def _fate_keys(fates: Iterable[str]) -> list[Key]:
@@ -309,7 +306,7 @@ def _draw_lines(made: Figure, curve: Curve, lines: Sequence[Line], window: int, 
         look = {'color': color, 'name': f'{curve.title}/{label}'}
         if smoothed:
             made.line('x', 'y', source=data, line_alpha=0.45, line_width=1, **look)
-            data = data | {'y': moving_mean(data['y'], window)}
+            data = data | {'y': moving_mean([y for _, y in kept], window)}
         made.line('x', 'y', source=data, line_width=2.4 if smoothed else 1.8, line_dash=dash, **look)
         if not smoothed and len(kept) <= _MARKED:
             made.scatter('x', 'y', source=data, size=4, **look)
@@ -337,8 +334,8 @@ def _curve_table(lines: Sequence[Line]) -> Table:
 
 def _thinned(count: int) -> list[int]:
     """At most _MOST_ROWS of so many places, evenly spaced, the last one included."""
-    step = -(-count // _MOST_ROWS) if count else 1
-    return sorted({*range(0, count, step), *range(count - 1, count)})
+    step = max(1, -(-count // _MOST_ROWS))
+    return sorted({*range(0, count, step), *range(max(0, count - 1), count)})
 
 
 def _draw_intervals(made: Figure, label: str, color: str, points: Sequence[tuple[int, Interval]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from areal_jax.report.contents import Interval, Report
 from areal_jax.report.parts import Table, format_interval
@@ -57,7 +57,8 @@ def describe_state(report: Report) -> tuple[str, Tone]:
 
 def _gain(report: Report) -> Tile:
     accuracy = report['accuracy']
-    value, unit, details, reading, tone = '-', '', [], '', 'unknown'
+    details: list[str] = []
+    reading, tone = '', cast(Tone, 'unknown')
     gain = accuracy['sampled']['gain'] if accuracy else None
     if accuracy:
         for kind in ('sampled', 'greedy'):
@@ -152,6 +153,7 @@ def _agreement(report: Report) -> Tile:
         f'largest {format_number(found["max"])}',
         f'{format_percent(found["exact_share"])} exactly equal (n = {found["n"]})',
     )
+    tone: Tone
     reading, tone = 'More than rounding explains: the ratios of all old tokens are wrong by as much.', 'bad'
     if mean <= _ROUNDING['16 bits']:
         reading, tone = 'The size of rounding to 16 bits; too large if everything is float32.', 'fair'
@@ -181,7 +183,7 @@ def _data(report: Report) -> Tile:
         return Tile('data', question, '-', '', tuple(details), reading, 'unknown', 'ledger')
     shares = {fate: tokens / fates['generated'] for fate, tokens in fates['fates'].items()}
     details += [f'{fate} {format_percent(share)}' for fate, share in _largest(shares)]
-    reading: str = f'The ledger does not close: {fates["fault"]}.' if fates['fault'] else 'The ledger closes.'
+    reading = f'The ledger does not close: {fates["fault"]}.' if fates['fault'] else 'The ledger closes.'
     tone: Tone = 'bad' if fates['fault'] else 'good'
     value = format_percent(shares.get('trained', 0.0))
     return Tile('data', question, value, unit, tuple(details), reading, tone, 'ledger')

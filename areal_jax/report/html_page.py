@@ -124,7 +124,7 @@ def _speed(run: Run, parts: Parts) -> Iterator[Block]:
 def _staleness(run: Run, parts: Parts) -> Iterator[Block]:
     histograms, steps = run.report['token_age_histograms'], run.report['token_age_steps']
     series = {
-        name: (unit, {pair[0]: pair[1] for pair in pairs})
+        name: (unit, {float(pair[0]): float(pair[1]) for pair in pairs})
         for name, unit, pairs in (
             ('publications', 'versions', histograms['publications']),
             ('optimizer steps', 'steps before their own update', histograms['steps']),
