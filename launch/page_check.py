@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 SECTIONS = {
-    'report': ['warnings', 'results', 'curves', 'staleness', 'slots', 'ledger', 'split', 'censoring', 'time', 'groups'],
-    'compare': ['warnings', 'config', 'curves', 'ages', 'ledger', 'numbers'],
-}
+    'report': [
+        'headline', 'warnings', 'learning', 'speed', 'slots', 'staleness', 'agreement', 'optimisation', 'ledger',
+        'censoring', 'groups', 'config',
+    ],
+    'compare': ['headline', 'warnings', 'config', 'curves', 'ages', 'ledger', 'numbers'],
+}  # fmt: skip
+WIDTHS = (390, 768, 1440)  # pixels of a phone, a tablet and a screen
 # a browser of root in a container; no GPU: WebGL is computed
 _ARGUMENTS = ('--no-sandbox', '--use-angle=swiftshader', '--enable-unsafe-swiftshader')
 _IDLE = 'window.Bokeh ? Bokeh.documents.every(document => document.is_idle) : true'
@@ -80,7 +84,10 @@ def check_page(browser: Browser, path: pathlib.Path, picture: pathlib.Path) -> F
     _wait_until_idle(page, found)
     found.facts.append(f'drawn in {time.monotonic() - began:.1f} s')
     _check_sections(page, SECTIONS['compare' if page.locator('#numbers').count() else 'report'], found)
+    _check_headline(page, found)
     _check_figures(page, found)
+    _check_widths(page, picture, found)
+    _check_themes(page, picture, found)
     page.evaluate('window.scrollTo(0, 0)')
     page.screenshot(path=f'{picture}.png', full_page=True)
     timeline = page.locator('[data-figure=slots]')
@@ -122,6 +129,59 @@ def _check_figures(page: Page, found: Findings) -> None:
         colors = len(_colors(figure))
         found.require(colors >= _COLORS, f'the figure {figure.get_attribute("data-figure")} has {colors} colours only')
     found.facts.append(f'{figures.count()} figures')
+
+
+def _check_headline(page: Page, found: Findings) -> None:
+    """A tile has its number, or the comparison its row, before anything is scrolled."""
+    headline = page.locator('section#headline')
+    tiles = headline.locator('.tile')
+    says = len(headline.inner_text().split())
+    found.require(tiles.count() > 0 or says > 20, f'the headline has {tiles.count()} tiles and {says} words')
+    for index in range(tiles.count()):
+        name, value = tiles.nth(index).get_attribute('data-tile'), tiles.nth(index).locator('.value').inner_text()
+        found.require(bool(value.strip()), f'the tile {name} has no value')
+    found.facts.append(f'{tiles.count()} tiles')
+
+
+def _check_widths(page: Page, picture: pathlib.Path, found: Findings) -> None:
+    """Nothing is wider than the page, on a phone as on a screen."""
+    usual = page.viewport_size
+    for width in WIDTHS:
+        page.set_viewport_size({'width': width, 'height': 844})
+        _wait_until_idle(page, found)
+        wide = page.evaluate('document.documentElement.scrollWidth')
+        found.require(wide <= width, f'at a width of {width} px it is {wide} px wide')
+        page.evaluate('window.scrollTo(0, 0)')
+        page.screenshot(path=f'{picture}_{width}.png')
+    if usual:
+        page.set_viewport_size(usual)
+    _wait_until_idle(page, found)
+
+
+def _check_themes(page: Page, picture: pathlib.Path, found: Findings) -> None:
+    """The browser's preference and the button both turn the page and its charts dark and light again."""
+    light = _mean_brightness(page)
+    page.emulate_media(color_scheme='dark')
+    _wait_until_idle(page, found)
+    dark = _mean_brightness(page)
+    found.require(light > 0.7 > 0.3 > dark, f'its brightness is {light:.2f} in light and {dark:.2f} in dark')
+    if page.locator('[data-figure]').count():
+        charts = page.evaluate('document.documentElement.dataset.charts')
+        found.require(charts == 'dark', f'on a dark page its charts are {charts}')
+    page.screenshot(path=f'{picture}_dark.png', full_page=True)
+    page.locator('#theme').click()
+    _wait_until_idle(page, found)
+    again = _mean_brightness(page)
+    found.require(again > 0.7, f'after the button its brightness is {again:.2f}')
+    page.evaluate("localStorage.removeItem('areal_jax_theme')")
+    page.emulate_media(color_scheme='light')
+    found.facts.append('light and dark')
+
+
+def _mean_brightness(page: Page) -> float:
+    from PIL import Image, ImageStat
+
+    return ImageStat.Stat(Image.open(io.BytesIO(page.screenshot())).convert('L')).mean[0] / 255
 
 
 def _check_timeline(page: Page, timeline: Locator, picture: pathlib.Path, found: Findings) -> None:

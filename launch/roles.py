@@ -22,7 +22,6 @@ from areal_jax import files
 from areal_jax.app.interrupt import Wakeups
 from areal_jax.app.roles import require_roles
 from areal_jax.app.vllm_server import find_python
-from areal_jax.app.workdir import holds_run
 from areal_jax.config.cluster import list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode

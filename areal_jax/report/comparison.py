@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax.errors import UserError
+from areal_jax.report.headline import tell_headline
 from areal_jax.report.page import render_part
 from areal_jax.report.parts import Items, Parts, Table, Text, tell_parts
 from areal_jax.report.run import Run, read_fields
@@ -21,6 +22,7 @@ MISSING = '-'
 class Comparison:
     runs: Mapping[str, Run]  # by the name that tells it from the others
     parts: Mapping[str, Parts]
+    headline: Table
     caveats: Items
     differences: Table | Text  # of the configs
     tables: Sequence[tuple[str, Table]]  # title and numbers, those of no run left out
@@ -51,6 +53,7 @@ def compare(runs: Mapping[str, Run]) -> Comparison:
     return Comparison(
         runs=runs,
         parts=parts,
+        headline=join_tables({name: _headline(run) for name, run in runs.items()}),
         caveats=Items([f'{name}: {caveat}' for name, of in parts.items() for caveat in of.warnings.items]),
         differences=_differences({name: read_fields(run.workdir) for name, run in runs.items()}),
         tables=[(title, table) for title, table in _tables(parts) if table],
@@ -60,6 +63,8 @@ def compare(runs: Mapping[str, Run]) -> Comparison:
 def render_comparison(comparison: Comparison) -> str:
     """Markdown for the terminal."""
     sections = [
+        '## At a glance',
+        render_part(comparison.headline),
         *(['## Caveats', render_part(comparison.caveats)] if comparison.caveats else []),
         '## Config',
         render_part(comparison.differences),
@@ -73,6 +78,10 @@ def join_tables(tables: Mapping[str, Table]) -> Table:
     cells = {name: _cells(table) for name, table in tables.items()}
     labels = _in_order([list(of) for of in cells.values()])
     return Table(('', *tables), [(label, *(of.get(label, MISSING) for of in cells.values())) for label in labels])
+
+
+def _headline(run: Run) -> Table:
+    return Table(('', ''), [(tile.question, tile.answer) for tile in tell_headline(run.report)])
 
 
 def _tables(parts: Mapping[str, Parts]) -> list[tuple[str, Table]]:

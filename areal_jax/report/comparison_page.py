@@ -1,17 +1,18 @@
-"""Several runs on one page of HTML (compare.html): differences, numbers side by side, curves and ages overlaid.
-
-Used by main_report.py.
-"""
+"""Several runs on one page of HTML (compare.html): headlines and differences, numbers, curves and ages overlaid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 
 from areal_jax.report import figures
+from areal_jax.report.colors import Look, choose_looks
 from areal_jax.report.comparison import Comparison
 from areal_jax.report.metric_curves import CURVES, SPLIT, Curve, curve_points
 from areal_jax.report.parts import Table, Text
-from areal_jax.report.web_page import Absent, Block, Grid, Section, Wide, render_web_page
+from areal_jax.report.run import read_fields
+from areal_jax.report.web_page import Absent, Block, Grid, Section, render_web_page
+from areal_jax.telemetry.numerals import format_number
 
 
 def render_comparison_page(comparison: Comparison) -> str:
@@ -19,11 +20,14 @@ def render_comparison_page(comparison: Comparison) -> str:
     what_ran = Table(
         ('run', 'what ran'), [(name, of.what_ran.text.replace('`', '')) for name, of in comparison.parts.items()]
     )
+    field, looks = choose_looks({name: read_fields(run.workdir) for name, run in comparison.runs.items()})
+    ordered = [Text(f'The colours of the runs follow `{field}`, from dark to light.')] if field else []
     sections = [
-        Section('warnings', 'Caveats and failed checks', [comparison.caveats or Absent('No run has a caveat.')]),
+        Section('headline', 'At a glance', [comparison.headline]),
+        Section('warnings', 'Caveats', [comparison.caveats or Absent('No run has a caveat.')]),
         Section('config', 'Config fields that differ', [comparison.differences]),
-        Section('curves', 'Curves', list(_curves(comparison))),
-        Section('ages', 'Age of the trained tokens', list(_ages(comparison))),
+        Section('curves', 'Curves', [*ordered, *_curves(comparison, looks)]),
+        Section('ages', 'Age of the trained tokens', list(_ages(comparison, looks))),
         Section('ledger', 'Token ledger', list(_ledger(comparison))),
         Section('numbers', 'Numbers', [block for title, table in comparison.tables for block in _titled(title, table)]),
     ]
@@ -34,38 +38,43 @@ def _titled(title: str, table: Table) -> tuple[Block, Block]:
     return Text(f'{title}:'), table
 
 
-def _curves(comparison: Comparison) -> Iterator[Block]:
+def _curves(comparison: Comparison, looks: Mapping[str, Look]) -> Iterator[Block]:
     updates = figures.new_updates()
-    drawn, missing = {}, []
+    drawn, missing, equal = {}, [], []
     for curve in (*CURVES, *_parts_of(SPLIT)):
         label, metric = curve.metrics[0]
-        points = [(name, *curve_points(run.metrics, metric)) for name, run in comparison.runs.items()]
-        known = [line for line in points if any(value > 0 or not curve.logarithmic for value in line[2])]
+        # in the order of the looks, so that the legend of ordered runs is ordered
+        points = [(name, *curve_points(comparison.runs[name].metrics, metric)) for name in looks]
+        known = [value for line in points for value in line[2] if value > 0 or not curve.logarithmic]
         if not known:
             missing.append(curve.title)
-            continue
-        titled = Curve(curve.title, ', '.join(filter(None, (label, curve.unit))), curve.metrics, curve.logarithmic)
-        # a run without the metric keeps its place, so that each run has one colour in all figures
-        drawn[titled.name] = figures.draw_curve(titled, points, updates)
+        elif len(set(known)) == 1:
+            equal.append(f'{curve.title} ({format_number(known[0])})')
+        else:
+            unit = ', '.join(filter(None, (label, curve.unit)))
+            drawn[curve.name] = figures.draw_curve(dataclasses.replace(curve, unit=unit), points, updates, looks)
     yield Grid(drawn) if drawn else Absent('No run has published an update.')
+    if equal:
+        yield Absent(f'The same in all runs and updates: {", ".join(equal)}.')
     if missing and drawn:
         yield Absent(f'Measured in none of the runs: {", ".join(missing)}.')
 
 
 def _parts_of(split: Curve) -> Iterator[Curve]:
     for part, name in split.metrics:
-        yield Curve(f'Importance ratio, {part}', split.unit, (('RMS', name),), split.logarithmic)
+        yield dataclasses.replace(split, title=f'Importance ratio, {part}', metrics=(('RMS', name),))
 
 
-def _ages(comparison: Comparison) -> Iterator[Block]:
+def _ages(comparison: Comparison, looks: Mapping[str, Look]) -> Iterator[Block]:
     for name, unit, key in (
         ('publications', 'versions', 'publications'),
         ('optimizer steps', 'steps before their own update', 'steps'),
     ):
-        runs = {of: dict(run.report['token_age_histograms'][key]) for of, run in comparison.runs.items()}  # type: ignore[literal-required]
+        histograms = {of: comparison.runs[of].report['token_age_histograms'] for of in looks}
+        runs = {of: dict(histogram[key]) for of, histogram in histograms.items()}  # type: ignore[literal-required]
         if any(runs.values()):
-            figure = figures.draw_histogram(f'In {name}', unit, list(runs.items()))
-            yield Wide(f'age_in_{key}', figure)
+            chart = figures.draw_histogram(f'Age in {name}', unit, list(runs.items()), looks)
+            yield Grid({f'age_in_{key}': chart})
         else:
             yield Absent(f'No run has ages in {name}.')
 
@@ -73,6 +82,6 @@ def _ages(comparison: Comparison) -> Iterator[Block]:
 def _ledger(comparison: Comparison) -> Iterator[Block]:
     known = {name: fates for name, run in comparison.runs.items() if (fates := run.report['token_fates'])}
     if known:
-        yield Wide('fates', figures.draw_fate_shares(known))
+        yield Grid({'fates': figures.draw_fate_shares(known)})
     if missing := [name for name in comparison.runs if name not in known]:
         yield Absent(f'Without a ledger, because an earlier program wrote a part of the log: {", ".join(missing)}.')

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Literal, TypeAlias, cast
 
 from areal_jax.events import Event
 from areal_jax.lanes import EVALUATION_WORK, is_engine_lane
@@ -20,6 +20,8 @@ from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import EvaluationScores, VersionScores
 from areal_jax.telemetry.numerals import format_number, format_percent
 
+Kind: TypeAlias = Literal['greedy', 'sampled']
+KINDS: tuple[Kind, ...] = ('greedy', 'sampled')
 _PHASES: tuple[Literal['before'], Literal['after']] = ('before', 'after')
 HEAD = ('version', 'greedy', 'sampled', 'seconds', "share of generation's lane time meanwhile")
 
@@ -43,6 +45,24 @@ def curve_ends(
         'greedy': {'before': greedy(before), 'after': greedy(after)},
         'sampled': {'before': sampled(before), 'after': sampled(after)},
     }
+
+
+def evaluation_points(report: Report) -> dict[Kind, list[tuple[int, Interval]]]:
+    """Held-out scores by version, ascending: before training, beside it and after it; a kind without any is left out.
+
+    With evaluations beside training all are on their problems and samples, else on those of the report's accuracy.
+    """
+    curve, ends = report['evaluation_curve'], report['evaluation_curve_ends'] or report['accuracy']
+    found: dict[Kind, list[tuple[int, Interval]]] = {}
+    for kind in KINDS:
+        between = {row['version']: row[kind] for row in curve}
+        if curve and not any(between.values()):
+            continue
+        around = {0: ends[kind]['before'], report['steps']: ends[kind]['after']} if ends else {}
+        points = [(version, interval) for version, interval in sorted((around | between).items()) if interval]
+        if points:
+            found[kind] = points
+    return found
 
 
 def evaluation_lane_share(events: Sequence[Event]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal_jax.report.contents import Report
+from areal_jax.report.headline import headline_table
 from areal_jax.report.parts import Items, Part, Parts, Table, tell_parts
 
 
@@ -14,6 +15,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
     sections = [
         '# Run report',
         *(render_part(part) for part in (parts.what_ran, parts.which_config)),
+        render_part(headline_table(report)),
         *_headed('## Warnings', parts.warnings),
         '## Results',
         *(render_part(part) for part in _results(parts)),

@@ -16,7 +16,7 @@ from areal_jax.report.ratios import age_rows, describe_split, split_rows
 from areal_jax.report.servers import HEAD as SERVERS_HEAD
 from areal_jax.report.servers import describe_servers
 from areal_jax.report.token_fates import fate_rows
-from areal_jax.telemetry.numerals import format_bytes, format_number, format_percent
+from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_number, format_percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,13 +167,15 @@ def _accuracy_rows(report: Report) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     if accuracy:
         greedy, sampled = accuracy['greedy'], accuracy['sampled']
-        rows.append(('held-out accuracy, greedy', _interval(greedy['before']), _interval(greedy['after']), ''))
+        rows.append(
+            ('held-out accuracy, greedy', format_interval(greedy['before']), format_interval(greedy['after']), '')
+        )
         rows.append(
             (
                 'held-out accuracy, sampled',
-                _interval(sampled['before']),
-                _interval(sampled['after']),
-                _interval(sampled['gain'], '+'),
+                format_interval(sampled['before']),
+                format_interval(sampled['after']),
+                format_interval(sampled['gain'], '+'),
             )
         )
     if shares['before'] is not None or shares['after'] is not None:
@@ -276,7 +278,7 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
         ('model FLOPs utilisation of an update', format_percent(rate['mfu'])),
         ('lane occupied: rollout / learner', f'{format_percent(busy["rollout"])} / {format_percent(busy["learner"])}'),
         *([('KV cache of an engine', format_bytes(cache))] if cache is not None else []),
-        ('peak memory of the process tree', f'{memory / 2**30:.2f} GiB' if memory is not None else '-'),
+        ('peak memory of the process tree', '-' if memory is None else format_gibibytes(memory)),
         ('largest lag of the event loop (s)', format_number(report['event_loop_lag_seconds']['max'])),
         ('compilations after warm-up', str(report['compilations'])),
     ]
@@ -305,10 +307,10 @@ def _describe_problems(problems: Mapping[str, int]) -> str:
     )
 
 
-def _interval(interval: Interval | None, sign: str = '') -> str:
+def format_interval(interval: Interval | None, sign: str = '', *, mean: bool = True) -> str:
+    """'0.719 [0.599, 0.814] (n = 64)', without its mean where that is shown already; '-' for None."""
     if not interval:
         return '-'
-    mean = format(interval['mean'], f'{sign}.3f')
-    if interval['low'] is None:
-        return f'{mean} (n = {interval["n"]})'
-    return f'{mean} [{interval["low"]:{sign}.3f}, {interval["high"]:{sign}.3f}] (n = {interval["n"]})'
+    shown = format(interval['mean'], f'{sign}.3f') if mean else ''
+    bounds = '' if interval['low'] is None else f'[{interval["low"]:{sign}.3f}, {interval["high"]:{sign}.3f}]'
+    return ' '.join(filter(None, (shown, bounds, f'(n = {interval["n"]})')))

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from areal_jax import files
 from areal_jax.events import Event
 from areal_jax.report.aggregates import Metrics
+from areal_jax.report.colors import BLUE, GREEN, GREY, VERMILION
 from areal_jax.report.contents import Accuracy, GreedyAccuracy, Report
+from areal_jax.report.curve import evaluation_points
 from areal_jax.report.event_log import outside_evaluation
+from areal_jax.report.metric_curves import moving_mean, smoothing_window
 from areal_jax.report.slots import SlotSpan, slot_spans
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import counts, number
@@ -25,8 +28,6 @@ if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
 
 DIRECTORY = 'plots'
 DPI = 100
-# Okabe and Ito's palette, which people with any kind of colour vision can tell apart
-BLUE, ORANGE, GREEN, RED, GREY = '#0072B2', '#E69F00', '#009E73', '#D55E00', '#777777'
 MAX_VERSIONS = 8  # shown in slots.png: more colours are hard to tell apart
 MAX_SLOTS = 32  # rows in slots.png
 
@@ -50,56 +51,46 @@ def plot_reward(metrics: Metrics, accuracy: Accuracy | None, path: pathlib.Path)
     points = [(step, reward) for step, reward in rewarded if step is not None and reward is not None]
     if not points:
         return False
-    figure = _figure(4.8)
+    figure = make_figure(4.8)
     grid = figure.add_gridspec(1, 3)
     axes = figure.add_subplot(grid[0, :2] if accuracy else grid[0, :])
     steps, rewards = zip(*points, strict=True)
     axes.plot(steps, rewards, 'o-', color=BLUE, markersize=4, linewidth=1, alpha=0.55, label='one update')
-    if len(points) >= 10:
-        axes.plot(steps, _moving_mean(rewards), color=RED, linewidth=2.2, label=f'mean of the last {SMOOTHING} updates')
+    if (width := smoothing_window(len(points))) > 1:
+        smoothed = moving_mean(rewards, width)
+        axes.plot(steps, smoothed, color=VERMILION, linewidth=2.2, label=f'mean of the last {width} updates')
         axes.legend(frameon=False)
-    _label(axes, 'Reward while training', 'update', 'mean reward of the batch')
+    label_axes(axes, 'Reward while training', 'update', 'mean reward of the batch')
     _whole_ticks(axes.xaxis)
     if accuracy:
         _draw_accuracy(figure.add_subplot(grid[0, 2]), accuracy)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
 def plot_evaluation(report: Report, path: pathlib.Path) -> bool:
     """Held-out accuracy of the versions that were evaluated beside training, between before and after. False: none."""
-    curve, ends = report['evaluation_curve'], report['evaluation_curve_ends']
-    if not curve or not ends:
+    points = evaluation_points(report)
+    if not report['evaluation_curve'] or not points:
         return False
-    figure = _figure(4.8)
+    figure = make_figure(4.8)
     axes = figure.add_subplot()
-    kinds: tuple[tuple[Literal['greedy', 'sampled'], str, str], ...] = (
-        ('greedy', GREEN, 'o'),
-        ('sampled', BLUE, 's'),
-    )
-    for shift, (kind, color, marker) in enumerate(kinds):
-        around = {0: ends[kind]['before'], report['steps']: ends[kind]['after']}
-        between = {row['version']: row[kind] for row in curve}
-        points = [(version, found) for version, found in sorted((around | between).items()) if found]
-        if not any(between.values()):
-            continue  # only before and after: reward.png shows them
-        at = [version + 0.06 * shift for version, _ in points]
-        means = [interval['mean'] for _, interval in points]
-        low = [max(0.0, i['mean'] - i['low']) if i['low'] is not None else 0.0 for _, i in points]
-        high = [max(0.0, i['high'] - i['mean']) if i['high'] is not None else 0.0 for _, i in points]
+    for shift, (kind, own) in enumerate(points.items()):
+        color, marker = {'greedy': (GREEN, 'o'), 'sampled': (BLUE, 's')}[kind]
+        at = [version + 0.06 * shift for version, _ in own]
+        means = [interval['mean'] for _, interval in own]
+        low = [max(0.0, i['mean'] - i['low']) if i['low'] is not None else 0.0 for _, i in own]
+        high = [max(0.0, i['high'] - i['mean']) if i['high'] is not None else 0.0 for _, i in own]
         axes.errorbar(
             at, means, [low, high], color=color, marker=marker, markersize=6, capsize=4, linewidth=1.5, label=kind
         )
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     axes.legend(frameon=False)
     title = 'Held-out accuracy while training, 95% intervals (ends: before and after)'
-    _label(axes, title, 'policy version', 'mean score of the problems')
+    label_axes(axes, title, 'policy version', 'mean score of the problems')
     _whole_ticks(axes.xaxis)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
-
-
-SMOOTHING = 5  # updates in the moving mean of the reward
 
 
 def plot_token_age(metrics: Metrics, eta: float | None, path: pathlib.Path) -> bool:
@@ -115,24 +106,24 @@ def plot_token_age(metrics: Metrics, eta: float | None, path: pathlib.Path) -> b
         tokens = np.asarray(counts(row, names.TOKEN_AGE_HISTOGRAM), float)
         share[: len(tokens), column] = tokens / tokens.sum()
     steps = np.array([number(row, names.STEP) for row in rows])
-    figure = _figure(4.8)
+    figure = make_figure(4.8)
     axes = figure.add_subplot()
     mesh = axes.pcolormesh(
         np.append(steps, steps[-1] + 1) - 0.5, np.arange(ages + 1) - 0.5, np.ma.masked_equal(share, 0),
         cmap='Blues', vmin=0, vmax=1, edgecolors='white', linewidth=0.5,
     )  # fmt: skip
     mean = (share * np.arange(ages)[:, None]).sum(0)
-    axes.plot(steps, mean, 'o-', color=RED, markersize=4, linewidth=1.5, label='mean age')
+    axes.plot(steps, mean, 'o-', color=VERMILION, markersize=4, linewidth=1.5, label='mean age')
     if eta is not None and math.isfinite(eta) and eta <= ages + 1:
         label = f'above: more than eta = {eta:g} versions behind'
         axes.axhline(int(eta) + 0.5, color='black', linestyle='--', linewidth=1.5, label=label)
         axes.set_ylim(-0.5, max(ages - 0.5, int(eta) + 0.6))
     figure.colorbar(mesh, ax=axes, label="share of the update's tokens", pad=0.02)
     axes.legend(loc='lower right', bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-    _label(axes, 'Age of the trained tokens', 'update', 'age (versions behind)', side='left')
+    label_axes(axes, 'Age of the trained tokens', 'update', 'age (versions behind)', side='left')
     _whole_ticks(axes.xaxis)
     _whole_ticks(axes.yaxis)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -155,7 +146,7 @@ def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     versions = range(min(span.version for span in spans), max(span.version for span in spans) + 1)
     colormap = colormaps['viridis'].resampled(len(versions))
     norm = BoundaryNorm([version - 0.5 for version in (*versions, versions[-1] + 1)], len(versions))
-    figure = _figure(2.2 + 0.24 * max(8, len(rows)))
+    figure = make_figure(2.2 + 0.24 * max(8, len(rows)))
     axes = figure.add_subplot()
     _draw_spans(axes, [span for span in spans if (span.engine, span.slot) in rows], rows, colormap, norm)
     _draw_publications(axes, events, start, end)
@@ -164,13 +155,13 @@ def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     axes.set_yticks(range(len(rows)), [f'{engine} slot {slot}' for engine, slot in rows], fontsize=8)
     part = '' if start == min(span.start for span in spans) else ', middle of the run'
     part += f', {MAX_SLOTS} of {len(keys)} slots' if len(keys) > MAX_SLOTS else ''
-    _label(axes, f'Requests in the decoding slots{part}', 'clock time (s)', '', pad=26)
+    label_axes(axes, f'Requests in the decoding slots{part}', 'clock time (s)', '', pad=26)
     figure.colorbar(
         ScalarMappable(norm, colormap), ax=axes, ticks=list(versions), label='policy version of the tokens', pad=0.02
     )
     if axes.get_legend_handles_labels()[0]:  # neither a publication nor an interruption is shown: nothing to explain
         figure.legend(loc='outside lower center', ncols=2, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -227,7 +218,7 @@ def _draw_interruptions(axes: Axes, spans: list[SlotSpan], rows: Mapping[tuple[s
     if marks:
         times, places = zip(*marks, strict=True)
         axes.plot(
-            times, places, 'D', color=RED, markeredgecolor='white', markersize=6, zorder=5,
+            times, places, 'D', color=VERMILION, markeredgecolor='white', markersize=6, zorder=5,
             label='request interrupted, goes on under the new version',
         )  # fmt: skip
 
@@ -249,28 +240,23 @@ def _draw_accuracy(axes: Axes, accuracy: Accuracy) -> None:
     axes.set_xticks([0, 1], ['greedy', 'sampled'])
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     axes.legend(frameon=False)
-    _label(axes, 'Held-out accuracy, 95% intervals', '', 'mean score of the problems')
+    label_axes(axes, 'Held-out accuracy, 95% intervals', '', 'mean score of the problems')
 
 
-def _moving_mean(values: Sequence[float]) -> list[float]:
-    means = []
-    for index in range(len(values)):
-        recent = values[max(0, index - SMOOTHING + 1) : index + 1]
-        means.append(sum(recent) / len(recent))
-    return means
-
-
-def _figure(height: float) -> Figure:
-    """A figure 1200 px wide; made without pyplot, which keeps global state and may need a display."""
+def make_figure(height: float, width: float = 12) -> Figure:
+    """A figure of so many inches, 100 px each; made without pyplot, which keeps global state and may need a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, height), dpi=DPI, layout='constrained')
+    figure = Figure(figsize=(width, height), dpi=DPI, layout='constrained')
     FigureCanvasAgg(figure)
     return figure
 
 
-def _label(axes: Axes, title: str, x: str, y: str, pad: float = 8, side: Literal['left', 'center'] = 'center') -> None:
+def label_axes(
+    axes: Axes, title: str, x: str, y: str, pad: float = 8, side: Literal['left', 'center'] = 'center'
+) -> None:
+    """Title and labels, without a frame."""
     axes.set_title(title, fontsize=13, loc=side, pad=pad)
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
@@ -283,7 +269,8 @@ def _whole_ticks(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _save(figure: Figure, path: pathlib.Path) -> None:
+def save_figure(figure: Figure, path: pathlib.Path) -> None:
+    """Writes it as PNG, all or nothing."""
     png = io.BytesIO()
     figure.savefig(png, dpi=DPI, format='png')
     files.write_bytes(path, png.getvalue())

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areal_jax.report.figures import new_figure, place_legend, plain_text
+from areal_jax.report.colors import INK, VERMILION
+from areal_jax.report.figures import new_figure, plain_text
 from areal_jax.report.slot_overview import PAUSE, draw_overview, shade
 from areal_jax.report.slot_timeline import Interval, Mark, Slot, SlotTimeline
+from areal_jax.report.web_page import Key
 
 if TYPE_CHECKING:
     from bokeh.models import Column, GlyphRenderer, Range1d
@@ -23,8 +25,9 @@ _VERSIONS = 8  # of a long run that are shown first
 _LABELS = 25  # publications with a label, in the widest view
 _ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
 _HEIGHTS = (180, 760)  # pixels of all slots
-_BORDERS = 130, 44  # pixels beside both figures, so that they stand above each other
-_WEIGHTS, _INTERRUPT, _PREEMPT = '#000000', '#D55E00', '#CC79A7'
+_BORDERS = 48, 12  # pixels beside both figures, so that they stand above each other
+_WEIGHTS, _INTERRUPT, _PREEMPT, _PREFILL = '#000000', VERMILION, '#B5578F', '#8A8F98'
+_PAUSES, _PUBLISHED, _REBUILDS = 'pause for new weights (swap)', 'weights published', 'prefill that rebuilds answers'
 
 
 def draw_slots(timeline: SlotTimeline) -> Column:
@@ -47,8 +50,8 @@ def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
     rows = {slot: row for row, slot in enumerate(timeline.slots)}
     height = min(max(_HEIGHTS[0], len(rows) * _ROW_HEIGHTS[1]), max(_HEIGHTS[1], len(rows) * _ROW_HEIGHTS[0]))
     made = new_figure(
-        '', 'clock time (s)', '', height=100 + height, tools='reset,save', output_backend='webgl', name=NAME,
-        x_range=shown, y_range=Range1d(len(rows) - 0.4, -1.2),
+        'clock time (s)', height=70 + height, tools='reset,save', output_backend='webgl', name=NAME, x_range=shown,
+        y_range=Range1d(len(rows) - 0.4, -1.2), toolbar_location='above',
     )  # fmt: skip
     made.toolbar.autohide = False
     wheel, pan = WheelZoomTool(dimensions='width'), PanTool()
@@ -64,11 +67,24 @@ def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
     made.add_tools(HoverTool(renderers=drawn, tooltips=_TOOLTIPS))
     made.yaxis.ticker = list(rows.values())
     made.yaxis.major_label_overrides = {
-        row: plain_text(f'{engine} slot {slot}') for (engine, slot), row in rows.items()
+        row: plain_text(f'{engine.removeprefix("engine/")}/{slot}') for (engine, slot), row in rows.items()
     }
     made.ygrid.grid_line_color = None
-    place_legend(made, columns=6)
     return made
+
+
+def slot_keys(timeline: SlotTimeline) -> list[Key]:
+    """The legend of what the timeline has."""
+    works, marks = {interval.work for interval in timeline.intervals}, {mark.what for mark in timeline.marks}
+    keys = (
+        ('swap' in works, _PAUSES, PAUSE, 'box'),
+        ('prefill' in works, 'prefill', _PREFILL, 'box'),
+        ('rebuild' in works, _REBUILDS, VERMILION, 'box'),
+        (bool(timeline.publications), _PUBLISHED, _WEIGHTS, 'dashed'),
+        ('interrupt' in marks, 'request interrupted', _INTERRUPT, 'diamond'),
+        ('preempt' in marks, 'request preempted', _PREEMPT, 'cross'),
+    )
+    return [Key(label, color, look, label) for known, label, color, look in keys if known]
 
 
 def first_view(timeline: SlotTimeline) -> tuple[float, float]:
@@ -98,10 +114,10 @@ def describe_slots(timeline: SlotTimeline) -> str:
         else ''
     )
     return (
-        'Each row is a slot, each bar a request that is decoded in it, coloured by the policy version (eight shades, '
-        'then again from the first). The strip above has the whole run, its shades from the first version to the '
-        'last; drag the box on it, or the edges of the box. The '
-        'wheel zooms in time, dragging moves; the tools at the side zoom a box or the rows, and go back. '
+        'Each row is a slot (engine/slot), each bar a request that is decoded in it, coloured by the policy version '
+        '(eight shades, then again from the first). The strip above has the whole run, its shades from the first '
+        'version to the last; drag the box on it, or the edges of the box. The wheel zooms in time, dragging moves; '
+        'the tools above zoom a box or the rows, and go back. '
         f'{len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
     )
 
@@ -150,17 +166,17 @@ def _draw_decoding(made: Figure, intervals: Sequence[Interval], rows: dict[Slot,
 
 
 def _draw_prefills(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
-    return _draw_thin(made, intervals, rows, '#8a8f98', 'prefill')
+    return _draw_thin(made, intervals, rows, _PREFILL, 'prefill')
 
 
 def _draw_rebuilds(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
-    return _draw_thin(made, intervals, rows, '#D55E00', 'prefill that rebuilds answers')
+    return _draw_thin(made, intervals, rows, VERMILION, _REBUILDS)
 
 
 def _draw_thin(
     made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int], color: str, label: str
 ) -> GlyphRenderer:
-    look = {'fill_color': color, 'line_color': None, 'legend_label': label}
+    look = {'fill_color': color, 'line_color': None, 'name': label}
     return made.quad('left', 'right', 'top', 'bottom', source=_source(intervals, rows, 0.2), **look)
 
 
@@ -176,7 +192,7 @@ def _draw_pauses(made: Figure, pauses: Sequence[Interval], rows: dict[Slot, int]
     }
     return made.quad(
         'left', 'right', 'top', 'bottom', source=source, fill_color=PAUSE, fill_alpha=0.3, line_color=None,
-        legend_label='pause for new weights (swap)',
+        name=_PAUSES,
     )  # fmt: skip
 
 
@@ -187,7 +203,7 @@ def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
     low, high = [-0.6] * len(times), [rows - 0.4] * len(times)
     made.segment(
         'x', 'low', 'x', 'high', source={'x': times, 'low': low, 'high': high}, line_color=_WEIGHTS,
-        line_dash='dashed', line_width=1, legend_label='weights published',
+        line_dash='dashed', line_width=1, name=_PUBLISHED,
     )  # fmt: skip
     start, end = _span(timeline)
     in_view = len(times) * widest_view(timeline) / (end - start)
@@ -197,7 +213,7 @@ def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
         'y': [-0.7] * len(labelled),
         'text': [f'v{version}' for _, version in labelled],
     }
-    made.text('x', 'y', 'text', source=data, text_font_size='11px', text_align='center')
+    made.text('x', 'y', 'text', source=data, text_font_size='11px', text_align='center', text_color=INK)
 
 
 def _draw_marks(made: Figure, marks: Sequence[Mark], rows: dict[Slot, int]) -> None:
@@ -220,7 +236,7 @@ def _draw_marks(made: Figure, marks: Sequence[Mark], rows: dict[Slot, int]) -> N
             made.scatter(
                 'x', 'y', source=source, marker=marker, size=9, fill_color=color,
                 line_color='white' if marker == 'diamond' else color, line_width=1 if marker == 'diamond' else 2.5,
-                legend_label=f'request {label}',
+                name=f'request {label}',
             )
         )  # fmt: skip
     tooltips = [('', '@what'), ('request', '@request'), ('at', '@x{0.000} s'), ('', '@detail')]

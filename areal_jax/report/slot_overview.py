@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from areal_jax.report.colors import SHADES, channels, shade_at
 from areal_jax.report.figures import new_figure
 from areal_jax.report.slot_timeline import SlotTimeline
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from bokeh.models import Range1d
     from bokeh.plotting import figure as Figure
 
-SHADES = ('#440154', '#46327e', '#365c8d', '#277f8e', '#1fa187', '#4ac16d', '#a0da39', '#fde725')
 PAUSE = '#E69F00'
 _COLUMNS, _HEIGHT = 1600, 64  # of the picture; of the strip in pixels
 
@@ -33,7 +33,7 @@ def draw_overview(timeline: SlotTimeline, shown: Range1d, start: float, end: flo
 
     rows = len(timeline.slots)
     made = new_figure(
-        '', '', '', height=_HEIGHT, tools='', toolbar_location=None, x_range=Range1d(start, end),
+        '', height=_HEIGHT, tools='', toolbar_location=None, x_range=Range1d(start, end),
         y_range=Range1d(-0.5, rows - 0.5),
     )  # fmt: skip
     picture = paint(timeline, start, end)
@@ -54,7 +54,7 @@ def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
     """
     rows = {slot: row for row, slot in enumerate(reversed(timeline.slots))}
     colors = _gradient([interval.version for interval in timeline.intervals if interval.work == 'decode'])
-    pause = _rgba(*_channels(PAUSE))
+    pause = _rgba(*channels(PAUSE))
     picture = np.zeros((len(rows), _COLUMNS), np.uint32)
     for interval in timeline.intervals:
         first = int((interval.start - start) / (end - start) * _COLUMNS)
@@ -71,17 +71,8 @@ def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
 def _gradient(versions: Sequence[int]) -> dict[int, int]:
     """The color of each version: between the shades where there are more versions than shades."""
     first, last = min(versions, default=0), max(versions, default=0)
-    places = np.arange(len(SHADES))
-    channels = np.array([_channels(color) for color in SHADES], np.float64)
-    step = min(1.0, (len(SHADES) - 1) / max(1, last - first))
-    return {
-        version: _rgba(*(round(float(np.interp((version - first) * step, places, channel))) for channel in channels.T))
-        for version in set(versions)
-    }
-
-
-def _channels(color: str) -> tuple[int, int, int]:
-    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
+    steps = max(len(SHADES) - 1, last - first)
+    return {version: _rgba(*channels(shade_at((version - first) / steps))) for version in set(versions)}
 
 
 def _rgba(red: int, green: int, blue: int) -> int:

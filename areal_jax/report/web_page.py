@@ -1,7 +1,7 @@
-"""One self-contained page of HTML: sections of texts, tables and Bokeh's figures, with its scripts and data inline.
+"""One self-contained page of HTML: sections of texts, tables and Bokeh's charts, with its scripts and data inline.
 
-Used by html_page.py (report.html) and comparison_page.py (compare.html). Every text is escaped, and the page forbids
-the browser any request.
+Every text is escaped, and the page forbids the browser any request. It is light or dark as the browser prefers, or as
+its button says; the charts have their colours of colors.py replaced.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from areal_jax.installation import describe_install
+from areal_jax.report.colors import dark_colors
 from areal_jax.report.parts import Items, Part, Table, Text
 
 if TYPE_CHECKING:  # Bokeh is an extra, and its import takes a second
@@ -22,24 +23,53 @@ if TYPE_CHECKING:  # Bokeh is an extra, and its import takes a second
     import markupsafe
     from bokeh.models import UIElement
 
+    from areal_jax.report.headline import Tile, Tone
+
 LIBRARY, EXTRA = 'bokeh', 'plots'
 _TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """Small figures beside each other, by name."""
+class Key:
+    """An entry of a legend; a click on it hides the glyphs of the figure whose name is that of the key."""
 
-    figures: Mapping[str, UIElement]
+    label: str
+    color: str
+    look: str = 'box'  # box, solid, dashed, dotted, dotdash, diamond, cross
+    name: str = ''  # of glyphs; '' = nothing to hide
+
+    @property
+    def dark(self) -> str:
+        """The colour on a dark page."""
+        return dark_colors().get(self.color.lower(), self.color)
 
 
 @dataclasses.dataclass(frozen=True)
-class Wide:
-    """One figure over the whole width."""
+class Chart:
+    """A figure with its words and its numbers."""
 
-    name: str
     figure: UIElement
+    title: str
+    unit: str
+    alt: str  # what it shows, for those who do not see it
+    table: Table  # its numbers, opened at a click; empty where another table of the page has them
     caption: str = ''
+    wide: bool = False  # over two columns of a grid
+    keys: Sequence[Key] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Charts beside each other, by name; a single one has the whole width."""
+
+    charts: Mapping[str, Chart]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The headline."""
+
+    tiles: Sequence[Tile]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +87,7 @@ class Folded:
     table: Table
 
 
-Block: TypeAlias = Part | Grid | Wide | Absent | Folded
+Block: TypeAlias = Part | Grid | Tiles | Absent | Folded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +104,10 @@ def describe_missing_library(file: str) -> str:
     return f'{file} needs the package {LIBRARY}, which is not installed: {describe_install(EXTRA)}'
 
 
-def render_web_page(title: str, head: Sequence[Block | None], sections: Sequence[Section]) -> str:
-    """The page; `head` stands above the links to the sections."""
+def render_web_page(
+    title: str, head: Sequence[Block | None], sections: Sequence[Section], state: tuple[str, Tone] | None = None
+) -> str:
+    """The page; `head` stands above the links to the sections, `state` of the run beside the title."""
     from bokeh.document import Document
     from bokeh.embed import components
     from bokeh.resources import Resources
@@ -97,20 +129,17 @@ def render_web_page(title: str, head: Sequence[Block | None], sections: Sequence
             {'name': section.name, 'title': section.title, 'blocks': [_context(block) for block in blocks]}
             for section, blocks in shown
         ],
+        state=state,
         figures={name: Markup(division) for name, division in divisions.items()},
+        colors=dark_colors() if figures else {},
         library=Markup(library),
         script=Markup(script),
     )
 
 
 def _figures(blocks: Sequence[Block]) -> dict[str, UIElement]:
-    found: dict[str, UIElement] = {}
-    for block in blocks:
-        if isinstance(block, Grid):
-            found.update(block.figures)
-        elif isinstance(block, Wide):
-            found[block.name] = block.figure
-    return found
+    grids = (block for block in blocks if isinstance(block, Grid))
+    return {name: chart.figure for grid in grids for name, chart in grid.charts.items()}
 
 
 def _context(block: Block) -> Mapping[str, object]:
@@ -125,9 +154,10 @@ def _context(block: Block) -> Mapping[str, object]:
         return {'kind': 'table', 'head': block.head, 'rows': block.rows}
     if isinstance(block, Folded):
         return {'kind': 'folded', 'title': block.title, 'table': _context(block.table)}
-    if isinstance(block, Grid):
-        return {'kind': 'grid', 'names': list(block.figures)}
-    return {'kind': 'wide', 'name': block.name, 'caption': block.caption}
+    if isinstance(block, Tiles):
+        return {'kind': 'tiles', 'tiles': block.tiles}
+    tables = {name: _context(chart.table) for name, chart in block.charts.items() if chart.table}
+    return {'kind': 'grid', 'charts': block.charts, 'tables': tables}
 
 
 @functools.cache

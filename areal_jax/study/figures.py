@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areal_jax.app.sweep.plots import DIRECTORY, label_axes, look, make_figure, save_figure
+from areal_jax.app.sweep.plots import DIRECTORY
+from areal_jax.report.colors import BLUE, PALETTE, order_shades
+from areal_jax.report.metric_curves import moving_mean
+from areal_jax.report.plots import label_axes, make_figure, save_figure
 from areal_jax.study import findings
 from areal_jax.study.findings import eta_records, lag_records
 from areal_jax.study.plan import Plan
@@ -20,6 +23,8 @@ if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
 
 CURVES, SCORES = 'curves_and_throughput.png', 'score_by_age.png'
 _SMOOTHING = 10  # updates in the moving mean of a curve
+_WIDTH = 13  # inches
+_MARKERS = ('o', 's', '^', 'D')  # of methods
 
 
 def write_figures(plan: Plan, records: Records, workdir: pathlib.Path) -> list[str]:
@@ -38,21 +43,21 @@ def _draw_curves(plan: Plan, records: Records, path: pathlib.Path) -> bool:
     found = {(method, lag): lag_records(records, method, lag) for method in ('plain', 'decoupled') for lag in lags}
     if not any(found.values()):
         return False
-    figure = make_figure(4.6)
+    figure = make_figure(4.6, _WIDTH)
     panels = figure.subplots(1, 3)
     for axes, method in zip(panels, ('plain', 'decoupled'), strict=False):
-        for index, lag in enumerate(lags):
-            _draw_curve(axes, found[method, lag], f'lag {lag}', index)
+        for lag, color in zip(lags, order_shades(len(lags)), strict=True):
+            _draw_curve(axes, found[method, lag], str(lag), color)
         share = 'share of right symbols in the batch' if method == 'plain' else ''
         label_axes(axes, f'{method} PPO', 'update', share)
         axes.set_ylim(0, 1.02)
-    panels[1].legend(frameon=False, fontsize=9)
+    panels[1].legend(title='lag', frameon=False, fontsize=9, loc='upper left', bbox_to_anchor=(1, 1))
     _draw_throughput(plan, records, panels[2])
     save_figure(figure, path)
     return True
 
 
-def _draw_curve(axes: Axes, records: Sequence[Record], label: str, index: int) -> None:
+def _draw_curve(axes: Axes, records: Sequence[Record], label: str, color: str) -> None:
     """Mean over the seeds of moving means."""
     if not records:
         return
@@ -60,17 +65,15 @@ def _draw_curve(axes: Axes, records: Sequence[Record], label: str, index: int) -
     width = min(_SMOOTHING, length)
     if not width:
         return
-    kernel = np.ones(width) / width
-    curves = [np.convolve(np.asarray(record.curve[:length]), kernel, mode='valid') for record in records]
-    color, style = look(index)
+    curves = [moving_mean(record.curve[:length], width)[width - 1 :] for record in records]
     updates = np.arange(width, length + 1)
-    axes.plot(updates, np.mean(curves, axis=0), color=color, linestyle=style, linewidth=1.6, label=label)
+    axes.plot(updates, np.mean(curves, axis=0), color=color, linewidth=1.8, label=label)
 
 
 def _draw_throughput(plan: Plan, records: Records, axes: Axes) -> None:
     rates = [(eta, findings.throughput(records, eta)) for eta in plan.natural.etas]
     known = [(f'{eta:g}', rate) for eta, rate in rates if rate is not None]
-    axes.bar([name for name, _ in known], [rate for _, rate in known], color=look(0)[0], width=0.6)
+    axes.bar([name for name, _ in known], [rate for _, rate in known], color=BLUE, width=0.6)
     for index, (_, rate) in enumerate(known):
         axes.annotate(f'{rate:.0f}', (index, rate), ha='center', va='bottom', fontsize=9)
     label_axes(axes, 'trained tokens per second of the clock', 'eta', '')
@@ -81,7 +84,7 @@ def _draw_scores(plan: Plan, records: Records, path: pathlib.Path) -> bool:
     factors = sorted((1.0, *part.side_factors))
     if not any(lag_records(records, method, lag) for method in part.methods for lag in part.lags):
         return False
-    figure = make_figure(4.6)
+    figure = make_figure(4.6, _WIDTH)
     panels = figure.subplots(1, len(factors) + 1, sharey=True)
     for axes, factor in zip(panels, factors, strict=False):
         for index, method in enumerate(part.methods):
@@ -105,6 +108,6 @@ def _draw_means(axes: Axes, groups: Sequence[Sequence[Record]], index: int, labe
     scores = [[record.score for record in groups[place] if record.score is not None] for place in places]
     if not places:
         return
-    color, _ = look(index)
-    axes.plot(places, [np.mean(found) for found in scores], color=color, marker='o', markersize=4, label=label)
+    color, marker = PALETTE[index % len(PALETTE)], _MARKERS[index % len(_MARKERS)]
+    axes.plot(places, [np.mean(found) for found in scores], color=color, marker=marker, markersize=5, label=label)
     axes.fill_between(places, [min(f) for f in scores], [max(f) for f in scores], color=color, alpha=0.15, linewidth=0)

@@ -32,3 +32,8 @@ def format_duration(seconds: float | None) -> str:
 def format_bytes(size: int) -> str:
     """'47.2 MB', '1.5 GB'."""
     return f'{size / 1e9:.4g} GB' if size >= 1e8 else f'{size / 1e6:.3g} MB'
+
+
+def format_gibibytes(size: int) -> str:
+    """'7.92 GiB'."""
+    return f'{size / 2**30:.2f} GiB'

@@ -14,7 +14,9 @@ from areal_jax import main_report
 from areal_jax.app.rebuild import read_run
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.events import VERSION
+from areal_jax.report.colors import order_shades
 from areal_jax.report.comparison import compare, join_tables, name_runs, render_comparison
+from areal_jax.report.comparison_page import render_comparison_page
 from areal_jax.report.parts import Table, Text
 from launch.page_check import SECTIONS
 from tests.app.test_sft import sft_config
@@ -74,6 +76,8 @@ def test_every_number_of_either_report_and_the_fields_that_differ(runs: list[pat
         cells = {line.split('|')[column].strip() for line in markdown.splitlines() if line.startswith('| ')}
         assert [cell for row in rows for cell in row[1:] if cell and cell not in cells] == []
     assert '## Caveats' in markdown
+    assert [row[0] for row in found.headline.rows][:2] == ['Did it learn?', 'How fast, against the limit?']
+    assert all(f'| {" | ".join(row)} |' in markdown for row in found.headline.rows)
     assert f'- one: {found.parts["one"].warnings.items[0]}' in markdown
 
 
@@ -96,12 +100,22 @@ def told(runs: list[pathlib.Path]) -> tuple[str, str]:
 def test_the_page_overlays_the_runs(told: tuple[str, str]):
     page = told[1]
     assert '<title>Comparison of 2 runs</title>' in page
-    assert re.findall(r'<section id="(\w+)">', page) == SECTIONS['compare']
+    assert re.findall(r'<section id="(\w+)"', page) == SECTIONS['compare']
     drawn = set(re.findall(r'data-figure="([^"]+)"', page))
     assert {'reward', 'importance_ratio_drift', 'age_in_publications', 'age_in_steps', 'fates'} <= drawn
     assert EVIL not in page
     assert page.count('&lt;script&gt;alert(1)') >= 1
-    assert '<td>staleness.eta</td><td>1.0</td><td>4.0</td>' in page
+    assert '<th scope="row">staleness.eta</th><td>1.0</td><td>4.0</td>' in page
+
+
+def test_runs_that_differ_in_a_number_alone_have_its_shades_in_all_charts(tmp_path: pathlib.Path):
+    for eta in (4.0, 1.0):
+        write_busy_run(tmp_path / f'eta{eta:g}', 3, staleness__eta=eta)
+    page = render_comparison_page(compare({name: read_run(tmp_path / name) for name in ('eta4', 'eta1')}))
+    assert 'The colours of the runs follow <code>staleness.eta</code>, from dark to light.' in page
+    reward = page[page.index('data-figure="reward"') :]
+    keys = re.findall(r'--light: (#\w+); [^>]*></i>(\w+)<', reward[: reward.index('</figure>')])
+    assert keys == list(zip(order_shades(2), ('eta1', 'eta4'), strict=True))
 
 
 def test_the_command_prints_the_tables_and_only_reads_the_runs(runs: list[pathlib.Path], told: tuple[str, str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import pathlib
 import re
 
@@ -10,6 +11,7 @@ import pytest
 
 from areal_jax.app.rebuild import read_run
 from areal_jax.report.html_page import render_html
+from areal_jax.report.metric_curves import CURVES, describe_undrawn
 from areal_jax.report.page import render_page
 from areal_jax.report.report import HTML_PAGE, load_run, write_report
 from areal_jax.telemetry.facts import RunFacts
@@ -56,12 +58,12 @@ def test_every_cell_of_report_md_is_on_the_page(workdir: pathlib.Path, page: str
     assert [cell for cell in cells if cell not in told] == []
 
 
-def test_warnings_come_before_everything_else(workdir: pathlib.Path, page: str):
+def test_the_headline_comes_first_and_warnings_before_the_detail(workdir: pathlib.Path, page: str):
     warnings = read_run(workdir).report['warnings']
     assert warnings
-    order = re.findall(r'<section id="(\w+)">', page)
+    order = re.findall(r'<section id="(\w+)"', page)
     assert order == SECTIONS['report']
-    first = html.unescape(page[page.index('<section id="warnings">') : page.index('<section id="results">')])
+    first = html.unescape(page[page.index('<section id="warnings"') : page.index('<section id="learning"')])
     assert [warning for warning in warnings if warning not in first] == []
 
 
@@ -77,7 +79,40 @@ def test_a_run_with_everything_has_every_figure(page: str):
     } <= drawn
     assert {'split_by_step', 'split_by_age', 'split_by_update', 'split_by_engine'} <= drawn
     assert {'reward', 'loss', 'clipped_tokens', 'kl', 'effective_sample_size', 'token_age', 'throughput'} <= drawn
-    assert absent(page) == []
+    assert {'time', 'evaluation'} <= drawn
+    assert absent(page) == [
+        'Not drawn:',
+        'Not drawn:',
+    ]  # the latter sections have one metric each that is the same throughout
+
+
+def test_no_panel_is_empty_or_a_straight_line(workdir: pathlib.Path, page: str):
+    told = html.unescape(body(page))
+    metrics = read_run(workdir).metrics
+    for curve in CURVES:
+        reason = describe_undrawn(metrics, curve)
+        assert (curve.name in figures(page)) == (not reason), curve.title
+        assert not reason or reason in told
+
+
+def test_the_tiles_have_the_numbers_of_report_json_as_report_md_writes_them(workdir: pathlib.Path, page: str):
+    report = json.loads((workdir / 'report.json').read_text())
+    rows = (workdir / 'report.md').read_text()
+    tiles = dict(re.findall(r'data-tile="(\w+)">(.*?)</article>', page, re.DOTALL))
+    gain, age, mismatch = report['accuracy']['sampled']['gain'], report['token_age'], report['mismatch']
+    expected = {
+        'gain': f'{gain["mean"]:+.3f}',
+        'speed': f'{report["time"]["ideal"] / report["time"]["achieved"]:.0%}',
+        'age': f'{age["mean"]:.3g}',
+        'agreement': f'{mismatch["mean"]:.3g}',
+        'memory': f'{report["peak_memory_bytes"] / 2**30:.2f} GiB',
+        'data': f'{report["token_fates"]["fates"]["trained"] / report["token_fates"]["generated"]:.0%}',
+    }
+    assert {name: re.search(r'class="value">(.*?)<', tile)[1] for name, tile in tiles.items()} == expected
+    for name, value in expected.items():
+        places = [line for line in rows.splitlines() if value in line]
+        assert len(places) >= 2, (name, value)  # in the headline of report.md, and where it has the detail
+    assert set(re.findall(r'<a href="#(\w+)" aria-label="Detail', page)) <= set(SECTIONS['report'])
 
 
 def test_what_comes_from_the_run_is_escaped(page: str):

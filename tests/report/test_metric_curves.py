@@ -1,6 +1,18 @@
+"""Which curves a page draws, what it says of the others, and how curves are smoothed."""
+
 from __future__ import annotations
 
-from areal_jax.report.metric_curves import CURVES, SPLIT, Curve, curve_points, has_points
+import pytest
+
+from areal_jax.report.metric_curves import (
+    CURVES,
+    SPLIT,
+    Curve,
+    curve_points,
+    describe_undrawn,
+    moving_mean,
+    smoothing_window,
+)
 from areal_jax.telemetry.names import is_declared
 
 
@@ -15,8 +27,28 @@ def test_points_are_the_updates_that_have_the_metric():
     assert curve_points(lines, 'loss/entropy') == ([], [])
 
 
-def test_zero_is_not_on_a_logarithmic_axis():
-    lines = [{'step': 1, 'a': 0.0}]
-    assert has_points(lines, Curve('t', '', (('l', 'a'),)))
-    assert not has_points(lines, Curve('t', '', (('l', 'a'),), logarithmic=True))
-    assert not has_points(lines, Curve('t', '', (('l', 'b'),)))
+@pytest.mark.parametrize(
+    ('values', 'logarithmic', 'said'),
+    [
+        ([1.0, 2.0], False, ''),
+        ([], False, 'Title: not measured.'),
+        ([0.5], False, 'Title (share): measured at update 1 only, label 0.5.'),
+        ([0.25, 0.25, 0.25], False, 'Title (share): the same in all 3 updates that measured it, label 0.25.'),
+        ([0.0, 0.0], True, 'Title: never above 0.'),
+        ([0.0, 1.0], True, ''),
+    ],
+)
+def test_what_would_be_an_empty_panel_or_a_straight_line_is_told(values: list[float], logarithmic: bool, said: str):
+    lines = [{'step': update, 'a': value} for update, value in enumerate(values, start=1)]
+    assert describe_undrawn(lines, Curve('Title', 'share', (('label', 'a'),), '', logarithmic)) == said
+
+
+def test_a_moving_mean_is_of_a_value_and_those_before_it():
+    # (3), (3 + 5) / 2, (3 + 5 + 1) / 3, (5 + 1 + 6) / 3
+    assert moving_mean([3, 5, 1, 6], 3) == [3, 4, 3, 4]
+    assert moving_mean([3, 5], 1) == [3, 5]
+    assert moving_mean([], 5) == []
+
+
+def test_short_curves_are_not_smoothed_and_long_ones_over_a_20th():
+    assert [smoothing_window(points) for points in (0, 9, 10, 100, 200, 1000)] == [1, 1, 5, 5, 10, 50]

@@ -7,9 +7,21 @@ import re
 import pytest
 
 from areal_jax.installation import describe_install
-from areal_jax.report.figures import plain_text
+from areal_jax.report.colors import BLUE, dark_colors
+from areal_jax.report.figures import new_figure, plain_text
+from areal_jax.report.headline import Tile
 from areal_jax.report.parts import Items, Table, Text
-from areal_jax.report.web_page import Absent, Folded, Section, describe_missing_library, render_web_page
+from areal_jax.report.web_page import (
+    Absent,
+    Chart,
+    Folded,
+    Grid,
+    Key,
+    Section,
+    Tiles,
+    describe_missing_library,
+    render_web_page,
+)
 
 EVIL = '<script>alert("x")</script>'
 
@@ -20,14 +32,15 @@ def test_every_text_is_escaped_and_code_is_marked():
         Folded(EVIL, Table(('a', 'b'), [(EVIL, EVIL)])), None, Text(''),
     ]  # fmt: skip
     page = render_web_page(EVIL, [Text(EVIL)], [Section('one', EVIL, blocks)])
-    assert '<script' not in page  # no figures, so no script of ours either
+    assert page.count('<script') == 1  # that of the colours
+    assert EVIL not in page
     assert page.count('&lt;script&gt;') == 14
     assert '<code>&lt;script&gt;' in page
 
 
 def test_an_empty_section_still_stands():
     page = render_web_page('t', [], [Section('one', 'One', [Table(('a', 'b'), [])])])
-    assert '<section id="one">' in page
+    assert '<section id="one"' in page
     assert '<table' not in page
 
 
@@ -50,3 +63,26 @@ def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     sentence = describe_missing_library('report.html')
     assert sentence == f'report.html needs the package bokeh, which is not installed: {describe_install("plots")}'
+
+
+def test_a_tile_shows_its_number_its_reading_and_where_the_detail_is():
+    tile = Tile('gain', 'Did it learn?', '+0.609', 'accuracy', ('sampled 0.059 → 0.668',), 'Yes.', 'good', 'learning')
+    page = render_web_page('t', [], [Section('headline', 'At a glance', [Tiles([tile])])], ('finished', 'good'))
+    told = page[page.index('<article') : page.index('</article>')]
+    for text in ('class="tile good"', '>Did it learn?<', '>+0.609<', '>accuracy<', '0.059 → 0.668', '>Yes.<'):
+        assert text in told
+    assert 'href="#learning"' in told
+    assert '<span class="state good">finished</span>' in page
+
+
+def test_a_chart_is_told_and_has_its_numbers_and_a_legend_in_both_themes():
+    chart = Chart(
+        new_figure('x'), 'Title', 'nats', 'What it shows.', Table(('x', 'y'), [('1', '2')]),
+        keys=[Key('a', BLUE, 'dashed', 'Title/a')],
+    )  # fmt: skip
+    page = render_web_page('t', [], [Section('one', 'One', [Grid({'name': chart})])])
+    told = page[page.index('<figure') : page.index('</figure>')]
+    assert 'role="img" aria-label="Title. What it shows."' in told
+    assert '<th scope="row">1</th><td>2</td>' in told
+    assert 'data-glyphs="Title/a"' in told
+    assert f'--light: {BLUE}; --dark: {dark_colors()[BLUE.lower()]}' in told

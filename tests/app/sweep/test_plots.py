@@ -1,10 +1,14 @@
 """Bands over seeds, by hand, and pictures only of what there is."""
 
+import itertools
+
 import numpy as np
 
-from areal_jax.app.sweep.endpoints import Curve
-from areal_jax.app.sweep.plots import band, write_plots
-from areal_jax.app.sweep.results import Results
+from areal_jax.app.sweep.endpoints import Curve, Endpoint
+from areal_jax.app.sweep.plots import _draw_endpoint, band, write_plots
+from areal_jax.app.sweep.results import GroupResult, Results
+from areal_jax.report.colors import BLUE
+from areal_jax.report.plots import make_figure
 
 
 def curve(values, tokens):
@@ -30,3 +34,17 @@ def test_curves_are_smoothed_over_the_last_points():
 def test_a_sweep_without_a_finished_arm_has_no_pictures(tmp_path):
     assert write_plots(Results('toy.py', (), ()), tmp_path) == []
     assert list(tmp_path.rglob('*.png')) == []
+
+
+def test_names_of_groups_stand_beside_each_other_and_never_on_each_other(tmp_path):
+    groups = [f'eta{eta}_a_method_with_a_long_name_{method}' for eta in range(4) for method in ('plain', 'decoupled')]
+    looks = {name: (BLUE, 0) for name in groups}
+    results = Results('toy.py', tuple(GroupResult(name, (), {}) for name in groups), ())
+    figure = make_figure(4, 13)
+    panels = figure.subplots(1, 3, sharey=True)
+    for axes in panels:
+        _draw_endpoint(axes, results, Endpoint('reward_last', '', lambda record, horizon: None), looks)
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for axes in panels for label in axes.get_yticklabels() if label.get_visible()]
+    assert [text.get_text() for text in panels[0].get_yticklabels()] == groups
+    assert [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)] == []
