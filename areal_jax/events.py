@@ -39,7 +39,7 @@ FILE = 'events.jsonl'  # in the workdir
 # 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other
 # processes; 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside
 # training nor `audit`; 1: no event `log`, each start counts its runs from 0
-VERSION = 7
+VERSION = 8
 
 
 class LogEvent(Header):
@@ -61,6 +61,8 @@ class AdmitEvent(Header):
 
     kind: Literal['admit']
     draw: Draw
+    open: NotRequired[Annotated[int, 'with rollout.max_running_groups=0: answers that were open before it']]
+    wanted: NotRequired[Annotated[int, 'likewise: open answers from which on no group is admitted']]
 
 
 class RouteEvent(Header):
