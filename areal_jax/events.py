@@ -61,6 +61,8 @@ class AdmitEvent(Header):
 
     kind: Literal['admit']
     draw: Draw
+    open: NotRequired[Annotated[int, 'with rollout.max_running_groups=0: answers that were open before it']]
+    wanted: NotRequired[Annotated[int, 'likewise: open answers from which on no group is admitted']]
 
 
 class RouteEvent(Header):

@@ -192,6 +192,18 @@ class Pool(Generator, Protocol):
 
     def resume(self) -> None: ...
 
+    def open_requests(self) -> int:
+        """Requests of training that have not ended, whether an engine has them or not."""
+        ...
+
+    def serving_engines(self) -> int:
+        """Engines that take new requests of training."""
+        ...
+
+    def watch(self, note_room: Callable[[], None]) -> None:
+        """Calls `note_room` when a request of training has ended, and when an engine came or went."""
+        ...
+
     def order(self) -> list[tuple[str, int, int]]:
         """(engine, draw, sample) of every open request of training, in the order in which engines serve them."""
         ...

@@ -145,7 +145,7 @@ def make_controller(
     return Controller(
         LoopSettings(
             steps=steps, group_size=GROUP_SIZE, groups_per_update=batch, max_token_age=None, over_age='off',
-            checkpoint_every=0, max_failed_groups=32,
+            checkpoint_every=0, max_failed_groups=32, slots=groups,
         ),
         clock=clock, log=log, supervisor=supervisor, stream=ToyStream(PROMPT_TOKENS), pool=pool,
         workflow=SingleTurn(pool, sampling, 0), verifier=ToyVerifier(clock), learner=ToyLearner(),

@@ -22,6 +22,7 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.block_tokens = 16
     config.rollout.prefill_buckets = (32, 256)
     config.rollout.max_new_tokens = 8
+    config.rollout.max_running_groups = 16  # stored results were made with so many
     config.learner.row_tokens = 128
     config.learner.row_loss_tokens = 96
     config.loss.entropy_coefficient = 0.03  # without it the policy settles on one answer for all prompts

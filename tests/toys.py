@@ -289,7 +289,7 @@ class ToyRun:
         delays: Sequence[float] = (1.0,),
         fail: Sequence[int] = (),
         prices: Mapping[str, float] = PRICES,
-        max_running: int = 8,
+        max_running: float = 8,  # inf: as many groups as the slots need
         buffer_capacity: int = 64,
         max_token_age: int | None = None,
         over_age: str = 'off',
@@ -344,7 +344,8 @@ class ToyRun:
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
         self.controller = Controller(
             LoopSettings(
-                steps, group_size, groups_per_update, max_token_age, over_age, checkpoint_every, max_failed_groups=32
+                steps, group_size, groups_per_update, max_token_age, over_age, checkpoint_every, max_failed_groups=32,
+                slots=slots,
             ),
             clock=self.clock, log=self.log, supervisor=self.supervisor, stream=ToyStream(), pool=pool,
             workflow=SingleTurn(pool, sampling, seed=0), verifier=ToyVerifier(self.clock, delays, fail),

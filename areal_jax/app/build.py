@@ -5,6 +5,7 @@ What imports jax is imported by the functions that need it: a controller that ha
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from areal_jax.config import TrackedConfig, default_config
@@ -192,7 +193,7 @@ def build_gate(config: TrackedConfig) -> StalenessGate:
     return StalenessGate(
         groups_per_update=batch,
         eta=float('inf') if lock_step else config.staleness.eta,
-        max_running=config.rollout.max_running_groups,
+        max_running=config.rollout.max_running_groups or math.inf,
         buffer_capacity=config.buffer.capacity,
         max_admitted=config.run.steps * batch,
     )
@@ -243,4 +244,5 @@ def build_settings(config: TrackedConfig) -> LoopSettings:
         over_age=config.staleness.over_age,
         checkpoint_every=config.checkpoint.every,
         max_failed_groups=config.task.max_failed_groups,
+        slots=config.rollout.slots,
     )

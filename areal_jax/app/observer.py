@@ -108,6 +108,7 @@ class StepObserver:
                 names.BUFFER_GROUPS: record.buffered,
                 **{f'{names.GROUPS_DROPPED}{reason}': count for reason, count in record.dropped.items()},
                 **{f'{names.ADMISSION_HELD}{bound}': seconds for bound, seconds in record.held_s.items()},
+                **{f'{names.IDLE_SLOTS}{bound}': seconds for bound, seconds in record.idle_slots_s.items()},
             },
             loop={name: value for name, value in optional.items() if value is not None},
             process={names.COMPILATIONS: compiled - self._compiled},

@@ -91,7 +91,8 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
         learner['publication'] *= 1 + _held_versions(config) + (1 if config.evaluation.every else 0)
     rollout, eta = config.rollout, config.staleness.eta
     admitted = config.learner.groups_per_update * (eta + 1)
-    running = int(min(rollout.max_running_groups, admitted, config.learner.groups_per_update * config.run.steps))
+    most = rollout.max_running_groups or config.buffer.capacity
+    running = int(min(most, admitted, config.learner.groups_per_update * config.run.steps))
     host = {'answers': running * rollout.group_size * _ANSWER_BYTES}
     if config.diagnostics.ratio_sample:
         kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
@@ -246,7 +247,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
         'prefill': 'rollout.prefill_buckets',
         'logits': 'rollout.slots or rollout.decode_steps',
         'rows': 'learner.row_tokens or learner.rows_per_microbatch',
-        'answers': 'rollout.group_size or rollout.max_running_groups',
+        'answers': 'rollout.group_size, rollout.max_running_groups or buffer.capacity',
     }
     if name in fields:
         return f'lower {fields[name]}'

@@ -139,7 +139,7 @@ SECTIONS: Mapping[str, Section] = {
         max_mismatch=Real(None, POSITIVE, 'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else'),
         workflow=ChoiceOrOwn('single_turn', ('single_turn',), 'how a prompt becomes an answer: docs/your_task.md'),
         group_size=Integer(8, COUNT, 'answers per prompt'),
-        max_running_groups=Integer(16, COUNT, 'groups admitted and unfinished; bounds memory whatever eta is'),
+        max_running_groups=Integer(0, COUNT_OR_OFF, 'groups admitted and unfinished; 0: as many as fill the slots'),
         max_new_tokens=Integer(16, COUNT, 'tokens of an answer, its stop token included'),
         ignore_eos=Flag(False, 'EOS ends no answer, so that each has rollout.max_new_tokens tokens'),
         temperature=Real(1.0, POSITIVE, 'of sampling, and part of the policy in all log-probs'),

@@ -25,6 +25,7 @@ from areal_jax.control.groups import RunningGroups
 from areal_jax.control.lock_step import CopyVersion, LockStep
 from areal_jax.control.publisher import Publisher, Update
 from areal_jax.control.schedule import VersionRing
+from areal_jax.control.slot_demand import SlotDemand
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Verifier, Workflow
 from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work
@@ -41,6 +42,7 @@ class LoopSettings:
     over_age: Literal['drop', 'mask', 'off']
     checkpoint_every: int
     max_failed_groups: int
+    slots: int  # of one engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class StepRecord:
     publish_pause_s: float | None  # None: in lock-step engines load weights apart from publications
     buffered: int
     held_s: Mapping[str, float]  # clock seconds in which admission was closed since the last update, by gate.Bound
+    idle_slots_s: Mapping[str, float]  # seconds of decoding slots that were idle meanwhile, likewise
     dropped: Mapping[str, int]  # by reason, since the start
     filtered_rate: float | None  # see EqualRewardsFilter.take_rate; None: no filter
 
@@ -74,6 +77,7 @@ class HostState(TypedDict):
     filter: dict[str, int] | None  # EqualRewardsFilter.state
     generated_update: int | None  # LockStep.generated_update
     admission: HeldState
+    idle_slots: HeldState
     observer: dict[str, Any]
 
 
@@ -124,9 +128,14 @@ class Controller:
         self._published = clock.event('publication of the last update')
         self._groups = RunningGroups(
             clock, log, supervisor, workflow=workflow, verifier=verifier,
-            most_episodes=gate.max_running * settings.group_size, on_complete=self._finish_group,
+            most_episodes=int(min(gate.max_running, gate.buffer_capacity)) * settings.group_size,
+            on_complete=self._finish_group,
         )  # fmt: skip
-        self._admission = Admission(clock, gate, self.stop_requested, self._start_group)
+        demand = SlotDemand(
+            pool, lambda: self._groups.not_begun, slots=settings.slots, group_size=settings.group_size
+        )  # fmt: skip
+        self._admission = Admission(clock, gate, demand, self.stop_requested, self._start_group)
+        pool.watch(self._admission.note_room)
         self._lock_step = LockStep(clock, pool, gate, self._admission, ring, copy_version) if ring else None
         self._publisher = Publisher(clock, log, channel, self._install, self._note_published, pool.pinned_versions)
         self._writer = CheckpointWriter(clock, supervisor)
@@ -152,10 +161,11 @@ class Controller:
     # Groups: from admission to the buffer.
 
     def _start_group(self) -> None:
-        prompt = self._stream.draw()
+        prompt, demand = self._stream.draw(), self._admission.demand
         self._log.write('draw', draw=prompt.draw)
         self._gate.admit()
-        self._log.write('admit', draw=prompt.draw)
+        by_need = {'open': demand.open_answers(), 'wanted': demand.wanted_answers()}
+        self._log.write('admit', None, draw=prompt.draw, **(by_need if self._admission.is_by_need else {}))
         self._groups.start(prompt, self._settings.group_size)
 
     def _finish_group(self, group: RunningGroup) -> None:
@@ -272,6 +282,7 @@ class Controller:
             publish_pause_s=pause_s,
             buffered=len(self._buffer),
             held_s=self._admission.held.take(now),
+            idle_slots_s=self._admission.idle.take(now),
             dropped=dict(self._dropped),
             filtered_rate=self._filter.take_rate() if self._filter else None,
         )
@@ -341,6 +352,7 @@ class Controller:
             'filter': self._filter.state() if self._filter else None,
             'generated_update': self._lock_step.generated_update if self._lock_step else None,
             'admission': self._admission.held.state(self._clock.now()),
+            'idle_slots': self._admission.idle.state(self._clock.now()),
             'observer': dict(self._observer_state()),
         }
 
@@ -358,6 +370,7 @@ class Controller:
         if self._filter and state.get('filter'):
             self._filter.restore(state['filter'])
         self._admission.held.restore(state['admission'])
+        self._admission.idle.restore(state['idle_slots'])
         self._log.write('restore', update=self._trained_version)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal, TypedDict
 
 # why no group may start: a field of the config, or what the controller is doing
-Bound = Literal['steps', 'eta', 'max_running_groups', 'buffer_capacity', 'schedule', 'checkpoint', 'stop']
+Bound = Literal['steps', 'eta', 'max_running_groups', 'buffer_capacity', 'slots', 'schedule', 'checkpoint', 'stop']
 
 
 class StalenessGate:
@@ -23,13 +23,13 @@ class StalenessGate:
     Args:
       groups_per_update: B >= 1.
       eta: versions, >= 0; with inf only the bounds on memory remain.
-      max_running: most groups that are admitted and unfinished.
+      max_running: most groups that are admitted and unfinished; inf = as many as the slots need (slot_demand.py).
       buffer_capacity: most finished groups; each admitted group has a place in the buffer reserved.
       max_admitted: groups that the run can train in total.
     """
 
     def __init__(
-        self, *, groups_per_update: int, eta: float, max_running: int, buffer_capacity: int, max_admitted: int
+        self, *, groups_per_update: int, eta: float, max_running: float, buffer_capacity: int, max_admitted: int
     ):
         self.groups_per_update = groups_per_update
         self.eta = eta
@@ -110,33 +110,41 @@ class HeldState(TypedDict):
 
     seconds: dict[str, float]  # by bound
     bound: Bound | None
+    weight: int
     since_s: float
 
 
 class HeldTimes:
-    """Clock seconds in which admission was closed, by the bound that closed it; each change costs constant time."""
+    """Clock seconds in which admission was closed, by the bound that closed it; each change costs constant time.
+
+    With a weight they are seconds of something: idle decoding slots times seconds.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}  # since the last `take`
         self._bound: Bound | None = None
+        self._weight = 1
         self._since_s = 0.0
 
-    def note(self, bound: Bound | None, now_s: float) -> None:
-        """From now on admission is closed by `bound`; None = it is open."""
-        if self._bound is not None and now_s > self._since_s:
-            self._seconds[self._bound] = self._seconds.get(self._bound, 0.0) + now_s - self._since_s
-        self._bound, self._since_s = bound, now_s
+    def note(self, bound: Bound | None, now_s: float, weight: int = 1) -> None:
+        """From now on admission is closed by `bound`, and a second counts `weight`; None = it is open."""
+        if self._bound is not None and self._weight and now_s > self._since_s:
+            seconds = self._weight * (now_s - self._since_s)
+            self._seconds[self._bound] = self._seconds.get(self._bound, 0.0) + seconds
+        self._bound, self._weight, self._since_s = bound, weight, now_s
 
     def take(self, now_s: float) -> dict[str, float]:
         """Seconds by bound since the last call; a bound that never closed admission is absent."""
-        self.note(self._bound, now_s)
+        self.note(self._bound, now_s, self._weight)
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def state(self, now_s: float) -> HeldState:
         """Ends the interval under way here, so that a resumed run adds the same terms in the same order."""
-        self.note(self._bound, now_s)
-        return {'seconds': dict(self._seconds), 'bound': self._bound, 'since_s': self._since_s}
+        self.note(self._bound, now_s, self._weight)
+        seconds = dict(self._seconds)
+        return {'seconds': seconds, 'bound': self._bound, 'weight': self._weight, 'since_s': self._since_s}
 
     def restore(self, state: HeldState) -> None:
         self._seconds, self._bound, self._since_s = dict(state['seconds']), state['bound'], state['since_s']
+        self._weight = state['weight']

@@ -41,6 +41,7 @@ class RunningGroups:
         self._workflow, self._verifier, self._on_complete = workflow, verifier, on_complete
         self._groups: dict[int, RunningGroup] = {}  # by draw
         self._order: list[tuple[int, int]] = []  # (draw, sample) of restored episodes that were open
+        self.not_begun = 0  # episodes whose coroutine has not run yet
         self._unrecorded = 0  # answers that are generated and not yet recorded in their group
         self._settled = clock.event('verifications under way')
         self._finished: BoundedQueue[tuple[RunningGroup, Episode, Verdict | None]] = BoundedQueue(
@@ -97,9 +98,11 @@ class RunningGroups:
             await self._clock.wait(self._settled)
 
     def _start_episode(self, group: RunningGroup, episode: Episode) -> None:
+        self.not_begun += 1
         self._supervisor.start(f'episode {group.prompt.draw}.{episode.sample}', self._run_episode(group, episode))
 
     async def _run_episode(self, group: RunningGroup, episode: Episode) -> None:
+        self.not_begun -= 1
         lost: Verdict | None = None
         try:
             await self._workflow.run(group.prompt, episode)

@@ -6,6 +6,7 @@ import collections
 import statistics
 from collections.abc import Sequence
 
+from areal_jax.events import Event
 from areal_jax.report.contents import Ends, EngineMismatch, Mismatch
 from areal_jax.report.window import Window
 from areal_jax.telemetry import names
@@ -78,13 +79,23 @@ def _mismatch_by_engine(metrics: Metrics) -> dict[str, EngineMismatch]:
 
 def admission_held(metrics: Metrics, within: Window) -> dict[str, float]:
     """Share of the window in which each bound kept admission closed, the largest first."""
-    held: dict[str, float] = collections.defaultdict(float)
+    return _shares_by_bound(metrics, names.ADMISSION_HELD, within.seconds)
+
+
+def idle_slots(metrics: Metrics, events: Sequence[Event], within: Window) -> dict[str, float]:
+    """Share of the slots' seconds in the window in which no answer was open for a slot, by what held admission back."""
+    slots = {event['engine']: len(event['slots']) for event in events if event['kind'] == 'decode'}
+    return _shares_by_bound(metrics, names.IDLE_SLOTS, within.seconds * sum(slots.values()))
+
+
+def _shares_by_bound(metrics: Metrics, prefix: str, span: float) -> dict[str, float]:
+    seconds: dict[str, float] = collections.defaultdict(float)
     for line in metrics:
         for name in line:
-            if name.startswith(names.ADMISSION_HELD):
-                held[name.removeprefix(names.ADMISSION_HELD)] += number(line, name) or 0.0
-    span = max(within.seconds, sum(held.values()))  # in lock-step admission is held before the first group too
-    return {bound: held[bound] / span for bound in sorted(held, key=lambda bound: -held[bound])}
+            if name.startswith(prefix):
+                seconds[name.removeprefix(prefix)] += number(line, name) or 0.0
+    span = max(span, sum(seconds.values()))  # in lock-step admission is held before the first group too
+    return {bound: seconds[bound] / span for bound in sorted(seconds, key=lambda bound: -seconds[bound])}
 
 
 def _values(metrics: Metrics, name: str) -> list[float]:

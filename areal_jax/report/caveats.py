@@ -26,6 +26,7 @@ AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound
 MOST_FILTERED = 0.5  # of the finished groups
 UNPARSED_SHARE = 0.5  # of the answers of the second half of the run: the task or the reading of answers is at fault
 UNPARSED_RISE = 0.2  # of that share from the first to the last quarter of the updates
+IDLE_SHARE = 0.1  # of the time of the slots
 COLLAPSE_RISE = 0.2  # of the share of the most frequent answer
 
 
@@ -45,6 +46,7 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
         _compilations(facts),
         _at_bound(metrics, facts.eta),
         _idle_bound(report),
+        _idle_slots(report),
         _never_interrupted(report, facts.eta),
         _unmeasured_mismatch(report),
         _lag(facts),
@@ -198,6 +200,19 @@ def _idle_bound(report: Report) -> str:
         f'staleness.eta = {eta:g} never held admission back ({others or "nothing did"}), so any larger eta gives the '
         f'same run; the oldest trained token had age {format_number(report["token_age"]["max"])}.'
     )
+
+
+def _idle_slots(report: Report) -> str:
+    """Slots that had nothing to decode because a bound on memory held admission back."""
+    fixes = {
+        'max_running_groups': 'rollout.max_running_groups admits too few groups: set it to 0, which fills the slots',
+        'buffer_capacity': 'buffer.capacity is too small: raise it',
+    }
+    idle = {bound: share for bound, share in report['idle_slots'].items() if bound in fixes and share >= IDLE_SHARE}
+    if not idle:
+        return ''
+    bound, share = next(iter(idle.items()))
+    return f'Slots had no answer to decode for {share:.0%} of their time, because {fixes[bound]}.'
 
 
 def _broken_conservation(events: Sequence[Event]) -> str:

@@ -280,6 +280,13 @@ class Causes(TypedDict):
     ratio_split: RatioSplit | None  # None where it was not measured
 
 
+class Admission(TypedDict):
+    """What held admission back."""
+
+    admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
+    idle_slots: Mapping[str, float]  # share of the slots' seconds without an open answer, by that bound
+
+
 class BesideTraining(TypedDict):
     """Of the evaluations beside training."""
 
@@ -311,7 +318,7 @@ class Generation(TypedDict):
     servers: list[ServerRow]  # empty where engines were in the process of the run
 
 
-class Report(BesideTraining, Generation, Causes):
+class Report(Admission, BesideTraining, Generation, Causes):
     steps: int  # updates published
     planned_steps: int | None
     finished: bool
@@ -333,7 +340,6 @@ class Report(BesideTraining, Generation, Causes):
     versions_per_trajectory: MeanMax
     interruptions: int  # times that new weights met unfinished requests on an engine
     steps_with_interruption: int
-    admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
     publish_pause_seconds: MedianMax  # of an engine
     throughput: Throughput
     busy: Busy

@@ -37,7 +37,7 @@ class Limits:
     groups_per_update: int  # B
     eta: float  # of Eq. 3; in lock-step the longest delay of the schedule
     in_order: bool  # engines load versions in ascending order; not so in lock-step
-    max_running: int
+    max_running: float  # inf where groups are admitted by need
     buffer_capacity: int
     max_admitted: int  # groups that the run can train in all
     in_process: bool  # engines load a version before it counts as published
@@ -57,7 +57,7 @@ class Limits:
             groups_per_update=batch,
             eta=float(config['staleness']['eta']) if natural else float(delay[1]) if delay else math.inf,
             in_order=natural,
-            max_running=int(rollout['max_running_groups']),
+            max_running=int(rollout['max_running_groups']) or math.inf,
             buffer_capacity=int(config['buffer']['capacity']),
             max_admitted=int(config['run']['steps']) * batch,
             in_process=rollout['server'] == 'in_process',
@@ -162,6 +162,8 @@ class LogRules:
             yield f'draw {draw} is admitted while {running} groups run (rollout.max_running_groups)'
         if running + len(self._buffered) >= limits.buffer_capacity:
             yield f'draw {draw} is admitted while {running} groups run and {len(self._buffered)} wait (buffer.capacity)'
+        if event.get('open', 0) >= event.get('wanted', 1):
+            yield f'draw {draw} is admitted with {event["open"]} open answers, where {event["wanted"]} are enough'
         if self._admitted > limits.max_admitted:
             yield f'draw {draw} is admitted, and run.steps trains {limits.max_admitted} groups'
 

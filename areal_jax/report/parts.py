@@ -237,6 +237,7 @@ def _staleness_rows(report: Report) -> list[tuple[str, ...]]:
             f'{format_number(waited["median"])} / {format_number(waited["max"])}',
         ),
         ('admission was held back by (share of the time)', describe_held(report['admission_held'])),
+        ('slots without an open answer meanwhile (share of slot time)', describe_held(report['idle_slots'])),
     ]
 
 

@@ -109,7 +109,7 @@ def build_report(
         'versions_per_trajectory': _versions_per_trajectory(metrics),
         'interruptions': len(interruptions),
         'steps_with_interruption': len({event['to_version'] for event in interruptions}),
-        'admission_held': aggregates.admission_held(metrics, within),
+        **_admission(metrics, training, within),
         'publish_pause_seconds': _pauses(training),
         **_generation(events, training, facts),
         **_causes(events, metrics, facts),
@@ -140,6 +140,13 @@ def build_report(
     }
     report['warnings'] = find_caveats(events, metrics, report, facts)
     return cast(Report, plain(report))
+
+
+def _admission(metrics: Metrics, training: Sequence[Event], within: Window) -> contents.Admission:
+    return {
+        'admission_held': aggregates.admission_held(metrics, within),
+        'idle_slots': aggregates.idle_slots(metrics, training, within),
+    }
 
 
 def _beside_training(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from areal_jax.types import GenerationRequest
 
@@ -49,6 +49,7 @@ class Ledger:
     """Which request is open on which engine, and how many tokens each engine may still have to generate."""
 
     def __init__(self, engines: Iterable[str] = ()):
+        self.on_room: Callable[[], None] = lambda: None  # called when a request ends, an engine comes or goes
         self._numbers = itertools.count()
         self._loads: dict[str, _Load] = {}
         self._ranking: list[tuple[float, int, str]] = []  # (outstanding tokens / speed, number, engine), ascending
@@ -66,12 +67,14 @@ class Ledger:
         self._unrank(name, load)
         load.is_routed = True
         self._rank(name, load)
+        self.on_room()
 
     def withdraw_engine(self, name: str) -> None:
         """No new request goes there; what is open there stays."""
         load = self._loads[name]
         self._unrank(name, load)
         load.is_routed = False
+        self.on_room()
 
     def remove_engine(self, name: str) -> None:
         """Forgets the engine; raises RuntimeError where it has outstanding tokens."""
@@ -94,6 +97,10 @@ class Ledger:
     def outstanding(self) -> dict[str, int]:
         """Outstanding tokens by engine."""
         return {name: load.outstanding for name, load in self._loads.items()}
+
+    def routed_engines(self) -> int:
+        """How many engines take new requests."""
+        return len(self._ranking)
 
     def is_routed(self, name: str) -> bool:
         return name in self._loads and self._loads[name].is_routed
@@ -139,6 +146,7 @@ class Ledger:
         if not group.requests:
             del self._groups[entry.group]
         self._add(entry.engine, -entry.outstanding)
+        self.on_room()
 
     def _add(self, engine: str, tokens: int) -> None:
         """Changes the outstanding tokens of an engine and its place in the ranking."""

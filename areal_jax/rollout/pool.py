@@ -121,6 +121,15 @@ class Pool:
         for engine in self._engines.values():
             engine.resume()
 
+    def open_requests(self) -> int:
+        return len(self._ledger)
+
+    def serving_engines(self) -> int:
+        return self._ledger.routed_engines()
+
+    def watch(self, note_room: Callable[[], None]) -> None:
+        self._ledger.on_room = note_room
+
     def order(self) -> list[tuple[str, int, int]]:
         return [
             (name, request.draw, request.sample)

@@ -102,6 +102,7 @@ GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups of the batch that th
 GROUPS_DROPPED = 'groups/dropped/'  # prefix; what follows is the reason; groups, since the start of the run
 # prefix; what follows is a control.gate.Bound; clock seconds since the last update in which it kept admission closed
 ADMISSION_HELD = 'admission/held_seconds/'
+IDLE_SLOTS = 'admission/idle_slot_seconds/'
 
 BUFFER_GROUPS = Metric('buffer/groups', 'groups', 'finished groups waiting when the weights were published')
 INTERRUPTIONS = Metric('interruptions', 'interruptions', 'times that new weights met unfinished requests on an engine')
@@ -173,6 +174,7 @@ METRICS: dict[str, Metric] = {name: name for name in tuple(globals().values()) i
 PREFIXES = (
     GROUPS_DROPPED,
     ADMISSION_HELD,
+    IDLE_SLOTS,
     MISMATCH_OF,
     LEDGER,
     BY_AGE,

@@ -49,6 +49,7 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.block_tokens = 16
     config.rollout.prefill_buckets = (32, 256)
     config.rollout.max_new_tokens = 4
+    config.rollout.max_running_groups = 16  # stored results were made with so many
     config.buffer.capacity = 512
     config.learner.n_minibatches = 4
     config.learner.row_tokens = 128

@@ -172,9 +172,9 @@ def score(session, version, prompt, request, tokens, logprobs):
     return Trajectory(prompt, request.sample, (segment,), reward, reason, '', 0.0, 0.0)
 
 
-@pytest.mark.parametrize('steps_before', [2, 4])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, steps_before):
-    fields = {'checkpoint__every': 2, 'run__steps': 6, 'checkpoint__keep': 3}
+@pytest.mark.parametrize(('steps_before', 'groups'), [(2, 4), (4, 4), (4, 0)])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, steps_before, groups):
+    fields = {'checkpoint__every': 2, 'run__steps': 6, 'checkpoint__keep': 3, 'rollout__max_running_groups': groups}
     whole = SmallRun(tmp_path / 'whole', **fields).train()
     stopped = SmallRun(tmp_path / 'stopped', **fields)
     die = stopped.session.controller._on_step

@@ -58,7 +58,7 @@ _SETTINGS: Mapping[str, str] = {
     'rollout.slots=0': f'rollout.slots=0 {_COUNT}',
     'rollout.block_tokens=0': f'rollout.block_tokens=0 {_COUNT}',
     'rollout.cache_tokens=-1': 'rollout.cache_tokens=-1 must not be negative',
-    'rollout.max_running_groups=0': f'rollout.max_running_groups=0 {_COUNT}',
+    'rollout.max_running_groups=-1': 'rollout.max_running_groups=-1 must not be negative, and be below 2^31',
     'rollout.max_new_tokens=0': f'rollout.max_new_tokens=0 {_COUNT}',
     'rollout.temperature=0': 'rollout.temperature=0.0 must be above 0',
     'rollout.top_k=-1': 'rollout.top_k=-1 must not be negative',
@@ -197,7 +197,7 @@ _SETTINGS: Mapping[str, str] = {
     'rollout.slots=100000000': 'lower rollout.slots, rollout.context_tokens or cluster.engines',
     'rollout.cache_tokens=2000000000': 'lower rollout.cache_tokens or cluster.engines',
     'rollout.prefill_buckets=2000000000': 'lower rollout.prefill_buckets',
-    'rollout.group_size=2147483647': 'lower rollout.group_size or rollout.max_running_groups',
+    'rollout.group_size=2147483647': 'lower rollout.group_size, rollout.max_running_groups or buffer.capacity',
     'rollout.decode_steps=2147483647': 'lower rollout.slots or rollout.decode_steps',
     'learner.row_tokens=2147483647': 'lower learner.row_tokens or learner.rows_per_microbatch',
     # set, and not used

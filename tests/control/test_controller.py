@@ -293,6 +293,9 @@ def test_a_policy_that_answers_everything_alike_ends_the_run():
         ({'eta': 0}, {'eta'}),
         ({'eta': 1, 'max_running': 2}, {'eta', 'max_running_groups'}),
         ({'eta': math.inf, 'max_running': 3}, {'max_running_groups'}),
+        ({'eta': math.inf, 'max_running': math.inf}, {'slots'}),
+        ({'eta': 1, 'max_running': math.inf}, {'eta', 'slots'}),
+        ({'eta': math.inf, 'max_running': math.inf, 'slots': 8, 'buffer_capacity': 4}, {'buffer_capacity'}),
         ({'eta': math.inf, 'max_running': 9, 'buffer_capacity': 4}, {'buffer_capacity'}),
         ({'eta': 0, 'checkpoint_every': 2}, {'eta', 'checkpoint'}),
         ({'eta': math.inf, 'schedule': 'fixed(1)', 'max_running': 2}, {'schedule', 'max_running_groups'}),
@@ -335,9 +338,10 @@ def count_partial(groups):
 
 @pytest.mark.parametrize('save_s', [0.03, 1.0])  # 1 s: the next checkpoint waits until this one is written
 @pytest.mark.parametrize('kv_policy', ['recompute', 'keep', 'wait'])
-@pytest.mark.parametrize('engines', [1, 2])
-def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_policy, save_s):
+@pytest.mark.parametrize(('engines', 'max_running'), [(1, 8), (2, 8), (1, math.inf), (2, math.inf)])
+def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, max_running, kv_policy, save_s):
     options = {'steps': 8, 'engines': engines, 'delays': [1, 4], 'checkpoint_every': 1, 'kv_policy': kv_policy}
+    options['max_running'] = max_running
     # generation is the slower side: something is always under way
     options['prices'] = PRICES | {'train': 0.0005, 'save': save_s}
     options['top_k'] = engines - 1  # with two engines answers have log-probs of a cut softmax too
@@ -351,6 +355,8 @@ def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, kv_p
         resumed = ToyRun(**options, resume=checkpoint).run()
         assert resumed.learner.w == whole.learner.w
         assert [s.held_s for s in resumed.steps] == [s.held_s for s in whole.steps if s.step > state['version']]
+        idle = [s.idle_slots_s for s in whole.steps if s.step > state['version']]
+        assert [s.idle_slots_s for s in resumed.steps] == idle
         later = [e for e in whole.log.events if e['seq'] >= seq]
         assert what_happened(resumed.log.events, time_s) == what_happened(later, time_s)
         assert_conserved([e for e in whole.log.events if e['seq'] < seq] + resumed.log.events)

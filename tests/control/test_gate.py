@@ -127,3 +127,14 @@ def test_held_times_by_hand():
     later.restore(held.state(9.5))
     assert later.take(10.0) == {'eta': 1.0}
     assert later.take(10.0) == {}
+
+
+def test_weighted_held_times_by_hand():
+    # eta holds 3 slots idle 1..4, 1 of them 4..6, none 6..7; admission open 7..8; the buffer 2 from 8; saved at 9
+    idle = HeldTimes()
+    notes = (('eta', 1.0, 3), ('eta', 4.0, 1), ('eta', 6.0, 0), (None, 7.0, 5), ('buffer_capacity', 8.0, 2))
+    for bound, now, slots in notes:
+        idle.note(bound, now, slots)
+    later = HeldTimes()
+    later.restore(idle.state(9.0))
+    assert later.take(9.5) == {'eta': 11.0, 'buffer_capacity': 3.0}

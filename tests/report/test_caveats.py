@@ -115,6 +115,23 @@ def test_cut_sampling_is_named_with_the_mass_it_kept():
     assert not any('kept mass' in warning for warning in _warnings())
 
 
+@pytest.mark.parametrize(
+    ('bound', 'seconds', 'said'),
+    [
+        ('max_running_groups', 8.0, '20% of their time, because rollout.max_running_groups admits too few groups'),
+        ('buffer_capacity', 20.0, '50% of their time, because buffer.capacity is too small'),
+        ('max_running_groups', 2.0, ''),  # 2 of two slots times 20 s: 5%
+        ('eta', 20.0, ''),  # that is what the study of staleness is about
+    ],
+)
+def test_slots_that_wait_for_a_bound_on_memory_are_named_with_the_field(bound, seconds, said):
+    lines = _with()
+    lines[1].pop('admission/idle_slot_seconds/max_running_groups')
+    lines[1][f'admission/idle_slot_seconds/{bound}'] = seconds
+    warnings = build_report(two_updates(), lines, two_facts())['warnings']
+    assert [said in warning for warning in warnings if 'Slots had' in warning] == ([True] if said else [])
+
+
 def test_an_eta_that_never_held_admission_back():
     lines = _with()
     for line in lines:

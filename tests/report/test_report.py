@@ -32,6 +32,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
             'filtered_rate': None,
         },
         'admission_held': dict.fromkeys(('eta', 'max_running_groups')),
+        'idle_slots': dict.fromkeys(('max_running_groups',)),
         'tokens': dict.fromkeys(('generated', 'trained')),
         'optimizer_steps': dict.fromkeys(('applied', 'skipped')),
         'reward': dict.fromkeys(('first', 'last')),
@@ -194,9 +195,11 @@ def test_a_run_that_did_nothing_still_has_a_report(tmp_path: pathlib.Path, event
 def test_admission_is_put_down_to_bounds(tmp_path: pathlib.Path, report: dict[str, Any]):
     # closed for 8 + 2 s by eta and for 6 s by the running groups, of a window of 20 s
     assert report['admission_held'] == {'eta': 0.5, 'max_running_groups': 0.3}
+    assert report['idle_slots'] == {'max_running_groups': 0.05}  # 2 of two slots times 20 s
     _write_logs(tmp_path)
     write_report(tmp_path, two_facts(), plots=False)
     assert '(share of the time) | eta 50%, max_running_groups 30% |' in (tmp_path / 'report.md').read_text()
+    assert '(share of slot time) | max_running_groups 5% |' in (tmp_path / 'report.md').read_text()
 
 
 def test_a_lock_step_run_shows_its_schedule_and_no_eta(tmp_path: pathlib.Path):

@@ -114,6 +114,7 @@ def two_metrics(*optimizer_steps: tuple[float, float]) -> list[dict[str, Any]]:
             'staleness/versions_per_trajectory_max': 2, 'mismatch/n': 30.0, 'mismatch/mean_abs': 0.08,
             'mismatch/max_abs': 0.25, 'mismatch/exact_share': 0.9, 'update/filtered_equal_rewards': 1.0,
             'admission/held_seconds/eta': 2.0, 'admission/held_seconds/max_running_groups': 6.0,
+            'admission/idle_slot_seconds/max_running_groups': 2.0,
         },
     ]  # fmt: skip
     for line, (applied, skipped) in zip(lines, optimizer_steps or ((1.0, 0.0),) * 2, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -76,6 +76,15 @@ class EvaluatedPool:
             self.training.cancel_all()
         if version in (None, self._pinned):
             self.evaluation.cancel_all()
+
+    def open_requests(self) -> int:
+        return self.training.open_requests()
+
+    def serving_engines(self) -> int:
+        return self.training.serving_engines()
+
+    def watch(self, note_room: Callable[[], None]) -> None:
+        self.training.watch(note_room)
 
     def order(self) -> list[tuple[str, int, int]]:
         return self.training.order()

@@ -106,6 +106,10 @@ class Placement:
                 self._members[moving.engine].engine.cancel(moving.request.request_id)
             self._end(moving, 'cancelled')
 
+    def open_requests(self) -> int:
+        """Those that an engine has, and those that wait for one."""
+        return len(self._open)
+
     def order(self) -> list[tuple[str, int, int]]:
         """Engine by engine, first come first; then those that wait for an engine, under ''."""
         placed = [(name, moving) for name, member in self._members.items() for moving in member.requests.values()]
@@ -179,9 +183,9 @@ class Placement:
             self._place(moving, avoid=left if is_failure else '')
 
     def _end(self, moving: MovingRequest, reason: EngineFinish) -> None:
+        del self._open[moving.request.request_id]
         self._detach(moving)
         self._waiting.pop(moving.request.request_id, None)
-        del self._open[moving.request.request_id]
         moving.end(reason)
 
     def _detach(self, moving: MovingRequest) -> None:

@@ -167,6 +167,15 @@ class ServerPool:
         if version is None:  # servers have no requests of a pinned version
             self._placement.cancel_all()
 
+    def open_requests(self) -> int:
+        return self._placement.open_requests()
+
+    def serving_engines(self) -> int:
+        return self._placement.ledger.routed_engines()
+
+    def watch(self, note_room: Callable[[], None]) -> None:
+        self._placement.ledger.on_room = note_room
+
     def order(self) -> list[tuple[str, int, int]]:
         return self._placement.order()
 
