@@ -198,6 +198,8 @@ class ConnectionTable:
                     self._close_silent()
                     await asyncio.sleep(_RETRY_S)
                     continue
+                while self._arriving and self._count() >= self.limits.most:
+                    await asyncio.sleep(0)  # some turns of the loop later they are connections, which can be closed
                 if not self._has_room():
                     self._logger.warning('all %d connections are in use: another one was closed', len(self._all))
                     connected.close()

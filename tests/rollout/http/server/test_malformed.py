@@ -102,7 +102,11 @@ def replace(value, path, new):
 def post(path, content, headers=(), length=None):
     """A request as bytes, which closes its connection."""
     size = [] if length == '' else [b'Content-Length: %s' % (str(len(content)) if length is None else length).encode()]
-    key = [] if any(line.lower().startswith(b'authorization') for line in headers) else [b'Authorization: Bearer cl\xc3\xa9']
+    key = (
+        []
+        if any(line.lower().startswith(b'authorization') for line in headers)
+        else [b'Authorization: Bearer cl\xc3\xa9']
+    )
     lines = [b'POST %s HTTP/1.1' % path.encode(), b'Host: x', b'Connection: close', *key, *size, *headers]
     return b'\r\n'.join(lines) + b'\r\n\r\n' + content
 
@@ -162,9 +166,25 @@ def broken_framing():
 
 
 def broken_requests():
-    paths = [*BODIES, *GETS, '/', '/nowhere', '/v1', '//', '/generate/', '/%ff', '/%00', '/%', '/\xff', '/?%ff=%ff', '/' + 'x' * 9000]
+    paths = [
+        *BODIES,
+        *GETS,
+        '/',
+        '/nowhere',
+        '/v1',
+        '//',
+        '/generate/',
+        '/%ff',
+        '/%00',
+        '/%',
+        '/\xff',
+        '/?%ff=%ff',
+        '/' + 'x' * 9000,
+    ]
     key = b'Authorization: Bearer cl\xc3\xa9\r\n'
-    for method, path in itertools.product(['GET', 'HEAD', 'PUT', 'DELETE', 'OPTIONS', 'PATCH', 'TRACE', 'BREW', 'post'], paths):
+    for method, path in itertools.product(
+        ['GET', 'HEAD', 'PUT', 'DELETE', 'OPTIONS', 'PATCH', 'TRACE', 'BREW', 'post'], paths
+    ):
         line = f'{method} {path} HTTP/1.1'.encode('latin-1')
         yield f'{method} {path[:20]}', line + b'\r\nHost: x\r\nConnection: close\r\n' + key + b'\r\n'
     for query in ('mode=wait', 'mode=magic', 'mode=%ff', 'mode', 'clear_cache=1', 'mode=abort&mode=keep', '=&=', '%'):
@@ -247,7 +267,9 @@ def put_to_a_server(kinds, caplog):
         assert server.engine.open_requests() == []
     assert health[0] == 200
     assert (status, len(reply['output_ids'])) == (200, 6)
-    errors = [record.getMessage() for record in caplog.records if record.name == NAME and record.levelno >= logging.ERROR]
+    errors = [
+        record.getMessage() for record in caplog.records if record.name == NAME and record.levelno >= logging.ERROR
+    ]
     return found | ({'log': errors} if errors else {})
 
 
