@@ -90,6 +90,8 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """The reply to what is no HTTP, and to an error outside of the routes; the connection is closed behind it."""
+        if isinstance(exc, UnicodeError):  # aiohttp writes a header into its own error
+            status, message = 400, 'a header is no UTF-8'
         if status >= 500:
             self.logger.error('a request failed outside of its route', exc_info=exc)
         if request.writer.output_size > 0:
@@ -98,6 +100,11 @@ class Connection(web.RequestHandler):
         reply = refuse(request, f'not served: {sentence[:200]}', status)
         reply.force_close()
         return reply
+
+    def log_exception(self, *args: object, **fields: object) -> None:
+        """Not the damaged rest of a body, which is read after its request was refused."""
+        if not isinstance(fields.get('exc_info'), web.RequestPayloadError):
+            super().log_exception(*args, **fields)
 
     # What routes call.
 
@@ -191,6 +198,8 @@ class ConnectionTable:
                     self._close_silent()
                     await asyncio.sleep(_RETRY_S)
                     continue
+                while self._arriving and self._count() >= self.limits.most:
+                    await asyncio.sleep(0)  # some turns of the loop later they are connections, which can be closed
                 if not self._has_room():
                     self._logger.warning('all %d connections are in use: another one was closed', len(self._all))
                     connected.close()

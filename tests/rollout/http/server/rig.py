@@ -115,11 +115,11 @@ class ToyServer:
 
         self.http._loop.call_soon_threadsafe(cut)
 
-    def run(self, script, **session):
+    def run(self, script, seconds=30, **session):
         """`script(client)` is a coroutine function on a loop of the test."""
 
         async def main():
-            async with asyncio.timeout(30), aiohttp.ClientSession(**session) as session_:
+            async with asyncio.timeout(seconds), aiohttp.ClientSession(**session) as session_:
                 return await script(Client(session_, self.url))
 
         return asyncio.run(main())
