@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import pathlib
 import re
 import subprocess
@@ -40,9 +41,12 @@ def test_an_installation_makes_working_commands(tmp_path):
     pathlib.Path(site, 'packages_of_the_tests.pth').write_text('\n'.join(own))
     install = ['-m', 'pip', '--disable-pip-version-check', 'install', '--quiet', '--no-deps', '--editable', ROOT]
     subprocess.run([python, *install], check=True, capture_output=True, text=True)
-    for script in SCRIPTS:
+    commands = {script: [tmp_path / 'venv' / 'bin' / script] for script in SCRIPTS}
+    commands['areal_jax.launch.local'] = [python, '-m', 'areal_jax.launch.local']  # launch/ of the clone
+    environment = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+    for script, command in commands.items():
         done = subprocess.run(
-            [tmp_path / 'venv' / 'bin' / script, '--help'], capture_output=True, text=True, cwd=tmp_path, check=False
+            [*command, '--help'], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
         )
         assert done.returncode == 0, done.stderr
         assert script in done.stdout or '--workdir' in done.stdout, script

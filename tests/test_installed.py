@@ -167,7 +167,7 @@ def test_outside_the_clone_processes_sweeps_and_own_functions_are_found(programs
     assert (tmp_path / 'runs/sweep/eta4_seed1/report.md').is_file()
 
     # a task of the package that a config names, scored in processes of their own
-    own = ['--config=sft_arithmetic', '--workdir=runs/sft', '--config.run.steps=1']
+    own = ['--config=sft_arithmetic', '--workdir=runs/sft', '--config.run.steps=6']
     run([programs / 'areal-train', *own], tmp_path)
     noted = json.loads((tmp_path / 'runs/sft/own_code.json').read_text())
     assert noted['task.name']['function'] == 'package:configs/sweeps/arithmetic.py:build'
@@ -182,7 +182,7 @@ def test_outside_the_clone_processes_sweeps_and_own_functions_are_found(programs
 def test_outside_the_clone_a_missing_package_is_named_by_its_requirement(programs, tmp_path):
     said = run(
         [programs / 'areal-train', '--config=tiny_cpu', '--workdir=a', '--config.task.name=jsonl',
-         '--config.task.path=x.jsonl', '--config.task.answer=math'],
+         '--config.task.path=x.jsonl', '--config.task.answer=math', '--config.task.verifier=process'],
         tmp_path, code=2,
     )  # fmt: skip
     assert re.search(r"pip install 'reasoning-gym>=[\d.]+' 'math-verify>=[\d.]+'$", said.strip())

@@ -31,7 +31,7 @@ def render() -> str:
 
 
 def find_fields(words: Sequence[str]) -> list[str]:
-    """The fields that match each of the words, those that have the first in their name first.
+    """The fields that match each of the words, those with the first as their name, or in it, first.
 
     Args:
       words: 'staleness.eta' or 'staleness' is that field or section alone; others match in name, rule or meaning.
@@ -43,7 +43,8 @@ def find_fields(words: Sequence[str]) -> list[str]:
         shown, known = ' '.join(words), [*FIELDS, *SECTIONS, *(path.partition('.')[2] for path in FIELDS)]
         near = suggest(shown, known) or '; areal-config without words lists the sections'
         raise ConfigError(f'no field of the config matches {shown!r}{near}')
-    return sorted(found, key=lambda path: words[0].casefold() not in path)
+    first = words[0].casefold()
+    return sorted(found, key=lambda path: (first not in path.split('.'), first not in path))
 
 
 def render_fields(paths: Sequence[str], columns: int = 100) -> str:

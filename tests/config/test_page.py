@@ -21,10 +21,11 @@ def test_a_field_or_a_section_is_looked_up_by_its_name():
 def test_a_word_is_looked_for_in_names_rules_and_meanings():
     assert 'loss.objective' in names('decoupled_ppo')  # one of its choices
     assert 'staleness.eta' in names('Eq. 3')  # its meaning, in any case
+    assert names('eta')[0] == 'staleness.eta'  # and not rope_theta
     found = names('slots')
     assert found[0] == 'rollout.slots'
     assert 'evaluation.slots' in found
-    of_names = ['slots' in path for path in found]
+    of_names = ['slots' in path for path in found]  # and then those that have it in what they mean
     assert of_names == sorted(of_names, reverse=True)
 
 

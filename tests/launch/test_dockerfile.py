@@ -66,7 +66,7 @@ def test_its_pip_lines_make_an_environment_in_which_roles_start(tmp_path):
     assert re.search(r'\d', (tmp_path / 'run' / 'report.md').read_text())
     # from a folder that has no folder areal_jax, which Python would take for the package
     done = subprocess.run(
-        ['python', '-c', 'import areal_jax, launch.jobset; print(areal_jax.__file__)'], cwd=tmp_path / 'run',
+        ['python', '-c', 'import areal_jax, areal_jax.launch.jobset; print(areal_jax.__file__)'], cwd=tmp_path / 'run',
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.startswith(str(folder))

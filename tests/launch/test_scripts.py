@@ -98,6 +98,7 @@ def test_an_installation_that_fails_ends_with_the_words_of_pip(tmp_path):
     done = install(tmp_path, "echo 'ERROR: No matching distribution found for jax' >&2; exit 1")
     assert done.returncode == 1
     assert 'done' not in done.stdout
+    assert (tmp_path / 'install.log').read_text().count('Collecting jax') == 1  # nothing is installed after it
     *_, said, where = done.stderr.splitlines()
     assert said == 'ERROR: No matching distribution found for jax'
     assert where == (
