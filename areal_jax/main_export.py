@@ -1,16 +1,20 @@
-"""areal-export: the weights of a run as a directory that other programs load."""
+"""areal-export: the weights of a run as a directory that other programs load, and on the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from areal_jax.app.ending import ProcessEnd, end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser
 from areal_jax.commands.help import answer
 from areal_jax.config.declarations import DTYPES
-from areal_jax.errors import ExitCode
+from areal_jax.errors import ExitCode, UserError
+
+_OF_PUSH = ('private', 'revision', 'message')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,51 +22,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     answer(COMMAND, arguments)
     options = _build_parser().parse_args(arguments)
+    return end_command(lambda: _export(options), doing=f'writing to {options.out or tempfile.gettempdir()}')
 
-    def export() -> int:
-        import jax
 
-        from areal_jax.app.export import export_run
-        from areal_jax.telemetry.bar import Bar
-
-        jax.config.update('jax_platforms', 'cpu')  # an accelerator is not needed, and may be in use
-        bar = Bar()
-        bar.begin(f'exporting {options.workdir}')
-        try:
-            out = export_run(
-                pathlib.Path(options.workdir),
-                pathlib.Path(options.out),
-                step=options.step,
-                dtype=options.dtype,
-                announce=bar.count_bytes,
-            )
-        finally:
-            bar.end()
-        print(out)
+def _export(options: argparse.Namespace) -> int:
+    if not options.out and not options.push:
+        raise UserError('--out is missing: name the directory to make, or a repository with --push=OWNER/NAME')
+    if not options.push:
+        if given := next((name for name in _OF_PUSH if getattr(options, name)), ''):
+            raise UserError(f'--{given} belongs to --push=OWNER/NAME, which is missing: add it, or leave --{given} out')
+        print(_write(options, pathlib.Path(options.out)))
         return ExitCode.FINISHED
 
-    return end_command(export, doing=f'writing to {options.out}')
+    from areal_jax.app.push import PushError, open_destination, push_export
+    from areal_jax.app.run_config import split_checkpoint
+
+    destination = open_destination(options.push, private=options.private, revision=options.revision)
+    workdir, _ = split_checkpoint(options.workdir)
+    with tempfile.TemporaryDirectory(prefix='areal-export-') as unnamed:
+        out = _write(options, pathlib.Path(options.out or f'{unnamed}/export'))
+        if options.out:
+            print(out, flush=True)
+        try:
+            print(push_export(destination, out, workdir, options.message or ''))
+        except PushError as error:
+            kept = f'. The export is in {out}: `hf upload {options.push} {out}` uploads it' if options.out else ''
+            raise PushError(f'{error}{kept}') from error
+    return ExitCode.FINISHED
+
+
+def _write(options: argparse.Namespace, out: pathlib.Path) -> pathlib.Path:
+    import jax
+
+    from areal_jax.app.export import export_run
+    from areal_jax.telemetry.bar import Bar
+
+    jax.config.update('jax_platforms', 'cpu')  # an accelerator is not needed, and may be in use
+    bar = Bar()
+    bar.begin(f'exporting {options.workdir}')
+    try:
+        return export_run(
+            pathlib.Path(options.workdir), out, step=options.step, dtype=options.dtype, announce=bar.count_bytes
+        )
+    finally:
+        bar.end()
 
 
 def _build_parser() -> Parser:
     parser = Parser('areal-export')
     parser.add_argument('--workdir', required=True, help='Of a run, finished or not, or one of its checkpoints.')
-    parser.add_argument('--out', required=True, help='The directory to make.')
+    parser.add_argument('--out', help='The directory to make; may be left out with --push.')
     parser.add_argument('--step', type=int, help='Which checkpoint, by its updates; without it the newest.')
     parser.add_argument('--dtype', default='float32', help='Of the weights.')
+    parser.add_argument('--push', metavar='OWNER/NAME', help='Upload it to this repository of the Hugging Face Hub.')
+    parser.add_argument('--private', action='store_true', help='With --push: only into a private repository.')
+    parser.add_argument('--revision', help='With --push: a branch, made where it is missing; without it main.')
+    parser.add_argument('--message', help='With --push: of the commit; without it the run, its update and the version.')
     return parser
 
 
 COMMAND = Command(
     program='areal-export',
-    purpose='Writes the weights of a run as a Hugging Face directory, with tokenizer and model card.',
-    usage=('--workdir=RUN --out=DIR [--step=N] [--dtype=DTYPE]',),
+    purpose='Writes the weights of a run as a Hugging Face directory, with tokenizer and model card, and uploads it.',
+    usage=(
+        '--workdir=RUN --out=DIR [--step=N] [--dtype=DTYPE]',
+        '--workdir=RUN --push=OWNER/NAME [--private] [--revision=BRANCH] [--message=TEXT] [--out=DIR]',
+    ),
     flags=_build_parser,
     examples=(
         Example('the newest weights of a run', 'areal-export --workdir=runs/tiny --out=exports/tiny'),
         Example(
-            'those of its last update, in bfloat16',
-            'areal-export --workdir=runs/tiny --step=20 --dtype=bfloat16 --out=exports/tiny_bf16',
+            'the weights of its update 20 in bfloat16, to a private repository',
+            'areal-export --workdir=runs/tiny --step=20 --dtype=bfloat16 --push=me/tiny --private',
         ),
     ),
     choices={'dtype': DTYPES},

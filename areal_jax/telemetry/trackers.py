@@ -12,6 +12,7 @@ import importlib
 import os
 import pathlib
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
@@ -77,14 +78,15 @@ class WandbTracker(Tracker):
     module, project_variable = 'wandb', 'WANDB_PROJECT'
 
     def begin(self, run: TrackedRun) -> Beginning:
-        mode = os.environ.get('WANDB_MODE') or ('online' if self._library.api.api_key else 'offline')
+        mode = os.environ.get('WANDB_MODE')
+        if not mode:  # without a question to the user, and without the network
+            mode = 'online' if self._library.login(prompt=False, verify=False) else 'offline'
         self._run = self._library.init(
             project=run.project, id=run.token, name=os.environ.get('WANDB_NAME') or run.name, group=run.group or None,
             config=dict(run.config), dir=str(run.workdir), resume='allow', mode=mode,
             reinit='create_new',  # not the run of a program that calls this one
             settings=self._library.Settings(console='off', silent=True, finish_timeout=_FINISH_S),
         )  # fmt: skip
-        self._workdir = run.workdir
         self._run.define_metric(names.EVALUATION_VERSION)
         self._run.define_metric(f'{names.EVALUATION}*', step_metric=names.EVALUATION_VERSION)
         if mode == 'online':
@@ -100,7 +102,7 @@ class WandbTracker(Tracker):
     def end(self, state: str, summary: Row, pages: Sequence[pathlib.Path]) -> None:
         self._run.summary.update(dict(summary))
         for page in pages:
-            self._run.save(str(page), base_path=str(self._workdir), policy='now')
+            shutil.copy(page, self._run.dir)  # wandb sends what is there
         self._run.finish(exit_code=0 if state == 'finished' else 1)
 
 
