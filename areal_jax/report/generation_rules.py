@@ -127,7 +127,7 @@ class GenerationRules:
             yield f'{dispatch.name} has generated {dispatch.tokens} tokens, and its answers had {had} of it'
         elif dispatch.positions is not None and not unknown:
             if not self._lengths.learn(dispatch.prompts, dispatch.positions - dispatch.seen):
-                yield f'{dispatch.name} has seen {dispatch.positions} positions, and other dispatches of its prompts tell otherwise'
+                yield f'{dispatch.name} has seen {dispatch.positions} positions, against what others of its prompts saw'
         elif dispatch.positions is not None:
             prompts = [*dispatch.prompts, *(prompt for prompt, _ in dispatch.ended)]
             yield self._lengths.check(prompts, dispatch.compare_ended)
@@ -151,7 +151,7 @@ class GenerationRules:
             yield f'{name} has {tokens} tokens, and its dispatches gave it {least} to {most}'
         if answer.last is not None:
             yield from self._settle(answer, rest)
-        if event['reason'] == 'length' and tokens != self._max_new_tokens or tokens > self._max_new_tokens:
+        if (event['reason'] == 'length' and tokens != self._max_new_tokens) or tokens > self._max_new_tokens:
             yield (
                 f'{name} has {tokens} tokens and ended by {event["reason"]!r}, with {self._max_new_tokens} at most '
                 '(rollout.max_new_tokens)'
