@@ -36,9 +36,10 @@ from areal_jax.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 7: no rewards of a group that enters the buffer, and a prefill does not tell prompts from answers; 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other
-# processes; 3: no `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside
-# training nor `audit`; 1: no event `log`, each start counts its runs from 0
+# 7: no rewards of a group that enters the buffer, and a prefill does not tell prompts from answers; 6: no servers set
+# aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no
+# `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside training nor `audit`;
+# 1: no event `log`, each start counts its runs from 0
 VERSION = 8
 
 

@@ -86,18 +86,16 @@ class _Computing:
     def compare(self, lengths: Mapping[Key, int]) -> str:
         """A prompt is computed for the first request that needs it, and shared by the others and by equal prompts."""
         least = sum({lengths[key] - 1 for key in (*self.begun, *self.new)}) if self.begins_empty else 0
-        if self.computed - self.own + self.computed_new < least:
-            return (
-                f'{self.engine} goes on to decode, and {self.computed - self.own + self.computed_new} tokens of prompts '
-                f'were computed, where all of them have {least}'
-            )
+        found = self.computed - self.own + self.computed_new
+        if found < least:
+            return f'{self.engine} goes on to decode, and {found} tokens of prompts were computed, which have {least}'
         for tokens, requests, words in (
             (self.computed - self.own, self.begun, f'computed again, beside {self.own} of their answers'),
             (self.computed_new, self.new, 'computed'),
         ):
             if not can_sum(tokens, ((lengths[key] - 1, count) for key, count in requests.items())):
                 prompts = ', '.join(f'{lengths[key]} (draw {key[1]})' for key in requests) or 'none'
-                return f'{self.engine} goes on to decode, and {tokens} tokens were {words}, where the prompts have {prompts}'
+                return f'{self.engine} goes on to decode, {tokens} tokens were {words}, and the prompts have {prompts}'
         return ''
 
 

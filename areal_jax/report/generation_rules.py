@@ -127,7 +127,7 @@ class GenerationRules:
             yield f'{dispatch.name} has generated {dispatch.tokens} tokens, and its answers had {had} of it'
         elif dispatch.positions is not None and not unknown:
             if not self._lengths.learn(dispatch.prompts, dispatch.positions - dispatch.seen):
-                yield f'{dispatch.name} has seen {dispatch.positions} positions, and other dispatches of its prompts tell otherwise'
+                yield f'{dispatch.name} has seen {dispatch.positions} positions, against what others of its prompts saw'
         elif dispatch.positions is not None:
             prompts = [*dispatch.prompts, *(prompt for prompt, _ in dispatch.ended)]
             yield self._lengths.check(prompts, dispatch.compare_ended)

@@ -91,7 +91,7 @@ class RewardRules:
                 said.remove(reply)
             else:
                 replies = ', '.join(f'{value:g} ({label})' for _, value, label in said) or 'nothing more'
-                yield f'{name} has the reward {value:g} ({event["label"]}), and the verifier said {replies} of that draw'
+                yield f'{name} has the reward {value:g} ({event["label"]}), and the verifier said {replies}'
 
     def _buffer(self, event: BufferEvent) -> Iterator[str]:
         draw = event['draw']
@@ -99,7 +99,7 @@ class RewardRules:
         if not scored:
             yield f'draw {draw} enters the buffer without a reward'
         if event['partial'] != bool(failed):
-            yield f'draw {draw} enters the buffer with partial={event["partial"]}, and {failed} of its answers have no reward'
+            yield f'draw {draw} enters the buffer with partial={event["partial"]}, and {failed} answers have no reward'
         if event.get('rewards', None if self._has_rewards else scored) != scored:
             yield f'draw {draw} enters the buffer with the rewards {event.get("rewards")}, and its answers got {scored}'
 

@@ -57,7 +57,7 @@ def _double(kind: str) -> Planter:
         if (index := _pick(events, rng, kind)) < 0:
             return None
         later = rng.choice([index, min(len(events) - 1, index + rng.randrange(40))])
-        return events[: later + 1] + [{**events[index], 'time': events[later]['time']}] + events[later + 1 :]
+        return [*events[: later + 1], {**events[index], 'time': events[later]['time']}, *events[later + 1 :]]
 
     return planter
 
@@ -66,7 +66,7 @@ def _move(events: Events, source: int, target: int) -> Events:
     """The event stands at `target` instead, with the time of that line."""
     moved = {**events[source], 'time': events[target]['time']}
     rest = events[:source] + events[source + 1 :]
-    return rest[:target] + [moved] + rest[target:]
+    return [*rest[:target], moved, *rest[target:]]
 
 
 def _lengthen(event: dict[str, Any]) -> None:
