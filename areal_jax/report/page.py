@@ -15,7 +15,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
     sections = [
         '# Run report',
         *(render_part(part) for part in (parts.what_ran, parts.which_config)),
-        render_part(headline_table(report)),
+        *_headed('## At a glance', headline_table(report)),
         *_headed('## Warnings', parts.warnings),
         '## Results',
         *(render_part(part) for part in _results(parts)),

@@ -54,7 +54,7 @@ def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
         y_range=Range1d(len(rows) - 0.4, -1.2), toolbar_location='above',
     )  # fmt: skip
     made.toolbar.autohide = False
-    wheel, pan = WheelZoomTool(dimensions='width'), PanTool()
+    wheel, pan = WheelZoomTool(dimensions='width', maintain_focus=False), PanTool()
     made.add_tools(pan, wheel, BoxZoomTool(), WheelZoomTool(dimensions='height'))
     made.toolbar.active_scroll, made.toolbar.active_drag = wheel, pan
     of_work = {

@@ -38,7 +38,7 @@ def test_a_sweep_without_a_finished_arm_has_no_pictures(tmp_path):
 
 def test_names_of_groups_stand_beside_each_other_and_never_on_each_other(tmp_path):
     groups = [f'eta{eta}_a_method_with_a_long_name_{method}' for eta in range(4) for method in ('plain', 'decoupled')]
-    looks = {name: (BLUE, 0) for name in groups}
+    looks = dict.fromkeys(groups, (BLUE, 0))
     results = Results('toy.py', tuple(GroupResult(name, (), {}) for name in groups), ())
     figure = make_figure(4, 13)
     panels = figure.subplots(1, 3, sharey=True)
