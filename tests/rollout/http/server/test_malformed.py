@@ -1,4 +1,4 @@
-"""Malformed requests of every kind, on every route: refused in JSON by a server that lives on, never an error of its own.
+"""Malformed requests of every kind, on every route: refused in JSON by a server that lives on, never its error.
 
 All kinds are made systematically: every value of a valid body, in turn, is replaced by every bad one, and so on. A part
 of them, drawn with a seed, is put to the server here; AREAL_JAX_MALFORMED=all puts all, as the slow test does.
@@ -37,7 +37,8 @@ OPENAI = SAMPLING | {
     'user': 'u', 'return_sampling_logprobs': True,
 }  # fmt: skip
 SGLANG = {
-    **{name: value for name, value in SAMPLING.items() if name not in ('include_stop_str_in_output', 'min_tokens', 'seed')},
+    **{name: value for name, value in SAMPLING.items() if name not in ('include_stop_str_in_output', 'min_tokens',
+        'seed')},
     'min_new_tokens': 1, 'sampling_seed': 3, 'no_stop_trim': True, 'max_new_tokens': 2,
 }  # fmt: skip
 BODIES = {
@@ -47,7 +48,8 @@ BODIES = {
     },
     '/inference/v1/generate': {
         'token_ids': PROMPT, 'sampling_params': SAMPLING | {'max_tokens': 2, 'logprobs': 1}, 'stream': False,
-        'model': 'm', 'request_id': '', 'cache_salt': 's', 'priority': 1, 'draw': 1, 'sample': 1, 'output_mode': 'tokens',
+        'model': 'm', 'request_id': '', 'cache_salt': 's', 'priority': 1, 'draw': 1, 'sample': 1,
+        'output_mode': 'tokens',
         'stream_options': {'include_usage': True}, 'return_token_ids': True, 'return_sampling_logprobs': True,
     },
     '/v1/completions': {'prompt': [PROMPT, PROMPT], 'logprobs': 1, 'best_of': 2, **OPENAI},
@@ -73,7 +75,8 @@ GETS = ('/health', '/ping', '/ready', '/health_generate', '/v1/models', '/model_
         '/metrics', '/is_paused', '/weight_info', '/flush_cache', '/get_world_size')  # fmt: skip
 BAD = [
     None, True, -1, 0, 1.5, -0.0, 1e308, 10**30, -(2**70), 2**31, 2**63, float('nan'), float('inf'), '', 'x', '\ud800',
-    'x' * 9000, '\x00', [], [[]], [None], [[1]], ['a', ''], [True], [-1], [2**31], [1] * 5000, ['a'] * 5000, {}, {'a': 1},
+    'x' * 9000, '\x00', [], [[]], [None], [[1]], ['a', ''], [True], [-1], [2**31], [1] * 5000, ['a'] * 5000, {},
+    {'a': 1},
     {'': None}, {'9' * 5000: 1}, {'00000000001': 1, '1': 1}, {'²': 1}, {'1': 'x'}, {str(i): 1 for i in range(2000)},
     [{}], [{'role': 'tool'}], {'type': 'text'},
 ]  # fmt: skip
@@ -126,9 +129,11 @@ def broken_json():
         contents = [
             whole[: len(whole) // 2], whole[1:], whole + b'}', whole + b'\x00', b'\xef\xbb\xbf' + whole,
             text.encode('utf-16'), text.encode('utf-32'), text.encode('latin-1'), b'\xff' * 9, b'\x00' * 9, b'{', b'',
-            b' ', b'\n\n', b'nul', b'NaN', b'-', b'1e999', b'"' * 9, b'[' * 50_000, b'{"a":' * 50_000, b'[' * 500 + b']' * 500,
+            b' ', b'\n\n', b'nul', b'NaN', b'-', b'1e999', b'"' * 9, b'[' * 50_000, b'{"a":' * 50_000,
+            b'[' * 500 + b']' * 500,
             b'{"n":' + b'9' * 5000 + b'}', b'{"n":1' + b'0' * 400 + b'}', b'{"n":1e' + b'9' * 400 + b'}', b"{'n': 1}",
-            b'{"n": 1, "n": 2}', b'{"\\ud800": 1}', b'{"n": "\\u12"}', b'3', b'null', b'"x"', b'[1]', b'{"n":1,}', b'a=b&c=d',
+            b'{"n": 1, "n": 2}', b'{"\\ud800": 1}', b'{"n": "\\u12"}', b'3', b'null', b'"x"', b'[1]', b'{"n":1,}',
+            b'a=b&c=d',
         ]  # fmt: skip
         for number, content in enumerate(contents):
             yield f'{path} json {number}', post(path, content)
@@ -142,15 +147,18 @@ def broken_framing():
         cases = [
             (VALID, [gz]), (zipped[:-9], [gz]), (zipped[:12] + b'\xff' * 20, [gz]), (b'', [gz]), (zipped, [gz]),
             (zipped + b'x', [gz]), (VALID, [b'Content-Encoding: deflate']), (zlib.compress(VALID), [gz]),
-            (VALID, [b'Content-Encoding: br']), (VALID, [b'Content-Encoding: zstd']), (VALID, [b'Content-Encoding: \xff']),
+            (VALID, [b'Content-Encoding: br']), (VALID, [b'Content-Encoding: zstd']), (VALID,
+                [b'Content-Encoding: \xff']),
             (gzip.compress(b' ' * 30_000_000, 1), [gz]), (VALID, [b'Content-Encoding: gzip, gzip']),
             (VALID, [b'Content-Type: text/plain; charset=\xff']), (VALID, [b'Content-Type: multipart/form-data']),
             (VALID, [b'Expect: 100-continue']), (VALID, [b'Expect: magic']), (VALID, [b'Expect: \xff']),
-            (VALID, [b'Authorization: Bearer \xff\xfe']), (VALID, [b'Authorization: \xff']), (VALID, [b'Authorization: ']),
+            (VALID, [b'Authorization: Bearer \xff\xfe']), (VALID, [b'Authorization: \xff']), (VALID,
+                [b'Authorization: ']),
             (VALID, [b'Authorization: Bearer clXX']), (VALID, [b'X-Areal-Incarnation: \xff']),
             (VALID, [b'Upgrade: websocket', b'Connection: Upgrade']), (VALID, [b'Upgrade: h2c']),
             (VALID, [b'Accept: text/html']), (VALID, [b'X: ' + b'x' * 9000]), (VALID, [b'X: x'] * 300),
-            (VALID, [b'no colon']), (VALID, [b': x']), (VALID, [b'X : x']), (VALID, [b' folded']), (VALID, [b'X: \x00']),
+            (VALID, [b'no colon']), (VALID, [b': x']), (VALID, [b'X : x']), (VALID, [b' folded']), (VALID,
+                [b'X: \x00']),
             (VALID, [b'Host: y']), (VALID, [b'Range: bytes=9-1']), (VALID, [b'Cookie: \xff=;;']),
         ]  # fmt: skip
         for number, (content, headers) in enumerate(cases):
@@ -158,7 +166,8 @@ def broken_framing():
         for number, length in enumerate(['-1', 'x', '9' * 40, '1e3', '+5', '0x10', '5', str(len(VALID) + 9), '']):
             yield f'{path} length {number}', post(path, VALID, length=length)
         for number, content in enumerate([
-            b'0\r\n\r\n', b'x\r\n\r\n', b'-1\r\n', b'5\r\n{}', b'2\r\n{}\r\n', b'2\r\n{}xx0\r\n\r\n', b'f' * 40 + b'\r\n',
+            b'0\r\n\r\n', b'x\r\n\r\n', b'-1\r\n', b'5\r\n{}', b'2\r\n{}\r\n', b'2\r\n{}xx0\r\n\r\n',
+            b'f' * 40 + b'\r\n',
             b'2;a=b\r\n{}\r\n0\r\n\r\n', b'2\n{}\n0\n\n', b'2\r\n{}\r\n0\r\nX: y\r\n\r\n', b'\xff\r\n',
         ]):  # fmt: skip
             yield f'{path} chunks {number}', post(path, content, [chunked], length='')
@@ -190,11 +199,16 @@ def broken_requests():
     for query in ('mode=wait', 'mode=magic', 'mode=%ff', 'mode', 'clear_cache=1', 'mode=abort&mode=keep', '=&=', '%'):
         yield f'/pause?{query}', post(f'/pause?{query}', b'')
     for number, content in enumerate([
-        b'\r\n\r\n', b'GET\r\n\r\n', b'GET /\r\n\r\n', b'GET / HTTP/9.9\r\n\r\n', b'GET / HTTP/1.0\r\n\r\n', b'\x16\x03\x01\x02\x00\x01',
-        b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n', b'GET / FTP/1.1\r\n\r\n', b'GET  /  HTTP/1.1\r\n\r\n', b'\xff' * 200, b'\x00' * 200,
-        b'CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n', b'GET http://[::1 HTTP/1.1\r\n\r\n', b'GET http://x:99999/ HTTP/1.1\r\n\r\n',
-        b'OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n', b'GET /health HTTP/1.1\n\n', b'x' * 20_000, b'GET / HTTP/1.1\r\n' + b'X' * 20_000,
-        b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n' * 40 + b'junk\r\n\r\n', b'G', b'POST /generate HTTP/1.1\r\nContent-Le',
+        b'\r\n\r\n', b'GET\r\n\r\n', b'GET /\r\n\r\n', b'GET / HTTP/9.9\r\n\r\n', b'GET / HTTP/1.0\r\n\r\n',
+        b'\x16\x03\x01\x02\x00\x01',
+        b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n', b'GET / FTP/1.1\r\n\r\n', b'GET  /  HTTP/1.1\r\n\r\n', b'\xff' * 200,
+        b'\x00' * 200,
+        b'CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n', b'GET http://[::1 HTTP/1.1\r\n\r\n',
+        b'GET http://x:99999/ HTTP/1.1\r\n\r\n',
+        b'OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n', b'GET /health HTTP/1.1\n\n', b'x' * 20_000,
+        b'GET / HTTP/1.1\r\n' + b'X' * 20_000,
+        b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n' * 40 + b'junk\r\n\r\n', b'G',
+        b'POST /generate HTTP/1.1\r\nContent-Le',
     ]):  # fmt: skip
         yield f'raw {number}', content
 
@@ -227,7 +241,7 @@ def find_fault(reply):
     reply = reply.removeprefix(b'HTTP/1.1 100 Continue\r\n\r\n')
     head, _, content = reply.partition(b'\r\n\r\n')
     status = int(head.split()[1])
-    if status >= 500 and status not in (503, 504) or b'Traceback' in reply:
+    if (status >= 500 and status not in (503, 504)) or b'Traceback' in reply:
         return f'{status}: {content[:300]!r}'
     if status < 400 or not content:
         return ''
