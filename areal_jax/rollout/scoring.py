@@ -91,7 +91,7 @@ class Scorer:
         return len(self._queue) + len(self._pass)
 
     async def score(self, request: ScoringRequest) -> tuple[int, TokenScores] | None:
-        """(version of the weights, scores); None for a request that was cancelled. Raises ScoringError and LogprobError."""
+        """(version of the weights, scores); None: it was cancelled. Raises ScoringError and LogprobError."""
         if self.backend.program_for([len(request.tokens)], request.alternatives) is None:
             raise ScoringError(f'{len(request.tokens)} tokens are more than this server scores at once: shorten them')
         waiting = _Waiting(request, self._clock.event(f'{request.name}: scored'))

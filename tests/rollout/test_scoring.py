@@ -117,7 +117,7 @@ def test_passes_and_dispatches_of_decoding_take_turns_on_the_lane():
         return sum(len(segment.tokens) for segment in segments), rig.clock.now()
 
     rig = ScoringRig()
-    tokens, now = rig.run(script)
+    tokens, _now = rig.run(script)
     assert tokens == 7
     assert len(rig.scoring.passes) == 4
     dispatches = [event for event in rig.log.events if event.get('work') in ('score', 'decode', 'prefill')]

@@ -143,7 +143,9 @@ def _meta_facts(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
 def _top(scores: TokenScores | None, length: int, call: Call, info: ReplyInfo) -> list[list[list[object]] | None]:
     """The likeliest tokens in the place of each of `length` tokens, null for those in front without scores."""
     ranked = [] if scores is None else scores.ranked(call.alternatives)
-    entries = [[[value, token, _text(token, call, info)] for token, value in one] for one in ranked]
+    entries: list[list[list[object]] | None] = [
+        [[value, token, _text(token, call, info)] for token, value in one] for one in ranked
+    ]
     return [*[None] * (length - len(entries)), *entries]
 
 
@@ -268,7 +270,7 @@ def _read_starts(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> tup
         most = len(prompt) if isinstance(prompt, np.ndarray) else _LONGEST_PROMPT
         if start is not None and (type(start) is not int or not -1 <= start <= most):
             raise fields.refuse(field, start, f'must be -1 or a position of the prompt, at most {most}')
-    return tuple(-1 if start is None else start for start in starts) if wanted else ()
+    return tuple(-1 if start is None else typing.cast(int, start) for start in starts) if wanted else ()
 
 
 def _read_alternatives(fields: Fields, n_prompts: int, wanted: bool) -> int:
@@ -279,7 +281,7 @@ def _read_alternatives(fields: Fields, n_prompts: int, wanted: bool) -> int:
     fits = all(type(number) is int and 0 <= number <= MOST_ALTERNATIVES for number in numbers)
     if not fits or (isinstance(given, list) and len(numbers) != n_prompts):
         raise fields.refuse(field, given, f'must be an integer from 0 to {MOST_ALTERNATIVES}')
-    if (found := require_same(fields, field, numbers)) and not wanted:
+    if (found := require_same(fields, field, typing.cast(list[int], numbers))) and not wanted:
         raise fields.refuse(field, given, 'needs return_logprob=true')
     return found
 
