@@ -1,4 +1,4 @@
-"""Look up fields of the config: areal-config FIELD|SECTION|WORD ...
+"""areal-config: look up fields of the config.
 
 FIELD is 'staleness.eta', SECTION is 'staleness'; other words find the fields that have them in name, rule or meaning,
 and of several words all. Without words it lists the sections, and the configs that come with the package.
@@ -6,20 +6,21 @@ and of several words all. Without words it lists the sections, and the configs t
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections.abc import Sequence
 
 from areal_jax.app.ending import end_command
+from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, print; returns the exit code."""
-    parser = argparse.ArgumentParser(prog='areal-config', description=__doc__)
-    parser.add_argument('words', nargs='*', metavar='FIELD|SECTION|WORD', help='what to look up')
-    words = parser.parse_args(arguments).words
+    arguments = sys.argv[1:] if arguments is None else arguments
+    answer(COMMAND, arguments)
+    words = _build_parser().parse_args(arguments).words
     return end_command(lambda: _print(words), doing='printing fields')
 
 
@@ -39,6 +40,26 @@ def _print(words: Sequence[str]) -> int:
         purpose = (ast.get_docstring(ast.parse(path.read_bytes())) or '').partition('\n')[0]
         print(f'  {name:<{width}}  {purpose}')
     return ExitCode.FINISHED
+
+
+def _build_parser() -> Parser:
+    parser = Parser('areal-config')
+    parser.add_argument('words', nargs='*', metavar='WORD', help='A field, a section, or words of a meaning.')
+    return parser
+
+
+COMMAND = Command(
+    program='areal-config',
+    purpose='Prints fields of the config with default, allowed values and meaning, found by name, section or word.',
+    usage=('[WORD ...]',),
+    flags=_build_parser,
+    examples=(
+        Example('one field', 'areal-config staleness.eta'),
+        Example('all fields that say something of memory', 'areal-config memory'),
+    ),
+    exits=EXITS,
+    notes='Without words it lists the sections of the config, and the configs that come with the package.',
+)
 
 
 def run() -> None:
