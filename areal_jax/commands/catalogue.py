@@ -9,7 +9,7 @@ import pathlib
 import areal_jax
 from areal_jax.commands.command import Command
 
-_LAUNCHERS = ('launch.local', 'launch.slurm', 'launch.ray.main', 'launch.jobset')
+_LAUNCHERS = ('local', 'slurm', 'ray.main', 'jobset')
 
 
 def list_words() -> dict[str, str]:
@@ -25,8 +25,10 @@ def find_commands() -> list[Command]:
 
 
 def list_launchers() -> tuple[str, ...]:
-    """Modules of launch/, which an installation may lack."""
-    return _LAUNCHERS if importlib.util.find_spec('launch') else ()
+    """Modules of launch/: of the installed package, or of the clone that is the current directory; else none."""
+    packages = (name for name in ('areal_jax.launch', 'launch') if importlib.util.find_spec(name))
+    package = next(packages, '')
+    return tuple(f'{package}.{name}' for name in _LAUNCHERS) if package else ()
 
 
 def _read(module: str) -> Command:
