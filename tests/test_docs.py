@@ -49,7 +49,8 @@ def faults(text: str, page: pathlib.Path) -> list[str]:
         ]
         wrong += [] if known or section not in SECTIONS or field in ('py', 'md') else [name]
     for module in re.findall(r'python -m ([\w.]+)', text):
-        parts = pathlib.Path(*module.split('.'))
+        # an installation has launch/ inside the package
+        parts = pathlib.Path(*re.sub(r'^areal_jax\.launch\.', 'launch.', module).split('.'))
         known = [ROOT / parts.with_suffix('.py'), ROOT / parts / '__main__.py']
         wrong += [] if module.split('.')[0] in ('pytest', 'venv') or any(p.exists() for p in known) else [module]
     return wrong
@@ -73,6 +74,8 @@ def test_what_a_page_names_exists(page):
         ('`mesh.fsdp=4` is gone, `rollout.engines=2` too', ['rollout.engines']),
         ('python -m areal_jax.main_report, python -m tests.chaos', []),
         ('python -m areal_jax.main_absent', ['areal_jax.main_absent']),
+        ('python -m areal_jax.launch.local', []),
+        ('python -m areal_jax.launch.absent', ['areal_jax.launch.absent']),
     ],
 )
 def test_the_check_sees_what_is_gone(text, found):
