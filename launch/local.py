@@ -153,7 +153,8 @@ COMMAND = Command(
     examples=(
         Example(
             'a trainer and a server of this project',
-            'python -m launch.local --config=configs/tiny_cpu.py --config.rollout.server=own --workdir=runs/served',
+            'python -m launch.local --config=configs/tiny_cpu.py --config.rollout.server=own '
+            '--config.publication.channel=files --workdir=runs/served',
         ),
         Example(
             'the commands of a run in roles: a controller, a learner process and an engine',

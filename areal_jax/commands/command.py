@@ -150,7 +150,8 @@ def _of_flag(flag: flags.Flag, command: Command) -> Flag:
     kind = flag.flag_type()
     metavar = '' if kind == 'bool' else _find_metavar(command, name) or _METAVARS.get(kind, 'TEXT')
     choices = command.choices.get(flag.name, ())
-    return Flag(name, metavar, flag.help or '', _show(flag.default), _is_required(command, name), choices)
+    meaning = (flag.help or '').partition(';\n    repeat this option')[0]  # which absl adds to a list
+    return Flag(name, metavar, meaning, _show(flag.default), _is_required(command, name), choices)
 
 
 def _of_action(action: argparse.Action, command: Command) -> Flag:

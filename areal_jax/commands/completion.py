@@ -5,6 +5,7 @@ A script holds everything, so that a key press starts no program; it is made aga
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -148,8 +149,10 @@ def render(shell: str) -> str:
 
 def _shown(command: Command) -> list[Flag]:
     """The flags that can be written as they are, with --help and --version."""
+    flags = [flag for flag in list_flags(command) if flag.name.startswith('--') and flag.name != _FIELD]
+    opposites = [dataclasses.replace(flag, name=f'--no-{flag.name[2:]}') for flag in flags if flag.default == 'on']
     both = [Flag('--help', '', 'Shows what this command does.', ''), Flag('--version', '', 'Shows the version.', '')]
-    return [*(flag for flag in list_flags(command) if flag.name.startswith('--') and flag.name != _FIELD), *both]
+    return [*flags, *opposites, *both]
 
 
 def _render_flags(command: Command) -> str:

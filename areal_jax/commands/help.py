@@ -119,7 +119,9 @@ def _render_examples(command: Command, width: int) -> str:
     """With a backslash at the end of a line that goes on, as a shell reads it."""
     lines = ['Examples, in a clone of the repository:']
     for example in command.examples:
-        lines += [f'{" " * _INDENT}# {example.purpose}', *_break_line(example.line, width - _INDENT)]
+        purpose = textwrap.wrap(example.purpose, width - 2 * _INDENT, break_long_words=False)
+        lines += [f'{" " * _INDENT}# {part}' for part in purpose]
+        lines += _break_line(example.line, width - _INDENT)
     return '\n'.join(lines)
 
 
