@@ -44,7 +44,9 @@ class Texts:
     def spell(self, tokens: np.ndarray, *, skip_special: bool = False) -> str:
         """The whole text of int32 [n], an EOS at its end included."""
         last = [self.eos_ids[0]] if len(tokens) and self.eos_ids[0] in self._hidden else []  # it would be left out
-        return self.decode(tokens if skip_special else np.append(tokens, last).astype(np.int32), skip_special=skip_special)
+        return self.decode(
+            tokens if skip_special else np.append(tokens, last).astype(np.int32), skip_special=skip_special
+        )
 
     def special_tokens(self) -> dict[str, str | None]:
         """The text of the token that ends an answer; None for a model without."""

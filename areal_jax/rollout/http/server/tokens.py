@@ -83,7 +83,9 @@ def read_tokenize(
         messages, tools = read_messages(fields), read_tools(fields)
         fields.take_unserved(*_CHAT_UNSERVED)
         if not fields.take_flag('add_generation_prompt', True):
-            raise fields.refuse('add_generation_prompt', False, 'is not served: conversations end where an answer begins')
+            raise fields.refuse(
+                'add_generation_prompt', False, 'is not served: conversations end where an answer begins'
+            )
         texts: str | tuple[str, ...] = ()
     elif isinstance(given := fields.peek('prompt'), list):
         texts = fields.take_texts('prompt')

@@ -198,9 +198,7 @@ def require_scored(call: Call, limit_field: str, alternatives_field: str) -> Non
     """Refuses a call that generates nothing and has nothing scored, and what a stream can not carry."""
     if any(sampling.max_new_tokens == 0 for sampling in call.sampling):
         if not call.prompt_starts or max(call.prompt_starts) < 0:
-            raise refuse(
-                limit_field, 0, 'generates nothing: ask for log-probs of the prompt, or for tokens'
-            )
+            raise refuse(limit_field, 0, 'generates nothing: ask for log-probs of the prompt, or for tokens')
         if call.n > 1:
             raise refuse('n', call.n, f'scores the same prompt {call.n} times with {limit_field}=0: use 1')
     if call.stream and call.alternatives:

@@ -64,9 +64,7 @@ class ToyServer:
         self.supervisor = Supervisor(self.clock)
         self.scoring = ToyScoring()
         self.scorer = Scorer(self.engine, self.scoring, self.clock)
-        self.service = GenerationService(
-            self.engine, self.clock, self.supervisor, model_path='toy', scorer=self.scorer
-        )
+        self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy', scorer=self.scorer)
         self.end = self.clock.event('end')
         texts = Texts(tokenizer or CharacterTokenizer('abcdefghi'))
         self.facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
