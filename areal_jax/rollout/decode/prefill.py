@@ -271,8 +271,9 @@ def prefill_pieces(
 
 def attend_pieces(attention: CacheAttention, packed: PackedPieces[jax.Array]) -> Attend:
     """`attend` of Decoder.hidden for packed pieces, over a cache in the layout of the attention."""
-    in_place = isinstance(attention, NativeAttention)
-    return _attend_in_place(attention, packed) if in_place else _attend_in_row(attention, packed)
+    if isinstance(attention, NativeAttention):
+        return _attend_in_place(attention, packed)
+    return _attend_in_row(attention, packed)
 
 
 def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]) -> Attend:

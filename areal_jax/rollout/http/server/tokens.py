@@ -78,7 +78,8 @@ def read_tokenize(
     fields: Fields,
 ) -> tuple[str | tuple[str, ...], tuple[Message, ...], tuple[JsonObject, ...], bool]:
     """(text or texts, messages, tools, whether the texts of tokens are wanted); either texts or messages."""
-    messages, tools = (), ()
+    messages: tuple[Message, ...] = ()
+    tools: tuple[JsonObject, ...] = ()
     if fields.has('messages'):
         messages, tools = read_messages(fields), read_tools(fields)
         fields.take_unserved(*_CHAT_UNSERVED)

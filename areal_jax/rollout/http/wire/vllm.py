@@ -95,7 +95,7 @@ def parse(body: object) -> Call:
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
     """The reply, with a choice for each of the n answers."""
-    scored = {'scored_weight_version': answers[0].scored_version} if answers[0].scored_version else {}
+    scored: JsonObject = {'scored_weight_version': answers[0].scored_version} if answers[0].scored_version else {}
     if call.prompt_logprobs is not None:
         scored['prompt_logprobs'] = render_prompt_logprobs(call, answers[0], info)
     return scored | {
@@ -248,7 +248,7 @@ def render_prompt_logprobs(call: Call, answer: Answer, info: ReplyInfo) -> list[
     given = zip(answer.prompt_tokens[1:].tolist(), found.logprobs.tolist(), found.ranked(k), strict=True)
     entries: list[JsonObject | None] = [None]
     for token, logprob, top in given:
-        ranks = [(t, value, rank) for rank, (t, value) in enumerate(top, 1)]
+        ranks: list[tuple[int, float, int | None]] = [(t, value, rank) for rank, (t, value) in enumerate(top, 1)]
         if token not in [t for t, _, _ in ranks]:
             ranks.append((token, logprob, None))
         entries.append({

@@ -139,7 +139,7 @@ def test_chat_has_alternatives_and_prompt_log_probs(server):
     content = reply['choices'][0]['logprobs']['content']
     assert [[top['token'] for top in entry['top_logprobs']] for entry in content] == [['token_id:0', 'token_id:7']] * 2
     assert content[0]['top_logprobs'][0]['logprob'] == best(3)
-    assert [list(entry.values())[0]['logprob'] for entry in reply['prompt_logprobs'][1:]] == prompt_scores()
+    assert [next(iter(entry.values()))['logprob'] for entry in reply['prompt_logprobs'][1:]] == prompt_scores()
 
 
 def test_the_route_of_vllm(server):
