@@ -22,9 +22,9 @@ _LEAST_CHUNK = 2048  # vocabulary entries per tile: smaller tiles read and write
 _LOWEST = -1e30  # below every logit, and finite because 0 * -inf is NaN
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_Ranks = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # top, total, chosen, values, ids
 _Saved = tuple[jax.Array, ...]  # hidden, head, targets, temperature, log-sum-exp, entropy
 _Index = jax.Array | int
-_Ranked = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # top, total, chosen, values, ids
 _State = TypeVar('_State', bound=tuple[jax.Array, ...])
 
 
@@ -119,7 +119,7 @@ def rank_tokens(
         chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
 
-    def fold(state: _Ranked, columns: jax.Array, first: _Index) -> _Ranked:
+    def fold(state: _Ranks, columns: jax.Array, first: _Index) -> _Ranks:
         top, total, chosen, values, ids = state
         z = _logits(hidden, columns, temperature)
         new_top = jnp.maximum(top, z.max(axis=-1))

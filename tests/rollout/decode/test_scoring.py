@@ -10,10 +10,16 @@ from areal_jax.native import library
 from areal_jax.rollout.decode.scoring import JaxScoring, Program
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.types import MOST_ALTERNATIVES
-from tests.rollout.decode.examples import CONTEXT, DECODER, PARTLY_WINDOWED, build, next_token_logits, weights
+from tests.rollout.decode import examples
+from tests.rollout.decode.examples import DECODER, PARTLY_WINDOWED, next_token_logits, weights
 
+CONTEXT = 200
 LENGTHS = (2, 9, 5)
 ATTENTIONS = ['auto', 'gather']  # in C++ where there is a compiler, in XLA
+
+
+def build(decoder=DECODER, context_tokens=CONTEXT, **changed):
+    return examples.build(decoder, context_tokens=context_tokens, prefill_buckets=(8, 24), **changed)
 
 
 @functools.cache
@@ -98,7 +104,7 @@ def test_a_sequence_as_long_as_the_context_is_scored():
 
 
 def test_shapes_come_from_a_declared_list():
-    backend = JaxScoring(build(context_tokens=2000, cache_blocks=500, prefill_buckets=(8, 24)))
+    backend = JaxScoring(build(context_tokens=2000))
     assert backend.declared == tuple(Program(n, k) for k in (1, 20) for n in (256, 1024, 2000))
     assert backend.program_for([200, 50], 1) == Program(256, 1)
     assert backend.program_for([200, 60], 2) == Program(1024, 20)

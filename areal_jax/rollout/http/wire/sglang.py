@@ -140,7 +140,7 @@ def _meta_facts(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
     return found
 
 
-def _top(scores: TokenScores | None, length: int, call: Call, info: ReplyInfo) -> list[list[list[object]] | None]:
+def _top(scores: TokenScores | None, length: int, call: Call, info: ReplyInfo) -> list[object]:
     """The likeliest tokens in the place of each of `length` tokens, null for those in front without scores."""
     ranked = [] if scores is None else scores.ranked(call.alternatives)
     entries: list[list[list[object]] | None] = [
@@ -263,7 +263,7 @@ def _read_starts(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> tup
     """Of each prompt the first token whose log-prob is listed, -1 = none."""
     field = 'logprob_start_len'
     given = fields.take(field)
-    starts = given if isinstance(given, list) else [given] * len(prompts)
+    starts: list[int | None] = given if isinstance(given, list) else [typing.cast('int | None', given)] * len(prompts)
     if len(starts) != len(prompts):
         raise fields.refuse(field, given, f'must have one entry for each of {len(prompts)} prompts')
     for start, prompt in zip(starts, prompts, strict=True):
@@ -277,7 +277,7 @@ def _read_alternatives(fields: Fields, n_prompts: int, wanted: bool) -> int:
     """One number, or a list with one for each prompt, all equal."""
     field = 'top_logprobs_num'
     given = fields.take(field)
-    numbers = given if isinstance(given, list) else [0 if given is None else given]
+    numbers: list[int] = given if isinstance(given, list) else [0 if given is None else typing.cast(int, given)]
     fits = all(type(number) is int and 0 <= number <= MOST_ALTERNATIVES for number in numbers)
     if not fits or (isinstance(given, list) and len(numbers) != n_prompts):
         raise fields.refuse(field, given, f'must be an integer from 0 to {MOST_ALTERNATIVES}')
