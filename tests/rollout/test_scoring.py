@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.scoring import Scorer, ScoringError, ScoringRequest
+from areal_jax.rollout.stream import LogprobError
 from areal_jax.types import TokenScores
 from tests.rollout.engine_rig import Rig, collect, request
 from tests.rollout.toy_scoring import ToyScoring, score_of
@@ -47,7 +48,7 @@ class ScoringRig(Rig):
         async def follow(one):
             try:
                 self.results[one.name] = await self.scorer.score(one)
-            except ScoringError as error:
+            except (ScoringError, LogprobError) as error:
                 self.results[one.name] = error
 
         for one in requests:

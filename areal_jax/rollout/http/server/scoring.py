@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.rollout.http.server.bridge import Bridge, find_group
+from areal_jax.rollout.http.server.limits import FAILED
 from areal_jax.rollout.http.service import Scored
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, RequestError
 from areal_jax.rollout.scoring import ScoringRequest
+from areal_jax.rollout.stream import LogprobError
 
 
 def require_scorable(call: Call, most_tokens: int) -> None:
@@ -55,6 +57,9 @@ async def _score(bridge: Bridge, call: Call, answers: Sequence[Answer], *, with_
     requests = [_describe(call, answer, with_answers) for answer in wanted]
     try:
         scored = await asyncio.gather(*(_ask(bridge, request) for request in requests))
+    except LogprobError as error:
+        bridge.withdraw_scoring(requests)
+        raise RequestError(call.prompt_field, str(error), FAILED) from error
     except BaseException:
         bridge.withdraw_scoring(requests)
         raise

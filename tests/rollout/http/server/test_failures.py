@@ -102,3 +102,24 @@ def test_a_probe_that_generates_says_that_the_model_gives_no_numbers():
         health = server.run(lambda client: client.get('/health'))
     assert (status, health[0]) == (503, 503)
     assert 'is nan' in reply['reason']
+
+
+def test_a_prompt_whose_scores_are_no_numbers_fails_and_the_server_says_so():
+    prompt = {'prompt': PROMPT, 'echo': True, 'max_tokens': 0, 'logprobs': 1}
+
+    async def script(client):
+        failed = await client.post('/v1/completions', prompt)
+        return failed, await client.get('/health')
+
+    with ToyServer() as server:
+        score = server.scoring.score
+
+        def broken(program, weights, requests):
+            found = score(program, weights, requests)
+            found[0].logprobs[1] = np.nan
+            return found
+
+        server.scoring.score = broken
+        (status, reply), (health, _) = server.run(script)
+    assert (status, health) == (500, 503)
+    assert 'the log-prob of a scored token is nan' in reply['error']['message']
