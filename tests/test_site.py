@@ -1,12 +1,24 @@
 """The documentation site is built without a warning, and every page is reached from its first one."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
 DOCS = pathlib.Path(__file__).parent.parent / 'docs'
+
+
+def test_a_page_links_no_text_outside_the_site():
+    """A Markdown file that is no page of docs/ is a warning, which ends the build; other files are copied."""
+    outside = [
+        f'{page.relative_to(DOCS)}: {link}'
+        for page in DOCS.rglob('*.md')
+        for link in re.findall(r'\]\(([^)#:\s]+\.md)(?:#[^)]*)?\)', page.read_text())
+        if not (page.parent / link).resolve().is_relative_to(DOCS)
+    ]
+    assert outside == []
 
 
 @pytest.mark.slow
