@@ -51,6 +51,9 @@ class LoopParts(Run):
     def _build_learner(self, model: Any, checkpoint: Checkpoint | None) -> None:
         """Sets `learner`, with the checkpoint's weights or else the model's."""
 
+    async def _finish_compiling(self) -> None:
+        """Compiles what was not yet needed."""
+
     @abc.abstractmethod
     def _find_vocab_size(self) -> int: ...
 

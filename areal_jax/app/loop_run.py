@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
@@ -300,28 +300,21 @@ class LoopRun(LoopParts):
             waited_s = self.clock.now() - begun_s
             print(f'warning: {serving} of {wanted} engines serve after {waited_s:.0f} s: the run begins', flush=True)
 
-    async def _finish_compiling(self) -> None:
-        """Compiles what was not yet needed."""
-
-    async def _evaluate(self, phase: str) -> bool:
+    async def _evaluate(self, phase: Literal['before', 'after']) -> bool:
         """True when the evaluation is done, or none is wanted."""
         if self.evaluator is None:
             return True
         self._start.begin(f'evaluating {self.config.evaluation.problems} problems')
         scores = await self.evaluator.evaluate(phase, self.controller.stop_requested)
         self._start.end()
-        if scores is None:
-            return False
-        self._scores.add(phase, scores)
-        if self._feed and phase == 'before':
-            self._feed.put(0, self._first_scores())
-        return True
+        if scores is not None:
+            self._scores.add(phase, scores)
+            if self._feed and phase == 'before':
+                self._feed.put(0, self._score_row(phase))
+        return scores is not None
 
-    def _first_scores(self) -> Line:
-        return evaluation_row(self._scores.get('before'), 0)
-
-    def _last_scores(self) -> Line:
-        return evaluation_row(self._scores.get('after'), self.config.run.steps)
+    def _score_row(self, phase: Literal['before', 'after']) -> Line:
+        return evaluation_row(self._scores.get(phase), 0 if phase == 'before' else self.config.run.steps)
 
     def _note_published(self, published: PublishedWeights) -> None:
         if self.beside:

@@ -280,9 +280,11 @@ class Causes(TypedDict):
     ratio_split: RatioSplit | None  # None where it was not measured
 
 
-class Admission(TypedDict):
-    """What held admission back."""
+class Flow(TypedDict):
+    """What interrupted answers, and what held them back."""
 
+    interruptions: int  # times that new weights met unfinished requests on an engine
+    steps_with_interruption: int
     admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
     idle_slots: Mapping[str, float]  # share of the slots' seconds without an open answer, by that bound
 
@@ -318,7 +320,7 @@ class Generation(TypedDict):
     servers: list[ServerRow]  # empty where engines were in the process of the run
 
 
-class Report(Admission, BesideTraining, Generation, Causes):
+class Report(Flow, BesideTraining, Generation, Causes):
     steps: int  # updates published
     planned_steps: int | None
     finished: bool
@@ -338,8 +340,6 @@ class Report(Admission, BesideTraining, Generation, Causes):
     most_frequent_answer_share: BeforeAfter
     token_age: MeanMax  # of the trained tokens, in versions
     versions_per_trajectory: MeanMax
-    interruptions: int  # times that new weights met unfinished requests on an engine
-    steps_with_interruption: int
     publish_pause_seconds: MedianMax  # of an engine
     throughput: Throughput
     busy: Busy

@@ -84,7 +84,6 @@ def build_report(
 ) -> Report:
     """Everything that report.json holds, as JSON-able values; None where nothing was measured."""
     training, within = list(outside_evaluation(events)), window(events)
-    interruptions = _interruptions(training)
     limit = measure_limit(events, len(metrics), facts)
     report: Report = {
         'steps': len(metrics),
@@ -107,9 +106,7 @@ def build_report(
         **_beside_training(events, facts, curve),
         'token_age': token_age(metrics),
         'versions_per_trajectory': _versions_per_trajectory(metrics),
-        'interruptions': len(interruptions),
-        'steps_with_interruption': len({event['to_version'] for event in interruptions}),
-        **_admission(metrics, training, within),
+        **_flow(metrics, training, within),
         'publish_pause_seconds': _pauses(training),
         **_generation(events, training, facts),
         **_causes(events, metrics, facts),
@@ -142,8 +139,11 @@ def build_report(
     return cast(Report, plain(report))
 
 
-def _admission(metrics: Metrics, training: Sequence[Event], within: Window) -> contents.Admission:
+def _flow(metrics: Metrics, training: Sequence[Event], within: Window) -> contents.Flow:
+    interruptions = _interruptions(training)
     return {
+        'interruptions': len(interruptions),
+        'steps_with_interruption': len({event['to_version'] for event in interruptions}),
         'admission_held': aggregates.admission_held(metrics, within),
         'idle_slots': aggregates.idle_slots(metrics, training, within),
     }

@@ -19,6 +19,8 @@ from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.stream import LogprobError
 from areal_jax.types import LARGEST_LOGPROB, TokenScores, Weights, Work
 
+NO_SCORES = TokenScores(np.zeros(0, np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+
 
 class ScoringError(UserError):
     """A sequence that can not be scored."""
@@ -34,6 +36,15 @@ class ScoringRequest:
     temperatures: np.ndarray  # float32 [n - first], of the softmax of each; 0 counts as 1
     alternatives: int = 0  # k, at most MOST_ALTERNATIVES
     group: str = ''  # what all sequences of one call are called
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What a scoring pass says of a sequence."""
+
+    scores: TokenScores
+    version: str  # of the weights
+    number: int  # of the same weights, of the service
 
 
 class ScoringBackend(Protocol):

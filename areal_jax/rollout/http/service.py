@@ -10,15 +10,13 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Literal, cast
 
-import numpy as np
-
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.wire.exchange import Piece
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.running_request import RunningRequest
-from areal_jax.rollout.scoring import Scorer, ScoringRequest
+from areal_jax.rollout.scoring import NO_SCORES, Scored, Scorer, ScoringRequest
 from areal_jax.rollout.stream import LogprobError
 from areal_jax.types import (
     EngineFinish,
@@ -27,12 +25,10 @@ from areal_jax.types import (
     KvPolicy,
     PublishedWeights,
     Segment,
-    TokenScores,
 )
 
 ServerPause = Literal['abort', 'retract', 'in_place', 'wait']  # 'wait': running requests end first
 FIRST_LABEL = '0'  # weight version of the weights at launch
-NO_SCORES = TokenScores(np.zeros(0, np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
 class UpdateError(UserError):
@@ -51,15 +47,6 @@ class Delivery:
     retractions: int = 0  # times that its KV was given up and computed again
     error: UserError | None = None  # the engine refused it; LogprobError: it failed
     began: int = -1  # number of the weights in use when it began
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """What a scoring pass says of a sequence."""
-
-    scores: TokenScores
-    version: str  # of the weights
-    number: int  # of the same weights, as in Delivery.began
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,9 +9,8 @@ import numpy as np
 
 from areal_jax.rollout.http.server.bridge import Bridge, find_group
 from areal_jax.rollout.http.server.limits import FAILED
-from areal_jax.rollout.http.service import Scored
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, RequestError
-from areal_jax.rollout.scoring import ScoringRequest
+from areal_jax.rollout.scoring import Scored, ScoringRequest
 from areal_jax.rollout.stream import LogprobError
 
 
