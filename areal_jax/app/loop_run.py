@@ -321,8 +321,7 @@ class LoopRun(LoopParts):
             self.beside.note_published(published)
 
     def _observer_state(self) -> Mapping[str, object]:
-        evaluating = {UNDER_WAY: self.beside.under_way} if self.beside else {}
-        return {**self.observer.state(), **evaluating}
+        return {**self.observer.state(), **({UNDER_WAY: self.beside.under_way} if self.beside else {})}
 
     # Checkpoints and the report.
 
