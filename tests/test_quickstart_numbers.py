@@ -1,0 +1,45 @@
+"""The numbers that README.md and docs/first_run.md give of the quickstart are those of its stored report."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+README, FIRST_RUN = (ROOT / 'README.md').read_text(), (ROOT / 'docs' / 'first_run.md').read_text()
+REPORT = json.loads((ROOT / 'docs' / 'quickstart' / 'report.json').read_text())
+
+
+def shown(score):
+    """'0.06 [0.03, 0.09]'."""
+    return f'{score["mean"]:.2f} [{score["low"]:.2f}, {score["high"]:.2f}]'
+
+
+@pytest.mark.parametrize(('row', 'kind'), [('4 samples a problem', 'sampled'), ('greedy', 'greedy')])
+def test_the_table_of_the_readme_has_the_accuracies_of_the_report(row, kind):
+    [line] = [line for line in README.splitlines() if line.startswith('| accuracy') and row in line]
+    before, after = (REPORT['accuracy'][kind][phase] for phase in ('before', 'after'))
+    assert line.replace('*', '').split(' | ')[1:] == [shown(before), f'{shown(after)} |']
+
+
+def test_the_sentences_of_the_readme_have_the_shares_of_the_report():
+    [text] = re.findall(r'What the quickstart gave.*?\n!\[', README, flags=re.DOTALL)
+    seconds = round(REPORT['wall_seconds'])
+    assert f'{seconds // 60} min {seconds % 60} s' in text
+    assert f'learner occupied its lane for {REPORT["busy"]["learner"]:.0%} of the time' in text
+    assert f'generation for {REPORT["busy"]["rollout"]:.0%}' in text
+    assert f'held admission back for {REPORT["admission_held"]["eta"]:.0%} of the time' in text
+    assert f'In {REPORT["steps_with_interruption"]} of {REPORT["steps"]} updates' in text
+    assert f'disagree by {REPORT["mismatch"]["mean"]:.0e}'.replace('e-0', 'e-') in text
+
+
+def test_the_first_run_shows_an_evaluation_with_the_scores_of_the_report():
+    """An evaluation of a run gives every score that the run itself gave."""
+    tables = re.findall(r'^greedy +(\d\.\d+).*\n^avg@4 +(\d\.\d+)', FIRST_RUN, flags=re.MULTILINE)
+    expected = [
+        tuple(f'{REPORT["accuracy"][kind][phase]["mean"]:.3f}' for kind in ('greedy', 'sampled'))
+        for phase in ('after', 'before')
+    ]
+    assert tables == expected
+    assert f'about {REPORT["wall_seconds"] / 60:.0f} minutes' in ' '.join(FIRST_RUN.split())
