@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from areal_jax import files
 from areal_jax.app.provenance import package_versions
 from areal_jax.app.workdir import WEIGHTS, Values
-from areal_jax.report.statistics import Interval, cluster_interval, mean_interval
+from areal_jax.report.statistics import Interval, mean_interval, score_interval
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, read_scores
 
@@ -152,7 +152,7 @@ def _score_rows(workdir: pathlib.Path, model: ExportedModel, facts: files.JsonOb
 
 def _accuracy(phase: str, scores: EvaluationScores) -> Iterator[_Row]:
     if any(scores.sampled):
-        yield f'{phase}, sampled', _format(cluster_interval(scores.sampled))
+        yield f'{phase}, sampled', _format(score_interval(scores.sampled))
     if scores.greedy:
         yield f'{phase}, greedy', _format(mean_interval(scores.greedy))
 

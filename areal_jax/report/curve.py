@@ -15,7 +15,7 @@ from areal_jax.lanes import EVALUATION_WORK, is_engine_lane
 from areal_jax.report import statistics
 from areal_jax.report.contents import CurveEnds, CurveRow, Interval, Report
 from areal_jax.report.lanes import LaneInterval, lane_intervals
-from areal_jax.report.statistics import cluster_interval, mean_interval
+from areal_jax.report.statistics import mean_interval, score_interval
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import EvaluationScores, VersionScores
 from areal_jax.telemetry.numerals import format_number, format_percent
@@ -143,7 +143,7 @@ def _greedy(scores: Sequence[float]) -> Interval:
 
 def _sampled(scores: Sequence[Sequence[float]]) -> Interval | None:
     """None where no answer was sampled."""
-    return _as_report(cluster_interval(scores)) if any(scores) else None
+    return _as_report(score_interval(scores)) if any(scores) else None
 
 
 def _as_report(interval: statistics.Interval) -> Interval:

@@ -35,7 +35,7 @@ from areal_jax.report.plots import write_plots
 from areal_jax.report.ratios import ratio_split, ratios_by_age
 from areal_jax.report.run import Run
 from areal_jax.report.servers import server_rows
-from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval
+from areal_jax.report.statistics import mean_interval, paired_interval, score_interval
 from areal_jax.report.timeline import write_timeline
 from areal_jax.report.token_fates import token_fates
 from areal_jax.report.web_page import describe_missing_library
@@ -303,7 +303,7 @@ def _greedy(scores: EvaluationScores | None) -> contents.Interval | None:
 
 
 def _sampled(scores: EvaluationScores | None) -> contents.Interval | None:
-    return _as_report(cluster_interval(scores.sampled)) if scores and _has_samples(scores) else None
+    return _as_report(score_interval(scores.sampled)) if scores and _has_samples(scores) else None
 
 
 def _as_report(interval: statistics.Interval | None) -> contents.Interval | None:

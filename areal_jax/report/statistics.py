@@ -34,23 +34,36 @@ def wilson_interval(successes: int, n: int) -> Interval:
     """
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f'{successes} successes of n={n}: need n >= 1 and 0 <= successes <= n')
-    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
-    share, shrink = successes / n, 1 + z * z / n
+    return Interval(successes / n, *_wilson_ends(successes / n, n, NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)), n)
+
+
+def _wilson_ends(share: float, n: float, z: float) -> tuple[float, float]:
+    shrink = 1 + z * z / n
     center = (share + z * z / (2 * n)) / shrink
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / shrink
-    # At 0 and n successes an end is the share itself, which rounding must not pass.
-    return Interval(share, min(share, max(0.0, center - half)), max(share, min(1.0, center + half)), n)
+    # At shares of 0 and 1 an end is the share itself, which rounding must not pass.
+    return min(share, max(0.0, center - half)), max(share, min(1.0, center + half))
 
 
 def mean_interval(scores: Sequence[float]) -> Interval:
-    """Interval of the mean of one score per problem: Wilson where every score is 0 or 1, else Student's t.
+    """Interval of the mean of one score per problem: Wilson where every score is 0 or 1, else that of `score_interval`.
 
     Raises:
         ValueError: no scores.
     """
     if len(scores) and all(score in (0, 1) for score in scores):
         return wilson_interval(int(sum(scores)), len(scores))
-    return cluster_interval([[score] for score in scores])
+    return score_interval([[score] for score in scores])
+
+
+def score_interval(clusters: Sequence[Sequence[float]]) -> Interval:
+    """`clustered_share_interval` where every score lies in [0, 1], else `cluster_interval`, as for penalties below 0.
+
+    Raises:
+        ValueError: no scores.
+    """
+    is_share = all(0 <= score <= 1 for cluster in clusters for score in cluster)
+    return clustered_share_interval(clusters) if is_share else cluster_interval(clusters)
 
 
 def cluster_interval(clusters: Sequence[Sequence[float]]) -> Interval:
@@ -67,6 +80,31 @@ def cluster_interval(clusters: Sequence[Sequence[float]]) -> Interval:
     """
     sizes = np.array([len(cluster) for cluster in clusters], np.float64)
     return ratio_interval(np.array([math.fsum(cluster) for cluster in clusters]), sizes)
+
+
+def clustered_share_interval(clusters: Sequence[Sequence[float]]) -> Interval:
+    """Interval of the mean of scores in [0, 1] of which only the clusters are independent; never leaves [0, 1].
+
+    Wilson's interval with the effective number of scores in place of n, and the quantile of Student's t for k clusters:
+
+        n' = min(N, m (1 - m) / SE²),   SE as in `cluster_interval`;   n' = k where no cluster differs from another
+
+    Student's interval, m ± t SE, passes 0 or 1 where few scores differ from it, and is empty where none does. N. Dean
+    and M. Pagano, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered Surveys", Journal of
+    Survey Statistics and Methodology 3 (2015) 484-503.
+
+    Raises:
+        ValueError: no scores, or one outside [0, 1].
+    """
+    if wrong := [score for cluster in clusters for score in cluster if not 0 <= score <= 1]:
+        raise ValueError(f'a score is {wrong[0]}, and a share is a mean of scores in [0, 1]: use cluster_interval')
+    student = cluster_interval(clusters)
+    if student.high is None:
+        return student
+    mean, quantile = student.mean, t_quantile(student.n - 1)
+    error, scores = (student.high - mean) / quantile, sum(map(len, clusters))
+    effective = min(scores, mean * (1 - mean) / error**2) if error else student.n
+    return Interval(mean, *_wilson_ends(mean, effective, quantile), student.n)
 
 
 def ratio_interval(sums: np.ndarray, sizes: np.ndarray) -> Interval:

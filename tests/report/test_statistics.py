@@ -2,11 +2,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.report.statistics import cluster_interval, mean_interval, paired_interval, wilson_interval
+from areal_jax.report.statistics import (
+    cluster_interval,
+    clustered_share_interval,
+    mean_interval,
+    paired_interval,
+    score_interval,
+    t_quantile,
+    wilson_interval,
+)
 
 
 def test_wilson_of_8_in_10():
@@ -73,9 +82,10 @@ def test_no_score_is_an_error():
         cluster_interval([[], []])
 
 
-def test_binary_scores_get_wilson_and_graded_ones_student():
+def test_binary_scores_get_wilson_graded_ones_its_clustered_form_and_penalties_student():
     assert mean_interval([1, 0, 0, 1]) == wilson_interval(2, 4)
-    assert mean_interval([1.0, 0.5, 0.0]) == cluster_interval([[1.0], [0.5], [0.0]])
+    assert mean_interval([1.0, 0.5, 0.0]) == clustered_share_interval([[1.0], [0.5], [0.0]])
+    assert mean_interval([1.0, 0.5, -1.0]) == cluster_interval([[1.0], [0.5], [-1.0]])
 
 
 def test_paired_gain_by_hand():
@@ -100,3 +110,57 @@ def test_pairing_needs_the_same_problems():
         paired_interval([[1.0], [0.0]], [[1.0]])
     with pytest.raises(ValueError, match='a problem without a score'):
         paired_interval([[1.0], []], [[1.0], [0.0]])
+
+
+def test_a_share_of_clusters_is_wilson_with_the_effective_number_of_scores():
+    # m = 3/8; residuals 2 - 1.5, 1 - 1.5, 0 - 1.5, 3 - 1.5 of clusters of 4 with sum 6 of 16:
+    # SE^2 = 4/3 (.25 + .25 + 2.25 + 2.25) / 256 = .0260417; n' = .234375 / .0260417 = 9
+    clusters = [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]
+    interval, t = clustered_share_interval(clusters), t_quantile(3)
+    center, half = (0.375 + t**2 / 18) / (1 + t**2 / 9), t * math.sqrt(0.375 * 0.625 / 9 + t**2 / 324) / (1 + t**2 / 9)
+    assert (interval.mean, interval.n) == (0.375, 4)
+    assert (interval.low, interval.high) == (pytest.approx(center - half), pytest.approx(center + half))
+
+
+def test_a_share_of_independent_scores_is_wilson_but_for_student_and_the_cluster_bessel():
+    clusters = [[float(index < 60)] for index in range(1000)]
+    one, other = clustered_share_interval(clusters), wilson_interval(60, 1000)
+    assert (one.low, one.high) == (pytest.approx(other.low, rel=0.01), pytest.approx(other.high, rel=0.01))
+
+
+@pytest.mark.parametrize('value', [0.0, 1.0])
+def test_equal_clusters_at_an_end_leave_an_interval_on_its_other_side_as_wide_as_the_clusters_allow(value):
+    interval = clustered_share_interval([[value] * 4] * 16)
+    t = t_quantile(15)
+    width = t**2 / 16 / (1 + t**2 / 16)
+    expected = (0.0, width) if value == 0 else (1 - width, 1.0)
+    assert (interval.low, interval.high) == (pytest.approx(expected[0]), pytest.approx(expected[1]))
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=4), min_size=2, max_size=12))
+def test_an_interval_of_scores_in_0_and_1_stays_there_and_holds_the_mean(clusters):
+    interval = score_interval(clusters)
+    assert 0 <= interval.low <= interval.mean + 1e-12
+    assert interval.mean - 1e-12 <= interval.high <= 1
+
+
+def test_scores_below_0_have_students_interval():
+    clusters = [[-1.0, 1.0], [0.5, -0.5], [1.0, 1.0]]
+    assert score_interval(clusters) == cluster_interval(clusters)
+    with pytest.raises(ValueError, match=r'a score is -1\.0'):
+        clustered_share_interval(clusters)
+
+
+@pytest.mark.parametrize('share', [0.02, 0.1, 0.5, 0.95])
+def test_the_interval_of_a_clustered_share_holds_it_95_times_in_100_and_students_less_often_near_the_ends(share):
+    """64 problems, 4 answers each; chances of a problem are beta distributed, intraclass correlation 1/3."""
+    rng, runs = np.random.default_rng(0), 400
+    chances = rng.beta(2 * share, 2 * (1 - share), (runs, 64, 1))
+    scores = (rng.random((runs, 64, 4)) < chances).astype(float)
+    held = {
+        interval: np.mean([one.low <= share <= one.high for one in map(interval, scores.tolist())])
+        for interval in (clustered_share_interval, cluster_interval)
+    }
+    assert held[clustered_share_interval] >= 0.93
+    if share < 0.05:
+        assert held[cluster_interval] < 0.93
