@@ -171,7 +171,9 @@ def run() -> None:
     """Entry point of the console script."""
     end = ProcessEnd()
     with Interrupts('the same role goes on') as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir')
+        code = end_command(
+            lambda: main(sys.argv, interrupts), doing='writing to the workdir', again='the same role goes on'
+        )
         sys.exit(end.note(code))
 
 

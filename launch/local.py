@@ -19,7 +19,7 @@ from ml_collections import config_dict
 
 from areal_jax import files
 from areal_jax.app.command_line import parse_train_command
-from areal_jax.app.ending import end_command
+from areal_jax.app.ending import RESUME, end_command
 from areal_jax.app.vllm_server import describe_command as describe_vllm
 from areal_jax.app.vllm_server import find_python
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
@@ -169,7 +169,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of `python -m launch.local`."""
-    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir'))
+    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir', again=RESUME))
 
 
 if __name__ == '__main__':

@@ -16,7 +16,7 @@ from absl import flags
 
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, parse_command, require_workdir
-from areal_jax.app.ending import end_command
+from areal_jax.app.ending import RESUME, end_command
 from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
@@ -169,7 +169,7 @@ COMMAND = Command(
 
 def run() -> None:
     """Entry point of `python -m launch.slurm`."""
-    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir'))
+    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir', again=RESUME))
 
 
 if __name__ == '__main__':

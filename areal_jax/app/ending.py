@@ -14,6 +14,7 @@ from typing import Any
 from areal_jax.errors import ExitCode, LostPeerError, UserError, describe_disk_trouble, describe_memory_trouble
 
 STOPPED_CODE = 'AREAL_JAX_STOPPED_CODE'  # environment variable
+RESUME = 'the same command with --resume goes on'
 _EXIT_DEADLINE_S = 120.0  # for exit handlers, among them the barrier of jax.distributed
 
 
@@ -44,11 +45,12 @@ class ProcessEnd:
             os._exit(self._code)
 
 
-def end_command(command: Callable[[], int], doing: str) -> int:
+def end_command(command: Callable[[], int], doing: str, again: str = '') -> int:
     """The exit code of `command`, or of the exception that it raises; see errors.ExitCode.
 
     Args:
       doing: what the command does to a disk, for errors that carry no file name: 'writing to runs/tiny'.
+      again: how the user goes on with a command that Ctrl-C has ended: RESUME; '' = by starting it again.
     """
     try:
         return command()
@@ -56,7 +58,7 @@ def end_command(command: Callable[[], int], doing: str) -> int:
         _print_error(str(error))
         return ExitCode.STOPPED if isinstance(error, LostPeerError) else ExitCode.USER_ERROR
     except KeyboardInterrupt:
-        _print_error('stopped; the same command with --resume goes on')
+        _print_error(f'stopped; {again}' if again else 'stopped')
         return ExitCode.STOPPED
     except BrokenPipeError:  # the reader of our output has closed the pipe
         return ExitCode.STOPPED

@@ -263,8 +263,8 @@ class LoopRun(LoopParts):
             self._servers.start(self.supervisor)
             await self._await_engines(self._servers)
         if self.version_at_start == 0:
-            await self._evaluate('before')
-            await self._finish_compiling()
+            if await self._evaluate('before'):
+                await self._finish_compiling()  # not for a run that was told to stop meanwhile
         elif self.beside:
             finished = [row.version for row in self._scores.curve]
             self.beside.resume(self._newest, self._evaluated_at_start, finished)

@@ -2,9 +2,9 @@
 
 import sys
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.ending import RESUME, end_command
 
 from .main import main
 
 if __name__ == '__main__':
-    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir'))
+    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the workdir', again=RESUME))

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from areal_jax.app.ending import RESUME, end_command
 from tests.app.test_main_train import QUICK, ROOT, command, environment, train
 
 FEW = [*QUICK, '--config.run.steps=3']
@@ -102,3 +103,12 @@ def test_a_process_whose_output_was_closed_keeps_its_exit_code():
         ['sh', '-c', 'exec "$@" >&-', 'sh', sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (3, '')
+
+
+@pytest.mark.parametrize(('again', 'said'), [('', 'error: stopped\n'), (RESUME, f'error: stopped; {RESUME}\n')])
+def test_a_command_that_was_stopped_at_once_names_resume_only_where_it_has_it(capsys, again, said):
+    def stop():
+        raise KeyboardInterrupt
+
+    assert end_command(stop, doing='writing', again=again) == 75
+    assert capsys.readouterr().err == said

@@ -270,6 +270,24 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_and_goes_on_with_it(tmp_p
     assert resumed.train().report['accuracy']['greedy']['after']['n'] == 4
 
 
+def test_a_run_stopped_in_its_first_evaluation_compiles_nothing_that_trains_and_goes_on_with_it(tmp_path, monkeypatch):
+    fields = {'run__clock': 'real', 'evaluation__problems': 4, 'evaluation__samples': 1, 'run__steps': 2}
+    stopped = SmallRun(tmp_path, **fields).session
+    finish, finished = SpmdLearner.finish_compiling, []
+    monkeypatch.setattr(SpmdLearner, 'finish_compiling', lambda learner: (finished.append(1), finish(learner))[1])
+
+    def stop(event):
+        if (event['kind'], event.get('phase'), event.get('mode')) == ('evaluate', 'before', 'start'):
+            stopped.controller.stop_requested.set()
+
+    stopped.log.listeners.append(stop)
+    assert stopped.train() is None
+    assert finished == []
+    resumed = SmallRun(tmp_path, resume=True, **fields).train()
+    assert resumed.report['accuracy']['greedy']['before']['n'] == 4
+    assert finished == [1]
+
+
 def test_an_evaluation_before_training_waits_for_no_program_of_the_learner(tmp_path, monkeypatch):
     """They are compiled beside it, on a thread of their own, and the loop waits for them before the first update."""
     finish, seen, kinds = SpmdLearner.finish_compiling, [], []
