@@ -9,9 +9,11 @@ import shutil
 import subprocess
 from typing import Any
 
+import jax
 import pytest
 
 from areal_jax import main_report
+from areal_jax.app.environment import read_environment
 from areal_jax.config import default_config
 from areal_jax.errors import ExitCode
 from areal_jax.report.report import write_report
@@ -72,6 +74,9 @@ def test_a_small_run_that_was_killed_and_then_finished(tmp_path: pathlib.Path):
     assert (unfinished['finished'], unfinished['steps']) == (False, 3)
     assert unfinished['accuracy']['greedy']['before']['n'] == 4
     assert unfinished['missing'][0] == 'held-out scores after training'
+    assert unfinished['hardware'] == {name: read_environment()[name] for name in ('cores', 'machine', 'devices')}
+    assert unfinished['versions']['jax'] == jax.__version__
+    assert 'not recorded, weights' not in (tmp_path / 'report.md').read_text()
     assert 'it ended with an error. --resume goes on from its checkpoint of update 2.' in unfinished['warnings'][0]
     finished = SmallRun(tmp_path, resume=True, **fields).train().report
     assert (finished['finished'], finished['steps'], finished['attempts']) == (True, 4, 2)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypedDict, TypeVar, cast
 
 from areal_jax import files
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.sft_report import SftFacts, write_sft_report
+from areal_jax.app.starts import FILE as STARTS
+from areal_jax.app.starts import read_starts
 from areal_jax.config import CONFIG
 from areal_jax.errors import UserError
 from areal_jax.events import FILE as EVENTS
@@ -88,7 +90,27 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
         compilations=_total(metrics, names.COMPILATIONS),
         compilation_budget=_field(workdir, config, 'run.compilation_budget', int),
         alone_seconds=alone_seconds(intervals, within, len(metrics)) if metrics else {},
+        **_origin(workdir),
     )
+
+
+class _Origin(TypedDict):
+    """The fields of facts that say where a run computes, known since its start."""
+
+    git_commit: str | None
+    versions: Mapping[str, str]
+    hardware: Mapping[str, object]
+
+
+def _origin(workdir: pathlib.Path) -> _Origin:
+    """Of the newest start; nothing where the run was killed before it noted one."""
+    path = workdir / STARTS
+    starts = read_starts(path.read_bytes(), str(path)) if path.exists() else []
+    if not starts:
+        return {'git_commit': None, 'versions': {}, 'hardware': {}}
+    found = starts[-1]['environment']
+    hardware = {name: found[name] for name in ('cores', 'machine', 'devices')}
+    return {'git_commit': found['commit'], 'versions': found['versions'], 'hardware': hardware}
 
 
 def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
@@ -110,6 +132,7 @@ def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
         running=files.find_holder(workdir),
         missing=('sizes of the data', 'memory', 'hash and export of the weights'),
         newest_checkpoint=_newest_checkpoint(workdir),
+        **_origin(workdir),
     )
 
 
