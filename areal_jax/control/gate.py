@@ -129,8 +129,8 @@ class HeldTimes:
     def note(self, bound: Bound | None, now_s: float, weight: int = 1) -> None:
         """From now on admission is closed by `bound`, and a second counts `weight`; None = it is open."""
         if self._bound is not None and self._weight and now_s > self._since_s:
-            seconds = self._weight * (now_s - self._since_s)
-            self._seconds[self._bound] = self._seconds.get(self._bound, 0.0) + seconds
+            before = self._seconds.get(self._bound, 0.0)
+            self._seconds[self._bound] = before + self._weight * now_s - self._weight * self._since_s
         self._bound, self._weight, self._since_s = bound, weight, now_s
 
     def take(self, now_s: float) -> dict[str, float]:
