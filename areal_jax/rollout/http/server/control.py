@@ -6,17 +6,14 @@ from typing import cast
 
 from aiohttp import web
 
-from areal_jax.rollout.http.server.replies import BRIDGE, read_fields
+from areal_jax.rollout.http.server.replies import BRIDGE, read_body
 from areal_jax.rollout.http.service import ServerPause, UpdateError
+from areal_jax.rollout.http.wire import control as wire
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.fields import refuse
 from areal_jax.types import KvPolicy
 
-_SGLANG_PAUSES = ('abort', 'retract', 'in_place')
 _VLLM_PAUSES = ('abort', 'wait', 'keep')
-_UPDATE_IGNORED = (
-    'load_format', 'is_async', 'torch_empty_cache', 'keep_pause', 'recapture_cuda_graph', 'token_step', 'manifest',
-)  # fmt: skip
 _ID_PREFIXES = ('generate-tokens-', 'cmpl-', 'chatcmpl-')  # with which replies begin a request's id
 
 
@@ -46,34 +43,25 @@ def list_routes() -> list[web.RouteDef]:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    fields = await read_fields(request)
-    name, every = fields.take_text('rid'), fields.take_flag('abort_all')
-    fields.take_ignored('abort_message', 'finished_reason')
-    fields.finish()
+    name = wire.read_abort(await read_body(request))
     bridge = request.app[BRIDGE]
-    if every:
-        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
-    elif name:
+    if name:
         await bridge.act('abort', lambda service: service.cancel([name]), bridge.limits.reply_s)
     else:
-        raise RequestError('rid', "rid='' names no request: send one, or abort_all=true")
+        await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
     return web.Response()
 
 
 async def pause_generation(request: web.Request) -> web.Response:
     if not request.body_exists:
         raise RequestError('', 'the body is empty: send {} or {"mode": "abort"}')
-    fields = await read_fields(request)
-    mode = fields.take_choice('mode', _SGLANG_PAUSES, 'abort')
-    fields.finish()
+    mode = wire.read_pause(await read_body(request))
     await _pause(request, cast(ServerPause, mode))
     return web.json_response({'message': 'Generation paused successfully.', 'status': 'ok'})
 
 
 async def continue_generation(request: web.Request) -> web.Response:
-    fields = await read_fields(request)
-    fields.take_ignored('torch_empty_cache')
-    fields.finish()
+    wire.read_continue(await read_body(request))
     await _resume(request)
     return web.json_response({'message': 'Generation continued successfully.', 'status': 'ok'})
 
@@ -86,13 +74,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 async def update_weights_from_disk(request: web.Request) -> web.Response:
     """Answers 400 with success=false where nothing was changed; no other refusal changes anything either."""
-    fields = await read_fields(request)
-    path, label = fields.take_text('model_path'), fields.take_text('weight_version') or None
-    flush, cancel = fields.take_flag('flush_cache', default=True), fields.take_flag('abort_all_requests')
-    fields.take_ignored(*_UPDATE_IGNORED)
-    fields.finish()
-    if not path:
-        raise RequestError('model_path', "model_path='' names no directory: send one")
+    path, label, flush, cancel = wire.read_update_from_disk(await read_body(request))
     try:
         await _load(request, path, label or '')
         await _swap(request, label, flush=flush, cancel=cancel)
@@ -105,11 +87,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 
 async def update_weight_version(request: web.Request) -> web.Response:
     """SGLang and vLLM have this route in common."""
-    fields = await read_fields(request)
-    label, cancel = fields.take_text('new_version'), fields.take_flag('abort_all_requests')
-    fields.finish()
-    if not label:
-        raise RequestError('new_version', "new_version='' is no version: send a string that names one")
+    label, cancel = wire.read_new_version(await read_body(request))
     bridge = request.app[BRIDGE]
     if cancel:
         await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
@@ -122,7 +100,7 @@ async def update_weight_version(request: web.Request) -> web.Response:
 
 
 async def pause(request: web.Request) -> web.Response:
-    (await read_fields(request)).finish()
+    wire.read_nothing(await read_body(request))
     mode = _query(request, 'mode', _VLLM_PAUSES)
     clear = _query(request, 'clear_cache', ('true', 'false')) == 'true'
     pause = ('retract' if clear else 'in_place') if mode == 'keep' else mode
@@ -131,7 +109,7 @@ async def pause(request: web.Request) -> web.Response:
 
 
 async def resume(request: web.Request) -> web.Response:
-    (await read_fields(request)).finish()
+    wire.read_nothing(await read_body(request))
     await _resume(request)
     return web.json_response({'status': 'resumed'})
 
@@ -148,9 +126,7 @@ async def weight_info(request: web.Request) -> web.Response:
 
 async def abort_requests(request: web.Request) -> web.Response:
     """Ids with and without the prefix of the replies; an empty list ends all."""
-    fields = await read_fields(request)
-    given = fields.take_texts('request_ids')
-    fields.finish()
+    given = wire.read_abort_ids(await read_body(request))
     bridge = request.app[BRIDGE]
     if given:
         names = [*given, *(name.removeprefix(prefix) for name in given for prefix in _ID_PREFIXES)]
@@ -169,28 +145,20 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def start_weight_update(request: web.Request) -> web.Response:
     """First phase: says that an update follows; nothing has to be made ready here."""
-    (await read_fields(request)).finish()
+    wire.read_nothing(await read_body(request))
     return web.json_response({'message': 'Weight update started'})
 
 
 async def update_weights(request: web.Request) -> web.Response:
     """Second phase: loads the directory of `update_info` while decoding goes on with the old weights."""
-    fields = await read_fields(request)
-    info = fields.take_fields('update_info')
-    path = info.take_text('weights_path')
-    info.finish()
-    fields.finish()
-    if not path:
-        raise RequestError('update_info.weights_path', "update_info.weights_path='' names no directory: send one")
+    path = wire.read_update(await read_body(request))
     await _load(request, path)
     return web.json_response({'message': 'Weights updated'})
 
 
 async def finish_weight_update(request: web.Request) -> web.Response:
     """Third phase: between two dispatches; answers when no token is drawn under the old weights any more."""
-    fields = await read_fields(request)
-    label = fields.take_text('weight_version') or None
-    fields.finish()
+    label = wire.read_finish(await read_body(request))
     await _swap(request, label, flush=True, cancel=False)
     pause_s = (await request.app[BRIDGE].look()).update_pause_s
     return web.json_response({'message': 'Weight update finished', 'weight_version': label, 'pause_seconds': pause_s})
@@ -198,12 +166,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
 
 async def collective_rpc(request: web.Request) -> web.Response:
     """Of vLLM's methods the one that loads weights; their version stays until /update_weight_version."""
-    fields = await read_fields(request)
-    method = fields.take_choice('method', ('reload_weights',), 'reload_weights')
-    path = fields.take_fields('kwargs').take_text('weights_path')
-    fields.take_ignored('timeout', 'args')
-    if not path:
-        raise RequestError('kwargs.weights_path', f'kwargs.weights_path={path!r}: {method} needs a directory')
+    path = wire.read_rpc(await read_body(request))
     await _load(request, path)
     await _swap(request, None, flush=True, cancel=False)
     return web.json_response({'results': [None]})

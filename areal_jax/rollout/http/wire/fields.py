@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import Call, RequestError
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
@@ -21,6 +22,14 @@ _LONGEST_TEXT = 4096  # characters of a name, an id or a path: replies and event
 _LONGEST_ID = 10  # digits of the largest token id
 MOST_PROMPTS = 4096  # of one request, and entries of other lists of texts
 _MOST_BIASES = 1024
+TOKEN_ID: JsonObject = {'type': 'integer', 'minimum': 0, 'maximum': _LARGEST_TOKEN}  # schemas, as the next
+_TEXT: JsonObject = {'type': 'string', 'minLength': 1}
+_BIAS: JsonObject = {
+    'maxProperties': _MOST_BIASES,
+    'propertyNames': {'pattern': '^0*[0-9]{1,10}$'},
+    'additionalProperties': {'type': 'number', 'minimum': -100, 'maximum': 100},
+}
+_NOTHING: list[object] = [None, False, 0, '', [], {}]
 
 
 def parse_json(content: bytes) -> object:
@@ -41,6 +50,31 @@ def refuse(field: str, value: object, fix: str) -> RequestError:
     return RequestError(field, f'{field}={_SHOWN.repr(value)} {fix}')
 
 
+class Notes:
+    """What a reader takes of an object: a JSON schema for each field, {} where the reader looks at the value itself."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, JsonObject] = {}
+        self.inside: dict[str, Notes] = {}  # of objects in a field, or in its list
+        self.closed = False  # unknown fields are refused
+
+    def add(self, field: str, schema: JsonObject) -> None:
+        """Of two notes of a field the one that says more counts, and of two bounds the wider."""
+        before = self.fields.get(field) or {}
+        joined = schema or before
+        if 'maximum' in before and 'maximum' in joined:
+            joined = joined | {'maximum': max(before['maximum'], joined['maximum'])}
+        self.fields[field] = joined
+
+
+class WatchedObject(dict[str, object]):
+    """An object whose reader leaves notes: from them the schema of requests is made."""
+
+    def __init__(self, values: JsonObject, notes: Notes):
+        super().__init__(values)
+        self.notes = notes
+
+
 class Fields:
     """The fields of one JSON object; each is taken once, and `finish` refuses the rest.
 
@@ -52,6 +86,7 @@ class Fields:
             raise refuse(path or 'body', values, 'must be a JSON object')
         self._values: dict[str, object] = {str(name): value for name, value in values.items()}
         self._path = path
+        self._notes = values.notes if isinstance(values, WatchedObject) else None
 
     def name(self, field: str) -> str:
         """The field with its path: 'sampling_params.top_p'."""
@@ -69,12 +104,14 @@ class Fields:
         """Whatever was sent, without taking it; None = absent."""
         return self._values.get(field)
 
-    def take(self, field: str) -> object:
-        """Whatever was sent; None = absent."""
+    def take(self, field: str, **schema: object) -> object:
+        """Whatever was sent; None = absent. `schema` describes what is accepted."""
+        if self._notes is not None:
+            self._notes.add(field, schema)
         return self._values.pop(field, None)
 
     def take_flag(self, field: str, default: bool = False) -> bool:
-        value = self.take(field)
+        value = self.take(field, type='boolean', default=default)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -82,22 +119,23 @@ class Fields:
         return value
 
     def take_integer(self, field: str, default: int, least: int, most: int = _LARGEST_TOKEN) -> int:
-        value = self.take(field)
+        value = self.take(field, type='integer', minimum=least, maximum=most, default=default)
         return default if value is None else self._require_integer(field, value, least, most)
 
     def take_optional_integer(self, field: str, least: int, most: int = _LARGEST_TOKEN) -> int | None:
         """None where it is absent."""
-        value = self.take(field)
+        value = self.take(field, type='integer', minimum=least, maximum=most)
         return None if value is None else self._require_integer(field, value, least, most)
 
     def take_number(self, field: str, default: float, least: float, most: float, above: bool = False) -> float:
         """A number in [least, most], with `above` in (least, most]; both bounds are finite."""
-        value = self.take(field)
+        lower = 'exclusiveMinimum' if above else 'minimum'
+        value = self.take(field, type='number', **{lower: least}, maximum=most, default=default)
         return default if value is None else self._require_number(field, value, least, most, above)
 
     def take_text(self, field: str, default: str = '', longest: int | None = _LONGEST_TEXT) -> str:
         """A string of at most `longest` characters; None = as long as the body may be."""
-        value = self.take(field)
+        value = self.take(field, type='string', **({} if longest is None else {'maxLength': longest}))
         if value is None:
             return default
         if not isinstance(value, str):
@@ -108,7 +146,7 @@ class Fields:
 
     def take_choice(self, field: str, choices: Sequence[str], default: str | None = None) -> str:
         """One of the choices; where it is absent `default`, or else the first of them."""
-        value = self.take(field)
+        value = self.take(field, type='string', enum=list(choices))
         if value is None:
             return choices[0] if default is None else default
         if not isinstance(value, str) or value not in choices:
@@ -117,7 +155,7 @@ class Fields:
 
     def take_texts(self, field: str, most: int = MOST_PROMPTS, longest: int | None = None) -> tuple[str, ...]:
         """A string or a list of at most `most` strings, none of them empty; `longest` bounds all their characters."""
-        value = self.take(field)
+        value = self.take(field, anyOf=[_TEXT, {'type': 'array', 'items': _TEXT, 'maxItems': most}])
         texts = value if isinstance(value, list) else [] if value is None else [value]
         self.require_few(field, texts, most)
         for text in texts:
@@ -130,7 +168,7 @@ class Fields:
 
     def take_token_ids(self, field: str, most: int | None = None) -> tuple[int, ...]:
         """A list of ids, () where it is absent."""
-        value = self.take(field)
+        value = self.take(field, type='array', items=TOKEN_ID, **({} if most is None else {'maxItems': most}))
         if most is not None:
             self.require_few(field, value, most)
         return () if value is None else tuple(read_token_ids(self.name(field), value, least=0).tolist())
@@ -142,7 +180,7 @@ class Fields:
 
     def take_bias(self, field: str) -> tuple[tuple[int, float], ...]:
         """An object of token ids and what is added to their logits, which is in [-100, 100]."""
-        value = self.take(field)
+        value = self.take(field, type='object', **_BIAS)
         if value is None:
             return ()
         if not isinstance(value, Mapping):
@@ -158,22 +196,24 @@ class Fields:
 
     def take_fields(self, field: str) -> Fields:
         """The fields of an object inside this one, none where it is absent."""
-        value = self.take(field)
+        value = self.take(field, type='object')
         return Fields({} if value is None else value, self.name(field))
 
     def take_unserved(self, *fields: str, fix: str = 'is not served: leave it out') -> None:
         """Fields that may only hold what changes nothing: null, false, 0, and what is empty."""
         for field in fields:
-            if value := self.take(field):
+            if value := self.take(field, enum=_NOTHING, description='Not served.'):
                 raise self.refuse(field, value, fix)
 
     def take_ignored(self, *fields: str) -> None:
         """Fields that have no influence on the answer."""
         for field in fields:
-            self._values.pop(field, None)
+            self.take(field, description='Has no influence on the answer.')
 
     def finish(self) -> None:
         """Refuses what nobody took; null is not a value."""
+        if self._notes is not None:
+            self._notes.closed = True
         for field, value in self._values.items():
             if value is not None:
                 raise self.refuse(field, value, 'is an unknown field: leave it out')
