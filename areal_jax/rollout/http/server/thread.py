@@ -16,7 +16,7 @@ from aiohttp import web
 from areal_jax.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
-from areal_jax.rollout.http.server import control, generation, state, tokens
+from areal_jax.rollout.http.server import control, generation, openapi, state, tokens
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.complaints import bounded_log
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
@@ -125,7 +125,8 @@ class HttpThread:
             context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,
         )  # fmt: skip
         routes = [generation.list_routes(model.facts.model), control.list_routes(), state.list_routes()]
-        app.add_routes([route for listed in (*routes, tokens.list_routes()) for route in listed])
+        routes += [tokens.list_routes(), openapi.list_routes()]
+        app.add_routes([route for listed in routes for route in listed])
         return app
 
     def _fit_limits(self, log: logging.Logger) -> Limits:

@@ -1,0 +1,275 @@
+"""The page of all routes: /openapi.json, made of what the parsers take, and the same to read at /docs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from aiohttp import web
+
+import areal_jax
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
+from areal_jax.rollout.http.wire import chat, completions, control, sglang, vllm
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, name_answers
+from areal_jax.rollout.http.wire.fields import Fields
+from areal_jax.rollout.http.wire.schema import Parser, describe_request, describe_value
+
+_INFO = ReplyInfo('model', 0, lambda token: f'<{token}>')
+_FUNCTION = {'name': 'add', 'description': 'Adds.', 'parameters': {'type': 'object'}, 'strict': False}
+_TOOLS = [{'type': 'function', 'function': _FUNCTION}]
+_CALL = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
+_TURNS = [
+    {'role': 'system', 'content': [{'type': 'text', 'text': 'Be short.'}]},
+    {'role': 'user', 'content': 'Hello'},
+    {'role': 'assistant', 'content': 'Hm', 'tool_calls': [_CALL]},
+    {'role': 'tool', 'content': '1', 'tool_call_id': 'c', 'name': 'add'},
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One route; a request has the fields that `parse` takes of the examples, the first of which the page shows."""
+
+    path: str
+    method: str
+    tag: str
+    summary: str
+    parse: Parser | None = None
+    examples: tuple[JsonObject, ...] = ({},)
+    replies: Sequence[object] = ()
+    query: tuple[tuple[str, tuple[str, ...]], ...] = ()  # parameters with their choices
+    is_text: bool = False  # the reply is no JSON
+
+
+def list_operations() -> list[Operation]:
+    """All routes of a server, by dialect."""
+    return [*_generating(), *_controlling(), *_telling()]
+
+
+def _generating() -> list[Operation]:
+    def generate(path: str, tag: str, summary: str, dialect: object, *examples: JsonObject) -> Operation:
+        parse, render = dialect.parse, dialect.render  # type: ignore[attr-defined]
+        return Operation(path, 'post', tag, summary, parse, examples, [_reply(parse, render, one) for one in examples])
+
+    ids, limit = [1, 2, 3], {'max_new_tokens': 8}
+    return [
+        generate(
+            '/generate', 'SGLang', 'Answers to a prompt, whole or as events of a stream.', sglang,
+            {'text': 'Hello', 'sampling_params': limit},
+            {'input_ids': ids, 'sampling_params': limit, 'return_logprob': True, 'logprob_start_len': 0},
+        ),
+        generate(
+            '/inference/v1/generate', 'vLLM', 'Tokens in, tokens out.', vllm,
+            {'token_ids': ids, 'sampling_params': {'max_tokens': 8, 'logprobs': 1}},
+        ),
+        generate(
+            '/v1/completions', 'OpenAI', 'Continuations of a prompt, or the log-probs of its tokens.', completions,
+            {'prompt': 'Hello', 'max_tokens': 8}, {'prompt': ids, 'echo': True, 'max_tokens': 0, 'logprobs': 1},
+        ),
+        generate(
+            '/v1/chat/completions', 'OpenAI', 'The next turn of a conversation.', chat,
+            {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 8},
+            {'messages': _TURNS, 'tools': _TOOLS, 'stream_options': {}}, {'input_ids': ids},
+        ),
+    ]  # fmt: skip
+
+
+def _reply(parse: Callable[[object], Call], render: Callable[..., object], example: JsonObject) -> object:
+    """What a server would answer, with one token."""
+    call = name_answers(parse(example), 'request')
+    piece = Piece(np.array([5], np.int32), np.array([-0.5], np.float32), '0', None, 'a')
+    prompt = np.array([1, 2, 3], np.int32)
+    answers = [Answer(name, prompt, i, [piece], Finish('length'), '0') for i, name in enumerate(call.request_ids)]
+    return json.loads(json.dumps(render(call, answers, _INFO)))
+
+
+def _controlling() -> list[Operation]:
+    def post(path: str, tag: str, summary: str, parse: Parser, example: JsonObject, reply: object) -> Operation:
+        return Operation(path, 'post', tag, summary, parse, (example,), [reply])
+
+    done = {'success': True, 'message': ''}
+    return [
+        post('/abort_request', 'SGLang', 'Ends a request, or all.', control.read_abort, {'rid': 'request'}, None),
+        post(
+            '/pause_generation', 'SGLang', 'Pauses: ends, retracts or keeps what runs.', control.read_pause,
+            {'mode': 'abort'}, {'message': '', 'status': 'ok'},
+        ),
+        post(
+            '/continue_generation', 'SGLang', 'Ends a pause.', control.read_continue, {}, {'message': '', 'status': ''}
+        ),
+        *(Operation('/flush_cache', one, 'SGLang', 'Forgets all KV.', is_text=True) for one in ('get', 'post')),
+        post(
+            '/update_weights_from_disk', 'SGLang', 'Loads weights and decodes with them.',
+            control.read_update_from_disk, {'model_path': '/models/v1', 'weight_version': '1'},
+            done | {'num_paused_requests': 0},
+        ),
+        post(
+            '/update_weight_version', 'SGLang', 'The same weights under another version.', control.read_new_version,
+            {'new_version': '1'}, done | {'new_version': '1'},
+        ),
+        Operation(
+            '/pause', 'post', 'vLLM', 'Pauses.', control.read_nothing, replies=[{'status': 'paused'}],
+            query=(('mode', ('abort', 'wait', 'keep')), ('clear_cache', ('true', 'false'))),
+        ),
+        post('/resume', 'vLLM', 'Ends a pause.', control.read_nothing, {}, {'status': 'resumed'}),
+        post(
+            '/abort_requests', 'vLLM', 'Ends these requests, or all.', control.read_abort_ids,
+            {'request_ids': ['request']}, {'status': 'aborted', 'aborted': 1},
+        ),
+        Operation('/reset_prefix_cache', 'post', 'vLLM', 'Forgets all KV.', replies=[{'success': True}]),
+        post(
+            '/start_weight_update', 'vLLM', 'First phase of an update.', control.read_nothing, {}, {'message': ''}
+        ),
+        post(
+            '/update_weights', 'vLLM', 'Second phase: loads, while decoding goes on.', control.read_update,
+            {'update_info': {'weights_path': '/models/v1'}}, {'message': ''},
+        ),
+        post(
+            '/finish_weight_update', 'vLLM', 'Third phase: decodes with them.', control.read_finish,
+            {'weight_version': '1'}, {'message': '', 'weight_version': '1', 'pause_seconds': 0.0},
+        ),
+        post(
+            '/collective_rpc', 'vLLM', 'reload_weights.', control.read_rpc,
+            {'method': 'reload_weights', 'kwargs': {'weights_path': '/models/v1'}}, {'results': [None]},
+        ),
+    ]  # fmt: skip
+
+
+def _telling() -> list[Operation]:
+    def get(path: str, tag: str, summary: str, *replies: object, is_text: bool = False) -> Operation:
+        return Operation(path, 'get', tag, summary, replies=replies, is_text=is_text)
+
+    model = {'id': '', 'object': 'model', 'created': 0, 'owned_by': '', 'root': '', 'parent': None, 'max_model_len': 1}
+    empty = [get(path, 'Server', 'Whether it is well.', is_text=True) for path in ('/health', '/ping', '/ready')]
+    return [
+        Operation(
+            '/tokenize', 'post', 'Tokenizer', 'Ids of a text, of texts, or of a conversation.',
+            lambda body: read_tokenize(Fields(body)),
+            ({'prompt': 'Hello'}, {'prompt': ['Hello']}, {'messages': _TURNS, 'tools': _TOOLS}),
+            [{'count': 1, 'max_model_len': 1, 'tokens': [1], 'token_strs': None}],
+        ),
+        Operation(
+            '/detokenize', 'post', 'Tokenizer', 'The text of ids.', lambda body: read_detokenize(Fields(body)),
+            ({'tokens': [1]},), [{'prompt': '', 'text': ''}],
+        ),
+        get('/tokenizer_info', 'Tokenizer', 'Special tokens by role.', {}),
+        get('/v1/models', 'OpenAI', 'The served model.', {'object': 'list', 'data': [model]}),
+        get('/v1/models/{name}', 'OpenAI', 'The served model, where it has this name.', model),
+        *empty,
+        get('/health_generate', 'Server', 'Whether a token can be generated.', is_text=True),
+        get('/metrics', 'Server', 'For Prometheus.', is_text=True),
+        *(get(path, 'SGLang', 'Model and weight version.', {}) for path in ('/model_info', '/get_model_info')),
+        *(get(path, 'SGLang', 'Settings and state.', {}) for path in ('/server_info', '/get_server_info')),
+        get('/is_paused', 'vLLM', 'Whether it is paused.', {'is_paused': False}),
+        get('/weight_info', 'vLLM', 'Version of the weights.', {'weight_version': '0', 'manifest_hash': None}),
+        get('/get_world_size', 'vLLM', 'Processes of the engine.', {'world_size': 1}),
+        get('/version', 'vLLM', 'Of this program.', {'version': ''}),
+        get('/openapi.json', 'Server', 'This page for programs.', {}),
+        get('/docs', 'Server', 'This page.', is_text=True),
+    ]  # fmt: skip
+
+
+@functools.cache
+def describe_server() -> JsonObject:
+    """The OpenAPI document, version 3.1."""
+    paths: dict[str, JsonObject] = {}
+    for operation in list_operations():
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation)
+    return {
+        'openapi': '3.1.0',
+        'info': {'title': 'areal_jax', 'version': areal_jax.__version__},
+        'paths': paths,
+        'components': {'securitySchemes': {'key': {'type': 'http', 'scheme': 'bearer'}}},
+        'security': [{}, {'key': []}],
+    }
+
+
+def _describe(operation: Operation) -> JsonObject:
+    content = 'text/plain' if operation.is_text else 'application/json'
+    schema = {} if operation.is_text else describe_value(*operation.replies)
+    error = {'description': 'Refused, with a sentence that says why.', 'content': {'application/json': {'schema': {}}}}
+    found: JsonObject = {
+        'tags': [operation.tag],
+        'summary': operation.summary,
+        'responses': {'200': {'description': 'Done.', 'content': {content: {'schema': schema}}}, 'default': error},
+    }
+    names = ['name'] if '{name}' in operation.path else []
+    parameters = [{'name': name, 'in': 'path', 'required': True, 'schema': {'type': 'string'}} for name in names]
+    parameters += [
+        {'name': name, 'in': 'query', 'required': False, 'schema': {'type': 'string', 'enum': list(choices)}}
+        for name, choices in operation.query
+    ]
+    if parameters:
+        found['parameters'] = parameters
+    if operation.parse is not None:
+        body = {'schema': describe_request(operation.parse, operation.examples), 'example': operation.examples[0]}
+        found['requestBody'] = {'required': True, 'content': {'application/json': body}}
+    return found
+
+
+# The page.
+
+_STYLE = """:root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: auto;
+padding: 1em } code, pre { font: 13px/1.4 ui-monospace, monospace } pre { overflow-x: auto } summary { cursor: pointer }
+table { border-collapse: collapse; display: block; overflow-x: auto } td, th { text-align: left; padding: .2em .8em .2em 0;
+vertical-align: top }"""
+
+
+@functools.cache
+def render_page() -> str:
+    """The document as one HTML page that loads nothing."""
+    document, parts = describe_server(), []
+    operations = [(path, method, found) for path, one in document['paths'].items() for method, found in one.items()]
+    for tag in dict.fromkeys(found['tags'][0] for _, _, found in operations):
+        parts.append(f'<h2>{html.escape(tag)}</h2>')
+        parts += [_render(path, method, found) for path, method, found in operations if found['tags'][0] == tag]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
+    title = f'areal_jax {html.escape(areal_jax.__version__)}: routes of this server'
+    lead = '<p>For programs: <a href="openapi.json">openapi.json</a>. Unknown fields are refused by name.</p>'
+    return f'<!doctype html><html lang="en"><head>{head}<title>{title}</title></head><body><h1>{title}</h1>{lead}' + (
+        '\n'.join(parts) + '</body></html>'
+    )
+
+
+def _render(path: str, method: str, operation: JsonObject) -> str:
+    title = f'<code>{method.upper()} {html.escape(path)}</code> {html.escape(operation["summary"])}'
+    if 'requestBody' not in operation:
+        return f'<p>{title}</p>'
+    body = operation['requestBody']['content']['application/json']
+    rows = ''.join(
+        f'<tr><td><code>{html.escape(name)}</code></td><td>{html.escape(_kind(schema))}</td><td>'
+        f'{html.escape(str(schema.get("description", "")))}</td></tr>'
+        for name, schema in body['schema']['properties'].items()
+    )
+    example = html.escape(f"curl $URL{path} -d '{json.dumps(body['example'])}'")
+    table = f'<table><tr><th>field</th><th>value</th><th></th></tr>{rows}</table>' if rows else ''
+    return f'<details><summary>{title}</summary><pre>{example}</pre>{table}</details>'
+
+
+def _kind(schema: JsonObject) -> str:
+    """'integer from 0 to 20, default 1'."""
+    plain = next((one for one in schema.get('anyOf', ()) if one != {'type': 'null'}), schema)
+    if plain.get('description') == 'Not served.' or 'enum' in plain and None in plain['enum']:
+        return 'absent, null, false, 0 or empty'
+    kind = ' or '.join(map(str, plain['enum'])) if 'enum' in plain else str(plain.get('type', 'several forms'))
+    bounds = {'minimum': 'from', 'exclusiveMinimum': 'above', 'maximum': 'to'}
+    words = [f'{word} {plain[name]:g}' for name, word in bounds.items() if name in plain]
+    default = [f'default {json.dumps(schema["default"])}'] if 'default' in schema else []
+    return ', '.join([' '.join([kind, *words]), *default])
+
+
+def list_routes() -> list[web.RouteDef]:
+    return [web.get('/openapi.json', openapi), web.get('/docs', docs)]
+
+
+async def openapi(request: web.Request) -> web.Response:
+    return web.json_response(describe_server())
+
+
+async def docs(request: web.Request) -> web.Response:
+    return web.Response(text=render_page(), content_type='text/html')
