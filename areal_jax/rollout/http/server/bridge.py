@@ -192,6 +192,7 @@ class Exchange:
     """
 
     def __init__(self, bridge: Bridge, call: Call):
+        bridge.load.require_room(call.n_answers, call.stream)  # first: a call may ask for millions of answers
         self._bridge, self._call = bridge, call
         self._began = time.monotonic()
         self._news: asyncio.Queue[tuple[int, Delivery]] = asyncio.Queue()

@@ -36,6 +36,12 @@ class Load:
 
     def admit(self, answers: int, stream: bool) -> None:
         """Raises RequestError; otherwise `release` must follow."""
+        self.require_room(answers, stream)
+        self.answers += answers
+        self.streams += stream
+
+    def require_room(self, answers: int, stream: bool) -> None:
+        """Raises RequestError where `admit` would."""
         limits = self.limits
         if answers > (most := self._share_of(limits.requests)):
             raise RequestError(
@@ -56,8 +62,6 @@ class Load:
                 'stream', f'stream=True: {self.streams} streams are open, which is the limit: send it again later',
                 TOO_MANY_STREAMS,
             )  # fmt: skip
-        self.answers += answers
-        self.streams += stream
 
     def _share_of(self, places: int) -> int:
         """Of so many places, what one request may take: those that are left are for others."""

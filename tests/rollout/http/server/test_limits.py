@@ -1,6 +1,7 @@
 """Bounds and keys of a server, each with its status, and the routes that say how it is."""
 
 import asyncio
+import time
 
 import aiohttp
 import pytest
@@ -9,7 +10,7 @@ from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.thread import bind
 from areal_jax.rollout.http.wire.exchange import INCARNATION
-from tests.rollout.http.server.rig import ToyServer, body, until
+from tests.rollout.http.server.rig import PROMPT, ToyServer, body, until
 
 
 def test_a_body_beyond_its_bound_is_413():
@@ -43,6 +44,20 @@ def test_a_full_queue_is_503_and_says_when_to_come_again():
 
     with ToyServer(limits=Limits(requests=2)) as server:
         assert server.run(script) == ((503, '1'), 400, 200)
+
+
+def test_millions_of_answers_are_refused_before_they_are_named():
+    asked = {'prompt': [PROMPT] * 4096, 'n': 256, 'max_tokens': 1}
+
+    async def script(client):
+        began = time.monotonic()
+        status, _ = await client.post('/v1/completions', asked)
+        return status, time.monotonic() - began
+
+    with ToyServer() as server:
+        status, seconds = server.run(script)
+    assert status == 400
+    assert seconds < 1.0  # a million answers with their names take more than 2 s of the loop
 
 
 def test_too_many_streams_are_429():
