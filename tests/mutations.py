@@ -798,8 +798,8 @@ MUTATIONS = [
     Mutation(
         'a reader that leaves goes on to be served',
         'areal_jax/rollout/http/server/bridge.py',
-        'if answer.finish is None]:',
-        'if answer.finish is not None]:',
+        'for answer in self.answers if answer.finish is None}',
+        'for answer in self.answers if answer.finish is not None}',
         'tests/rollout/http/server/test_generation.py',
     ),
     Mutation(

@@ -46,8 +46,6 @@ from areal_jax.sharding.shares import Shares
 from areal_jax.telemetry.metrics import merge
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, Tree
 
-_LAST_PROGRAM_S = 1.0  # for a compilation that nobody needs to end
-
 
 class SpmdLearner:
     """Weights and optimizer state on a mesh, and the commands of `protocols.Learner`. Blocking; for one lane's thread.
@@ -305,14 +303,11 @@ class SpmdLearner:
         require_finite(self.state.weights_and_optimizer, self._mesh, what, fix)
 
     def close(self) -> None:
-        """Ends the thread that compiles ahead, with the program under way; `CommandLeader` releases the followers.
-
-        A compilation cannot be interrupted, and nobody needs it any more: the thread is left alone after a while.
-        """
+        """Ends the thread that compiles ahead, with the program under way; `CommandLeader` releases the followers."""
         self._closing = True
         self._may_compile.set()
         if self._ahead is not None:
-            self._ahead.join(_LAST_PROGRAM_S)
+            self._ahead.join()
 
     def _define_programs(self, trained: Params, frozen: Params, optimizer: Optimizer) -> Programs:
         config = self._decoder.config

@@ -72,8 +72,8 @@ def test_a_directory_with_broken_weights_is_named(tmp_path):
 
 @pytest.mark.parametrize(('session', 'config'), [(Session, small_config), (SftSession, sft_config)])
 def test_a_run_from_broken_weights_does_not_begin(tmp_path, monkeypatch, session, config):
-    def broken_model(tracked):
-        model = build_model(tracked)
+    def broken_model(tracked, announce):
+        model = build_model(tracked, announce)
         model.params['final_norm'] = model.params['final_norm'].at[1].set(np.nan)
         return model
 

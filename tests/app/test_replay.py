@@ -23,7 +23,7 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.events import check_of
 from areal_jax.errors import ExitCode
 from tests.app.small import SmallRun, small_config, train_until_killed
-from tests.toys import ToyRun
+from tests.toys import LONGEST, ToyRun
 
 
 def toy_events():
@@ -44,7 +44,8 @@ def run(tmp_path, lines):
 
 def write_run(workdir: pathlib.Path, lines, **fields) -> pathlib.Path:
     workdir.mkdir()
-    config = TrackedConfig(small_config(run__clock='real', run__steps=6, staleness__eta=4.0, **fields))
+    toy = {'rollout__group_size': 2, 'rollout__max_new_tokens': LONGEST}  # what toy_events has
+    config = TrackedConfig(small_config(run__clock='real', run__steps=6, staleness__eta=4.0, **toy, **fields))
     (workdir / 'config.json').write_text(json.dumps(config.as_dict()))
     (workdir / 'events.jsonl').write_text(''.join(f'{line}\n' for line in lines))
     (workdir / 'facts.json').write_text('{"weights_sha256": "abc"}')

@@ -88,7 +88,7 @@ NOTHING = [
 @pytest.mark.parametrize('name', NOTHING)
 def test_a_name_that_means_no_field_finds_nothing(name):
     assert find_field(name) == ''
-    assert str(unknown_field(name)).endswith('; see docs/config.md')
+    assert str(unknown_field(name)).endswith('; areal-config lists them')
 
 
 def test_names_of_other_libraries_are_of_fields_that_exist_and_are_no_names_of_ours():

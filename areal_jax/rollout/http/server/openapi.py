@@ -214,10 +214,11 @@ def _describe(operation: Operation) -> JsonObject:
 
 # The page.
 
-_STYLE = """:root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: auto;
-padding: 1em } code, pre { font: 13px/1.4 ui-monospace, monospace } pre { overflow-x: auto } summary { cursor: pointer }
-table { border-collapse: collapse; display: block; overflow-x: auto } td, th { text-align: left; padding: .2em .8em .2em 0;
-vertical-align: top }"""
+_STYLE = """:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: auto; padding: 1em }
+code, pre { font: 13px/1.4 ui-monospace, monospace } pre { overflow-x: auto } summary { cursor: pointer }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+td, th { text-align: left; padding: .2em .8em .2em 0; vertical-align: top }"""
 
 
 @functools.cache
@@ -254,7 +255,7 @@ def _render(path: str, method: str, operation: JsonObject) -> str:
 def _kind(schema: JsonObject) -> str:
     """'integer from 0 to 20, default 1'."""
     plain = next((one for one in schema.get('anyOf', ()) if one != {'type': 'null'}), schema)
-    if plain.get('description') == 'Not served.' or 'enum' in plain and None in plain['enum']:
+    if None in plain.get('enum', ()):
         return 'absent, null, false, 0 or empty'
     kind = ' or '.join(map(str, plain['enum'])) if 'enum' in plain else str(plain.get('type', 'several forms'))
     bounds = {'minimum': 'from', 'exclusiveMinimum': 'above', 'maximum': 'to'}

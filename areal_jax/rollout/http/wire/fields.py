@@ -56,15 +56,20 @@ class Notes:
     def __init__(self) -> None:
         self.fields: dict[str, JsonObject] = {}
         self.inside: dict[str, Notes] = {}  # of objects in a field, or in its list
+        self.raw: set[str] = set()  # fields whose values a reader has looked at itself
         self.closed = False  # unknown fields are refused
 
     def add(self, field: str, schema: JsonObject) -> None:
-        """Of two notes of a field the one that says more counts, and of two bounds the wider."""
+        """Of two bounds of a field the wider counts, and of two forms either."""
         before = self.fields.get(field) or {}
-        joined = schema or before
-        if 'maximum' in before and 'maximum' in joined:
-            joined = joined | {'maximum': max(before['maximum'], joined['maximum'])}
-        self.fields[field] = joined
+        if not schema:
+            self.raw.add(field)
+        elif before and 'maximum' in before and 'maximum' in schema:
+            schema = schema | {'maximum': max(before['maximum'], schema['maximum'])}
+        elif before and schema != before:
+            forms = [*before.get('anyOf', [before]), *schema.get('anyOf', [schema])]
+            schema = {'anyOf': [form for index, form in enumerate(forms) if form not in forms[:index]]}
+        self.fields[field] = schema or before
 
 
 class WatchedObject(dict[str, object]):

@@ -80,7 +80,7 @@ def _render(notes: Notes, path: str) -> JsonObject:
 def _render_field(notes: Notes, name: str, path: str) -> JsonObject:
     schema, inside = notes.fields[name], notes.inside.get(name, Notes())
     content = _render(inside, f'{path}.')
-    if not schema or path in ('messages.content', 'messages.tool_calls'):
+    if path in _RAW and (name in notes.raw or path in ('messages.content', 'messages.tool_calls')):
         schema = _fill(_RAW[path], content)
     elif schema.get('type') == 'object' and inside.fields:
         schema = schema | content

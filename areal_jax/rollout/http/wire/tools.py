@@ -19,7 +19,8 @@ def read_tools(fields: Fields) -> tuple[JsonObject, ...]:
     """The functions that the model may call, as they were sent; () where tool_choice='none'."""
     choice = fields.take_choice('tool_choice', ('auto', 'none'))
     fields.take_ignored('parallel_tool_calls')
-    given = fields.take('tools') or []
+    given = fields.take('tools')
+    given = [] if given is None else given
     if not isinstance(given, list):
         raise fields.refuse('tools', given, 'must be a list of functions')
     fields.require_few('tools', given, _MOST_TOOLS)
@@ -30,7 +31,8 @@ def read_tools(fields: Fields) -> tuple[JsonObject, ...]:
 
 def read_calls(message: Fields) -> tuple[JsonObject, ...]:
     """The calls in a turn of the assistant. Their arguments come as JSON in a string, and templates expect objects."""
-    given = message.take('tool_calls') or []
+    given = message.take('tool_calls')
+    given = [] if given is None else given
     if not isinstance(given, list):
         raise message.refuse('tool_calls', given, 'must be a list of calls')
     message.require_few('tool_calls', given, _MOST_TOOLS)
