@@ -34,12 +34,5 @@ def test_the_sentences_of_the_readme_have_the_shares_of_the_report():
     assert f'disagree by {REPORT["mismatch"]["mean"]:.0e}'.replace('e-0', 'e-') in text
 
 
-def test_the_first_run_shows_an_evaluation_with_the_scores_of_the_report():
-    """An evaluation of a run gives every score that the run itself gave."""
-    tables = re.findall(r'^greedy +(\d\.\d+).*\n^avg@4 +(\d\.\d+)', FIRST_RUN, flags=re.MULTILINE)
-    expected = [
-        tuple(f'{REPORT["accuracy"][kind][phase]["mean"]:.3f}' for kind in ('greedy', 'sampled'))
-        for phase in ('after', 'before')
-    ]
-    assert tables == expected
+def test_the_first_run_says_how_long_it_takes():
     assert f'about {REPORT["wall_seconds"] / 60:.0f} minutes' in ' '.join(FIRST_RUN.split())

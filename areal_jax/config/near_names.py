@@ -100,7 +100,7 @@ OTHER_NAMES: Mapping[str, str] = {
     'evaluation.samples': 'val_n eval_n eval_num_samples pass_at_k',
     'evaluation.every': 'eval_steps test_freq eval_every eval_freq eval_interval',
     'telemetry.tensorboard': 'report_to use_tensorboard',
-    'telemetry.hook': 'use_wandb wandb logger log_with',
+    'telemetry.tracker': 'use_wandb wandb logger log_with',
     'telemetry.profile_steps': 'profile profiler',
 }
 _FIELD_OF = {name: path for path, names in OTHER_NAMES.items() for name in names.split()}
