@@ -16,6 +16,11 @@ def engine_lane(index: int) -> str:
     return f'engine/{index}'
 
 
+def short_name(engine: str) -> str:
+    """'0' of engine/0, for labels; other names stay as they are."""
+    return engine.partition('/')[2] if is_engine_lane(engine) else engine
+
+
 def publish_lane(index: int) -> str:
     """The lane in which one engine fetches weights."""
     return f'{PUBLISH}/{index}'

@@ -14,7 +14,7 @@ ENDINGS = {
     'full disk': (OSError(errno.ENOSPC, 'No space left on device', 'x/m.jsonl'), 2, 'x/m.jsonl: the disk is full'),
     'device memory': (RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nx'), 2, 'allocating 9'),
     'host memory': (MemoryError(), 2, 'error: out of memory (no memory is left): lower learner.rows_per_microbatch'),
-    'ctrl-c': (KeyboardInterrupt(), 75, '--resume goes on'),
+    'ctrl-c': (KeyboardInterrupt(), 75, 'error: stopped'),
     'bug': (RuntimeError('injected'), 1, 'Traceback'),
     'ValueError of a library': (ValueError('shapes do not match'), 1, 'Traceback'),
     'missing file': (FileNotFoundError(errno.ENOENT, 'No such file', 'x'), 1, 'Traceback'),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from areal_jax.lanes import short_name
 from areal_jax.report.colors import INK, VERMILION
 from areal_jax.report.figures import new_figure, plain_text
 from areal_jax.report.slot_overview import PAUSE, draw_overview, shade
@@ -67,7 +68,7 @@ def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
     made.add_tools(HoverTool(renderers=drawn, tooltips=_TOOLTIPS))
     made.yaxis.ticker = list(rows.values())
     made.yaxis.major_label_overrides = {
-        row: plain_text(f'{engine.removeprefix("engine/")}/{slot}') for (engine, slot), row in rows.items()
+        row: plain_text(f'{short_name(engine)}/{slot}') for (engine, slot), row in rows.items()
     }
     made.ygrid.grid_line_color = None
     return made

@@ -127,7 +127,7 @@ def test_the_command_prints_the_tables_and_only_reads_the_runs(runs: list[pathli
 
 
 def test_without_the_library_the_tables_are_printed(runs: list[pathlib.Path], tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr('areal_jax.main_report.describe_missing_library', lambda file: f'{file} needs bokeh')
+    monkeypatch.setattr('areal_jax.report.web_page.describe_missing_library', lambda file: f'{file} needs bokeh')
     assert main_report.main(['--compare', *map(str, runs), f'--out={tmp_path}/none.html']) == ExitCode.FINISHED
     printed = capsys.readouterr()
     assert printed.err == f'{tmp_path}/none.html needs bokeh\n'
