@@ -264,7 +264,8 @@ class LoopRun(LoopParts):
             await self._await_engines(self._servers)
         if self.version_at_start == 0:
             await self._evaluate('before')
-            await self._finish_compiling()
+            if not self.controller.stop_requested.is_set():
+                await self._finish_compiling()
         elif self.beside:
             finished = [row.version for row in self._scores.curve]
             self.beside.resume(self._newest, self._evaluated_at_start, finished)
