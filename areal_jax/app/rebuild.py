@@ -9,7 +9,10 @@ from typing import TypeVar, cast
 
 from areal_jax import files
 from areal_jax.app.alone import alone_seconds
+from areal_jax.app.environment import Environment
 from areal_jax.app.sft_report import SftFacts, write_sft_report
+from areal_jax.app.starts import FILE as STARTS
+from areal_jax.app.starts import read_starts
 from areal_jax.config import CONFIG
 from areal_jax.errors import UserError
 from areal_jax.events import FILE as EVENTS
@@ -21,10 +24,11 @@ from areal_jax.report.window import window
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, read_scores
+from areal_jax.telemetry.facts import EVALUATIONS, HELD_OUT_SCORES, EvaluationScores, RunFacts, read_scores
 from areal_jax.telemetry.values import Line, number
 
 _CHECKPOINTS = 'checkpoints'  # as in workdir.py, which imports jax
+_HARDWARE = ('cores', 'machine', 'devices')  # of an environment, as provenance.Hardware has them
 Config = Mapping[str, object]  # as config.json has it: sections of fields
 Value = TypeVar('Value', str, int, float)
 
@@ -72,6 +76,7 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
     events, scores = load_events(workdir / EVENTS), read_scores(workdir / EVALUATIONS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     intervals, within = lane_intervals(events), window(events)
+    environment = _read_environment(workdir)
     return RunFacts(
         config=CONFIG,
         seed=_field(workdir, config, 'run.seed', int),
@@ -88,7 +93,18 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
         compilations=_total(metrics, names.COMPILATIONS),
         compilation_budget=_field(workdir, config, 'run.compilation_budget', int),
         alone_seconds=alone_seconds(intervals, within, len(metrics)) if metrics else {},
+        git_commit=environment['commit'] if environment else None,
+        versions=environment['versions'] if environment else {},
+        hardware={name: environment[name] for name in _HARDWARE} if environment else {},
+        cores=environment['cores'] if environment else 1,
     )
+
+
+def _read_environment(workdir: pathlib.Path) -> Environment | None:
+    """That of the last start, which the run writes before it compiles; None for a run that was killed before."""
+    path = workdir / STARTS
+    starts = read_starts(path.read_bytes(), str(path)) if path.exists() else []
+    return starts[-1]['environment'] if starts else None
 
 
 def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
@@ -116,8 +132,9 @@ def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
 def _missing(workdir: pathlib.Path, config: Config, scores: Mapping[str, EvaluationScores]) -> tuple[str, ...]:
     """What the report of an unfinished asynchronous run lacks."""
     wanted = _field(workdir, config, 'evaluation.problems', int) > 0
-    places = {'before': 'held-out scores before training', 'after': 'held-out scores after training'}
-    unscored = [text for phase, text in places.items() if wanted and phase not in scores]
+    unscored = [
+        f'{HELD_OUT_SCORES} {phase} training' for phase in ('before', 'after') if wanted and phase not in scores
+    ]
     return (*unscored, 'memory', 'lag of the event loop', 'processor time', 'hash of the weights')
 
 
