@@ -132,7 +132,7 @@ def run() -> None:
     """Entry point of the console script."""
     end = ProcessEnd()
     with Interrupts() as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir')
+        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
         sys.exit(end.note(code))
 
 

@@ -177,7 +177,9 @@ def run() -> None:
     """Entry point of the console script."""
     end = ProcessEnd()
     with Interrupts(again='the same command goes on') as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir of the sweep')
+        code = end_command(
+            lambda: main(sys.argv, interrupts), doing='writing to the workdir of the sweep', again=interrupts.again
+        )
         sys.exit(end.note(code))
 
 

@@ -44,11 +44,12 @@ class ProcessEnd:
             os._exit(self._code)
 
 
-def end_command(command: Callable[[], int], doing: str) -> int:
+def end_command(command: Callable[[], int], doing: str, again: str = '') -> int:
     """The exit code of `command`, or of the exception that it raises; see errors.ExitCode.
 
     Args:
       doing: what the command does to a disk, for errors that carry no file name: 'writing to runs/tiny'.
+      again: how to go on after Ctrl-C, in words; '' for a command that has nothing to go on with.
     """
     try:
         return command()
@@ -56,7 +57,7 @@ def end_command(command: Callable[[], int], doing: str) -> int:
         _print_error(str(error))
         return ExitCode.STOPPED if isinstance(error, LostPeerError) else ExitCode.USER_ERROR
     except KeyboardInterrupt:
-        _print_error('stopped; the same command with --resume goes on')
+        _print_error(f'stopped; {again}' if again else 'stopped')
         return ExitCode.STOPPED
     except BrokenPipeError:  # the reader of our output has closed the pipe
         return ExitCode.STOPPED

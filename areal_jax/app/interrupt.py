@@ -76,7 +76,7 @@ class Interrupts:
     ends_process = True
 
     def __init__(self, again: str = 'the same command with --resume goes on') -> None:
-        self._again = again
+        self.again = again
         self._request: Request | None = None
         self._then = ''
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class Interrupts:
                 _say(f'{number.name}: {self._then}; once more to quit at once')
                 request(number)
                 return
-        _say(f'{number.name}: stopped at once; {self._again}')
+        _say(f'{number.name}: stopped at once; {self.again}')
         os._exit(ExitCode.STOPPED)
 
 

@@ -264,8 +264,9 @@ class LoopRun(LoopParts):
             await self._await_engines(self._servers)
         if self.version_at_start == 0:
             await self._evaluate('before')
-            if not self.controller.stop_requested.is_set():
-                await self._finish_compiling()
+            if self.controller.stop_requested.is_set():
+                return False  # nothing is trained: --resume begins at update 0 without a checkpoint too
+            await self._finish_compiling()
         elif self.beside:
             finished = [row.version for row in self._scores.curve]
             self.beside.resume(self._newest, self._evaluated_at_start, finished)

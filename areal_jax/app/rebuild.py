@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 from areal_jax import files
 from areal_jax.app.alone import alone_seconds
 from areal_jax.app.environment import Environment
+from areal_jax.app.provenance import Hardware
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.starts import FILE as STARTS
 from areal_jax.app.starts import read_starts
@@ -28,7 +29,6 @@ from areal_jax.telemetry.facts import EVALUATIONS, HELD_OUT_SCORES, EvaluationSc
 from areal_jax.telemetry.values import Line, number
 
 _CHECKPOINTS = 'checkpoints'  # as in workdir.py, which imports jax
-_HARDWARE = ('cores', 'machine', 'devices')  # of an environment, as provenance.Hardware has them
 Config = Mapping[str, object]  # as config.json has it: sections of fields
 Value = TypeVar('Value', str, int, float)
 
@@ -95,9 +95,13 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
         alone_seconds=alone_seconds(intervals, within, len(metrics)) if metrics else {},
         git_commit=environment['commit'] if environment else None,
         versions=environment['versions'] if environment else {},
-        hardware={name: environment[name] for name in _HARDWARE} if environment else {},
+        hardware={**_describe_hardware(environment)} if environment else {},
         cores=environment['cores'] if environment else 1,
     )
+
+
+def _describe_hardware(environment: Environment) -> Hardware:
+    return {'cores': environment['cores'], 'machine': environment['machine'], 'devices': environment['devices']}
 
 
 def _read_environment(workdir: pathlib.Path) -> Environment | None:

@@ -328,6 +328,7 @@ def test_a_run_stopped_in_its_first_evaluation_waits_for_no_program(tmp_path, mo
     released.set()
     stopped.learner.close()
     assert len(begun) == 1
+    assert not list((tmp_path / 'checkpoints').glob('step_*'))  # nothing was trained
     resumed = SmallRun(tmp_path, resume=True, **fields).train()
     assert resumed.report['accuracy']['greedy']['after']['n'] == 4
 
