@@ -5,6 +5,7 @@ Used by every module that reads or writes a file of a run.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -26,6 +27,7 @@ _NEWLINE = b'\n'
 MOST_BYTES = 256 << 20  # of a JSON file: more than any that a run writes or a checkpoint has
 _PART_BYTES = 1 << 20
 _READ_S = 60.0  # for one file
+_LOCK_TRIES, _LOCK_PAUSE_S = 4, 0.05
 
 
 class FileError(UserError, ValueError):
@@ -205,7 +207,7 @@ class DirectoryLock:
             raise UserError(f'{directory} is a file: choose another directory') from None
         self._file: IO[str] = (directory / LOCK).open('a+', encoding='utf-8')
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._file)
         except BlockingIOError:
             holder = _read_holder(self._file)
             self._file.close()
@@ -226,6 +228,15 @@ class DirectoryLock:
     def release(self) -> None:
         """Lets others in; nothing the second time."""
         self._file.close()
+
+
+def _lock(file: IO[str]) -> None:
+    """Raises BlockingIOError where another process keeps the lock; `find_holder` has it for an instant only."""
+    for _ in range(_LOCK_TRIES - 1):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_LOCK_PAUSE_S)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def find_holder(directory: pathlib.Path) -> str | None:

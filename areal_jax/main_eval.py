@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.ending import RESUME, ProcessEnd, end_command
+from areal_jax.app.ending import ProcessEnd, end_command
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.commands.command import EXITS, Command, Example
 from areal_jax.commands.help import answer
@@ -132,7 +132,7 @@ def run() -> None:
     """Entry point of the console script."""
     end = ProcessEnd()
     with Interrupts() as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=RESUME)
+        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
         sys.exit(end.note(code))
 
 

@@ -171,9 +171,7 @@ def run() -> None:
     """Entry point of the console script."""
     end = ProcessEnd()
     with Interrupts('the same role goes on') as interrupts:
-        code = end_command(
-            lambda: main(sys.argv, interrupts), doing='writing to the workdir', again='the same role goes on'
-        )
+        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
         sys.exit(end.note(code))
 
 

@@ -137,8 +137,8 @@ COMMAND = Command(
 def run() -> None:
     """Entry point of the console script."""
     end = ProcessEnd()
-    with Interrupts() as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='serving')
+    with Interrupts(again='the same command serves again') as interrupts:
+        code = end_command(lambda: main(sys.argv, interrupts), doing='serving', again=interrupts.again)
         sys.exit(end.note(code))
 
 

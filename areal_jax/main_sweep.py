@@ -178,9 +178,7 @@ def run() -> None:
     end = ProcessEnd()
     with Interrupts(again='the same command goes on') as interrupts:
         code = end_command(
-            lambda: main(sys.argv, interrupts),
-            doing='writing to the workdir of the sweep',
-            again='the same command goes on',
+            lambda: main(sys.argv, interrupts), doing='writing to the workdir of the sweep', again=interrupts.again
         )
         sys.exit(end.note(code))
 

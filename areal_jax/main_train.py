@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.ending import RESUME, ProcessEnd, end_command, judge_training
+from areal_jax.app.ending import ProcessEnd, end_command, judge_training
 from areal_jax.app.interrupt import Interrupts
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example
 from areal_jax.commands.help import answer
@@ -56,10 +56,16 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     )
     report = session.train()
     if report is None:
-        print(f'stopped; the same command with --resume goes on from {workdir}/checkpoints')
+        print(_describe_stop(workdir))
         return ExitCode.STOPPED
     print((workdir / 'report.md').read_text())
     return judge_training(report)
+
+
+def _describe_stop(workdir: pathlib.Path) -> str:
+    if any((workdir / 'checkpoints').glob('step_*')):
+        return f'stopped; the same command with --resume goes on from {workdir}/checkpoints'
+    return 'stopped before the first update; the same command with --resume starts again'
 
 
 def _define_flags() -> flags.FlagValues:
@@ -98,7 +104,7 @@ def run() -> None:
     """Entry point of the console script."""
     end = ProcessEnd()
     with Interrupts() as interrupts:
-        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=RESUME)
+        code = end_command(lambda: main(sys.argv, interrupts), doing='writing to the workdir', again=interrupts.again)
         sys.exit(end.note(code))
 
 

@@ -14,7 +14,7 @@ ENDINGS = {
     'full disk': (OSError(errno.ENOSPC, 'No space left on device', 'x/m.jsonl'), 2, 'x/m.jsonl: the disk is full'),
     'device memory': (RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nx'), 2, 'allocating 9'),
     'host memory': (MemoryError(), 2, 'error: out of memory (no memory is left): lower learner.rows_per_microbatch'),
-    'ctrl-c': (KeyboardInterrupt(), 75, 'error: stopped'),
+    'ctrl-c': (KeyboardInterrupt(), 75, 'error: stopped\n'),
     'bug': (RuntimeError('injected'), 1, 'Traceback'),
     'ValueError of a library': (ValueError('shapes do not match'), 1, 'Traceback'),
     'missing file': (FileNotFoundError(errno.ENOENT, 'No such file', 'x'), 1, 'Traceback'),
@@ -32,6 +32,15 @@ def test_every_exception_has_its_ending(case, capsys):
     shown = capsys.readouterr().err
     assert text in shown
     assert ('Traceback' in shown) == (code == 1)
+
+
+def test_ctrl_c_tells_how_to_go_on_only_where_the_command_can(capsys):
+    def command():
+        raise KeyboardInterrupt
+
+    end_command(command, doing='')
+    end_command(command, doing='', again='the same command with --resume goes on')
+    assert capsys.readouterr().err == ('error: stopped\nerror: stopped; the same command with --resume goes on\n')
 
 
 def test_a_command_that_returns_keeps_its_exit_code():

@@ -8,6 +8,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -128,3 +129,15 @@ def test_pipes_and_files_without_an_end_are_not_read(tmp_path, at_once, monkeypa
     monkeypatch.setattr(files, '_READ_S', -1.0)
     with pytest.raises(files.FileError, match='was not read within -1 s'):
         files.read_regular(tmp_path / 'large')
+
+
+def test_a_look_at_a_workdir_keeps_no_run_from_using_it(tmp_path):
+    """A look has the lock for an instant: whoever wants the directory tries again."""
+    files.DirectoryLock(tmp_path).release()
+    with (tmp_path / files.LOCK).open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.07, fcntl.flock, [looking, fcntl.LOCK_UN]).start()
+        files.DirectoryLock(tmp_path).release()
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        with pytest.raises(UserError, match='is in use by'):
+            files.DirectoryLock(tmp_path)

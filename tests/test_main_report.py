@@ -78,9 +78,29 @@ def test_a_small_run_that_was_killed_and_then_finished(tmp_path: pathlib.Path):
     assert unfinished['versions']['jax'] == jax.__version__
     assert 'not recorded, weights' not in (tmp_path / 'report.md').read_text()
     assert 'it ended with an error. --resume goes on from its checkpoint of update 2.' in unfinished['warnings'][0]
+    page = (tmp_path / 'report.md').read_text()
+    assert 'held-out accuracy before training' in page
+    assert 'has not made yet' in page
     finished = SmallRun(tmp_path, resume=True, **fields).train().report
     assert (finished['finished'], finished['steps'], finished['attempts']) == (True, 4, 2)
+    # what the run writes at its start is known in the report of one that has not finished
+    for name in ('cores', 'machine'):
+        assert unfinished['hardware'][name] == finished['hardware'][name]
+    assert len(unfinished['hardware']['devices']) == len(finished['hardware']['devices'])
+    assert (unfinished['versions'], unfinished['git_commit']) == (finished['versions'], finished['git_commit'])
     assert rebuild(tmp_path, '--no-plots') == finished
+
+
+def test_an_evaluation_that_is_still_to_come_is_not_called_unwanted(tmp_path: pathlib.Path):
+    write_run(tmp_path)
+    rebuild(tmp_path)
+    page = (tmp_path / 'report.html').read_text()
+    assert 'No evaluation before or after training has finished yet.' in page
+    assert 'The run was not evaluated' not in page
+    assert 'No evaluation on held-out problems has finished yet' in (tmp_path / 'report.md').read_text()
+    write_run(tmp_path, evaluation__problems=0)
+    rebuild(tmp_path)
+    assert 'The run was not evaluated' in (tmp_path / 'report.html').read_text()
 
 
 def test_a_small_run_that_was_stopped(tmp_path: pathlib.Path):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
+from areal_jax.app.ending import RESUME
 from areal_jax.errors import ExitCode
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -75,8 +76,8 @@ class Interrupts:
 
     ends_process = True
 
-    def __init__(self, again: str = 'the same command with --resume goes on') -> None:
-        self._again = again
+    def __init__(self, again: str = RESUME) -> None:
+        self.again = again
         self._request: Request | None = None
         self._then = ''
         self._lock = threading.Lock()
@@ -127,7 +128,7 @@ class Interrupts:
                 _say(f'{number.name}: {self._then}; once more to quit at once')
                 request(number)
                 return
-        _say(f'{number.name}: stopped at once; {self._again}')
+        _say(f'{number.name}: stopped at once; {self.again}')
         os._exit(ExitCode.STOPPED)
 
 

@@ -263,8 +263,9 @@ class LoopRun(LoopParts):
             self._servers.start(self.supervisor)
             await self._await_engines(self._servers)
         if self.version_at_start == 0:
-            if await self._evaluate('before'):
-                await self._finish_compiling()  # not for a run that was told to stop meanwhile
+            if not await self._evaluate('before') or self.controller.stop_requested.is_set():
+                return False  # nothing is trained: --resume begins at update 0 without a checkpoint too
+            await self._finish_compiling()
         elif self.beside:
             finished = [row.version for row in self._scores.curve]
             self.beside.resume(self._newest, self._evaluated_at_start, finished)
@@ -275,10 +276,9 @@ class LoopRun(LoopParts):
         if self.beside and not await self.beside.finish(self.controller.stop_requested):
             await self.controller.save_for_good()
             return False
-        if await self._evaluate('after'):
-            return True
-        await self.controller.save_for_good()  # --resume repeats the evaluation
-        return False
+        if not (is_evaluated := await self._evaluate('after')):
+            await self.controller.save_for_good()  # --resume repeats the evaluation
+        return is_evaluated
 
     async def _await_engines(self, servers: Servers) -> None:
         """Nothing is generated before all of them hold the first weights, or run.stall_timeout_s has passed.

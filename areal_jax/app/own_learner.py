@@ -69,7 +69,8 @@ class OwnLearner(Run):
         self._start.begin('building the learner')
         # processes that compile a program for all of them do so at the same time, at a command
         ahead = self._finished is None and parse_learner(self.config.cluster.learner).processes == 1
-        learner = self._own(build_learner(self.config, model, compile_ahead=ahead))
+        learner = build_learner(self.config, model, compile_ahead=ahead)
+        self._parts.callback(learner.close, wait=not self._ends_process())
         if not self._trains_later():
             learner.begin_compiling()
         print_passed_over('learner.attention', learner.passed_over)

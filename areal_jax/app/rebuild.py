@@ -23,7 +23,7 @@ from areal_jax.report.window import window
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
-from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, read_scores
+from areal_jax.telemetry.facts import EVALUATIONS, HELD_OUT_SCORES, EvaluationScores, RunFacts, read_scores
 from areal_jax.telemetry.values import Line, number
 
 _CHECKPOINTS = 'checkpoints'  # as in workdir.py, which imports jax
@@ -74,6 +74,7 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
     events, scores = load_events(workdir / EVENTS), read_scores(workdir / EVALUATIONS)
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     intervals, within = lane_intervals(events), window(events)
+    origin = _origin(workdir)
     return RunFacts(
         config=CONFIG,
         seed=_field(workdir, config, 'run.seed', int),
@@ -90,7 +91,8 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
         compilations=_total(metrics, names.COMPILATIONS),
         compilation_budget=_field(workdir, config, 'run.compilation_budget', int),
         alone_seconds=alone_seconds(intervals, within, len(metrics)) if metrics else {},
-        **_origin(workdir),
+        cores=cast(int, origin['hardware'].get('cores', 1)),
+        **origin,
     )
 
 
@@ -139,8 +141,9 @@ def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
 def _missing(workdir: pathlib.Path, config: Config, scores: Mapping[str, EvaluationScores]) -> tuple[str, ...]:
     """What the report of an unfinished asynchronous run lacks."""
     wanted = _field(workdir, config, 'evaluation.problems', int) > 0
-    places = {'before': 'held-out scores before training', 'after': 'held-out scores after training'}
-    unscored = [text for phase, text in places.items() if wanted and phase not in scores]
+    unscored = [
+        f'{HELD_OUT_SCORES} {phase} training' for phase in ('before', 'after') if wanted and phase not in scores
+    ]
     return (*unscored, 'memory', 'lag of the event loop', 'processor time', 'hash of the weights')
 
 

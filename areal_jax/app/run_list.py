@@ -1,6 +1,6 @@
 """The runs below a directory, each as its files tell: state, updates, scores, config. Imports no jax.
 
-Only ends of long files are read, so that a thousand workdirs take seconds. Used by main_runs.py; run_table.py renders.
+Only ends of long files are read, so that a thousand workdirs take seconds.
 """
 
 from __future__ import annotations

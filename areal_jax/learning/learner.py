@@ -302,11 +302,14 @@ class SpmdLearner:
         """Raises NonFiniteError for NaN or infinity in weights or optimizer state, see finiteness.require_finite."""
         require_finite(self.state.weights_and_optimizer, self._mesh, what, fix)
 
-    def close(self) -> None:
-        """Ends the thread that compiles ahead, with the program under way; `CommandLeader` releases the followers."""
+    def close(self, wait: bool = True) -> None:
+        """Ends the thread that compiles ahead, with the program under way; `CommandLeader` releases the followers.
+
+        Without `wait` it returns at once. XLA cannot be interrupted, and a process that ends needs no more programs.
+        """
         self._closing = True
         self._may_compile.set()
-        if self._ahead is not None:
+        if self._ahead is not None and wait:
             self._ahead.join()
 
     def _define_programs(self, trained: Params, frozen: Params, optimizer: Optimizer) -> Programs:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, cast
 
 from areal_jax.report.contents import Interval, Report
 from areal_jax.report.parts import Table, format_interval
+from areal_jax.telemetry.facts import HELD_OUT_SCORES
 from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_number, format_percent
 
 Tone: TypeAlias = Literal['good', 'fair', 'bad', 'unknown']
@@ -75,12 +76,25 @@ def _gain(report: Report) -> Tile:
         value, unit = _mean(score), f'held-out accuracy of version {row["version"]}'
         details.insert(0, f'95% interval {format_interval(score, mean=False)}')
         reading = 'The gain needs an evaluation before and one after training.'
+    elif accuracy and (before := accuracy['sampled']['before'] or accuracy['greedy']['before']):
+        value, unit = _mean(before), 'held-out accuracy before training'
+        details.insert(0, f'95% interval {format_interval(before, mean=False)}')
+        reading = 'The gain needs an evaluation after training, which this run has not made yet.'
     else:
         reward = report['reward']
         value, unit = format_number(reward['last']), 'reward of the last batch'
         details.insert(0, f'first batch {format_number(reward["first"])}')
-        reading = 'No gain on held-out problems was measured; the reward is that of the problems trained on.'
+        reading = (
+            'No evaluation on held-out problems has finished yet; the reward is that of the problems trained on.'
+            if lacks_evaluation(report)
+            else 'No gain on held-out problems was measured; the reward is that of the problems trained on.'
+        )
     return Tile('gain', 'Did it learn?', value, unit, tuple(details), reading, tone, 'learning')
+
+
+def lacks_evaluation(report: Report) -> bool:
+    """Whether the run has not finished and an evaluation that its config asks for is still to come."""
+    return any(text.startswith(HELD_OUT_SCORES) for text in report['missing'])
 
 
 def _read_gain(gain: Interval) -> tuple[str, Tone]:

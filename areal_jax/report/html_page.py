@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from areal_jax.report import figures
 from areal_jax.report.censoring import describe_censoring
-from areal_jax.report.headline import describe_state, tell_headline
+from areal_jax.report.headline import describe_state, lacks_evaluation, tell_headline
 from areal_jax.report.metric_curves import (
     AGREEMENT,
     CURVES,
@@ -66,6 +66,8 @@ def _learning(run: Run, parts: Parts) -> Iterator[Block]:
     if parts.accuracy:
         yield parts.accuracy
         yield parts.intervals
+    elif lacks_evaluation(run.report):
+        yield Absent('No evaluation before or after training has finished yet.')
     else:
         yield Absent('The run was not evaluated on held-out problems (evaluation.problems).')
     yield parts.evaluation

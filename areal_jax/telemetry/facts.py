@@ -15,6 +15,7 @@ from areal_jax import files
 FILE = 'facts.json'
 EVALUATIONS = 'evaluations.json'
 DURING = 'during'  # key in it: rows of the evaluations beside training; the others are 'before' and 'after'
+HELD_OUT_SCORES = 'held-out scores'  # with these words RunFacts.missing begins to tell of an evaluation
 
 _FIX = 'restore the file as the run wrote it, or remove it'
 

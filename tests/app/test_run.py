@@ -184,9 +184,9 @@ def freed(monkeypatch):
     def break_end(part, name):
         end = getattr(part, name)
 
-        def broken(self):
+        def broken(self, **settings):
             names.append(part.__name__)
-            end(self)
+            end(self, **settings)
             raise OSError(f'{part.__name__} failed')
 
         monkeypatch.setattr(part, name, broken)

@@ -13,12 +13,14 @@ import pytest
 from areal_jax.app.session import Session
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.programs import AHEAD, CompiledPrograms
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.logprobs import logprob_of
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.types import GenerationRequest, Segment, Trajectory, TrajectoryGroup
 from tests.app.small import SmallRun, equal, small_config
+from tests.app.sweep.toy_sweep import NoSignals
 
 
 @pytest.fixture(scope='module')
@@ -270,24 +272,6 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_and_goes_on_with_it(tmp_p
     assert resumed.train().report['accuracy']['greedy']['after']['n'] == 4
 
 
-def test_a_run_stopped_in_its_first_evaluation_compiles_nothing_that_trains_and_goes_on_with_it(tmp_path, monkeypatch):
-    fields = {'run__clock': 'real', 'evaluation__problems': 4, 'evaluation__samples': 1, 'run__steps': 2}
-    stopped = SmallRun(tmp_path, **fields).session
-    finish, finished = SpmdLearner.finish_compiling, []
-    monkeypatch.setattr(SpmdLearner, 'finish_compiling', lambda learner: (finished.append(1), finish(learner))[1])
-
-    def stop(event):
-        if (event['kind'], event.get('phase'), event.get('mode')) == ('evaluate', 'before', 'start'):
-            stopped.controller.stop_requested.set()
-
-    stopped.log.listeners.append(stop)
-    assert stopped.train() is None
-    assert finished == []
-    resumed = SmallRun(tmp_path, resume=True, **fields).train()
-    assert resumed.report['accuracy']['greedy']['before']['n'] == 4
-    assert finished == [1]
-
-
 def test_an_evaluation_before_training_waits_for_no_program_of_the_learner(tmp_path, monkeypatch):
     """They are compiled beside it, on a thread of their own, and the loop waits for them before the first update."""
     finish, seen, kinds = SpmdLearner.finish_compiling, [], []
@@ -306,6 +290,47 @@ def test_an_evaluation_before_training_waits_for_no_program_of_the_learner(tmp_p
     assert 'decode' in before
     assert 'admit' not in before
     assert run.session.compilations.count == 0
+
+
+class EndsProcess(NoSignals):
+    """As Interrupts, which ends the process with the run."""
+
+    ends_process = True
+
+    def check(self):
+        """Nobody asks to stop."""
+
+
+def test_a_run_stopped_in_its_first_evaluation_waits_for_no_program(tmp_path, monkeypatch):
+    """The thread that compiles ahead is in XLA's compiler until the run has ended, and begins no other program."""
+    compile_program, begun, released = CompiledPrograms.compile, [], threading.Event()
+
+    def compile_slowly(programs, name, *args):
+        if threading.current_thread().name == AHEAD:
+            begun.append(name)
+            released.wait()
+        return compile_program(programs, name, *args)
+
+    monkeypatch.setattr(CompiledPrograms, 'compile', compile_slowly)
+    fields = {'run__clock': 'real', 'evaluation__problems': 4, 'run__steps': 1}
+    stopped = Session(small_config(**fields), tmp_path, interrupts=EndsProcess())
+
+    def stop(event):
+        if event['kind'] == 'decode':
+            stopped.controller.stop_requested.set()
+
+    stopped.log.listeners.append(stop)
+    deadline = threading.Timer(20.0, released.set)
+    deadline.start()
+    assert stopped.train() is None
+    assert not released.is_set()
+    deadline.cancel()
+    released.set()
+    stopped.learner.close()
+    assert len(begun) == 1
+    assert not list((tmp_path / 'checkpoints').glob('step_*'))  # nothing was trained
+    resumed = SmallRun(tmp_path, resume=True, **fields).train()
+    assert resumed.report['accuracy']['greedy']['after']['n'] == 4
 
 
 def test_compiled_programs_are_kept_in_the_cache_that_the_config_names(tmp_path):
