@@ -14,7 +14,7 @@ SCRIPTS = dict(re.findall(r"'(areal-[\w-]+)=([\w.]+:\w+)'", (ROOT / 'setup.py').
 
 
 def test_every_command_has_a_script():
-    names = ['check-log', 'eval', 'export', 'replay', 'report', 'role', 'serve', 'sweep', 'train']
+    names = ['check-log', 'eval', 'export', 'replay', 'report', 'role', 'runs', 'serve', 'sweep', 'train']
     assert sorted(SCRIPTS) == [f'areal-{name}' for name in names]
     with_run = {path.stem for path in (ROOT / 'areal_jax').glob('main_*.py') if has_run(path)}
     assert {target.removeprefix('areal_jax.').removesuffix(':run') for target in SCRIPTS.values()} == with_run
@@ -45,5 +45,5 @@ def test_an_installation_makes_working_commands(tmp_path):
             [tmp_path / 'venv' / 'bin' / script, '--help'], capture_output=True, text=True, cwd=tmp_path, check=False
         )
         assert done.returncode == 0, done.stderr
-        assert '--workdir' in done.stdout, script
+        assert ('--workdir' if script != 'areal-runs' else 'DIR') in done.stdout, script
         assert 'Traceback' not in done.stderr, script
