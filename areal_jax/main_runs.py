@@ -24,9 +24,7 @@ from areal_jax.errors import ExitCode
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, read, print; returns the exit code."""
     parser = argparse.ArgumentParser(prog='areal_jax.main_runs', description=__doc__.splitlines()[0])
-    parser.add_argument(
-        'directory', metavar='DIR', help='a directory with workdirs in it, at any depth, or a --workdir'
-    )
+    parser.add_argument('directory', metavar='DIR', help='a directory with workdirs in it, at any depth, or one')
     parser.add_argument(
         'filters', nargs='*', metavar='FIELD=VALUE', help='only such runs: staleness.eta=4, state=failed, name=tiny*'
     )
@@ -41,12 +39,13 @@ def _list(options: argparse.Namespace) -> int:
     entries = select_runs(list_runs(pathlib.Path(options.directory)), options.filters)
     if options.sort != 'name':
         entries = sorted(entries, key=ORDERS[options.sort])
-    differences = find_differences(entries, dict(flatten(default_config())) if options.all else None)
+    defaults = dict(flatten(default_config()))
+    differences = find_differences(entries, defaults if options.all else None)
     if options.json:
         print(json.dumps(as_json(entries, differences), indent=1))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(render_runs(entries, differences, time.time(), width))
+        print(render_runs(entries, differences, defaults, time.time(), width))
     return ExitCode.FINISHED
 
 

@@ -133,10 +133,8 @@ def _read_training(entry: RunEntry) -> RunEntry:
     entry = dataclasses.replace(entry, kind=kind, planned=planned, updates=updates, reward=line.get('reward/mean'))
     report = files.read_json(path / REPORT) if (path / REPORT).exists() else {}
     if report.get('steps') == planned and report.get('finished', True):
-        wall = report.get('wall_seconds') or entry.wall_seconds
-        return dataclasses.replace(
-            entry, state=FINISHED, wall_seconds=wall, score=_score_of(report) or _last_score(path)
-        )
+        wall, score = report.get('wall_seconds') or entry.wall_seconds, _score_of(report) or _last_score(path)
+        return dataclasses.replace(entry, state=FINISHED, wall_seconds=wall, score=score)
     nll = line.get('loss/nll')
     score = Score('nll', nll) if kind == 'sft' and nll is not None else _last_score(path)
     state, reason = _find_end(entry)

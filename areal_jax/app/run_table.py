@@ -13,6 +13,7 @@ from areal_jax.telemetry.numerals import format_bytes, format_duration, format_n
 
 _HEAD = ('run', 'state', 'update', 'started', 'active', 'wall', 'score', 'reward', 'size', 'config')
 _NOT_SHOWN = ('telemetry.',)  # differences that change no number
+_MOST_SHOWN = 8  # differing fields, of which a line shows all; of more it leaves out values that are the default
 _LEAST_LAST = 20  # characters of the last column, however narrow the terminal
 Differences = Mapping[str, Mapping[str, object]]  # by name of the run: field -> value
 
@@ -60,14 +61,22 @@ def find_differences(entries: Sequence[RunEntry], defaults: Mapping[str, object]
     return found
 
 
-def render_runs(entries: Sequence[RunEntry], differences: Differences, now: float, width: int | None) -> str:
+def render_runs(
+    entries: Sequence[RunEntry],
+    differences: Differences,
+    defaults: Mapping[str, object],
+    now: float,
+    width: int | None,
+) -> str:
     """A line for each run, those of a sweep under its name.
 
     Args:
+      defaults: of the config; they shorten the lines of runs that have little in common.
       now: seconds since 1970.
       width: of the terminal, at which the last column is cut; None = it is not.
     """
-    rows = [_row(entry, differences.get(entry.name, {}), now) for entry in entries]
+    shown = _shorten(differences, defaults)
+    rows = [_row(entry, shown.get(entry.name, {}), now) for entry in entries]
     used = [index for index in range(len(_HEAD)) if any(row[index] for row in rows) or index < 2]
     head = [_HEAD[index] for index in used]
     cells = [[row[index] for index in used] for row in rows]
@@ -94,6 +103,16 @@ def as_json(entries: Sequence[RunEntry], differences: Differences) -> list[dict[
         }
         for entry in entries
     ]  # fmt: skip
+
+
+def _shorten(differences: Differences, defaults: Mapping[str, object]) -> Differences:
+    fields = {field for values in differences.values() for field in values}
+    if len(fields) <= _MOST_SHOWN:
+        return differences
+    return {
+        name: {field: value for field, value in values.items() if repr(value) != repr(defaults.get(field))}
+        for name, values in differences.items()
+    }
 
 
 def _row(entry: RunEntry, differences: Mapping[str, object], now: float) -> tuple[str, ...]:

@@ -16,6 +16,9 @@ NEEDED = {
     'math_verify': (
         {'task.name': 'jsonl', 'task.path': 'x', 'task.answer': 'math'}, r"task\.answer='math' .*'areal_jax\[tasks\]'"
     ),
+    'wandb': ({'telemetry.tracker': 'wandb'}, r"telemetry\.tracker='wandb' .*'areal_jax\[wandb\]', or .*tracker=none"),
+    'mlflow': ({'telemetry.tracker': 'mlflow'}, r"telemetry\.tracker='mlflow' .*'areal_jax\[mlflow\]'"),
+    'trackio': ({'telemetry.tracker': 'trackio'}, r"telemetry\.tracker='trackio' .*'areal_jax\[trackio\]'"),
     'gguf': ({'model.source': 'gguf'}, r"model\.source='gguf' .*'areal_jax\[gguf\]'"),
 }  # fmt: skip
 
