@@ -108,7 +108,8 @@ def _read_entry(path: pathlib.Path, directory: pathlib.Path, defaults: Mapping[s
         return _read_training(entry)
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = str(error).removeprefix(f'{path}/').partition(';')[0]
-        return dataclasses.replace(entry, state=DAMAGED, reason=said or type(error).__name__)
+        reason = f'a file of it lacks {said}' if isinstance(error, KeyError) else said or type(error).__name__
+        return dataclasses.replace(entry, state=DAMAGED, reason=reason)
 
 
 def _measure(entry: RunEntry) -> RunEntry:

@@ -73,7 +73,7 @@ def test_a_finished_run_is_told_whole(kind: str, store: Store, tmp_path: pathlib
 def test_a_killed_run_goes_on_in_the_same_run_without_gap_or_repetition(
     kind: str, store: Store, tmp_path: pathlib.Path
 ):
-    """Killed after update 4, whose rows 3 and 4 the library had not stored; resumed from a checkpoint after update 3."""
+    """Killed after update 4, when rows 3 and 4 were not stored; resumed from a checkpoint after update 3."""
     attempt(kind, tmp_path, range(1, 5))
     store.rows = [(step, row) for step, row in store.rows if step <= 2]
     feed = attempt(kind, tmp_path, range(4, 7), [line(1), line(2), line(3)])
