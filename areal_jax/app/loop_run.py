@@ -19,7 +19,7 @@ from areal_jax.app.ledger_check import find_ledger_fault
 from areal_jax.app.loop_parts import LoopParts, ModelText
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.run import Checkpoint, State
-from areal_jax.app.scores import Scores, evaluation_row
+from areal_jax.app.scores import Scores
 from areal_jax.app.served import Servers
 from areal_jax.app.starts import note_start
 from areal_jax.app.task import build_task, build_verifier
@@ -47,7 +47,6 @@ from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
-from areal_jax.telemetry.values import Line
 from areal_jax.types import PublishedWeights, SamplingParams, Tree
 
 _RETURN_S = 30.0  # for engines to serve again after a restart of the run, which leaves them alone
@@ -312,16 +311,8 @@ class LoopRun(LoopParts):
         self._start.end()
         if scores is None:
             return False
-        self._scores.add(phase, scores)
-        if self._feed and phase == 'before':
-            self._feed.put(0, self._first_scores())
+        self._note_scores(phase, scores)
         return True
-
-    def _first_scores(self) -> Line:
-        return evaluation_row(self._scores.get('before'), 0)
-
-    def _last_scores(self) -> Line:
-        return evaluation_row(self._scores.get('after'), self.config.run.steps)
 
     def _note_published(self, published: PublishedWeights) -> None:
         if self.beside:

@@ -17,7 +17,7 @@ _MOST_SHOWN = 8  # differing fields, of which a line shows all; of more it leave
 _LEAST_LAST = 20  # characters of the last column, however narrow the terminal
 Differences = Mapping[str, Mapping[str, object]]  # by name of the run: field -> value
 
-ORDERS: Mapping[str, Callable[[RunEntry], object]] = {
+ORDERS: Mapping[str, Callable[[RunEntry], str | float]] = {
     'name': lambda entry: entry.name,
     'state': lambda entry: entry.state,
     'update': lambda entry: -entry.updates,

@@ -138,8 +138,7 @@ def build_report(
         'cause_of_gap': limit.cause,
         'warnings': [],
     }
-    report['warnings'] = find_caveats(events, metrics, report, facts)
-    return cast(Report, plain(report))
+    return cast(Report, plain({**report, 'warnings': find_caveats(events, metrics, report, facts)}))
 
 
 def _beside_training(
