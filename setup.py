@@ -105,8 +105,8 @@ setup(
             'areal-replay=areal_jax.main_replay:run',
             'areal-check-log=areal_jax.main_check_log:run',
             'areal-config=areal_jax.main_config:run',
-            'areal-runs=areal_jax.main_runs:run',
             'areal-sweep=areal_jax.main_sweep:run',
+            'areal-runs=areal_jax.main_runs:run',
         ]
     },
 )

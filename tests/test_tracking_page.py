@@ -9,15 +9,18 @@ import types
 
 import pytest
 
+from areal_jax.app.run_list import DAMAGED, FAILED, FINISHED, KILLED, NEVER_BEGAN, RUNNING, STOPPED
+from areal_jax.config.declarations import choices
 from areal_jax.plugins import load_function
 from areal_jax.telemetry.hook import FIELD, MetricsHook
+from areal_jax.telemetry.trackers import TRACKERS
 
 PAGE = pathlib.Path(__file__).parent.parent / 'docs' / 'tracking.md'
 EXAMPLES = re.findall(r'```python\n(.*?)```', PAGE.read_text(), flags=re.DOTALL)
 
 
 class Tracker(types.ModuleType):
-    """A module with wandb's and trackio's `init`, whose result has `log`."""
+    """A module with wandb's `init`, whose result has `log`."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -51,13 +54,24 @@ def test_the_smallest_example_prints(tmp_path: pathlib.Path, capsys: pytest.Capt
     assert capsys.readouterr().out == '1 0.25\n2 0.5\n'
 
 
-@pytest.mark.parametrize(('index', 'name'), [(1, 'wandb'), (2, 'trackio')])
-def test_a_tracker_is_started_once_and_gets_every_row(tmp_path: pathlib.Path, monkeypatch, index: int, name: str):
-    tracker = Tracker(name)
-    monkeypatch.setitem(sys.modules, name, tracker)
-    assert f'import {name}\n' in EXAMPLES[index]
-    assert follow(EXAMPLES[index], tmp_path) == {'calls': 2, 'failed': 0}
+def test_a_tracker_is_started_once_and_gets_every_row(tmp_path: pathlib.Path, monkeypatch):
+    tracker = Tracker('wandb')
+    monkeypatch.setitem(sys.modules, 'wandb', tracker)
+    assert 'import wandb\n' in EXAMPLES[1]
+    assert follow(EXAMPLES[1], tmp_path) == {'calls': 2, 'failed': 0}
     (started,) = tracker.started
     assert started['config'] == {'staleness': {'eta': float('inf')}}
-    assert tmp_path.name in (started.get('id'), started.get('name'))
+    assert started['id'] == tmp_path.name
     assert tracker.logged == [(1, {'reward/mean': 0.25}), (2, {'reward/mean': 0.5})]
+
+
+def test_the_page_names_every_tracker_and_its_variable():
+    for kind, tracker in TRACKERS.items():
+        assert f'| `{kind}` |' in PAGE.read_text()
+        assert tracker.project_variable in PAGE.read_text()
+    assert choices('telemetry.tracker') == ('none', *TRACKERS)
+
+
+def test_the_page_names_every_state_of_a_run():
+    for state in (RUNNING, FINISHED, STOPPED, KILLED, FAILED, NEVER_BEGAN, DAMAGED):
+        assert f'`{state}`' in PAGE.read_text()

@@ -12,11 +12,14 @@ from typing import Any, Protocol, TypedDict
 
 from areal_jax.app.environment import Environment
 from areal_jax.app.run import Checkpoint, Run
+from areal_jax.app.scores import Scores, evaluation_row
 from areal_jax.control.schedule import VersionRing
 from areal_jax.protocols import Channel
 from areal_jax.rollout.pool import Pool
 from areal_jax.tasks.tokenizer import Tokenizer
 from areal_jax.telemetry.devices import DeviceRates
+from areal_jax.telemetry.facts import EvaluationScores
+from areal_jax.telemetry.values import Line
 from areal_jax.types import PublishedWeights, Tree
 
 
@@ -42,6 +45,16 @@ class EngineFacts(TypedDict):
 
 class LoopParts(Run):
     """See Run."""
+
+    _scores: Scores
+
+    def _note_scores(self, phase: str, scores: EvaluationScores) -> None:
+        self._scores.add(phase, scores)
+        if self._feed and phase == 'before':
+            self._feed.put(0, self._scores_of(phase))
+
+    def _scores_of(self, phase: str) -> Line:
+        return evaluation_row(self._scores.get(phase), 0 if phase == 'before' else self.config.run.steps)
 
     @abc.abstractmethod
     def _load_model(self) -> Any:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from areal_jax.app import build
 from areal_jax.app.alone import alone_seconds
@@ -19,7 +19,7 @@ from areal_jax.app.ledger_check import find_ledger_fault
 from areal_jax.app.loop_parts import LoopParts, ModelText
 from areal_jax.app.observer import StepObserver
 from areal_jax.app.run import Checkpoint, State
-from areal_jax.app.scores import Scores, evaluation_row
+from areal_jax.app.scores import Scores
 from areal_jax.app.served import Servers
 from areal_jax.app.starts import note_start
 from areal_jax.app.task import build_task, build_verifier
@@ -47,7 +47,6 @@ from areal_jax.tasks.task import Task
 from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.progress import Progress
-from areal_jax.telemetry.values import Line
 from areal_jax.types import PublishedWeights, SamplingParams, Tree
 
 _RETURN_S = 30.0  # for engines to serve again after a restart of the run, which leaves them alone
@@ -300,21 +299,17 @@ class LoopRun(LoopParts):
             waited_s = self.clock.now() - begun_s
             print(f'warning: {serving} of {wanted} engines serve after {waited_s:.0f} s: the run begins', flush=True)
 
-    async def _evaluate(self, phase: Literal['before', 'after']) -> bool:
+    async def _evaluate(self, phase: str) -> bool:
         """True when the evaluation is done, or none is wanted."""
         if self.evaluator is None:
             return True
         self._start.begin(f'evaluating {self.config.evaluation.problems} problems')
         scores = await self.evaluator.evaluate(phase, self.controller.stop_requested)
         self._start.end()
-        if scores is not None:
-            self._scores.add(phase, scores)
-            if self._feed and phase == 'before':
-                self._feed.put(0, self._score_row(phase))
-        return scores is not None
-
-    def _score_row(self, phase: Literal['before', 'after']) -> Line:
-        return evaluation_row(self._scores.get(phase), 0 if phase == 'before' else self.config.run.steps)
+        if scores is None:
+            return False
+        self._note_scores(phase, scores)
+        return True
 
     def _note_published(self, published: PublishedWeights) -> None:
         if self.beside:

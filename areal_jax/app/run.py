@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar
+from typing import Any, Protocol, Self, TypedDict, TypeVar
 
 import numpy as np
 from ml_collections import config_dict
@@ -249,12 +249,12 @@ class Run(abc.ABC):
         """Tells the tracker that the run finished, with its report, or that it was stopped."""
         if self._feed and report:
             pages = [self.workdir / PAGE, self.workdir / WEB_PAGE]
-            self._feed.finish(self.config.run.steps, self._score_row('after'), headline(report), pages)
+            self._feed.finish(self.config.run.steps, self._scores_of('after'), headline(report), pages)
         elif self._feed:
             self._feed.stop()
 
-    def _score_row(self, phase: Literal['before', 'after']) -> Line:
-        """The evaluation before or after training as a row of metrics; empty without one."""
+    def _scores_of(self, phase: str) -> Line:
+        """The evaluation 'before' or 'after' training as a row of metrics; empty without one."""
         return {}
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ class Run(abc.ABC):
             self._feed = self._own(build_feed(self._tracker, self.config, self.workdir))
         if self._feed and self._finished is None:
             metrics.listeners.append(self._feed.put)
-            before, rows = self._score_row('before'), read_metrics(self.workdir / FILE)
+            before, rows = self._scores_of('before'), read_metrics(self.workdir / FILE)
             self._feed.start([{STEP: 0, **before}, *rows] if before else rows)
         return metrics
 

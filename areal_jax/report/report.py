@@ -135,8 +135,7 @@ def build_report(
         'cause_of_gap': limit.cause,
         'warnings': [],
     }
-    report['warnings'] = find_caveats(events, metrics, report, facts)
-    return cast(Report, plain(report))
+    return cast(Report, plain({**report, 'warnings': find_caveats(events, metrics, report, facts)}))
 
 
 def _flow(metrics: Metrics, training: Sequence[Event], within: Window) -> contents.Flow:

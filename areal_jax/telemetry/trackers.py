@@ -14,7 +14,7 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from areal_jax.config import flatten
@@ -25,6 +25,7 @@ Row = Mapping[str, float]
 Config = Mapping[str, object]  # nested by section
 _FINISH_S = 15.0  # for what wandb has not sent when the run ends; it stays on the disk for `wandb sync`
 _TOKEN_TAG, _GROUP_TAG = 'areal_jax.token', 'areal_jax.group'
+_RENAMED: Mapping[str, str] = {names.TIME: 'time_s'}  # trackio keeps 'time' for itself
 _MOST_PARAMETERS, _MOST_PARAMETER = 100, 6000  # of mlflow: in a request, and characters of a value
 
 
@@ -178,7 +179,7 @@ class TrackioTracker(Tracker):
 
     def log(self, step: int, row: Row) -> None:
         for at, values in _by_version(step, row):
-            self._run.log(dict(values), step=at)
+            self._run.log({_RENAMED.get(name, name): value for name, value in values.items()}, step=at)
 
     def end(self, state: str, summary: Row, pages: Sequence[pathlib.Path]) -> None:
         shown = [page for page in pages if page.suffix == '.md']
@@ -188,7 +189,7 @@ class TrackioTracker(Tracker):
         self._run.finish()
 
 
-TRACKERS: Mapping[str, Callable[[], Tracker]] = {
+TRACKERS: Mapping[str, type[Tracker]] = {
     'wandb': WandbTracker,
     'mlflow': MlflowTracker,
     'trackio': TrackioTracker,

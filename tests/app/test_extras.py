@@ -20,6 +20,9 @@ NEEDED = {
     'aiohttp': (
         {'rollout.server': 'own'}, r"rollout\.server='own' .*\[serve\]', or --config\.rollout\.server='in_process'"
     ),
+    'wandb': ({'telemetry.tracker': 'wandb'}, r"telemetry\.tracker='wandb' .*\[wandb\]', or .*tracker=none"),
+    'mlflow': ({'telemetry.tracker': 'mlflow'}, r"telemetry\.tracker='mlflow' .*\[mlflow\]'"),
+    'trackio': ({'telemetry.tracker': 'trackio'}, r"telemetry\.tracker='trackio' .*\[trackio\]'"),
 }  # fmt: skip
 
 
