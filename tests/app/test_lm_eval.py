@@ -1,9 +1,7 @@
 """lm_eval, unchanged, against a server with SmolLM2: multiple choice and generation as through transformers.
 
-lm_eval brings torch, so it runs in an environment of its own, whose Python AREAL_JAX_LM_EVAL_PYTHON names:
-
-    python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 'lm-eval[api]' transformers accelerate
-    AREAL_JAX_LM_EVAL_PYTHON=VENV/bin/python pytest -m slow tests/app/test_lm_eval.py
+lm_eval brings torch, so it runs in an environment of its own: `bash launch/test_external.sh lm_eval` says which. The
+weights are float32 values; transformers computes in float64, so that what differs is the rounding of the server alone.
 """
 
 import json
@@ -47,9 +45,11 @@ def test_log_likelihoods_are_those_of_transformers(sides, side):
     ours, theirs = (sides[name]['answers']['areal_jax_choices'] for name in (side, 'transformers'))
     pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a, b, strict=True)]
     assert len(pairs) == 21
-    for [[found, is_greedy]], [[expected, expected_greedy]] in pairs:
-        assert float(found) == pytest.approx(float(expected), rel=1e-4)
+    for [[_, is_greedy]], [[_, expected_greedy]] in pairs:
         assert is_greedy == expected_greedy
+    largest = max(abs(float(found) - float(expected)) for [[found, _]], [[expected, _]] in pairs)
+    print(f'{side}: largest difference of {len(pairs)} log-likelihoods {largest:.3g}')
+    assert largest <= 1e-4
 
 
 @pytest.mark.parametrize('side', ['server', 'remote tokenizer'])

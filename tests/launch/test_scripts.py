@@ -36,6 +36,13 @@ def test_an_interpreter_without_vllm_is_refused():
     )
 
 
+def test_an_interpreter_without_lm_eval_is_refused_with_what_to_install():
+    code, said = run('launch/test_external.sh', 'lm_eval', AREAL_JAX_LM_EVAL_PYTHON=sys.executable)
+    assert code == 2
+    assert said.startswith(f'error: AREAL_JAX_LM_EVAL_PYTHON={sys.executable} names no interpreter with lm_eval')
+    assert "pip install torch==2.13.0 'lm-eval[api]' transformers accelerate" in said
+
+
 @pytest.mark.parametrize('arguments', [(), ('tgi',), ('sglang', 'http://127.0.0.1:1')])
 def test_a_command_that_is_none_is_refused(arguments):
     code, said = run('launch/test_external.sh', *arguments)
