@@ -9,6 +9,8 @@
 # Evaluation harnesses, against a server of ours with SmolLM2:
 #   AREAL_JAX_LM_EVAL_PYTHON=PYTHON bash launch/test_external.sh lm_eval
 #                                               an interpreter that has lm-eval, transformers and torch
+# Thousands of requests made of the server's own description of its routes:
+#   AREAL_JAX_SCHEMATHESIS=COMMAND bash launch/test_external.sh schemathesis
 # Further arguments go to pytest. Exit code 2 where the program of others can not run here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -83,7 +85,16 @@ if [ "${1:-}" = lm_eval ]; then
   AREAL_JAX_LM_EVAL_PYTHON=$HARNESS "$PYTHON" -m pytest -s -m slow tests/app/test_lm_eval.py "${@:2}"
   exit
 fi
-[ "${1:-}" = vllm ] || refuse "usage: bash launch/test_external.sh vllm [--record] | sglang URL FOLDER | lm_eval [pytest's arguments]"
+if [ "${1:-}" = schemathesis ]; then
+  FUZZER=${AREAL_JAX_SCHEMATHESIS:-schemathesis}
+  "$FUZZER" --version >/dev/null 2>&1 || refuse "AREAL_JAX_SCHEMATHESIS=${AREAL_JAX_SCHEMATHESIS:-} names no command that runs:\
+ python3 -m venv VENV && VENV/bin/pip install schemathesis; then name VENV/bin/schemathesis"
+  make_environment dev
+  AREAL_JAX_SCHEMATHESIS=$FUZZER "$PYTHON" -m pytest -s -m slow tests/rollout/http/server/test_schemathesis.py "${@:2}"
+  exit
+fi
+[ "${1:-}" = vllm ] ||
+  refuse "usage: bash launch/test_external.sh vllm [--record] | sglang URL FOLDER | lm_eval | schemathesis [pytest's arguments]"
 shift
 find_vllm
 make_environment dev

@@ -93,7 +93,10 @@ HUGE = {
     'cache': ({'rollout__cache_tokens': 2**31 - 1}, r'KV cache [\d.e+]+ GB.*To fit, lower rollout\.cache_tokens or'),
     'prefill': ({'rollout__prefill_buckets': (2**31 - 1,)}, r'prefill [\d.e+]+ GB.*lower rollout\.prefill_buckets'),
     'rows': ({'learner__row_tokens': 2**31 - 1}, r'rows [\d.e+]+ GB.*lower learner\.row_tokens or'),
-    'group': ({'rollout__group_size': 2**31 - 1}, r'answers [\d.e+]+ GB.*lower rollout\.group_size or'),
+    'group': (
+        {'rollout__group_size': 2**31 - 1},
+        r'answers [\d.e+]+ GB.*lower rollout\.group_size, rollout\.max_running_groups',
+    ),
     'ring': (
         {'staleness__schedule': 'fixed(1000000000)', 'run__steps': 2**31 - 1},
         r'publication [\d.e+]+ GB.*lower the longest delay of staleness\.schedule',

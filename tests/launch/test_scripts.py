@@ -43,6 +43,13 @@ def test_an_interpreter_without_lm_eval_is_refused_with_what_to_install():
     assert "pip install torch==2.13.0 'lm-eval[api]' transformers accelerate" in said
 
 
+def test_a_missing_schemathesis_is_refused_with_what_to_install():
+    code, said = run('launch/test_external.sh', 'schemathesis', AREAL_JAX_SCHEMATHESIS='no-such-command')
+    assert code == 2
+    assert said.startswith('error: AREAL_JAX_SCHEMATHESIS=no-such-command names no command that runs')
+    assert 'pip install schemathesis' in said
+
+
 @pytest.mark.parametrize('arguments', [(), ('tgi',), ('sglang', 'http://127.0.0.1:1')])
 def test_a_command_that_is_none_is_refused(arguments):
     code, said = run('launch/test_external.sh', *arguments)

@@ -18,11 +18,18 @@ from areal_jax.rollout.http.wire import chat, completions, control, sglang, vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, name_answers
 from areal_jax.rollout.http.wire.fields import Fields
 from areal_jax.rollout.http.wire.schema import Parser, describe_request, describe_value
+from areal_jax.types import TokenScores
 
 _INFO = ReplyInfo('model', 0, lambda token: f'<{token}>')
 _FUNCTION = {'name': 'add', 'description': 'Adds.', 'parameters': {'type': 'object'}, 'strict': False}
 _TOOLS = [{'type': 'function', 'function': _FUNCTION}]
 _CALL = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
+_FINISHES = (Finish('length'), Finish('stop', 2), Finish('stop', 'end'), Finish('abort', message='Aborted'))
+_TOLD = {
+    'return_token_ids': True, 'return_prompt_token_ids': True, 'return_meta_info': True,
+    'return_sampling_logprobs': True, 'stop_token_ids': [2],
+}  # fmt: skip
+_INFO_ONLY = {'return_meta_info': True}
 _TURNS = [
     {'role': 'system', 'content': [{'type': 'text', 'text': 'Be short.'}]},
     {'role': 'user', 'content': 'Hello'},
@@ -44,6 +51,7 @@ class Operation:
     replies: Sequence[object] = ()
     query: tuple[tuple[str, tuple[str, ...]], ...] = ()  # parameters with their choices
     is_text: bool = False  # the reply is no JSON
+    streams: bool = False  # or server-sent events
 
 
 def list_operations() -> list[Operation]:
@@ -52,9 +60,14 @@ def list_operations() -> list[Operation]:
 
 
 def _generating() -> list[Operation]:
-    def generate(path: str, tag: str, summary: str, dialect: object, *examples: JsonObject) -> Operation:
+    def generate(
+        path: str, tag: str, summary: str, dialect: object, *examples: JsonObject, told: Sequence[JsonObject]
+    ) -> Operation:
+        """`told`: fields that replies depend on, the first with all that a reply can say."""
         parse, render = dialect.parse, dialect.render  # type: ignore[attr-defined]
-        return Operation(path, 'post', tag, summary, parse, examples, [_reply(parse, render, one) for one in examples])
+        bodies = [*examples, *(examples[0] | fields for fields in told)]
+        replies = [_reply(parse, render, body, index) for body in bodies for index in range(len(_FINISHES))]
+        return Operation(path, 'post', tag, summary, parse, examples, replies, streams=True)
 
     ids, limit = [1, 2, 3], {'max_new_tokens': 8}
     return [
@@ -62,29 +75,47 @@ def _generating() -> list[Operation]:
             '/generate', 'SGLang', 'Answers to a prompt, whole or as events of a stream.', sglang,
             {'text': 'Hello', 'sampling_params': limit},
             {'input_ids': ids, 'sampling_params': limit, 'return_logprob': True, 'logprob_start_len': 0},
+            told=[{
+                'sampling_params': limit | {'n': 2}, 'return_logprob': True, 'logprob_start_len': 0,
+                'top_logprobs_num': 1, 'return_text_in_logprobs': True, 'sampling_logprobs_mode': 'selected',
+            }, {'sampling_params': limit | {'n': 2}}],
         ),
         generate(
             '/inference/v1/generate', 'vLLM', 'Tokens in, tokens out.', vllm,
             {'token_ids': ids, 'sampling_params': {'max_tokens': 8, 'logprobs': 1}},
+            told=[{
+                'sampling_params': {'logprobs': 2, 'prompt_logprobs': 1, 'stop_token_ids': [2]},
+                'return_token_ids': True, 'return_sampling_logprobs': True,
+            }, {'sampling_params': {'logprobs': 0}}, {'sampling_params': {}}],
         ),
         generate(
             '/v1/completions', 'OpenAI', 'Continuations of a prompt, or the log-probs of its tokens.', completions,
             {'prompt': 'Hello', 'max_tokens': 8}, {'prompt': ids, 'echo': True, 'max_tokens': 0, 'logprobs': 1},
+            told=[{'logprobs': 1, 'prompt_logprobs': 1, **_TOLD}, {'logprobs': 0}, _INFO_ONLY],
         ),
         generate(
             '/v1/chat/completions', 'OpenAI', 'The next turn of a conversation.', chat,
             {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 8},
             {'messages': _TURNS, 'tools': _TOOLS, 'stream_options': {}}, {'input_ids': ids},
+            told=[{'logprobs': True, 'top_logprobs': 1, 'prompt_logprobs': 1, **_TOLD}, {'logprobs': True}, _INFO_ONLY],
         ),
     ]  # fmt: skip
 
 
-def _reply(parse: Callable[[object], Call], render: Callable[..., object], example: JsonObject) -> object:
-    """What a server would answer, with one token."""
-    call = name_answers(parse(example), 'request')
-    piece = Piece(np.array([5], np.int32), np.array([-0.5], np.float32), '0', None, 'a')
-    prompt = np.array([1, 2, 3], np.int32)
-    answers = [Answer(name, prompt, i, [piece], Finish('length'), '0') for i, name in enumerate(call.request_ids)]
+def _reply(parse: Callable[[object], Call], render: Callable[..., object], body: JsonObject, index: int) -> object:
+    """What a server would answer, with one token; some replies have scores of prompts, some have none."""
+    call = name_answers(parse(body), 'request')
+    prompt, token, number = np.array([1, 2, 3], np.int32), 5 + index, np.array([-0.5], np.float32)
+    scores = TokenScores(number, np.array([[token]], np.int32), number[:, None])
+    of_prompt = TokenScores(*(np.repeat(one, len(prompt) - 1, axis=0) for one in dataclasses.astuple(scores)))
+    piece = Piece(np.array([token], np.int32), number, '0', number, 'a')
+    answers = [
+        Answer(
+            name, prompt, i, [piece], _FINISHES[index], '0', prompt_scores=of_prompt if index else None,
+            alternatives=scores if index else None, scored_version='0' if index else '', prompt_text='abc',
+        )
+        for i, name in enumerate(call.request_ids)
+    ]  # fmt: skip
     return json.loads(json.dumps(render(call, answers, _INFO)))
 
 
@@ -151,11 +182,15 @@ def _telling() -> list[Operation]:
             '/tokenize', 'post', 'Tokenizer', 'Ids of a text, of texts, or of a conversation.',
             lambda body: read_tokenize(Fields(body)),
             ({'prompt': 'Hello'}, {'prompt': ['Hello']}, {'messages': _TURNS, 'tools': _TOOLS}),
-            [{'count': 1, 'max_model_len': 1, 'tokens': [1], 'token_strs': None}],
+            [
+                {'count': 1, 'max_model_len': 1, 'tokens': [1], 'token_strs': None},
+                {'count': [1], 'max_model_len': 1, 'tokens': [[1]], 'token_strs': ['a']},
+                {'count': [1], 'max_model_len': 1, 'tokens': [[1]], 'token_strs': [['a']]},
+            ],
         ),
         Operation(
             '/detokenize', 'post', 'Tokenizer', 'The text of ids.', lambda body: read_detokenize(Fields(body)),
-            ({'tokens': [1]},), [{'prompt': '', 'text': ''}],
+            ({'tokens': [1]},), [{'prompt': '', 'text': ''}, {'prompt': [''], 'text': ['']}],
         ),
         get('/tokenizer_info', 'Tokenizer', 'Special tokens by role.', {}),
         get('/v1/models', 'OpenAI', 'The served model.', {'object': 'list', 'data': [model]}),
@@ -190,13 +225,15 @@ def describe_server() -> JsonObject:
 
 
 def _describe(operation: Operation) -> JsonObject:
-    content = 'text/plain' if operation.is_text else 'application/json'
-    schema = {} if operation.is_text else describe_value(*operation.replies)
+    done: JsonObject = {'description': 'Done.'}
+    if not operation.is_text and operation.replies != [None]:
+        done['content'] = {'application/json': {'schema': describe_value(*operation.replies)}}
+        done['content'] |= {'text/event-stream': {}} if operation.streams else {}
     error = {'description': 'Refused, with a sentence that says why.', 'content': {'application/json': {'schema': {}}}}
     found: JsonObject = {
         'tags': [operation.tag],
         'summary': operation.summary,
-        'responses': {'200': {'description': 'Done.', 'content': {content: {'schema': schema}}}, 'default': error},
+        'responses': {'200': done, 'default': error},
     }
     names = ['name'] if '{name}' in operation.path else []
     parameters = [{'name': name, 'in': 'path', 'required': True, 'schema': {'type': 'string'}} for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from areal_jax.errors import UserError
@@ -11,6 +12,7 @@ from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, TOKEN_ID, Notes, Wa
 from areal_jax.types import MOST_ALTERNATIVES
 
 Parser = Callable[[object], object]
+_TOKEN = re.compile(r'<?\d+>?')
 _IDS: JsonObject = {'type': 'array', 'items': TOKEN_ID, 'minItems': 1}
 _MAYBE_IDS: JsonObject = {'type': 'array', 'items': TOKEN_ID}
 _TEXT: JsonObject = {'type': 'string', 'minLength': 1}
@@ -122,11 +124,17 @@ def _accepts(parse: Parser, body: JsonObject) -> bool:
 
 
 def describe_value(*values: object) -> JsonObject:
-    """The schema that these replies have in common: fields are required where all of them have one."""
+    """The schema that these replies have in common: fields are required where all of them have one.
+
+    Objects whose keys are ids of tokens, 5 or <5>, may have any key.
+    """
     objects = [value for value in values if isinstance(value, dict)]
     lists = [value for value in values if isinstance(value, list)]
     found: list[JsonObject] = []
-    if objects:
+    if any(objects) and all(_TOKEN.fullmatch(name) for one in objects for name in one):
+        parts = [part for one in objects for part in one.values()]
+        found.append({'type': 'object', 'additionalProperties': describe_value(*parts)})
+    elif objects:
         names = list(dict.fromkeys(name for one in objects for name in one))
         properties = {name: describe_value(*(one[name] for one in objects if name in one)) for name in names}
         required = [name for name in names if all(name in one for one in objects)]

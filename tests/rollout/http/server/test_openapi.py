@@ -43,6 +43,28 @@ def test_the_page_has_every_route_and_no_other(server):
     assert listed == {(one.method, one.path.replace(':.+', '')) for routes in served for one in routes}
 
 
+TOLD = {'return_meta_info': True, 'return_token_ids': True, 'return_prompt_token_ids': True}
+ASKED = [
+    ('/generate', {'input_ids': [1, 2], 'sampling_params': {'max_new_tokens': 2, 'n': 2}}),
+    ('/generate', {'input_ids': [1, 2], 'return_logprob': True, 'sampling_params': {'max_new_tokens': 2}}),
+    ('/inference/v1/generate', {'token_ids': [1, 2], 'sampling_params': {'max_tokens': 2}}),
+    ('/inference/v1/generate', {'token_ids': [1, 2], 'sampling_params': {'max_tokens': 2, 'logprobs': 0}}),
+    *[
+        (path, {name: [1, 2], 'max_tokens': 2, 'prompt_logprobs': 1} | fields)
+        for path, name in (('/v1/completions', 'prompt'), ('/v1/chat/completions', 'input_ids'))
+        for fields in ({}, TOLD, {'logprobs': 1 if name == 'prompt' else True})
+    ],
+]
+
+
+@pytest.mark.parametrize(('path', 'body'), ASKED)
+def test_replies_have_the_form_that_the_page_says(server, path, body):
+    document = describe_server()['paths'][path]['post']['responses']['200']['content']['application/json']
+    status, reply = server.run(lambda client: client.post(path, body))
+    assert status == 200, reply
+    jsonschema.validate(reply, document['schema'])
+
+
 def variants(operation):
     """The examples with a value of every kind in each field, one after the other."""
     for example in operation.examples:
