@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from areal_jax.native import library
+from areal_jax.native.arrays import PANEL_ROWS, host_view, pack_panels
 
 
 class Activations(Protocol):
@@ -129,19 +130,19 @@ class NativeColumns(Columns):
     """
 
     def stored(self, matrix: jax.Array) -> jax.Array:
-        return _panels(matrix.swapaxes(-1, -2))
+        return _panels(matrix, by_rows=False)
 
     def stored_table(self, table: jax.Array) -> jax.Array:
-        return _panels(table)
+        return _panels(table, by_rows=True)
 
     def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         if not is_in_panels(table):
             return super().embed(table, tokens)
-        return table[tokens // _PANEL_ROWS, :, tokens % _PANEL_ROWS].T
+        return table[tokens // PANEL_ROWS, :, tokens % PANEL_ROWS].T
 
     def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
         panels = [matrix for matrix in matrices if is_in_panels(matrix)]
-        shapes = [jax.ShapeDtypeStruct((len(matrix) * _PANEL_ROWS, x.shape[1]), x.dtype) for matrix in panels]
+        shapes = [jax.ShapeDtypeStruct((len(matrix) * PANEL_ROWS, x.shape[1]), x.dtype) for matrix in panels]
         products = iter(jax.ffi.ffi_call(library.MULTIPLY, shapes)(x, *panels) if panels else ())
         return tuple(next(products) if is_in_panels(matrix) else matrix @ x for matrix in matrices)
 
@@ -149,15 +150,19 @@ class NativeColumns(Columns):
         return self.multiply(x, head)[0].T if is_in_panels(head) else super().logits(x, head)
 
 
-_PANEL_ROWS = 8  # of the kernel
+def _panels(matrix: jax.Array, *, by_rows: bool) -> jax.Array:
+    """[..., in, out], or with `by_rows` [..., out, in], as [..., out / 8, in, 8] where this is possible.
 
-
-def _panels(matrix: jax.Array) -> jax.Array:
-    """[..., out, in] -> [..., out / 8, in, 8], where this is possible."""
-    *layers, rows, features = matrix.shape
-    if rows % _PANEL_ROWS or matrix.dtype != jnp.float32:
-        return matrix
-    return matrix.reshape(*layers, rows // _PANEL_ROWS, _PANEL_ROWS, features).swapaxes(-1, -2)
+    Outside jax.jit no program of XLA runs: it would wait for the update of a learner in the same process.
+    """
+    rows = matrix.shape[-2 if by_rows else -1]
+    if rows % PANEL_ROWS or matrix.dtype != jnp.float32:
+        return matrix if by_rows else matrix.swapaxes(-1, -2)
+    if matrix.ndim == 2 and isinstance(matrix, jax.Array) and (view := host_view(matrix)) is not None:
+        return jax.device_put(pack_panels(view, by_rows=by_rows), matrix.sharding)
+    turned = matrix if by_rows else matrix.swapaxes(-1, -2)
+    *layers, _, features = turned.shape
+    return turned.reshape(*layers, rows // PANEL_ROWS, PANEL_ROWS, features).swapaxes(-1, -2)
 
 
 def is_in_panels(matrix: jax.Array) -> bool:

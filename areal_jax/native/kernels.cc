@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "digest.h"
 #include "layer.h"
 #include "products.h"
 #include "ranking.h"
@@ -319,6 +320,20 @@ ffi::Error Rank(ffi::ThreadPool pool, Floats x, Integers wanted, Integers target
 
 }  // namespace
 }  // namespace areal_jax
+
+// Called from Python, with no lock held and on no thread of XLA; `size` is that of a word in bytes.
+extern "C" void areal_jax_digest(const void* words, int64_t count, int64_t size, uint32_t exponent, uint64_t* sums) {
+  switch (size) {
+    case 4: return areal_jax::Digest(static_cast<const uint32_t*>(words), count, exponent, sums);
+    case 2: return areal_jax::Digest(static_cast<const uint16_t*>(words), count, exponent, sums);
+    case 1: return areal_jax::Digest(static_cast<const uint8_t*>(words), count, exponent, sums);
+  }
+}
+
+// A matrix as panels of 8 rows: from [in, out], or [out, in] where `by_rows`, to [out / 8, in, 8].
+extern "C" void areal_jax_panels(const float* matrix, int64_t in, int64_t out, bool by_rows, float* panels) {
+  areal_jax::PackPanels(matrix, in, out, by_rows, panels);
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_attend, areal_jax::AttendRows,
                               ffi::Ffi::Bind()

@@ -34,7 +34,7 @@ class NativeError(Exception):
 
 
 @functools.cache
-def register() -> None:
+def register() -> ctypes.CDLL:
     """Makes the kernels known to XLA under the names above, once a process. Raises NativeError."""
     path = _find_or_compile(_cache_directory())
     try:
@@ -43,6 +43,7 @@ def register() -> None:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform='cpu')
     except (OSError, AttributeError) as error:
         raise NativeError(f'{path} can not be loaded: {error}; delete it') from error
+    return library
 
 
 @functools.cache

@@ -86,7 +86,12 @@ inline void Store(Vector (&sums)[kVectors], int64_t columns, bool add, float* ou
 template <typename Vector, int kVectors, int kPanels>
 inline void MultiplyPanels(const float* w, const float* x, int64_t columns, int64_t in, const Target& target) {
   constexpr int kLanes = sizeof(Vector) / sizeof(float), kWidth = kVectors * kLanes, kRows = kPanels * kPanelRows;
-  Vector sums[kRows][kVectors] = {};
+  Vector sums[kRows][kVectors];
+#pragma GCC unroll 32
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = Vector{};
+  }
   for (int64_t i = 0; i < in; ++i) {
     Vector entries[kVectors];
 #pragma GCC unroll 8
@@ -101,12 +106,23 @@ inline void MultiplyPanels(const float* w, const float* x, int64_t columns, int6
       for (int v = 0; v < kVectors; ++v) sums[r][v] = MultiplyAdd(weight, entries[v], sums[r][v]);
     }
   }
-  if (columns == kWidth && !target.add) {
+  // vector by vector, and through a copy: sums whose address is taken are written to memory after every product
+  const bool is_whole = columns == kWidth && !target.add;
+  Vector copy[kRows][kVectors];
 #pragma GCC unroll 32
-    for (int r = 0; r < kRows; ++r) std::memcpy(target.out + r * target.stride, sums[r], sizeof sums[r]);
-  } else {
-    for (int r = 0; r < kRows; ++r) Store(sums[r], columns, target.add, target.out + r * target.stride);
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector sum = sums[r][v];
+      if (is_whole) {
+        std::memcpy(target.out + r * target.stride + v * kLanes, &sum, sizeof sum);
+      } else {
+        copy[r][v] = sum;
+      }
+    }
   }
+  if (is_whole) return;
+  for (int r = 0; r < kRows; ++r) Store(copy[r], columns, target.add, target.out + r * target.stride);
 }
 
 // Two panels at a time where a block has few columns: one panel's sums would wait for each other.
@@ -162,7 +178,25 @@ inline void CopyIn(const float* x, int64_t stride, int64_t first, const Block& b
   }
 }
 
-// The reverse.
+// A matrix as panels: from [in, out], or from [out, in] where `by_rows`.
+inline void PackPanels(const float* matrix, int64_t in, int64_t out, bool by_rows, float* panels) {
+  constexpr int64_t kTogether = 16;  // features whose entries are read side by side
+  for (int64_t panel = 0; panel < out; panel += kPanelRows, panels += in * kPanelRows) {
+    if (!by_rows) {
+      for (int64_t i = 0; i < in; ++i) std::memcpy(panels + i * kPanelRows, matrix + i * out + panel, sizeof(Half));
+      continue;
+    }
+    for (int64_t i = 0; i < in; i += kTogether) {
+      const int64_t last = std::min(i + kTogether, in);
+      for (int64_t row = 0; row < kPanelRows; ++row) {
+        const float* from = matrix + (panel + row) * in;
+        for (int64_t j = i; j < last; ++j) panels[j * kPanelRows + row] = from[j];
+      }
+    }
+  }
+}
+
+// The reverse of CopyIn.
 inline void CopyOut(const Sheet& sheet, const Block& block, float* x, int64_t stride, int64_t first) {
   const float* copy = sheet.At(block);
   for (int64_t i = 0; i < sheet.features; ++i, copy += block.width) {

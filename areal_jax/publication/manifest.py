@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from areal_jax.native.arrays import host_view, sum_words
 from areal_jax.publication.errors import PublicationError
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree
@@ -38,7 +39,7 @@ Manifest = Mapping[str, LeafDigest]  # by path, 'layers/0/attention/query'
 
 
 def device_manifest(params: Tree) -> dict[str, LeafDigest]:
-    """The manifest of a tree of jax arrays; computed on the devices that hold them, without collectives.
+    """The manifest of a tree of jax arrays; computed where they are held, without collectives.
 
     The content of a leaf of words w_i (its bits, widened to 32; i is the position in row-major order) is
         (sum_i w_i,  sum_i mix(w_i + G i))  mod 2^32,  mix = the finalizer of MurmurHash3 (Appleby), a bijection.
@@ -62,8 +63,8 @@ def finite_host_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
 
     Raises PublicationError as `finite_manifest` does.
     """
-    leaves = {path: np.asarray(leaf) for path, leaf in _by_path(params).items()}
-    measured = {path: (_leaf_digest(leaf, _host_sums(leaf)), _count_not_finite(leaf)) for path, leaf in leaves.items()}
+    found = {path: (leaf, _host_sums(np.asarray(leaf))) for path, leaf in _by_path(params).items()}
+    measured = {path: (_leaf_digest(leaf, sums[:2]), sums[2]) for path, (leaf, sums) in found.items()}
     return _require_finite(measured, version)
 
 
@@ -91,16 +92,20 @@ def _sum_shards(leaves: Sequence[np.ndarray | jax.Array]) -> np.ndarray:
     """uint32 [leaves, 3], see `_shard_sums`: one program for each shard on the device that holds it, added on the host.
 
     One program over all devices would be a collective, which the lane of publication may not run beside the learner's.
+    What lies in the host's memory is summed without a program, which would wait for the learner's.
     """
-    rows, launched = [], []
+    sums, rows, launched = np.zeros((len(leaves), 3), np.uint32), [], []
     for row, leaf in enumerate(leaves):
+        if (view := host_view(leaf)) is not None and (found := sum_words(view)) is not None:
+            sums[row] = found
+            continue
         for shard, start in _held_shards(leaf):
             rows.append(row)
             launched.append(_shard_sums(shard, start, leaf.shape))
     for found in launched:
         found.copy_to_host_async()
-    sums = np.zeros((len(leaves), 3), np.uint32)
-    np.add.at(sums, rows, [np.asarray(found) for found in launched])
+    if launched:
+        np.add.at(sums, rows, [np.asarray(found) for found in launched])
     return sums
 
 
@@ -116,7 +121,7 @@ def _held_shards(leaf: np.ndarray | jax.Array) -> Iterator[tuple[np.ndarray | ja
 
 def host_manifest(params: Tree) -> dict[str, LeafDigest]:
     """The same manifest as `device_manifest`, of numpy arrays and without jax programs."""
-    return {path: _leaf_digest(leaf, _host_sums(np.asarray(leaf))) for path, leaf in _by_path(params).items()}
+    return {path: _leaf_digest(leaf, _host_sums(np.asarray(leaf))[:2]) for path, leaf in _by_path(params).items()}
 
 
 def manifest_hash(manifest: Manifest) -> str:
@@ -197,12 +202,17 @@ def _shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...])
     return jnp.stack(lax.reduce(values, (np.uint32(0),) * 3, add, tuple(range(leaf.ndim))))
 
 
-def _count_not_finite(leaf: np.ndarray) -> int:
-    return int(leaf.size - np.count_nonzero(np.isfinite(leaf))) if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
+def _host_sums(leaf: np.ndarray) -> tuple[int, int, int]:
+    """As `_shard_sums`, of a whole leaf."""
+    leaf = np.ascontiguousarray(leaf)
+    if (found := sum_words(leaf)) is not None:
+        return found
+    wrong = leaf.size - np.count_nonzero(np.isfinite(leaf)) if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
+    return *_sum_blocks(leaf.reshape(-1).view(_WORDS[leaf.dtype.itemsize])), int(wrong)
 
 
-def _host_sums(leaf: np.ndarray) -> tuple[int, int]:
-    words = np.ascontiguousarray(leaf).reshape(-1).view(_WORDS[leaf.dtype.itemsize])
+def _sum_blocks(words: np.ndarray) -> tuple[int, int]:
+    """The two sums of the content by numpy, where there is no library of kernels."""
     size = min(words.size, _BLOCK)
     spread = np.arange(size, dtype=np.uint32) * np.uint32(_GOLDEN)  # of the positions in a block
     values, scratch = np.empty((2, size), np.uint32)  # of every block: to allocate them anew costs as much as the sums
