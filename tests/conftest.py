@@ -16,7 +16,7 @@ _DEVICES = '--xla_force_host_platform_device_count=8'
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}'.strip()
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(__file__).parents[1] / '.jax_cache'))
-os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.05')  # else tests compile the same again
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')  # else tests compile the same again
 
 
 # A shell has what it starts in the background ignore SIGINT, and the runs that the tests interrupt would inherit that.

@@ -22,7 +22,7 @@ from areal_jax.models.weights import Params
 from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel, VersionWriter
 from areal_jax.rollout.backend import DecodeBackend
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.backend import JaxDecodeBackend, share_backend
 from areal_jax.rollout.decode.parallel import weight_shardings
 from areal_jax.rollout.decode.weights import share_prepared
 from areal_jax.rollout.local_engine import LocalEngine
@@ -109,8 +109,9 @@ def _build_backend(
     adjusted: bool = False,
 ) -> JaxDecodeBackend:
     rollout = config.rollout
-    return JaxDecodeBackend(
-        decoder,
+    return share_backend(
+        decoder.config,
+        decoder.lora,
         slots=slots,
         context_tokens=rollout.context_tokens,
         block_tokens=rollout.block_tokens,

@@ -7,6 +7,7 @@ config field that nothing reads can be refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -28,6 +29,7 @@ class Direction:
     reads: tuple[str, ...]  # fields of OptimizerSettings that `make` uses
 
 
+@functools.cache  # so that optimizers of equal settings are equal
 def make_direction(settings: OptimizerSettings) -> optax.GradientTransformation:
     """The direction of `settings.name`, with decoupled weight decay (arXiv 1711.05101) added to it."""
     direction = DIRECTIONS[settings.name].make(settings)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.errors import UserError
+from areal_jax.native.arrays import host_view, sum_words
 from areal_jax.sharding.rules import path_name, replicated
 from areal_jax.types import Tree
 
@@ -26,8 +27,8 @@ def require_finite(tree: Tree, mesh: Mesh, what: str, fix: str) -> None:
     """Raises NonFiniteError that names the first leaf with NaN or infinity, and how many of its values are.
 
     The values are counted on the devices of `mesh`, which hold the leaves. A collective if the mesh spans processes:
-    all must call it, and either all raise or none. One small program is compiled for each shape of a leaf; a single
-    program over all leaves would take seconds to compile if layers are listed.
+    all must call it, and either all raise or none. Where a leaf is not in the memory of the host, one small program is
+    compiled for each shape; a single program over all leaves would take seconds to compile if layers are listed.
 
     Args:
       what: what the tree was read from or made by, the start of the sentence.
@@ -37,7 +38,7 @@ def require_finite(tree: Tree, mesh: Mesh, what: str, fix: str) -> None:
     leaves = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     count = _counter(mesh)
     # wait for each count before the next: on virtual CPU devices, collectives of concurrent programs block each other
-    _refuse(leaves, {path: int(jax.device_get(count(leaf))) for path, leaf in leaves.items()}, what, fix)
+    _refuse(leaves, {path: _count_here(leaf, count) for path, leaf in leaves.items()}, what, fix)
 
 
 def require_finite_shards(tree: Tree, what: str, fix: str) -> None:
@@ -45,10 +46,17 @@ def require_finite_shards(tree: Tree, what: str, fix: str) -> None:
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     leaves = {path: jnp.asarray(leaf) for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     parts = {
-        path: [_count_shard(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+        path: [_count_here(shard.data, _count_shard) for shard in leaf.addressable_shards if shard.replica_id == 0]
         for path, leaf in leaves.items()
     }
-    _refuse(leaves, {path: sum(map(int, counts)) for path, counts in parts.items()}, what, fix)
+    _refuse(leaves, {path: sum(counts) for path, counts in parts.items()}, what, fix)
+
+
+def _count_here(leaf: jax.Array, count: jax.stages.Wrapped) -> int:
+    """Without a program where the values are in the memory of the host."""
+    view = host_view(leaf)
+    found = None if view is None else sum_words(view)
+    return int(jax.device_get(count(leaf))) if found is None else found[2]
 
 
 def _refuse(leaves: Mapping[str, jax.Array], counts: Mapping[str, int], what: str, fix: str) -> None:

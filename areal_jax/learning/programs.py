@@ -5,10 +5,11 @@ Used by state.py, passes.py and learner.py.
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import jax
 
@@ -19,13 +20,17 @@ _Shapes = tuple[tuple[int, ...], ...]
 _Key = tuple[str, _Shapes]  # of a program: its name and the shapes of its rows
 _T = TypeVar('_T')
 AHEAD = 'learner warm-up'  # name of the thread that compiles before a program is asked for
+_MOST_KEPT = 64  # programs, of learners of one process that are equal
 
 
 class CompiledPrograms:
     """Compiles each program once for every shape of rows that it is called with; from any thread.
 
     Programs are compiled ahead of their first call, so that warming up runs nothing and needs no memory for results.
+    Learners of equal definitions share what one of them has compiled: a second run of a process compiles nothing.
     """
+
+    _kept: ClassVar[collections.OrderedDict[tuple[Programs, _Key], jax.stages.Compiled]] = collections.OrderedDict()
 
     def __init__(self, definitions: Programs):
         self.definitions = definitions
@@ -38,8 +43,12 @@ class CompiledPrograms:
         """The programs by name and the shapes of their rows; waits for those that are being compiled."""
         return {key: program.result() for key, program in self._programs.copy().items()}
 
-    def trace(self, name: str, *args: Tree) -> jax.stages.Lowered:
+    def trace(self, name: str, *args: Tree) -> None:
         """The first half of `compile`, and the one that holds the interpreter's lock."""
+        if (self.definitions, _key(name, args)) not in self._kept:
+            self._trace(name, args)
+
+    def _trace(self, name: str, args: tuple[Tree, ...]) -> jax.stages.Lowered:
         return self._once(self._traced, _key(name, args), lambda: getattr(self.definitions, name)().lower(*args))
 
     def compile(self, name: str, *args: Tree) -> jax.stages.Compiled:
@@ -50,11 +59,18 @@ class CompiledPrograms:
         key = _key(name, args)
 
         def compile_traced() -> jax.stages.Compiled:
-            program = self.trace(name, *args).compile()
-            del self._traced[key]
+            if (program := self._kept.get((self.definitions, key))) is None:
+                program = self._trace(name, args).compile()
+                self._keep(key, program)
+            self._traced.pop(key, None)
             return program
 
         return self._once(self._programs, key, compile_traced)
+
+    def _keep(self, key: _Key, program: jax.stages.Compiled) -> None:
+        self._kept[self.definitions, key] = program
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
 
     def run(self, name: str, *args: Tree) -> Tree:
         return self.compile(name, *args)(*args)

@@ -84,11 +84,13 @@ class Programs:
     optimizer: Optimizer
     mesh: Mesh
     attention: str  # resolved implementation
-    params: Tree  # shardings of the trained weights
-    frozen: Tree  # of the frozen ones
-    state: Tree  # of the optimizer state
-    exported: Tree  # of the interchange form
-    shares: Shares | None = None  # who publishes which leaves of it; None: every process has its shards of all
+    # what follows is given by the fields above
+    params: Tree = dataclasses.field(compare=False)  # shardings of the trained weights
+    frozen: Tree = dataclasses.field(compare=False)  # of the frozen ones
+    state: Tree = dataclasses.field(compare=False)  # of the optimizer state
+    exported: Tree = dataclasses.field(compare=False)  # of the interchange form
+    # who publishes which leaves of it; None: every process has its shards of all
+    shares: Shares | None = dataclasses.field(default=None, compare=False)
 
     def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in buffers of their own."""

@@ -85,6 +85,17 @@ class Decoder:
         specs = nest((spec.path_in_layer, spec) for spec in self._table.values() if spec.in_layers)
         self._layer_graph = nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora, self._form)))[0]
 
+    def __eq__(self, other: object) -> bool:
+        """Equal decoders compute the same."""
+        return isinstance(other, Decoder) and self._form_of_all == other._form_of_all
+
+    def __hash__(self) -> int:
+        return hash(self._form_of_all)
+
+    @property
+    def _form_of_all(self) -> tuple[ModelConfig, str, str, Lora | None, str]:
+        return self.config, self.layers, self._remat, self.lora, self.tokens
+
     def abstract(self) -> Params:
         """Shape and dtype of every leaf, as jax.ShapeDtypeStruct."""
         n, stacked = self.config.n_layers, self.layers == 'stacked'

@@ -335,8 +335,9 @@ def test_a_run_stopped_in_its_first_evaluation_waits_for_no_program(tmp_path, mo
 
 def test_compiled_programs_are_kept_in_the_cache_that_the_config_names(tmp_path):
     before = jax.config.jax_compilation_cache_dir
-    for name in ('first', 'second'):  # jax opens its directory once, unless it is told to do so again
-        run = SmallRun(tmp_path / name, run__compilation_cache=str(tmp_path / f'cache of {name}'))
+    # jax opens its directory once, unless it is told to do so again; programs of other shapes are compiled anew
+    for name, slots in (('first', 5), ('second', 6)):
+        run = SmallRun(tmp_path / name, run__compilation_cache=str(tmp_path / f'cache of {name}'), rollout__slots=slots)
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / f'cache of {name}')
         run.session.close()
         assert jax.config.jax_compilation_cache_dir == before

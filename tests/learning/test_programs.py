@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 
 import jax
@@ -25,6 +26,12 @@ _KINDS = {
     'scan': {'accumulate': 'scan'},
     'adapters, in float16': {'lora': Lora(2, 4.0, ('query', 'up')), 'dtype': 'float16'},
 }
+
+
+@pytest.fixture(autouse=True)
+def _keeps_nothing(monkeypatch):
+    """What other tests have compiled is compiled anew."""
+    monkeypatch.setattr(CompiledPrograms, '_kept', collections.OrderedDict())
 
 
 def make_learner(*, mesh=(1, 1), lora=None, optimizer='adamw', **more):
@@ -108,6 +115,37 @@ def test_a_learner_traces_ahead_and_compiles_from_when_it_may():
     assert programs == make_learner().warm_up()
     assert compilations.count == 0
     assert not learner.programs._traced
+
+
+@pytest.mark.parametrize('kind', _KINDS)
+def test_an_equal_learner_compiles_nothing(kind):
+    learner = make_learner(**_KINDS[kind])
+    declared = learner.warm_up()
+    equal = make_learner(**_KINDS[kind])
+    with CompilationCounter() as compilations:
+        assert equal.warm_up() == declared
+    assert compilations.count == 0
+    programs = learner.programs.compiled
+    assert all(programs[key] is program for key, program in equal.programs.compiled.items())
+
+
+@pytest.mark.parametrize(
+    'changed', [{'clip_epsilon': 0.3}, {'mesh': (1, 2)}, {'optimizer': 'lion'}, {'lora': Lora(1, 4.0, ('query',))}]
+)
+def test_another_learner_compiles_its_own(changed):
+    learner, other = make_learner(), make_learner(**changed)
+    learner.warm_up()
+    other.warm_up()
+    assert not {id(one) for one in learner.programs.compiled.values()} & {
+        id(one) for one in other.programs.compiled.values()
+    }
+
+
+def test_the_oldest_programs_are_let_go(monkeypatch):
+    monkeypatch.setattr('areal_jax.learning.programs._MOST_KEPT', 3)
+    learner = make_learner()
+    declared = learner.warm_up()
+    assert (len(learner.programs.compiled), len(CompiledPrograms._kept)) == (declared, 3)
 
 
 def test_a_learner_that_is_closed_compiles_nothing():

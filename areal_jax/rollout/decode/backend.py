@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ import numpy as np
 from areal_jax.config.declarations import DTYPES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.lora import Lora
+from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import buckets, cache, parallel, prefill, rows
 from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS
@@ -298,3 +301,12 @@ class JaxDecodeBackend:
 
     def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return cache.copy_blocks(self._attention, state, sources, targets)
+
+
+@functools.lru_cache(maxsize=8)
+def share_backend(config: ModelConfig, lora: Lora | None, **sizes: Any) -> JaxDecodeBackend:
+    """The backend of these sizes, which are JaxDecodeBackend's; one for all runs of a process.
+
+    A backend holds programs and no state, so that a second run of the same shapes traces and compiles nothing.
+    """
+    return JaxDecodeBackend(Decoder(config, lora=lora), **sizes)

@@ -10,7 +10,7 @@ import numpy as np
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.backend import JaxDecodeBackend, share_backend
 from areal_jax.types import GenerationRequest, SamplingParams
 
 CONTEXT = 24
@@ -33,7 +33,10 @@ def build(decoder=DECODER, **changed):
         'slots': 4, 'context_tokens': CONTEXT, 'block_tokens': 4, 'prefill_buckets': (8, CONTEXT), 'decode_steps': 5,
         'batch_buckets': (4,), 'filtered': False, 'dtype': 'float32',
     }  # fmt: skip
-    return JaxDecodeBackend(decoder, **(sizes | changed))
+    sizes |= {name: tuple(value) if name == 'devices' else value for name, value in changed.items()}
+    if decoder.layers != 'list':
+        return JaxDecodeBackend(decoder, **sizes)
+    return share_backend(decoder.config, decoder.lora, **sizes)
 
 
 backend = functools.cache(build)

@@ -14,6 +14,7 @@ from tests.rollout.decode.examples import (
     CONTEXT,
     DECODER,
     PROMPT,
+    WINDOWED,
     Decoding,
     backend,
     build,
@@ -537,3 +538,9 @@ def test_filtered_requests_draw_inside_their_support_and_leave_company_alone():
         token = logits[t - 1, decoding.tokens(2)[t]]
         assert token >= three[0] - 1e-5
         assert logprob == pytest.approx(token - np.log(np.exp(three).sum()), abs=1e-5)
+
+
+def test_backends_of_equal_sizes_are_one():
+    assert build() is build()
+    assert build(slots=3, batch_buckets=(3,)) is not build()
+    assert build(WINDOWED) is not build()
