@@ -23,9 +23,9 @@ _EXPONENTS = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, np
 def host_view(leaf: np.ndarray | jax.Array) -> np.ndarray | None:
     """The values as they lie in the memory of the host, row by row; None where they lie elsewhere, or in parts."""
     if isinstance(leaf, jax.Array):
-        if isinstance(leaf, jax.core.Tracer) or len(leaf.sharding.device_set) != 1 or not leaf.is_fully_addressable:
+        if isinstance(leaf, jax.core.Tracer) or not leaf.is_fully_addressable:
             return None
-        if next(iter(leaf.sharding.device_set)).platform != 'cpu':
+        if [device.platform for device in leaf.devices()] != ['cpu']:
             return None
         leaf = np.asarray(leaf)
     return leaf if leaf.flags.c_contiguous else None
