@@ -121,7 +121,7 @@ def _build_backend(
         filtered=filtered,
         adjusted=adjusted,
         dtype=config.publication.dtype,
-        devices=devices,
+        devices=tuple(devices),
         attention=rollout.attention,
     )
 

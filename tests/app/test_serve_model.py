@@ -10,11 +10,13 @@ import urllib.request
 import numpy as np
 import pytest
 
+from areal_jax.app.evaluate import evaluate_model
 from areal_jax.app.model import describe_model
 from areal_jax.app.run_thread import CallerInterrupts
 from areal_jax.app.serve import serve_model
 from areal_jax.config import TrackedConfig
 from areal_jax.formats.gguf import load_gguf
+from areal_jax.learning.finiteness import NonFiniteError
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.http.server.thread import bind, describe_url
@@ -107,14 +109,53 @@ def gguf(tmp_path, monkeypatch):
     return write(folder / 'tiny.gguf', tensors)
 
 
+def export(gguf, directory):
+    """(shape, weights) of the directory, which has the model of a file and its tokenizer."""
+    shape, params, fields = load_gguf(gguf)
+    export_hf(directory, params, shape, dtype='float32')
+    for name, content in GgufTokenizer(fields).hf_files().items():
+        (directory / name).write_text(content)
+    return shape, params
+
+
 @pytest.mark.parametrize('kind', ['file', 'package', 'directory'])
 def test_a_gguf_file_and_a_directory_are_served(gguf, tmp_path, kind):
-    shape, params, fields = load_gguf(gguf)
+    shape, params = export(gguf, tmp_path / 'exported')
     model = {'file': gguf, 'package': 'package:served_weights/tiny.gguf', 'directory': tmp_path / 'exported'}[kind]
-    if kind == 'directory':
-        export_hf(model, params, shape, dtype='float32')
-        for name, content in GgufTokenizer(fields).hf_files().items():
-            (model / name).write_text(content)
     found = answer(model)
     check(found, Decoder(shape), params)
     assert found[2:] == ('0', 'exported' if kind == 'directory' else 'tiny.gguf')
+
+
+def put_nan(directory):
+    """The last value of the last file becomes NaN."""
+    path = sorted(directory.glob('*.safetensors'))[-1]
+    path.write_bytes(path.read_bytes()[:-4] + np.float32(np.nan).tobytes())
+
+
+def test_weights_with_nan_are_refused_at_the_start_and_by_the_route_that_updates(gguf, tmp_path):
+    """The server keeps the version that it has, and answers with it."""
+    for name in ('whole', 'spoilt'):
+        export(gguf, tmp_path / name)
+    put_nan(tmp_path / 'spoilt')
+    with pytest.raises(NonFiniteError, match=r"spoilt.*1 of the \d+ values of '.*' are NaN or infinite"):
+        serve_model(small_config(run__clock='real'), bind('127.0.0.1', 0), model=str(tmp_path / 'spoilt'))
+    with serving(tmp_path / 'whole') as url:
+        update = {'model_path': str(tmp_path / 'spoilt'), 'weight_version': '1'}
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(url, '/update_weights_from_disk', update)
+        said = json.loads(refused.value.read())
+        assert (refused.value.code, said['success']) == (400, False)
+        assert 'are NaN or infinite; get the files again' in said['message']
+        asked = {'input_ids': PROMPT, 'sampling_params': GREEDY}
+        assert ask(url, '/generate', asked)[1]['meta_info']['weight_version'] == '0'
+        assert ask(url, '/health')[0] == 200
+
+
+def test_weights_with_nan_are_not_evaluated(gguf, tmp_path):
+    export(gguf, tmp_path / 'spoilt')
+    put_nan(tmp_path / 'spoilt')
+    with pytest.raises(NonFiniteError, match=r'spoilt.* are NaN or infinite') as refused:
+        evaluate_model(small_config(), tmp_path / 'evaluation', model=str(tmp_path / 'spoilt'))
+    assert 'learning_rate' not in str(refused.value)
+    assert not (tmp_path / 'evaluation').exists()

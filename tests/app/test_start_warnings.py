@@ -50,7 +50,7 @@ def test_a_run_shows_the_backends_that_its_learner_passed_over(tmp_path, monkeyp
 def test_a_run_shows_the_attentions_that_its_engines_passed_over(tmp_path, monkeypatch, capsys):
     plain = lambda impl, demand, device: (LoopAttention(), ("rollout.attention='pallas_gpu' does not run here",))
     monkeypatch.setattr(parallel, 'choose_checked', plain)
-    SmallRun(tmp_path).session.close()
+    SmallRun(tmp_path, rollout__slots=7).session.close()  # sizes of no other test: its engines are built anew
     shown = (
         "warning: rollout.attention='auto' passes over a backend: rollout.attention='pallas_gpu' does not run here\n"
     )
