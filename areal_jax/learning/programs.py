@@ -18,6 +18,7 @@ from areal_jax.types import Tree
 
 _Shapes = tuple[tuple[int, ...], ...]
 _Key = tuple[str, _Shapes]  # of a program: its name and the shapes of its rows
+_KeptKey = tuple[Programs, _Key, str]  # and jax's settings
 _T = TypeVar('_T')
 AHEAD = 'learner warm-up'  # name of the thread that compiles before a program is asked for
 _MOST_KEPT = 64  # programs, of learners of one process that are equal
@@ -27,10 +28,11 @@ class CompiledPrograms:
     """Compiles each program once for every shape of rows that it is called with; from any thread.
 
     Programs are compiled ahead of their first call, so that warming up runs nothing and needs no memory for results.
-    Learners of equal definitions share what one of them has compiled: a second run of a process compiles nothing.
+    Learners of equal definitions share what one of them has compiled, while jax's settings are the same: a second run
+    of a process compiles nothing.
     """
 
-    _kept: ClassVar[collections.OrderedDict[tuple[Programs, _Key], jax.stages.Compiled]] = collections.OrderedDict()
+    _kept: ClassVar[collections.OrderedDict[_KeptKey, jax.stages.Compiled]] = collections.OrderedDict()
 
     def __init__(self, definitions: Programs):
         self.definitions = definitions
@@ -45,7 +47,7 @@ class CompiledPrograms:
 
     def trace(self, name: str, *args: Tree) -> None:
         """The first half of `compile`, and the one that holds the interpreter's lock."""
-        if (self.definitions, _key(name, args)) not in self._kept:
+        if self._kept_key(_key(name, args)) not in self._kept:
             self._trace(name, args)
 
     def _trace(self, name: str, args: tuple[Tree, ...]) -> jax.stages.Lowered:
@@ -59,7 +61,7 @@ class CompiledPrograms:
         key = _key(name, args)
 
         def compile_traced() -> jax.stages.Compiled:
-            if (program := self._kept.get((self.definitions, key))) is None:
+            if (program := self._kept.get(self._kept_key(key))) is None:
                 program = self._trace(name, args).compile()
                 self._keep(key, program)
             self._traced.pop(key, None)
@@ -67,8 +69,11 @@ class CompiledPrograms:
 
         return self._once(self._programs, key, compile_traced)
 
+    def _kept_key(self, key: _Key) -> _KeptKey:
+        return self.definitions, key, repr(sorted(jax.config.values.items()))
+
     def _keep(self, key: _Key, program: jax.stages.Compiled) -> None:
-        self._kept[self.definitions, key] = program
+        self._kept[self._kept_key(key)] = program
         while len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
 

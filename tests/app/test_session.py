@@ -335,7 +335,7 @@ def test_a_run_stopped_in_its_first_evaluation_waits_for_no_program(tmp_path, mo
 
 def test_compiled_programs_are_kept_in_the_cache_that_the_config_names(tmp_path):
     before = jax.config.jax_compilation_cache_dir
-    # jax opens its directory once, unless it is told to do so again; programs of other shapes are compiled anew
+    # jax opens its directory once, unless it is told to do so again; engines of other shapes are compiled anew
     for name, slots in (('first', 5), ('second', 6)):
         run = SmallRun(tmp_path / name, run__compilation_cache=str(tmp_path / f'cache of {name}'), rollout__slots=slots)
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / f'cache of {name}')

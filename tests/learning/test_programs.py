@@ -141,6 +141,20 @@ def test_another_learner_compiles_its_own(changed):
     }
 
 
+def test_settings_of_jax_reach_the_next_learner():
+    learner = make_learner()
+    learner.warm_up()
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update('jax_default_matmul_precision', 'highest')
+    try:
+        other = make_learner()
+        other.warm_up()
+    finally:
+        jax.config.update('jax_default_matmul_precision', before)
+    key = next(key for key in learner.programs.compiled if key[0] == 'accumulate')
+    assert learner.programs.compiled[key] is not other.programs.compiled[key]
+
+
 def test_the_oldest_programs_are_let_go(monkeypatch):
     monkeypatch.setattr('areal_jax.learning.programs._MOST_KEPT', 3)
     learner = make_learner()
