@@ -86,12 +86,7 @@ inline void Store(Vector (&sums)[kVectors], int64_t columns, bool add, float* ou
 template <typename Vector, int kVectors, int kPanels>
 inline void MultiplyPanels(const float* w, const float* x, int64_t columns, int64_t in, const Target& target) {
   constexpr int kLanes = sizeof(Vector) / sizeof(float), kWidth = kVectors * kLanes, kRows = kPanels * kPanelRows;
-  Vector sums[kRows][kVectors];
-#pragma GCC unroll 32
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = Vector{};
-  }
+  Vector sums[kRows][kVectors] = {};
   for (int64_t i = 0; i < in; ++i) {
     Vector entries[kVectors];
 #pragma GCC unroll 8
@@ -106,23 +101,12 @@ inline void MultiplyPanels(const float* w, const float* x, int64_t columns, int6
       for (int v = 0; v < kVectors; ++v) sums[r][v] = MultiplyAdd(weight, entries[v], sums[r][v]);
     }
   }
-  // vector by vector, and through a copy: sums whose address is taken are written to memory after every product
-  const bool is_whole = columns == kWidth && !target.add;
-  Vector copy[kRows][kVectors];
+  if (columns == kWidth && !target.add) {
 #pragma GCC unroll 32
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      const Vector sum = sums[r][v];
-      if (is_whole) {
-        std::memcpy(target.out + r * target.stride + v * kLanes, &sum, sizeof sum);
-      } else {
-        copy[r][v] = sum;
-      }
-    }
+    for (int r = 0; r < kRows; ++r) std::memcpy(target.out + r * target.stride, sums[r], sizeof sums[r]);
+  } else {
+    for (int r = 0; r < kRows; ++r) Store(sums[r], columns, target.add, target.out + r * target.stride);
   }
-  if (is_whole) return;
-  for (int r = 0; r < kRows; ++r) Store(copy[r], columns, target.add, target.out + r * target.stride);
 }
 
 // Two panels at a time where a block has few columns: one panel's sums would wait for each other.
