@@ -49,7 +49,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.evaluate import evaluate_model
     from areal_jax.app.evaluation_workdir import RESULTS
     from areal_jax.evaluation.results import render_results
+    from areal_jax.native.blocks import keep_blocks
 
+    keep_blocks()
     workdir = pathlib.Path(values.workdir)
     results = evaluate_model(
         command.config,

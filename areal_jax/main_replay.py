@@ -57,7 +57,9 @@ def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
     from areal_jax.app.recorded_run import read_packed, read_workdir
     from areal_jax.app.replay import replay
     from areal_jax.files import write_json
+    from areal_jax.native.blocks import keep_blocks
 
+    keep_blocks()
     paths = dict(_parse_path(text) for text in options.data)
     copy = pathlib.Path(options.json) if options.json else None
     if copy and (copy.is_dir() or not copy.absolute().parent.is_dir()):

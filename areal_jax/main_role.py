@@ -99,8 +99,10 @@ def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -
         await_controller(process, config, config.distributed.command_deadline_s)
 
         from areal_jax.app.serve import serve_model
+        from areal_jax.native.blocks import keep_blocks
         from areal_jax.rollout.http.server.thread import bind
 
+        keep_blocks()
         serve_model(
             config,
             bind(process.host, 0),

@@ -60,7 +60,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         heartbeat = None if workdir is None else parts.enter_context(_register(workdir, values.name, listener))
 
         from areal_jax.app.serve import serve_model
+        from areal_jax.native.blocks import keep_blocks
 
+        keep_blocks()
         serve_model(
             command.config,
             listener,

@@ -41,8 +41,11 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.processes import follow_run, join_processes
     from areal_jax.app.training import build_run
+    from areal_jax.native.blocks import keep_blocks
 
-    if join_processes(command.config, values.process_id):
+    follows = join_processes(command.config, values.process_id)
+    keep_blocks()
+    if follows:
         follow_run(command.config)
         return ExitCode.FINISHED
     workdir = pathlib.Path(values.workdir)

@@ -39,6 +39,7 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
         await_controller(process, config, deadline_s)
         attempt = _meet(config, process, heartbeat.entry, deadline_s)
         _require_devices(config, process)
+        keep_blocks()
         model = build_model(tracked)
         learner = build_learner(tracked, model)
         model.params = None  # the learner has its copy

@@ -40,6 +40,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.weights import logical_axes
+from areal_jax.native.blocks import free_kept_blocks
 from areal_jax.sharding.placement import gather
 from areal_jax.sharding.rules import param_shardings, replicated
 from areal_jax.sharding.shares import Shares
@@ -268,6 +269,7 @@ class SpmdLearner:
         Raises NonFiniteError for weights or optimizer state with NaN or infinity: no checkpoint may hold them.
         """
         self.require_finite('the trained weights', 'lower optimizer.learning_rate')
+        free_kept_blocks()  # there may be no room for them and the copies
         reusable = jax.process_count() == 1 and not self._decoder.lora and self._settings.publish_dtype == 'float32'
         copied = reusable and self._copy is not None
         params = {} if copied else trees.join(self.state.params, self.state.frozen)

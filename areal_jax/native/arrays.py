@@ -7,6 +7,8 @@ update of a learner that is under way in the same process.
 from __future__ import annotations
 
 import ctypes
+import math
+import weakref
 
 import jax
 import ml_dtypes
@@ -64,8 +66,14 @@ def pack_panels(matrix: np.ndarray, *, by_rows: bool) -> np.ndarray:
 
 
 def empty_aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """float32, from the beginning of a cache line on."""
-    size = int(np.prod(shape)) * 4
-    memory = np.empty(size + _LINE, np.uint8)
-    start = -memory.ctypes.data % _LINE
-    return memory[start : start + size].view(np.float32).reshape(shape)
+    """float32, from the beginning of a cache line on, in memory of blocks.py. The library must be registered."""
+    kernels, count = library.register(), math.prod(shape)
+    allocate = kernels.areal_jax_allocate
+    allocate.restype = ctypes.c_void_p
+    address = allocate(ctypes.c_uint64(_LINE), ctypes.c_uint64(4 * max(count, 1)))
+    if address is None:
+        raise MemoryError(f'{4 * count} bytes for weights in the form for decoding')
+    memory = (ctypes.c_float * count).from_address(address)
+    # blocks that are still in use when the process ends belong to programs that may be running
+    weakref.finalize(memory, kernels.areal_jax_free, ctypes.c_void_p(address)).atexit = False
+    return np.frombuffer(memory, np.float32).reshape(shape)

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "blocks.h"
 #include "digest.h"
 #include "layer.h"
 #include "products.h"
@@ -334,6 +335,16 @@ extern "C" void areal_jax_digest(const void* words, int64_t count, int64_t size,
 extern "C" void areal_jax_panels(const float* matrix, int64_t in, int64_t out, bool by_rows, float* panels) {
   areal_jax::PackPanels(matrix, in, out, by_rows, panels);
 }
+
+// Memory that XLA frees is given to it again, see blocks.h.
+extern "C" bool areal_jax_keep_blocks(const char* part) { return areal_jax::KeepBlocksOf(part); }
+extern "C" void areal_jax_free_kept_blocks() { areal_jax::FreeAll(areal_jax::KeptBlocks().Clear()); }
+extern "C" void* areal_jax_allocate(uint64_t alignment, uint64_t bytes) {
+  void* memory = nullptr;
+  return areal_jax::AllocateAligned(&memory, alignment, bytes) ? nullptr : memory;
+}
+extern "C" void areal_jax_free(void* memory) { areal_jax::Free(memory); }
+extern "C" void areal_jax_count_blocks(uint64_t* counts) { areal_jax::KeptBlocks().Count(counts); }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_attend, areal_jax::AttendRows,
                               ffi::Ffi::Bind()

@@ -2,6 +2,7 @@ import asyncio
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -477,3 +478,20 @@ def test_a_price_may_depend_on_the_size_of_the_work():
     clock = virtual(prices)
     assert execute(clock, program) == 21.0
     assert all('rows' not in event for event in clock.log.events)  # it is not logged
+
+
+@pytest.mark.parametrize('make', [real, virtual])
+def test_a_lane_that_waits_keeps_nothing_of_the_work_before(make):
+    class Weights:
+        pass
+
+    async def program(clock, supervisor):
+        weights = Weights()
+        seen = weakref.ref(weights)
+        await clock.run('a', lambda kept=weights: kept, Work('x', 1))
+        del weights
+        while seen() is not None and clock.now() < 5:  # the thread of the lane lets go a moment later
+            await clock.run('b', lambda: None, Work('x', 0.01))
+        return seen() is None
+
+    assert execute(make(), program)

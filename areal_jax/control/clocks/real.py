@@ -83,6 +83,7 @@ class RealClock(LoopClock):
                 interval.error = error
             self._post(interval)
             self._wake()
+            del interval  # while the thread waits for the next one, it would keep weights, or a whole checkpoint
 
     def _note_end_of_call(self, interval: Interval) -> None:
         self._post(interval)

@@ -1,0 +1,94 @@
+"""Memory that XLA frees is given to it again. Each program is a process of its own: the setting is for a whole one."""
+
+import json
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from areal_jax.native import library
+
+pytestmark = [
+    pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler'),
+    pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='blocks are kept beside glibc'),
+]
+
+START = """
+import gc, json, resource, sys
+import jax, jax.numpy as jnp, numpy as np
+from areal_jax.app.memory import return_freed_memory
+from areal_jax.native import arrays, blocks
+return_freed_memory()
+keeps = sys.argv[1] == 'keep'
+assert not keeps or blocks.keep_blocks()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def square(x):  # a temporary of 256 MB
+    return jnp.tanh(x[:, None] * jnp.arange(64.0)) @ jnp.ones((64, 8))
+"""
+REPEAT = """
+x = jnp.arange(1 << 20, dtype=jnp.float32)
+program = jax.jit(square)
+values = [np.asarray(program(x)[-1]).tolist()]
+began = faults()
+values += [np.asarray(program(x)[-1]).tolist() for _ in range(4)]
+print(json.dumps([values, faults() - began, blocks.count_blocks()]))
+"""
+BOUND = """
+counts = []
+def note():
+    counts.append(blocks.count_blocks())
+def make(size):
+    return jax.block_until_ready(jnp.ones(size << 18))  # MiB
+held = [make(40), make(30)]; note()
+del held; note()  # 70 MiB kept
+small = make(30); note()
+other = make(64); note()  # fits no kept block, and with one of them it would be more than there ever was
+blocks.free_kept_blocks(); note()
+print(json.dumps(counts))
+"""
+NUMPY = """
+first = arrays.empty_aligned((1 << 20,))
+address = first.ctypes.data
+first[:] = 3
+on_device = jax.device_put(first[: 1 << 19])
+del first
+other = arrays.empty_aligned((1 << 20,))
+assert other.ctypes.data != address  # the array on the device lies in it
+assert on_device.unsafe_buffer_pointer() == address
+del on_device
+gc.collect()  # jax lets go of arrays of the host a moment later
+print(json.dumps(arrays.empty_aligned((1 << 20,)).ctypes.data == address))
+"""
+
+
+def run(program, mode='keep'):
+    done = subprocess.run(
+        [sys.executable, '-c', START + program, mode], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_a_program_that_runs_again_asks_the_system_for_no_pages():
+    plain, plain_faults, _ = run(REPEAT, 'plain')
+    kept, kept_faults, (_, _, given_again) = run(REPEAT)
+    assert kept == plain
+    assert plain_faults > 4 * (256 << 20) / 4096  # the temporary, in every call
+    assert kept_faults < plain_faults / 20
+    assert given_again >= 4
+
+
+def test_never_more_is_held_than_was_in_use_at_once():
+    most, freed, again, grown, cleared = run(BOUND)
+    mib = lambda counts: [round(part / (1 << 20)) for part in counts[:2]]  # kept, in use
+    assert mib(most) == [0, 70]
+    assert mib(freed) == [70, 0]
+    assert mib(again) == [40, 30]
+    assert mib(grown) == [0, 94]
+    assert mib(cleared) == [0, 94]
+
+
+def test_an_array_of_the_host_gives_its_memory_back_when_nothing_refers_to_it():
+    assert run(NUMPY)
