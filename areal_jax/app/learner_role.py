@@ -24,6 +24,7 @@ from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, digest_config
 from areal_jax.distributed.key import key_path, load_key
+from areal_jax.native.blocks import keep_blocks
 from areal_jax.publication.parts import PartWriter
 from areal_jax.registry.entries import Entry
 

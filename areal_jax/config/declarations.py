@@ -83,14 +83,18 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'task': Section(
         'Prompts and rewards',
-        name=Text('token_reversal', 'token_reversal, reasoning_gym, jsonl, or FILE.py:FUNCTION: docs/your_task.md'),
+        name=Text(
+            'token_reversal', 'token_reversal, running_sums, reasoning_gym, jsonl, or FILE.py:FUNCTION: docs/your_task.md'
+        ),
         options=Options('FILE.py:FUNCTION: its parameters by name, any keys; task.options.digits=3'),
         reward=Text('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
         system_prompt=Text('', "'' = that of the chat template"),
         datasets=Texts(
             (), "reasoning_gym: a mix of its data sets, 'name' or 'name:option=value:...', see docs/answers.md"
         ),
-        dataset_size=Integer(500, COUNT, 'reasoning_gym: questions drawn from each data set but one-digit arithmetic'),
+        dataset_size=Integer(
+            500, COUNT, 'reasoning_gym: questions drawn from each data set but one-digit arithmetic; running_sums: in all'
+        ),
         path=Text('', 'jsonl: a file with one JSON object {question, answer} a line; sft: also {messages}'),
         answer=Choice(
             'integer',
@@ -103,7 +107,7 @@ SECTIONS: Mapping[str, Section] = {
         held_out_fraction=Real(0.25, SHARE, 'share of the problems kept for evaluation'),
         over_length=Choice('refuse', ('refuse', 'drop'), 'problems that fit no slot (sft: no row); drops are counted'),
         symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),
-        length=Integer(4, COUNT, 'token_reversal: symbols in a prompt'),
+        length=Integer(4, COUNT, 'token_reversal: symbols in a prompt; running_sums: numbers'),
         verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
         verifier_workers=Integer(1, THREADS, 'worker processes'),
         verifier_deadline_s=Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),

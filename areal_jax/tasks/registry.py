@@ -19,6 +19,7 @@ from areal_jax.tasks.tokenizer import Tokenizer
 TASKS = {
     'jsonl': 'areal_jax.tasks.jsonl',
     'reasoning_gym': 'areal_jax.tasks.reasoning_gym',
+    'running_sums': 'areal_jax.tasks.running_sums',
     'token_reversal': 'areal_jax.tasks.token_reversal',
 }
 # Fields of the section `task` that the builder of an own task gets if it has a parameter of that name.
