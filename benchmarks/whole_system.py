@@ -57,7 +57,9 @@ class Update(dict[str, float]):
 class System:
     """A run that is stopped between its turns. `updates` yields those that have been made known since it was asked."""
 
-    def __init__(self, name: str, command: Sequence[str], cwd: pathlib.Path, updates: Callable[[str], Iterator[Update]]):
+    def __init__(
+        self, name: str, command: Sequence[str], cwd: pathlib.Path, updates: Callable[[str], Iterator[Update]]
+    ):
         self.name, self._made = name, updates
         self._output = tempfile.NamedTemporaryFile('w+', suffix=f'.{name}')  # noqa: SIM115 as long as the process
         environment = {**os.environ, 'OMP_WAIT_POLICY': 'passive', 'HF_HUB_OFFLINE': '1', 'TQDM_DISABLE': '1'}

@@ -21,14 +21,14 @@ def get_config() -> config_dict.ConfigDict:
     config.task.length = 6
     config.task.system_prompt = 'Add one number at a time.'
     # with 8 slots an answer takes about as long as an update, so that every publication finds all slots at work
-    config.rollout.slots = 8
+    config.rollout.slots = 6
     config.rollout.decode_steps = 4
     config.rollout.max_new_tokens = 64
     config.rollout.context_tokens = 176
     config.rollout.block_tokens = 176  # on a CPU one long block is faster than two
     config.rollout.prefill_buckets = (256,)  # CPUs compute no padding, and each program takes seconds to compile
     config.staleness.eta = 2.0
-    config.learner.groups_per_update = 4
+    config.learner.groups_per_update = 3
     config.learner.row_tokens = 512
     config.learner.row_loss_tokens = 416
     config.loss.behavior_weight_cap = 5.0

@@ -84,7 +84,7 @@ SECTIONS: Mapping[str, Section] = {
     'task': Section(
         'Prompts and rewards',
         name=Text(
-            'token_reversal', 'token_reversal, running_sums, reasoning_gym, jsonl, or FILE.py:FUNCTION: docs/your_task.md'
+            'token_reversal', 'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md'
         ),
         options=Options('FILE.py:FUNCTION: its parameters by name, any keys; task.options.digits=3'),
         reward=Text('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
@@ -93,7 +93,7 @@ SECTIONS: Mapping[str, Section] = {
             (), "reasoning_gym: a mix of its data sets, 'name' or 'name:option=value:...', see docs/answers.md"
         ),
         dataset_size=Integer(
-            500, COUNT, 'reasoning_gym: questions drawn from each data set but one-digit arithmetic; running_sums: in all'
+            500, COUNT, 'questions; reasoning_gym: drawn from each data set but one-digit arithmetic; running_sums: all'
         ),
         path=Text('', 'jsonl: a file with one JSON object {question, answer} a line; sft: also {messages}'),
         answer=Choice(

@@ -8,13 +8,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from areal_jax import files
+from areal_jax import files, lanes
 from areal_jax.events import Event
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.colors import BLUE, GREEN, GREY, VERMILION
 from areal_jax.report.contents import Accuracy, GreedyAccuracy, Report
 from areal_jax.report.curve import evaluation_points
 from areal_jax.report.event_log import outside_evaluation
+from areal_jax.report.lanes import lane_intervals
 from areal_jax.report.metric_curves import moving_mean, smoothing_window
 from areal_jax.report.slots import SlotSpan, slot_spans
 from areal_jax.telemetry import names
@@ -130,7 +131,8 @@ def plot_token_age(metrics: Metrics, eta: float | None, path: pathlib.Path) -> b
 def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     """Requests in the slots of the engines over time, coloured by policy version, after Figure 3 of arXiv 2505.24298.
 
-    Shows the middle of a long run (MAX_VERSIONS versions). False: no decoding in the log, no file.
+    Below them the updates on the learner's lane; lines show when the engines had loaded new weights. Shows the middle
+    of a long run (MAX_VERSIONS versions). False: no decoding in the log, no file.
     """
     spans = slot_spans(list(outside_evaluation(events)))
     if not spans:
@@ -149,17 +151,20 @@ def plot_slots(events: Sequence[Event], path: pathlib.Path) -> bool:
     figure = make_figure(2.2 + 0.24 * max(8, len(rows)))
     axes = figure.add_subplot()
     _draw_spans(axes, [span for span in spans if (span.engine, span.slot) in rows], rows, colormap, norm)
-    _draw_publications(axes, events, start, end)
+    _draw_loads(axes, events, start, end)
     _draw_interruptions(axes, spans, rows)
-    axes.set(xlim=(start, end), ylim=(len(rows) - 0.4, -0.6))
-    axes.set_yticks(range(len(rows)), [f'{engine} slot {slot}' for engine, slot in rows], fontsize=8)
+    names = [f'{engine} slot {slot}' for engine, slot in rows]
+    if _draw_updates(axes, events, len(rows)):
+        names.append(lanes.LEARNER)
+    axes.set(xlim=(start, end), ylim=(len(names) - 0.4, -0.6))
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     part = '' if start == min(span.start for span in spans) else ', middle of the run'
     part += f', {MAX_SLOTS} of {len(keys)} slots' if len(keys) > MAX_SLOTS else ''
     label_axes(axes, f'Requests in the decoding slots{part}', 'clock time (s)', '', pad=26)
     figure.colorbar(
         ScalarMappable(norm, colormap), ax=axes, ticks=list(versions), label='policy version of the tokens', pad=0.02
     )
-    if axes.get_legend_handles_labels()[0]:  # neither a publication nor an interruption is shown: nothing to explain
+    if axes.get_legend_handles_labels()[0]:  # neither a load nor an interruption is shown: nothing to explain
         figure.legend(loc='outside lower center', ncols=2, frameon=False)
     save_figure(figure, path)
     return True
@@ -195,15 +200,34 @@ def _draw_spans(
     )  # fmt: skip
 
 
-def _draw_publications(axes: Axes, events: Sequence[Event], start: float, end: float) -> None:
-    published = [e for e in events if e['kind'] == 'publish' and start <= e['time'] <= end]
-    for index, event in enumerate(published):
-        label = 'weights published' if index == 0 else None
-        axes.axvline(event['time'], color='black', linestyle='--', linewidth=1, label=label, zorder=4)
+def _draw_loads(axes: Axes, events: Sequence[Event], start: float, end: float) -> None:
+    """Where the engines began to decode with a version: the first of them where they differ."""
+    loaded: dict[int, float] = {}
+    for event in events:
+        if event['kind'] == 'load' and start <= event['time'] <= end:
+            loaded.setdefault(event['version'], event['time'])
+    for index, (version, time_s) in enumerate(loaded.items()):
+        label = 'weights loaded' if index == 0 else None
+        axes.axvline(time_s, color='black', linestyle='--', linewidth=1, label=label, zorder=4)
         axes.annotate(
-            f'v{event["version"]}', (event['time'], 1), (0, 4), xycoords=('data', 'axes fraction'),
+            f'v{version}', (time_s, 1), (0, 4), xycoords=('data', 'axes fraction'),
             textcoords='offset points', ha='center', fontsize=9,
         )  # fmt: skip
+
+
+def _draw_updates(axes: Axes, events: Sequence[Event], row: int) -> bool:
+    """The updates of the learner in a row of their own, each with the version that it makes. False: there are none."""
+    trained = [interval for interval in lane_intervals(events) if interval.work == 'train']
+    for index, interval in enumerate(trained):
+        axes.barh(
+            row, interval.end - interval.start, left=interval.start, height=0.78,
+            color=(GREY, '#A8A8A8')[index % 2],
+        )  # fmt: skip
+        if 'update' in interval.detail:
+            middle = (interval.start + interval.end) / 2
+            name = f'v{interval.detail["update"]}'
+            axes.text(middle, row, name, ha='center', va='center', fontsize=8, color='white', clip_on=True)
+    return bool(trained)
 
 
 def _draw_interruptions(axes: Axes, spans: list[SlotSpan], rows: Mapping[tuple[str, int], int]) -> None:
