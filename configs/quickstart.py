@@ -20,21 +20,22 @@ def get_config() -> config_dict.ConfigDict:
     config.task.name = 'running_sums'
     config.task.length = 6
     config.task.system_prompt = 'Add one number at a time.'
-    # with 8 slots an answer takes about as long as an update, so that every publication finds all slots at work
+    # with so few slots generation takes as long as an update, so that a publication finds answers under way
     config.rollout.slots = 6
     config.rollout.decode_steps = 4
-    config.rollout.max_new_tokens = 64
-    config.rollout.context_tokens = 176
-    config.rollout.block_tokens = 176  # on a CPU one long block is faster than two
+    config.rollout.max_new_tokens = 56
+    config.rollout.context_tokens = 168
+    config.rollout.block_tokens = 168  # on a CPU one long block is faster than two
     config.rollout.prefill_buckets = (256,)  # CPUs compute no padding, and each program takes seconds to compile
     config.staleness.eta = 2.0
     config.learner.groups_per_update = 3
-    config.learner.row_tokens = 512
-    config.learner.row_loss_tokens = 416
+    config.learner.row_tokens = 560  # a group with answers of full length
+    config.learner.row_loss_tokens = 448
     config.loss.behavior_weight_cap = 5.0
     config.evaluation.problems = 32
+    config.evaluation.samples = 2
     config.evaluation.every = 1
-    config.evaluation.every_problems = 8
+    config.evaluation.every_problems = 16
     config.evaluation.every_dispatches = 3
     config.checkpoint.every = 8
     return config

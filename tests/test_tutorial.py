@@ -49,6 +49,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr('areal_jax.app.memory.return_freed_memory', lambda: None)  # settings of a whole process
     monkeypatch.setattr('areal_jax.app.garbage.space_full_collections', lambda: None)
+    monkeypatch.setattr('areal_jax.native.blocks.keep_blocks', lambda: None)
     monkeypatch.setattr('areal_jax.app.noise.silence_libraries', lambda: None)
 
     def run(words):

@@ -209,6 +209,7 @@ jax.devices()
 weakref.finalize(jax, print).detach()  # the first one registers an exit handler of weakref; jax makes some
 import areal_jax
 from areal_jax.app import garbage, memory
+from areal_jax.native import blocks
 from tests.app.small import small_config
 
 def allocator(*_):
@@ -219,6 +220,7 @@ def collector():
 
 memory.return_freed_memory = allocator
 garbage.space_full_collections = collector
+blocks.keep_blocks = allocator
 
 def subreaper():
     import ctypes
