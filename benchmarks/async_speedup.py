@@ -35,7 +35,7 @@ from benchmarks.options import Row, make_parser, report, run, show, split_choice
 from benchmarks.ratios import CLOCKS, Bar, ratio, strongest
 from benchmarks.timed_run import Arm, run_arm
 
-CONFIG = 'configs/arithmetic.py'
+CONFIG = 'configs/quickstart.py'
 ETA = 2.0
 MOST_WAIT = 0.01
 CORES = 2

@@ -59,14 +59,17 @@ def write_steps(numbers: Sequence[int]) -> str:
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
-    """Share of the steps that are right before the first wrong one; the end after the last step counts as one.
+    """Share of the steps that are right before the first wrong one, the end being the last step; 0 without all steps.
 
-    The denominator is the number of steps of the longer of answer and truth. Text between the steps does not count.
+    An answer that ends after a few right steps would otherwise be worth more than one that goes on and errs. The
+    denominator counts the steps of the longer of answer and truth. Text between the steps does not count.
     """
     truth, answer = _STEP.findall(problem['answer']), _STEP.findall(answer_text)
+    if len(answer) < len(truth):
+        return 0.0
     right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(truth, answer, strict=False)))
     ended = finish_reason == 'stop' and len(answer) == len(truth)
-    return (right + ended) / (max(len(truth), len(answer)) + 1)
+    return (right + ended) / (len(answer) + 1)
 
 
 def _draw_lists(length: int, count: int) -> list[tuple[int, ...]]:

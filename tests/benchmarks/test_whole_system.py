@@ -1,12 +1,10 @@
 import json
-import pathlib
 import sys
 import time
 
 import pytest
 
 from areal_jax.errors import UserError
-from benchmarks import whole_system
 from benchmarks.whole_system import EventUpdates, PrintedUpdates, System, summarize, tree_cpu_seconds
 
 BUSY = """
@@ -72,8 +70,3 @@ def test_ratios_are_of_turns():
     assert row['ours_over_it_tokens_a_cpu_s']['median'] == 4
     assert row['ours_over_it_cpu_s_an_update']['median'] == 0.25
     assert row['ours_over_it_peak_bytes'] == 0.5
-
-
-def test_the_job_is_the_first_config_that_a_checkout_has():
-    assert (whole_system.ROOT / whole_system.CONFIGS[0]).exists()
-    assert pathlib.Path(whole_system.CONFIGS[1]).name == 'quickstart.py'

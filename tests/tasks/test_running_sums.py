@@ -34,7 +34,7 @@ def test_each_step_begins_with_the_sum_so_far():
         (PROBLEM['answer'], 'stop', 1),
         ('First, 7+5=12, then 12+8 = 20.', 'stop', 1),
         (PROBLEM['answer'], 'length', 2 / 3),
-        ('7 + 5 = 12', 'stop', 1 / 3),  # it ended too early
+        ('7 + 5 = 12', 'stop', 0),  # it ended too early
         ('7 + 5 = 12\n12 + 8 = 19', 'stop', 2 / 3),
         ('7 + 5 = 11\n12 + 8 = 20', 'stop', 1 / 3),  # a step after a wrong one does not count
         ('7 + 5 = 12\n12 + 8 = 20\n20 + 0 = 20', 'stop', 2 / 4),
@@ -43,7 +43,7 @@ def test_each_step_begins_with_the_sum_so_far():
         ('7 + 5 = 12\n' * 1000, 'length', 1 / 1001),
     ],
 )
-def test_the_reward_is_the_share_of_steps_before_the_first_wrong_one(text, reason, reward):
+def test_the_reward_is_the_share_of_right_steps_of_an_answer_that_has_all(text, reason, reward):
     assert score(PROBLEM, text, reason) == pytest.approx(reward)
 
 

