@@ -22,7 +22,7 @@ def train(arguments: dict[str, Any]) -> None:
     torch.set_num_threads(arguments['threads'])
     job = pathlib.Path(arguments['job'])
     model = AutoModelForCausalLM.from_pretrained(job / 'model', dtype=torch.float32, attn_implementation='sdpa')
-    problems = json.loads((job / 'problems.json').read_text())
+    problems = json.loads((job / 'job.json').read_text())['problems']
     data = Dataset.from_list([{key: problem[key] for key in ('prompt', 'answer')} for problem in problems])
     answers = arguments['groups'] * arguments['group_size']
     tokens: list[int] = []  # of the answers since the last step

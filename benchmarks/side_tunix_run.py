@@ -52,9 +52,10 @@ class TokenNumbers:
 def train(arguments: dict[str, Any]) -> None:
     job = pathlib.Path(arguments['job'])
     described = json.loads((job / 'model' / 'config.json').read_text())
-    problems = json.loads((job / 'problems.json').read_text())
+    told = json.loads((job / 'job.json').read_text())
+    problems, end = told['problems'], told['end']
     words = tokenizers.Tokenizer.from_file(str(job / 'model' / 'tokenizer.json'))
-    end, limit = described['eos_token_id'], arguments['new_tokens']
+    limit = arguments['new_tokens']
     truths = {' '.join(map(str, problem['tokens'][1:])): problem['answer'] for problem in problems}
     longest = max(len(problem['tokens']) for problem in problems)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ('fsdp', 'tp'))

@@ -218,7 +218,7 @@ def write_job(directory: pathlib.Path, seed: int) -> None:
         {'prompt': chat, 'answer': problem['answer'], 'tokens': tokens.tolist()}
         for chat, problem, tokens in zip(chats, chosen, tokenizer.encode_chats(chats), strict=True)
     ]
-    (directory / 'problems.json').write_text(json.dumps(problems))
+    (directory / 'job.json').write_text(json.dumps({'end': tokenizer.eos_id, 'problems': problems}))
 
 
 def start(name: str, options: argparse.Namespace, directory: pathlib.Path) -> System:
