@@ -293,6 +293,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stopped sides would stay for ever
     parser = make_parser(__doc__, turns=5)
     parser.add_argument('--sides', default='ours,trl,tunix', help=f'of {", ".join(SIDES)}')
     parser.add_argument('--trl_python', help='Python of an environment with trl')
