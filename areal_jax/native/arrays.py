@@ -76,4 +76,4 @@ def empty_aligned(shape: tuple[int, ...]) -> np.ndarray:
     memory = (ctypes.c_float * count).from_address(address)
     # blocks that are still in use when the process ends belong to programs that may be running
     weakref.finalize(memory, kernels.areal_jax_free, ctypes.c_void_p(address)).atexit = False
-    return np.frombuffer(memory, np.float32).reshape(shape)
+    return np.frombuffer(memoryview(memory), np.float32).reshape(shape)

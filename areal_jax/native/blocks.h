@@ -46,7 +46,7 @@ class Blocks {
     return nullptr;
   }
 
-  // Notes a fresh block. Returns what must be freed: the blocks kept for longest, until the bound holds.
+  // Notes a fresh block. Returns what must be freed for the bound to hold.
   std::vector<void*> NoteFresh(void* memory, size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Use(memory, bytes);
@@ -117,17 +117,20 @@ class Blocks {
     kept_.erase(block);
   }
 
+  // The smallest block that is enough goes, so that a few bytes do not cost the memory of a whole program.
   std::vector<void*> Shrink(size_t most) {
     std::vector<void*> freed;
     while (!kept_.empty() && used_bytes_ + kept_bytes_ > most) {
-      freed.push_back(kept_.front().memory);
-      Forget(kept_.begin());
+      const auto enough = by_size_.lower_bound(used_bytes_ + kept_bytes_ - most);
+      const auto block = (enough == by_size_.end() ? std::prev(enough) : enough)->second;
+      freed.push_back(block->memory);
+      Forget(block);
     }
     return freed;
   }
 
   std::mutex mutex_;
-  Order kept_;  // the one kept for longest first
+  Order kept_;
   BySize by_size_;
   std::unordered_map<void*, size_t> used_;
   size_t used_bytes_ = 0, kept_bytes_ = 0, most_bytes_ = 0;
