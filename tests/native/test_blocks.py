@@ -28,12 +28,11 @@ def square(x):  # a temporary of 256 MB
     return jnp.tanh(x[:, None] * jnp.arange(64.0)) @ jnp.ones((64, 8))
 """
 REPEAT = """
-jax.config.update('jax_cpu_enable_async_dispatch', False)  # else a call may begin before the one before let go
 x = jnp.arange(1 << 20, dtype=jnp.float32)
 program = jax.jit(square)
 values = [np.asarray(program(x)[-1]).tolist() for _ in range(3)]  # the first one compiles in between
 began = faults()
-values += [np.asarray(program(x)[-1]).tolist() for _ in range(4)]
+values += [np.asarray(program(x)[-1]).tolist() for _ in range(12)]
 print(json.dumps([values, faults() - began, blocks.count_blocks()]))
 """
 BOUND = """
@@ -72,13 +71,14 @@ def run(program, mode='keep'):
     return json.loads(done.stdout)
 
 
-def test_a_program_that_runs_again_asks_the_system_for_no_pages():
+def test_a_program_that_runs_again_asks_the_system_for_hardly_any_pages():
     plain, plain_faults, _ = run(REPEAT, 'plain')
     kept, kept_faults, (_, _, given_again) = run(REPEAT)
     assert kept == plain
-    assert plain_faults > 4 * (256 << 20) / 4096  # the temporary, in every call
-    assert kept_faults < plain_faults / 20
-    assert given_again >= 4
+    assert plain_faults > 12 * (256 << 20) / 4096  # the temporary, in every call
+    # a call may begin before the one before has let go of its memory: then there are two blocks from that call on
+    assert kept_faults < plain_faults / 4
+    assert given_again >= 9
 
 
 def test_never_more_is_held_than_was_in_use_at_once():
