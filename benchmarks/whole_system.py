@@ -32,9 +32,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import psutil
-
 from areal_jax.errors import UserError
+from areal_jax.telemetry.resources import cpu_seconds, resident_bytes
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.sides import ROOT
 
@@ -50,16 +49,10 @@ JOB = (
 )
 
 
-class Update(dict[str, float]):
-    """{'tokens'} that it trained."""
-
-
 class System:
-    """A run that is stopped between its turns. `updates` yields those that have been made known since it was asked."""
+    """A run that is stopped between its turns; `updates` yields the trained tokens of each update since it was asked."""
 
-    def __init__(
-        self, name: str, command: Sequence[str], cwd: pathlib.Path, updates: Callable[[str], Iterator[Update]]
-    ):
+    def __init__(self, name: str, command: Sequence[str], cwd: pathlib.Path, updates: Callable[[str], Iterator[int]]):
         self.name, self._made = name, updates
         self._output = tempfile.NamedTemporaryFile('w+', suffix=f'.{name}')  # noqa: SIM115 as long as the process
         environment = {**os.environ, 'OMP_WAIT_POLICY': 'passive', 'HF_HUB_OFFLINE': '1', 'TQDM_DISABLE': '1'}
@@ -72,20 +65,20 @@ class System:
 
     def advance(self, updates: int) -> dict[str, float]:
         """Lets it make so many updates; their seconds, CPU seconds and trained tokens."""
-        wall, cpu = time.monotonic(), tree_cpu_seconds(self._process.pid)
+        wall, cpu = time.monotonic(), cpu_seconds(self._process.pid)
         os.killpg(self._process.pid, signal.SIGCONT)
-        made: list[Update] = []
+        made: list[int] = []  # the trained tokens of each
         while len(made) < updates:
             if self._process.poll() is not None:
                 text = pathlib.Path(self._output.name).read_text()
                 raise UserError(f'{self.name} ended after {len(made)} of {updates} updates:\n{text[-3000:]}')
             time.sleep(POLL_S)
             made += self._made(self._output.name)
-            self.peak_bytes = max(self.peak_bytes, tree_bytes(self._process.pid))
+            self.peak_bytes = max(self.peak_bytes, resident_bytes(self._process.pid))
         taken = {
             'wall_s': time.monotonic() - wall,
-            'cpu_s': tree_cpu_seconds(self._process.pid) - cpu,
-            'tokens': sum(update['tokens'] for update in made),
+            'cpu_s': cpu_seconds(self._process.pid) - cpu,
+            'tokens': float(sum(made)),
             'updates': float(len(made)),
         }
         self._stop()
@@ -101,37 +94,6 @@ class System:
         os.killpg(self._process.pid, signal.SIGSTOP)
 
 
-def tree_cpu_seconds(pid: int) -> float:
-    """User and system seconds of a process, of its descendants, and of those of them that have ended."""
-    total = 0.0
-    for process in _tree(pid):
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system + times.children_user + times.children_system
-    return total
-
-
-def tree_bytes(pid: int) -> int:
-    """Resident memory of a process and its descendants."""
-    total = 0
-    for process in _tree(pid):
-        try:
-            total += process.memory_info().rss
-        except psutil.Error:
-            continue
-    return total
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.Error:
-        return []
-
-
 class EventUpdates:
     """Updates of a run of ours, from the event log that it writes."""
 
@@ -140,7 +102,7 @@ class EventUpdates:
         self._answer_tokens: dict[int, int] = {}  # by draw
         self._draws: dict[int, list[int]] = {}  # by update
 
-    def __call__(self, _output: str) -> Iterator[Update]:
+    def __call__(self, _output: str) -> Iterator[int]:
         if not self._log.exists():
             return
         with self._log.open('rb') as file:
@@ -156,7 +118,7 @@ class EventUpdates:
             elif event['kind'] == 'consume':
                 self._draws[event['update']] = event['draws']
             elif event['kind'] == 'load' and event['version'] in self._draws:
-                yield Update(tokens=sum(map(self._answer_tokens.__getitem__, self._draws.pop(event['version']))))
+                yield sum(map(self._answer_tokens.__getitem__, self._draws.pop(event['version'])))
 
 
 class PrintedUpdates:
@@ -165,11 +127,11 @@ class PrintedUpdates:
     def __init__(self) -> None:
         self._read = 0
 
-    def __call__(self, output: str) -> Iterator[Update]:
+    def __call__(self, output: str) -> Iterator[int]:
         lines = pathlib.Path(output).read_text().split('\n')[:-1]
         for line in lines[self._read :]:
             if line.startswith('{"update"'):
-                yield Update(tokens=json.loads(line)['tokens'])
+                yield json.loads(line)['tokens']
         self._read = len(lines)
 
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <list>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -34,14 +34,14 @@ class Blocks {
   // A kept block of at least `bytes`, and at most half as many more; nullptr where there is none.
   void* Take(size_t alignment, size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto end = by_size_.upper_bound(bytes + bytes / 2);
-    for (auto found = by_size_.lower_bound(bytes); found != end; ++found) {
-      const Kept block = *found->second;
-      if (reinterpret_cast<uintptr_t>(block.memory) % alignment) continue;
-      Forget(found->second);
-      Use(block.memory, block.bytes);
+    const auto end = kept_.upper_bound(bytes + bytes / 2);
+    for (auto found = kept_.lower_bound(bytes); found != end; ++found) {
+      const auto [size, memory] = *found;
+      if (reinterpret_cast<uintptr_t>(memory) % alignment) continue;
+      Forget(found);
+      Use(memory, size);
       ++taken_;
-      return block.memory;
+      return memory;
     }
     return nullptr;
   }
@@ -58,9 +58,7 @@ class Blocks {
   bool Keep(void* memory, size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!Leave(memory)) return false;
-    kept_.push_back({memory, bytes, {}});
-    const auto block = std::prev(kept_.end());
-    block->place = by_size_.emplace(bytes, block);
+    kept_.emplace(bytes, memory);
     kept_bytes_ += bytes;
     return true;
   }
@@ -88,14 +86,7 @@ class Blocks {
   }
 
  private:
-  struct Kept;
-  using Order = std::list<Kept>;
-  using BySize = std::multimap<size_t, Order::iterator>;
-  struct Kept {
-    void* memory;
-    size_t bytes;
-    BySize::iterator place;
-  };
+  using BySize = std::multimap<size_t, void*>;
 
   void Use(void* memory, size_t bytes) {
     size_t& noted = used_[memory];
@@ -111,9 +102,8 @@ class Blocks {
     return true;
   }
 
-  void Forget(Order::iterator block) {
-    kept_bytes_ -= block->bytes;
-    by_size_.erase(block->place);
+  void Forget(BySize::iterator block) {
+    kept_bytes_ -= block->first;
     kept_.erase(block);
   }
 
@@ -121,17 +111,16 @@ class Blocks {
   std::vector<void*> Shrink(size_t most) {
     std::vector<void*> freed;
     while (!kept_.empty() && used_bytes_ + kept_bytes_ > most) {
-      const auto enough = by_size_.lower_bound(used_bytes_ + kept_bytes_ - most);
-      const auto block = (enough == by_size_.end() ? std::prev(enough) : enough)->second;
-      freed.push_back(block->memory);
+      const auto enough = kept_.lower_bound(used_bytes_ + kept_bytes_ - most);
+      const auto block = enough == kept_.end() ? std::prev(enough) : enough;
+      freed.push_back(block->second);
       Forget(block);
     }
     return freed;
   }
 
   std::mutex mutex_;
-  Order kept_;
-  BySize by_size_;
+  BySize kept_;
   std::unordered_map<void*, size_t> used_;
   size_t used_bytes_ = 0, kept_bytes_ = 0, most_bytes_ = 0;
   uint64_t taken_ = 0;
@@ -175,7 +164,7 @@ inline int AllocateAligned(void** memory, size_t alignment, size_t bytes) {
 }
 
 inline void* Allocate(size_t bytes) {
-  if (bytes < kLargeBytes) return std::malloc(bytes);
+  if (bytes < kLargeBytes || !KeptBlocks().keeps) return std::malloc(bytes);
   return AllocateLarge(alignof(max_align_t), bytes, [&] { return std::malloc(bytes); });
 }
 

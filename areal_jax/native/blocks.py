@@ -26,7 +26,7 @@ def keep_blocks() -> bool:
     What is in use and what is kept are together never more than what was in use at once, since the last
     `free_kept_blocks`.
     """
-    if jax.default_backend() != 'cpu' or not library.is_available():
+    if not _has_kernels():
         return False
     keep = library.register().areal_jax_keep_blocks
     keep.restype = ctypes.c_bool
@@ -35,7 +35,7 @@ def keep_blocks() -> bool:
 
 def free_kept_blocks() -> None:
     """Returns what is kept to the system, before something else needs much memory."""
-    if library.is_available():
+    if _has_kernels():
         library.register().areal_jax_free_kept_blocks()
 
 
@@ -44,3 +44,8 @@ def count_blocks() -> BlockCounts:
     counts = (ctypes.c_uint64 * 3)()
     library.register().areal_jax_count_blocks(counts)
     return BlockCounts(*map(int, counts))
+
+
+def _has_kernels() -> bool:
+    """Elsewhere than on a CPU they are not compiled for this alone."""
+    return jax.default_backend() == 'cpu' and library.is_available()

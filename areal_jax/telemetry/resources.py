@@ -57,27 +57,28 @@ class ResourceSampler:
             self._peak_bytes = max(self._peak_bytes, resident_bytes())
 
 
-def resident_bytes() -> int:
-    """Sum of resident memory over this process and its descendants."""
-    return sum(_each(lambda process: int(process.memory_info().rss)))
+def resident_bytes(pid: int | None = None) -> int:
+    """Sum of resident memory over a process (None: this one) and its descendants."""
+    return sum(_each(lambda process: int(process.memory_info().rss), pid))
 
 
-def cpu_seconds() -> float:
-    """Processor seconds over this process, its living descendants and (not on macOS) those that have ended."""
+def cpu_seconds(pid: int | None = None) -> float:
+    """Processor seconds over a process (None: this one), its living descendants and (not on macOS) those that have
+    ended."""
 
     def spent(process: psutil.Process) -> float:
         times = process.cpu_times()
         ended = getattr(times, 'children_user', 0.0) + getattr(times, 'children_system', 0.0)
         return float(times.user + times.system + ended)
 
-    return sum(_each(spent))
+    return sum(_each(spent, pid))
 
 
-def _each(measure: Callable[[psutil.Process], Quantity]) -> Iterator[Quantity]:
+def _each(measure: Callable[[psutil.Process], Quantity], pid: int | None) -> Iterator[Quantity]:
     """The measure of every process of the tree that is still there."""
     import psutil
 
-    this = psutil.Process()
+    this = psutil.Process(pid)
     yield measure(this)
     for process in this.children(recursive=True):
         try:

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from areal_jax.errors import UserError
-from benchmarks.whole_system import EventUpdates, PrintedUpdates, System, summarize, tree_cpu_seconds
+from areal_jax.telemetry.resources import cpu_seconds
+from benchmarks.whole_system import EventUpdates, PrintedUpdates, System, summarize
 
 BUSY = """
 import json, sys, time
@@ -32,21 +33,21 @@ def test_an_update_counts_when_its_weights_are_loaded(tmp_path):
     write(log, {'kind': 'load', 'version': 1})
     with log.open('a') as file:
         file.write('{"kind": "fin')  # being written
-    assert list(updates('')) == [{'tokens': 10}]
+    assert list(updates('')) == [10]
     assert list(updates('')) == []
     with log.open('a') as file:
         file.write('ish", "draw": 2, "tokens": 7}\n')
     write(log, {'kind': 'consume', 'update': 2, 'draws': [2]}, {'kind': 'load', 'version': 2})
-    assert list(updates('')) == [{'tokens': 7}]
+    assert list(updates('')) == [7]
 
 
 def test_a_stopped_side_takes_no_seconds(tmp_path):
     side = System('busy', [sys.executable, '-c', BUSY], tmp_path, PrintedUpdates())
     try:
         first = side.advance(1)
-        cpu = tree_cpu_seconds(side._process.pid)
+        cpu = cpu_seconds(side._process.pid)
         time.sleep(0.3)
-        assert tree_cpu_seconds(side._process.pid) == cpu
+        assert cpu_seconds(side._process.pid) == cpu
         second = side.advance(4)
     finally:
         side.close()
