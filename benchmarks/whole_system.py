@@ -50,7 +50,7 @@ JOB = (
 
 
 class System:
-    """A run that is stopped between its turns; `updates` yields the trained tokens of each update since it was asked."""
+    """A run that is stopped between its turns; `updates` yields trained tokens of each update since it was asked."""
 
     def __init__(self, name: str, command: Sequence[str], cwd: pathlib.Path, updates: Callable[[str], Iterator[int]]):
         self.name, self._made = name, updates
