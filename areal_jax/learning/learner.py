@@ -41,6 +41,7 @@ from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.weights import logical_axes
 from areal_jax.native.blocks import free_kept_blocks
+from areal_jax.native.preference import preferred
 from areal_jax.sharding.placement import gather
 from areal_jax.sharding.rules import param_shardings, replicated
 from areal_jax.sharding.shares import Shares
@@ -195,7 +196,8 @@ class SpmdLearner:
         if self._ratio:
             self._ratio.require(version, self.state)
         engines = [trajectory.engine for group in kept for trajectory in group.trajectories]
-        trained = train(self._passes, self.state, settings, batches, version, scale, engines)
+        with preferred():
+            trained = train(self._passes, self.state, settings, batches, version, scale, engines)
         measured['training'] = trained.metrics
         if settings.objective != 'sft':
             applied = trained.was_applied(len(batches))

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,35 +32,31 @@ constexpr int64_t kChunkTokens = 960;  // that a layer takes at a time: bounds w
 using Floats = ffi::Buffer<ffi::F32>;
 using Integers = ffi::Buffer<ffi::S32>;
 
-// Memory of this thread that is kept: pages of new memory cost more than what is written to them.
-float* Reserve(int64_t size) {
-  constexpr int64_t kLine = 64 / sizeof(float);
-  static thread_local std::unique_ptr<float[]> memory;
-  static thread_local int64_t held = 0;
-  if (held < size) memory.reset(new float[(held = size) + kLine]);
-  const auto at = reinterpret_cast<uintptr_t>(memory.get());
-  return reinterpret_cast<float*>((at + 63) / 64 * 64);
+ffi::Future Fail(std::string message) {
+  ffi::Promise promise;
+  promise.SetError(ffi::Error::Internal(std::move(message)));
+  return ffi::Future(promise);
 }
 
 // q [B, H, D], keys and values [blocks, T, K, D], tables one behind the other, the place among them where the table of each
 // row starts [B], lengths [B] -> [B, H, D]; window 0 = all positions. Rows of a table that stand side by side share reads.
-ffi::Error AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
-                      Integers lengths, int64_t window, ffi::Result<Floats> out) {
+ffi::Future AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, Integers tables, Integers starts,
+                       Integers lengths, int64_t window, ffi::Result<Floats> out) {
   const auto shape = q.dimensions(), cache = keys.dimensions();
   const Sizes sizes{shape[1], cache[2], cache[3], cache[1]};
   const int64_t rows = shape[0], width = shape[1] * shape[2];
   const int32_t* start = starts.typed_data();
-  std::vector<Queries> queries;
+  Phases phases;
+  auto& queries = phases.Keep(std::vector<Queries>());
   for (int64_t b = 0, count; b < rows; b += count) {
     for (count = 1; count < kMostQueries && b + count < rows && start[b + count] == start[b];) ++count;
     queries.push_back({q.typed_data() + b * width, tables.typed_data() + start[b], lengths.typed_data() + b, count,
                        window, out->typed_data() + b * width});
   }
-  Phases phases;
-  phases.Add(queries.size(),
-             [&](int64_t i) { Attend(queries[i], keys.typed_data(), values.typed_data(), sizes); });
-  phases.Run(pool);
-  return ffi::Error::Success();
+  phases.Add(queries.size(), [=, &queries, k = keys.typed_data(), v = values.typed_data()](int64_t i) {
+    Attend(queries[i], k, v, sizes);
+  });
+  return phases.Run(pool);
 }
 
 // The layer with k, v [N, K, D] of token n at place offsets[n] of block blocks[n]; the results are the arguments.
@@ -88,14 +84,14 @@ ffi::Error Write(Floats keys, Floats values, Floats k, Floats v, Integers blocks
 }
 
 // x [I, columns] and matrices [O / 8, I, 8] -> one [O, columns] for each matrix.
-ffi::Error Multiply(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs matrices, ffi::RemainingRets products) {
+ffi::Future Multiply(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs matrices, ffi::RemainingRets products) {
   const int64_t in = x.dimensions()[0], columns = x.dimensions()[1];
   std::vector<Matrix> inputs;
   std::vector<float*> outputs;
   for (size_t i = 0; i < matrices.size(); ++i) {
     auto w = matrices.get<Floats>(i);
     auto out = products.get<Floats>(i);
-    if (!w || !out) return ffi::Error::InvalidArgument("areal_jax_multiply: matrices and products are float32");
+    if (!w || !out) return Fail("areal_jax_multiply: matrices and products are float32");
     inputs.push_back({w->typed_data(), nullptr, in, static_cast<int64_t>(w->dimensions()[0]) * kPanelRows});
     outputs.push_back((*out)->typed_data());
   }
@@ -103,12 +99,12 @@ ffi::Error Multiply(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs matrices,
   Sheet sheet{x.typed_data(), in};
   Phases phases;
   if (blocks.size() > 1 || blocks[0].width > columns) {
-    sheet.data = Reserve(in * TotalWidth(blocks));
-    phases.Add(blocks.size(), [&](int64_t b) { CopyIn(x.typed_data(), columns, 0, blocks[b], sheet); });
+    sheet.data = phases.Reserve(in * TotalWidth(blocks));
+    phases.Add(blocks.size(),
+               [=, from = x.typed_data()](int64_t b) { CopyIn(from, columns, 0, blocks[b], sheet); });
   }
   AddOutputs(phases, blocks, sheet, inputs, outputs, columns);
-  phases.Run(pool);
-  return ffi::Error::Success();
+  return phases.Run(pool);
 }
 
 // The weights of layers, one argument after the other, as native/layers.py lists them.
@@ -155,96 +151,101 @@ class Weights {
   bool qkv_bias_, output_bias_, qk_norm_;
 };
 
-// Calls work(tokens, first of them, their scratch) for chunks of the first `wanted` columns.
-template <typename Work>
-void VisitChunks(const Layer& layer, Integers wanted, const Work& work) {
+// Calls add(tokens, first of them, their scratch) for chunks of the first `wanted` columns; the scratch is that of all.
+template <typename Add>
+void AddChunks(Phases& phases, const Layer& layer, Integers wanted, const Add& add) {
   const int64_t columns = wanted.typed_data()[0];
+  float* memory = nullptr;
   for (int64_t first = 0; first < columns; first += kChunkTokens) {
-    const Tokens tokens(std::min(kChunkTokens, columns - first));
-    const int64_t width = TotalWidth(tokens.blocks);
-    work(tokens, first, Scratch(Reserve(Scratch::Size(layer, width)), layer, width));
+    const Tokens& tokens = phases.Keep(Tokens(std::min(kChunkTokens, columns - first)));
+    const int64_t width = TotalWidth(tokens.blocks);  // that of the first chunk is the largest
+    if (!memory) memory = phases.Reserve(Scratch::Size(layer, width));
+    add(tokens, first, Scratch(memory, layer, width));
   }
 }
 
 // x [d, T], of whose tokens the first `wanted` count, cosine and sine [T, D / 2], a layer -> q [T, H, D], k, v [T, K, D],
 // q and k rotated; zeros for the other tokens.
-ffi::Error Project(ffi::ThreadPool pool, Floats x, Integers wanted, Floats cosine, Floats sine, ffi::RemainingArgs args,
-                   ffi::Dictionary attributes, ffi::Result<Floats> q, ffi::Result<Floats> k, ffi::Result<Floats> v) {
-  const Layer layer = Weights(args, attributes).TakeLayer();
+ffi::Future Project(ffi::ThreadPool pool, Floats x, Integers wanted, Floats cosine, Floats sine, ffi::RemainingArgs args,
+                    ffi::Dictionary attributes, ffi::Result<Floats> q, ffi::Result<Floats> k, ffi::Result<Floats> v) {
+  Phases phases;
+  const Layer& layer = phases.Keep(Weights(args, attributes).TakeLayer());
+  const int64_t columns = x.dimensions()[1];
   for (auto* out : {&q, &k, &v}) {
-    const int64_t features = (*out)->element_count() / x.dimensions()[1];
+    const int64_t features = (*out)->element_count() / columns;
     std::fill((*out)->typed_data() + wanted.typed_data()[0] * features,
               (*out)->typed_data() + (*out)->element_count(), 0.0f);
   }
-  VisitChunks(layer, wanted, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
+  AddChunks(phases, layer, wanted, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
     const auto rows = [&](ffi::Result<Floats>& out, int64_t features) {
       float* data = out->typed_data() + first * features;
       return [=](int64_t token) { return data + token * features; };
     };
     const int64_t angles = first * layer.head_dim / 2;
-    Phases phases;
-    phases.Add(tokens.blocks.size(),
-               [&](int64_t b) { CopyIn(x.typed_data(), x.dimensions()[1], first, tokens.blocks[b], s.x); });
+    phases.Add(tokens.blocks.size(), [=, &tokens, from = x.typed_data()](int64_t b) {
+      CopyIn(from, columns, first, tokens.blocks[b], s.x);
+    });
     AddProjections(phases, tokens, layer, s, {cosine.typed_data() + angles, sine.typed_data() + angles},
                    rows(q, layer.query.out), rows(k, layer.key.out), rows(v, layer.key.out));
-    phases.Run(pool);
   });
-  return ffi::Error::Success();
+  return phases.Run(pool);
 }
 
 // x [d, T], of whose tokens the first `wanted` count, the output of attention [T, H, D], a layer -> x behind the layer
 // [d, T]; anything for the other tokens.
-ffi::Error Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats attended, ffi::RemainingArgs args, ffi::Dictionary attributes,
-                  ffi::Result<Floats> out) {
-  const Layer layer = Weights(args, attributes).TakeLayer();
-  VisitChunks(layer, wanted, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
+ffi::Future Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats attended, ffi::RemainingArgs args,
+                   ffi::Dictionary attributes, ffi::Result<Floats> out) {
+  Phases phases;
+  const Layer& layer = phases.Keep(Weights(args, attributes).TakeLayer());
+  AddChunks(phases, layer, wanted, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
     const int64_t columns = x.dimensions()[1], features = layer.query.out;
     const float* rows = attended.typed_data() + first * features;
-    const auto each = [&](auto copy) { return [&, copy](int64_t b) { copy(tokens.blocks[b]); }; };
-    Phases phases;
-    phases.Add(tokens.blocks.size(),
-               each([&](const Block& block) { CopyIn(x.typed_data(), columns, first, block, s.x); }));
+    phases.Add(tokens.blocks.size(), [=, &tokens, from = x.typed_data()](int64_t b) {
+      CopyIn(from, columns, first, tokens.blocks[b], s.x);
+    });
     AddRest(phases, tokens, layer, s, [=](int64_t token) { return rows + token * features; });
-    phases.Add(tokens.blocks.size(),
-               each([&](const Block& block) { CopyOut(s.x, block, out->typed_data(), columns, first); }));
-    phases.Run(pool);
+    phases.Add(tokens.blocks.size(), [=, &tokens, to = out->typed_data()](int64_t b) {
+      CopyOut(s.x, tokens.blocks[b], to, columns, first);
+    });
   });
-  return ffi::Error::Success();
+  return phases.Run(pool);
 }
 
 // One step: x [d, B], cosine and sine [B, D / 2], temperatures [B], the blocks of each row [B, M], positions that it sees
 // [B], block and offset where its token is written [B]; then the weights of all layers, final norm, head, and keys and
 // values of each layer [blocks, T, K, D] -> logits [V, B]; the largest and the log-sum-exp of each block of the vocabulary
 // of logits over temperatures [blocks of it, B]; the keys and values, which are the arguments. Windows: one a layer, 0 = none.
-ffi::Error Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Floats temperatures, Integers tables,
-                Integers lengths, Integers blocks, Integers offsets, ffi::RemainingArgs args, ffi::Dictionary attributes,
-                ffi::RemainingRets results) {
+ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Floats temperatures, Integers tables,
+                 Integers lengths, Integers blocks, Integers offsets, ffi::RemainingArgs args, ffi::Dictionary attributes,
+                 ffi::RemainingRets results) {
   constexpr size_t kSums = 3;  // results before the keys and values
   const auto windows = *attributes.get<ffi::Span<const int64_t>>("windows");
+  Phases phases;
   Weights weights(args, attributes);
-  std::vector<Layer> layers;
+  auto& layers = phases.Keep(std::vector<Layer>());
   for (size_t i = 0; i < windows.size(); ++i) layers.push_back(weights.TakeLayer());
   const float* final_norm = weights.TakeVector();
   const Matrix head = weights.TakeMatrix();
 
   const int64_t rows = lengths.element_count(), table = tables.dimensions()[1];
   const int64_t width_q = layers[0].query.out, width_k = layers[0].key.out;
-  const Tokens tokens(rows);
+  const Tokens& tokens = phases.Keep(Tokens(rows));
   const int64_t width = TotalWidth(tokens.blocks);
-  float* memory = Reserve(Scratch::Size(layers[0], width) + 2 * rows * width_q);
+  float* memory = phases.Reserve(Scratch::Size(layers[0], width) + 2 * rows * width_q);
   const Scratch s(memory, layers[0], width);
   float* queries = memory + Scratch::Size(layers[0], width);
   float* attended = queries + rows * width_q;
 
-  Phases phases;
-  phases.Add(tokens.blocks.size(), [&](int64_t b) { CopyIn(x.typed_data(), rows, 0, tokens.blocks[b], s.x); });
+  phases.Add(tokens.blocks.size(), [=, &tokens, from = x.typed_data()](int64_t b) {
+    CopyIn(from, rows, 0, tokens.blocks[b], s.x);
+  });
   for (size_t i = 0; i < layers.size(); ++i) {
     const Layer& layer = layers[i];
     const Floats keys = weights.Take(), values = weights.Take();
     float *k = keys.typed_data(), *v = values.typed_data();
     for (size_t side : {0, 1}) {
       if ((*results.get<Floats>(kSums + 2 * i + side))->typed_data() != (side ? v : k)) {
-        return ffi::Error::Internal("areal_jax_step: the cache is not written in place");
+        return Fail("areal_jax_step: the cache is not written in place");
       }
     }
     const auto cache = keys.dimensions();
@@ -257,9 +258,8 @@ ffi::Error Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Floa
     AddProjections(phases, tokens, layer, s, {cosine.typed_data(), sine.typed_data()},
                    [=](int64_t row) { return queries + row * width_q; }, places(k), places(v));
     const int64_t window = windows[i];
-    phases.Add(rows, [=, &tables, &lengths](int64_t row) {
-      Attend({queries + row * width_q, tables.typed_data() + row * table, lengths.typed_data() + row, 1, window,
-              attended + row * width_q},
+    phases.Add(rows, [=, read = tables.typed_data(), seen = lengths.typed_data()](int64_t row) {
+      Attend({queries + row * width_q, read + row * table, seen + row, 1, window, attended + row * width_q},
              k, v, sizes);
     });
     AddRest(phases, tokens, layer, s, [=](int64_t row) { return attended + row * width_q; });
@@ -268,21 +268,20 @@ ffi::Error Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Floa
   const auto result = [&](size_t i) { return (*results.get<Floats>(i))->typed_data(); };
   float *logits = result(0), *largest = result(1), *logsumexp = result(2);
   AddOutputs(phases, tokens.blocks, s.normal, {head}, {logits}, rows);
-  phases.Add((head.out + kVocabularyBlock - 1) / kVocabularyBlock, [=, &temperatures](int64_t b) {
+  phases.Add((head.out + kVocabularyBlock - 1) / kVocabularyBlock, [=, heat = temperatures.typed_data()](int64_t b) {
     const int64_t first = b * kVocabularyBlock;
-    SumBlock(logits + first * rows, rows, std::min(kVocabularyBlock, head.out - first), temperatures.typed_data(),
-             largest + b * rows, logsumexp + b * rows);
+    SumBlock(logits + first * rows, rows, std::min(kVocabularyBlock, head.out - first), heat, largest + b * rows,
+             logsumexp + b * rows);
   });
-  phases.Run(pool);
-  return ffi::Error::Success();
+  return phases.Run(pool);
 }
 
 // x [d, T], of whose tokens the first `wanted` count, targets and temperatures [T], head [V / 8, d, 8] -> logits of the
 // targets over temperatures and log-sum-exp [T], the largest logits over temperatures and their ids [T, K], descending;
 // zeros for the other tokens.
-ffi::Error Rank(ffi::ThreadPool pool, Floats x, Integers wanted, Integers targets, Floats temperatures, Floats panels,
-                ffi::Result<Floats> chosen, ffi::Result<Floats> logsumexp, ffi::Result<Floats> values,
-                ffi::Result<Integers> ids) {
+ffi::Future Rank(ffi::ThreadPool pool, Floats x, Integers wanted, Integers targets, Floats temperatures, Floats panels,
+                 ffi::Result<Floats> chosen, ffi::Result<Floats> logsumexp, ffi::Result<Floats> values,
+                 ffi::Result<Integers> ids) {
   const auto size = panels.dimensions();
   const Matrix head{panels.typed_data(), nullptr, static_cast<int64_t>(size[1]),
                     static_cast<int64_t>(size[0]) * kPanelRows};
@@ -292,31 +291,33 @@ ffi::Error Rank(ffi::ThreadPool pool, Floats x, Integers wanted, Integers target
     std::fill((*out)->typed_data(), (*out)->typed_data() + (*out)->element_count(), 0.0f);
   }
   std::fill(ids->typed_data(), ids->typed_data() + ids->element_count(), 0);
+  Phases phases;
+  float* memory = nullptr;
   for (int64_t first = 0; first < columns; first += kChunkTokens) {
     const int64_t count = std::min(kChunkTokens, columns - first);
-    const std::vector<Block> blocks = CutColumns(count);
-    float* memory = Reserve(head.in * TotalWidth(blocks) + cuts * count * (2 + 2 * most));
-    const Sheet sheet{memory, head.in};
-    memory += head.in * TotalWidth(blocks);
-    const auto take = [&](int64_t numbers) { return std::exchange(memory, memory + numbers); };
+    const auto& blocks = phases.Keep(CutColumns(count));
+    const int64_t entries = head.in * TotalWidth(blocks);
+    if (!memory) memory = phases.Reserve(entries + cuts * count * (2 + 2 * most));  // of the first chunk: the largest
+    float* next = memory;
+    const auto take = [&](int64_t numbers) { return std::exchange(next, next + numbers); };
+    const Sheet sheet{take(entries), head.in};
     const Ranks ranks{take(cuts * count), take(cuts * count), take(cuts * count * most),
                       reinterpret_cast<int32_t*>(take(cuts * count * most)), count, most};
     const float* heat = temperatures.typed_data() + first;
+    const int32_t* target = targets.typed_data() + first;
     float *own = chosen->typed_data() + first, *sums = logsumexp->typed_data() + first;
-    Phases phases;
-    phases.Add(blocks.size(), [&](int64_t b) { CopyIn(x.typed_data(), stride, first, blocks[b], sheet); });
-    phases.Add(cuts, [&](int64_t i) {
-      RankBlock(head, i, blocks, sheet, targets.typed_data() + first, heat, ranks, own);
+    phases.Add(blocks.size(), [=, &blocks, from = x.typed_data()](int64_t b) {
+      CopyIn(from, stride, first, blocks[b], sheet);
     });
-    phases.Add(count, [&](int64_t c) {
-      float* top = values->typed_data() + (first + c) * most;
-      sums[c] = MergeRanks(ranks, cuts, c, top, ids->typed_data() + (first + c) * most);
+    phases.Add(cuts, [=, &blocks](int64_t i) { RankBlock(head, i, blocks, sheet, target, heat, ranks, own); });
+    phases.Add(count, [=, top = values->typed_data(), id = ids->typed_data()](int64_t c) {
+      float* largest = top + (first + c) * most;
+      sums[c] = MergeRanks(ranks, cuts, c, largest, id + (first + c) * most);
       own[c] /= heat[c];
-      for (int64_t i = 0; i < most; ++i) top[i] /= heat[c];
+      for (int64_t i = 0; i < most; ++i) largest[i] /= heat[c];
     });
-    phases.Run(pool);
   }
-  return ffi::Error::Success();
+  return phases.Run(pool);
 }
 
 }  // namespace
@@ -335,6 +336,9 @@ extern "C" void areal_jax_digest(const void* words, int64_t count, int64_t size,
 extern "C" void areal_jax_panels(const float* matrix, int64_t in, int64_t out, bool by_rows, float* panels) {
   areal_jax::PackPanels(matrix, in, out, by_rows, panels);
 }
+
+// Phases give way to other work of this process, between a call with 1 and one with -1.
+extern "C" void areal_jax_prefer(int64_t change) { areal_jax::Preferred() += change; }
 
 // Memory that XLA frees is given to it again, see blocks.h.
 extern "C" bool areal_jax_keep_blocks(const char* part) { return areal_jax::KeepBlocksOf(part); }

@@ -46,6 +46,11 @@ def register() -> ctypes.CDLL:
     return library
 
 
+def registered() -> ctypes.CDLL | None:
+    """The library, where `register` has succeeded."""
+    return register() if register.cache_info().currsize else None
+
+
 @functools.cache
 def is_available() -> bool:
     """Whether `register` has succeeded or will."""

@@ -1,13 +1,18 @@
-// Work on the threads of XLA's pool and of the caller.
+// Work on the threads of XLA's pool and of the caller, or on threads that give way to all others.
 
 #ifndef AREAL_JAX_NATIVE_THREADS_H_
 #define AREAL_JAX_NATIVE_THREADS_H_
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -16,30 +21,124 @@
 
 namespace areal_jax {
 
+namespace ffi = xla::ffi;
+
+// Threads of this library that run when no other thread wants their processor. They live until the process ends.
+class YieldingThreads {
+ public:
+  explicit YieldingThreads(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) std::thread([this] { Serve(); }).detach();
+  }
+
+  void Schedule(std::function<void()> work) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      waiting_.push_back(std::move(work));
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  void Serve() {
+#ifdef __linux__
+    // A low niceness would not do: a thread that wakes takes the processor of none but threads of this policy at once.
+    const sched_param none{};
+    sched_setscheduler(0, SCHED_IDLE, &none);  // of this thread alone
+#endif
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return !waiting_.empty(); });
+      const std::function<void()> work = std::move(waiting_.front());
+      waiting_.pop_front();
+      lock.unlock();
+      work();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> waiting_;
+};
+
+// Works under way in this process to which phases give way.
+inline std::atomic<int64_t>& Preferred() {
+  static std::atomic<int64_t> works{0};
+  return works;
+}
+
+// Memory that is kept for the next call: pages of new memory cost more than what is written to them.
+class KeptMemory {
+ public:
+  // A line's beginning; returned with what is given back.
+  std::shared_ptr<float> Take(int64_t size) {
+    constexpr int64_t kLine = 64 / sizeof(float);
+    Piece piece{nullptr, 0};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!free_.empty()) piece = std::move(free_.back()), free_.pop_back();
+    }
+    if (piece.size < size) piece.memory.reset(new float[size + kLine]), piece.size = size;
+    const auto at = reinterpret_cast<uintptr_t>(piece.memory.get());
+    auto* line = reinterpret_cast<float*>((at + 63) / 64 * 64);
+    auto held = std::make_shared<Piece>(std::move(piece));
+    return std::shared_ptr<float>(line, [this, held](float*) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      free_.push_back(std::move(*held));
+    });
+  }
+
+ private:
+  struct Piece {
+    std::unique_ptr<float[]> memory;
+    int64_t size;
+  };
+  std::mutex mutex_;
+  std::vector<Piece> free_;
+};
+
 // Phases of work, one after the other: each has items, which threads take as they come. A thread stays until the last
 // phase is done, because waking one costs more than most phases. The caller never waits for a thread to come.
 class Phases {
  public:
-  // work(i) for every i < items, once all that was added before is done; items < 2^20.
+  // work(i) for every i < items, once all that was added before is done; items < 2^20. May be computed after the caller
+  // has returned: what `work` refers to is kept by Keep.
   void Add(int64_t items, std::function<void(int64_t)> work) { phases_.push_back({items, std::move(work)}); }
 
-  void Run(xla::ffi::ThreadPool& pool) {
+  // Until the last phase is done.
+  template <typename T>
+  T& Keep(T value) {
+    auto kept = std::make_shared<T>(std::move(value));
+    kept_.push_back(kept);
+    return *kept;
+  }
+
+  // Memory for `size` numbers, until the last phase is done.
+  float* Reserve(int64_t size) {
+    static auto* const memory = new KeptMemory();
+    return Keep(memory->Take(size)).get();
+  }
+
+  // Done when it returns, unless other work is preferred.
+  ffi::Future Run(ffi::ThreadPool& pool) {
     auto state = std::make_shared<State>();  // a thread that comes after the last phase touches this alone
     state->phases = std::move(phases_);
+    state->kept = std::move(kept_);
     int64_t most = 1;
     for (const Phase& phase : state->phases) most = std::max(most, phase.items);
-    for (int64_t i = 1; i < std::min<int64_t>(pool.num_threads(), most); ++i) {
-      pool.Schedule([state] { Help(*state); });
+    const int64_t threads = pool.num_threads(), helpers = std::min(threads, most) - 1;
+    ffi::Promise done;
+    ffi::Future future(done);  // before a thread has a copy of the promise
+    if (Preferred().load(std::memory_order_relaxed) > 0) {
+      // not on the caller's thread, which is one of XLA's: the preferred work may want all of these
+      static auto* const yielding = new YieldingThreads(threads);
+      yielding->Schedule([state, done]() mutable { Lead(*state), done.SetAvailable(); });
+      for (int64_t i = 0; i < helpers; ++i) yielding->Schedule([state] { Help(*state); });
+      return future;
     }
-    for (size_t p = 0; p < state->phases.size(); ++p) {
-      const int64_t items = state->phases[p].items;
-      state->done.store(0, std::memory_order_relaxed);
-      state->ticket.store(Pack(p, items), std::memory_order_release);
-      while (Take(*state)) {
-      }
-      for (int64_t turn = 0; state->done.load(std::memory_order_acquire) < items; ++turn) Wait(turn);
-    }
-    state->ticket.store(kOver, std::memory_order_release);
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { Help(*state); });
+    Lead(*state);
+    done.SetAvailable();
+    return future;
   }
 
  private:
@@ -49,6 +148,7 @@ class Phases {
   };
   struct State {
     std::vector<Phase> phases;
+    std::vector<std::shared_ptr<void>> kept;
     // phase (24 bits), its items (20) and how many of them are taken (20): one number, so that no thread takes an item
     // of a phase by the count of another
     std::atomic<uint64_t> ticket{0};
@@ -71,6 +171,19 @@ class Phases {
     return false;
   }
 
+  static void Lead(State& state) {
+    for (size_t p = 0; p < state.phases.size(); ++p) {
+      const int64_t items = state.phases[p].items;
+      state.done.store(0, std::memory_order_relaxed);
+      state.ticket.store(Pack(p, items), std::memory_order_release);
+      while (Take(state)) {
+      }
+      for (int64_t turn = 0; state.done.load(std::memory_order_acquire) < items; ++turn) Wait(turn);
+    }
+    state.ticket.store(kOver, std::memory_order_release);
+    state.kept.clear();
+  }
+
   static void Help(State& state) {
     for (int64_t turn = 0; state.ticket.load(std::memory_order_acquire) != kOver; ++turn) {
       if (Take(state)) {
@@ -89,6 +202,7 @@ class Phases {
   }
 
   std::vector<Phase> phases_;
+  std::vector<std::shared_ptr<void>> kept_;
 };
 
 }  // namespace areal_jax

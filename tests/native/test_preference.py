@@ -1,0 +1,83 @@
+"""Kernels that give way to an update: the same bits, on threads that no other work waits for."""
+
+import os
+import pathlib
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from areal_jax.models.activations import NativeColumns
+from areal_jax.native import library
+from areal_jax.native.preference import preferred
+from tests.native.test_kernels import multiply, normal
+from tests.rollout.decode.examples import Decoding, backend, request
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+
+
+def idle_threads():
+    """CPU time in ticks of each thread of this process that runs when nothing else does."""
+    tasks = [int(path.name) for path in pathlib.Path('/proc/self/task').iterdir()]
+    return {
+        task: sum(map(int, pathlib.Path(f'/proc/self/task/{task}/stat').read_text().rpartition(')')[2].split()[11:13]))
+        for task in tasks
+        if os.sched_getscheduler(task) == os.SCHED_IDLE
+    }
+
+
+def decode():
+    run = Decoding(backend())
+    run.start({'a': request(0), 'b': request(1, prompt=range(1, 12)), 'c': request(2, new=3)})
+    run.finish()
+    return [(run.tokens(name), run.logprobs(name)) for name in 'abc']
+
+
+def test_decoding_that_gives_way_has_the_same_bits():
+    before = decode()
+    with preferred():
+        beside = decode()
+    assert beside == before
+
+
+def multiply_much():
+    """About 50 ms of one processor: idle time is counted in ticks of 10 ms."""
+    w, x = NativeColumns().stored_table(normal(1, 4096, 1024)), normal(2, 1024, 64)
+    for _ in range(8):
+        multiply(x, w)[0].block_until_ready()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='policies of threads are those of Linux')
+def test_kernels_run_on_idle_threads_while_an_update_is_preferred_and_only_then():
+    multiply_much()
+    with preferred(), preferred():
+        multiply_much()
+    held = idle_threads()
+    assert held
+    multiply_much()
+    assert idle_threads() == held  # preferred by nobody any more
+    with pytest.raises(ValueError, match='of an update'), preferred():
+        multiply_much()
+        raise ValueError('of an update')
+    grown = idle_threads()
+    assert sum(grown.values()) > sum(held.values())
+    multiply_much()
+    assert idle_threads() == grown
+
+
+def test_calls_at_the_same_time_have_memory_of_their_own():
+    w, inputs = NativeColumns().stored_table(normal(1, 512, 1024)), [normal(i, 1024, 45) for i in range(4)]
+    expected = [np.asarray(multiply(x, w)[0]) for x in inputs]
+    wrong = []
+
+    def repeat(x, whole):
+        wrong.extend(1 for _ in range(100) if not np.array_equal(multiply(x, w)[0], whole))
+
+    threads = [threading.Thread(target=repeat, args=work) for work in zip(inputs, expected, strict=True)]
+    with preferred():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
