@@ -375,7 +375,7 @@ def test_warm_up_compiles_everything_that_is_used_later_whatever_the_weights(com
 
 
 def test_both_kinds_of_programs_are_compiled_beforehand(compiled):
-    one = build(filtered=True, adjusted=True, decode_steps=3)  # of no other test: built backends are shared
+    one = build(filtered=True, adjusted=True, slots=3, batch_buckets=(3,))  # built backends are shared
     params = one.prepare(weights())
     compiled.clear()
     assert one.warm_up(params) == len(compiled) <= MOST_PROGRAMS
