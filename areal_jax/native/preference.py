@@ -1,7 +1,8 @@
 """Decoding gives way to training where both run on the processors of one process.
 
-An update that shares the processors with decoding ends late, and decoding has ended before it: new weights then find no
-answer under way. Kernels that give way run on threads of their own, when no thread of XLA wants the processor (threads.h).
+An update that shares the processors with decoding ends late, and decoding has ended before it: new weights then find
+no answer under way. Kernels that give way run on threads of their own, when no other thread wants the processor
+(threads.h).
 """
 
 from __future__ import annotations
