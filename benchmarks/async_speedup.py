@@ -2,7 +2,7 @@
 
     python -m benchmarks.async_speedup --out=benchmarks/results/async_speedup.json [--lengths=equal,heavy] [--small]
 
-SmolLM2-135M on the quickstart's task, --groups groups of 8 answers an update, all trained. Lengths of answers are a
+SmolLM2-135M on one-digit arithmetic, --groups groups of 8 answers an update, all trained. Lengths of answers are a
 function of draw and sample (drawn_lengths.py), so that every arm does the same work: all 32 tokens ('equal'), or
 lognormal with sigma 1 and at most 192 ('heavy').
 
@@ -15,7 +15,7 @@ Runs are made in turns. Speeds are trained tokens a second from the publication 
 is no bar. `publication_wait_share` is the part of that time in which the learner waited for publication: it copies the
 weights, and waits while those of the version before have not left; `wait_met` where it is at most a hundredth. The copy
 takes as long whatever an update has to learn from, so that share says something for updates of a size that a run has:
---groups=8, the quickstart's, or more.
+--groups=8, those of its config, or more.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from areal_jax.errors import UserError
 from benchmarks.drawn_lengths import LONGEST
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.ratios import CLOCKS, Bar, ratio, strongest
+from benchmarks.sides import ARITHMETIC
 from benchmarks.timed_run import Arm, run_arm
 
-CONFIG = 'configs/quickstart.py'
 ETA = 2.0
 MOST_WAIT = 0.01
 CORES = 2
@@ -73,7 +73,7 @@ def measure_lengths(options: argparse.Namespace, lengths: str, directory: pathli
     for turn in range(options.turns):
         for arm in arms:
             workdir = directory / f'{lengths}_{turn}_{arm.name.replace(" ", "_")}'
-            calls[arm.name].append(run_arm(arm, CONFIG, overrides, workdir, options.first))
+            calls[arm.name].append(run_arm(arm, ARITHMETIC, overrides, workdir, options.first))
             print(lengths, arm.name, calls[arm.name][-1], file=sys.stderr, flush=True)
     row = {'cell': lengths, 'turns': options.turns, 'overrides': overrides, **gains(calls), 'calls': calls}
     if ASYNCHRONOUS in calls:

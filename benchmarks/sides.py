@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
+ARITHMETIC = 'configs/arithmetic.py'  # SmolLM2-135M-Instruct, one-digit arithmetic
 
 Run = dict[str, Any]
 Call = Callable[[], Mapping[str, float]]  # does the work to its end; returns numbers to check it by

@@ -35,11 +35,10 @@ from typing import Any
 from areal_jax.errors import UserError
 from areal_jax.telemetry.resources import cpu_seconds, resident_bytes
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
-from benchmarks.sides import ROOT
+from benchmarks.sides import ARITHMETIC, ROOT
 
 SIDES = ('ours', 'trl', 'tunix', 'before')
 GROUPS, GROUP_SIZE, NEW_TOKENS = 8, 8, 16
-CONFIG = 'configs/quickstart.py'  # of the job, in every checkout
 POLL_S = 0.02
 JOB = (
     *('--config.evaluation.problems=0', '--config.telemetry.plots=False', '--config.telemetry.tensorboard=False'),
@@ -138,7 +137,8 @@ class PrintedUpdates:
 def start_ours(name: str, checkout: pathlib.Path, options: argparse.Namespace, directory: pathlib.Path) -> System:
     workdir = directory / name
     updates = options.warm + options.turns * options.updates + 4
-    command = [sys.executable, '-m', 'areal_jax.main_train', f'--config={CONFIG}', f'--workdir={workdir}']
+    config = ARITHMETIC if (checkout / ARITHMETIC).exists() else 'configs/quickstart.py'  # it was the quickstart once
+    command = [sys.executable, '-m', 'areal_jax.main_train', f'--config={config}', f'--workdir={workdir}']
     command += [f'--config.run.steps={updates}', f'--config.run.seed={options.seed}', *JOB]
     return System(name, command, checkout, EventUpdates(workdir / 'events.jsonl'))
 

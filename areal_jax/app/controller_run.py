@@ -218,6 +218,7 @@ class ControllerRun(LoopRun):
         platforms = {entry.details.get('platform') for entry in self._learners.values()}
         return {
             'kv_cache_bytes': None,
+            'memory_parts': {},
             'lanes_own_devices': 'cpu' not in platforms,
             'devices': {'learner': self._list('device_ids'), 'engines': {}},
         }

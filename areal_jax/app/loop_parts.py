@@ -39,6 +39,7 @@ class EngineFacts(TypedDict):
     """The fields of RunFacts that say what engines and learner compute on."""
 
     kv_cache_bytes: int | None
+    memory_parts: Mapping[str, int]
     lanes_own_devices: bool
     devices: Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from areal_jax.app.processes import lead
 from areal_jax.app.profile import DIRECTORY, TracedLearner
 from areal_jax.app.provenance import Hardware, hardware
 from areal_jax.app.run import Checkpoint, Run
-from areal_jax.app.sizes import require_room
+from areal_jax.app.sizes import measure_parts, require_room
 from areal_jax.app.start_warnings import print_passed_over, print_warnings
 from areal_jax.app.text_model import describe_loading, require_rules_of_origin
 from areal_jax.app.workdir import CHECKPOINTS, describe_unexported, note_weights
@@ -41,16 +41,25 @@ class OwnLearner(Run):
     """See Run."""
 
     learner: SpmdLearner | CommandLeader
+    _memory_parts: dict[str, int]
 
     def _require_startable(self, config: config_dict.ConfigDict) -> None:
         require_rules_of_origin(config)
         require_room(config)
+        self._memory_parts = measure_parts(config)
 
     def _print_warnings(self, config: config_dict.ConfigDict) -> None:
         print_warnings(config)
 
     def _use_compilation_cache(self) -> None:
         self._parts.enter_context(use_compilation_cache(self.config))
+
+    def _measure_memory(self) -> dict[str, int]:
+        """Bytes by what they are for: shapes, programs of the learner, copies for a checkpoint."""
+        parts = self._memory_parts
+        if self.config.checkpoint.every:
+            parts = parts | {'copy for a checkpoint': parts.get('optimizer', 0)}
+        return parts | ({'programs': self.learner.program_bytes} if isinstance(self.learner, SpmdLearner) else {})
 
     def _count_compilations(self) -> CompilationCounter:
         return self._parts.enter_context(CompilationCounter())

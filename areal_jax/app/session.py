@@ -128,6 +128,7 @@ class Session(OwnLearner, LoopRun):
     def _find_engine_facts(self) -> EngineFacts:
         return {
             'kv_cache_bytes': next((backend.state_bytes for backend in self._backends.values()), None),
+            'memory_parts': self._measure_memory(),
             'lanes_own_devices': self.allocation.lanes_own_devices,
             'devices': self.allocation.describe(),
         }

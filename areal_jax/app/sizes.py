@@ -50,6 +50,23 @@ def require_room(config: config_dict.ConfigDict) -> None:
     On accelerators that is the memory of one device, on a CPU that of the machine or of its cgroup. What programs use
     while they run (activations) is counted for the inputs of the layers only, so a run that passes may still not fit.
     """
+    _require_room(*_measure_devices(config), config)
+
+
+def measure_parts(config: config_dict.ConfigDict) -> dict[str, int]:
+    """Bytes by what they are for, on the fullest device of this process, and on the host; see `require_room`.
+
+    Not all of them are in use at the same time.
+    """
+    on_device, host = _measure_devices(config)
+    fullest = max(on_device.values(), key=lambda parts: sum(parts.values()), default={})
+    return _sum(fullest, host)
+
+
+def _measure_devices(
+    config: config_dict.ConfigDict,
+) -> tuple[dict[jax.Device, Mapping[str, int]], Mapping[str, int]]:
+    """The sizes of a run on each device of this process, and on its host."""
     tracked = TrackedConfig(config)  # of its own: what is read here is not used by the run
     supervised = config.loss.objective == 'sft'
     allocation = Allocation(build.build_mesh(tracked), ()) if supervised else build.build_allocation(tracked)
@@ -59,7 +76,7 @@ def require_room(config: config_dict.ConfigDict) -> None:
     on_device = dict.fromkeys(trains, sizes.learner)
     for device in decodes:
         on_device[device] = _sum(on_device.get(device, {}), sizes.engines)
-    _require_room(on_device, sizes.host if decodes else {}, config)
+    return on_device, sizes.host if decodes else {}
 
 
 def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocation) -> None:

@@ -153,6 +153,11 @@ class SpmdLearner:
                 break
             yield declared
 
+    @property
+    def program_bytes(self) -> int:
+        """That the largest of the compiled programs needs beside its arguments and results: activations."""
+        return self.programs.temporary_bytes
+
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: filtered groups and shared prompts are left out."""
         return self._price.tokens(groups)

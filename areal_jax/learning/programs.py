@@ -45,6 +45,12 @@ class CompiledPrograms:
         """The programs by name and the shapes of their rows; waits for those that are being compiled."""
         return {key: program.result() for key, program in self._programs.copy().items()}
 
+    @property
+    def temporary_bytes(self) -> int:
+        """The most memory that one of the compiled programs needs on a device while it runs; 0 where it is unknown."""
+        found = [program.memory_analysis() for program in self.compiled.values()]
+        return max((int(analysis.temp_size_in_bytes) for analysis in found if analysis is not None), default=0)
+
     def trace(self, name: str, *args: Tree) -> None:
         """The first half of `compile`, and the one that holds the interpreter's lock."""
         if self._kept_key(_key(name, args)) not in self._kept:

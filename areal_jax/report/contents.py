@@ -317,6 +317,7 @@ class Generation(TypedDict):
     attention_positions: AttentionPositions | None  # None where the log does not have them
     preemptions: Preemptions | None  # None without any
     kv_cache_bytes: int | None  # of one engine; None where it is unknown
+    memory_parts: Mapping[str, int]  # bytes by what they are for; empty where they are unknown
     servers: list[ServerRow]  # empty where engines were in the process of the run
 
 

@@ -55,4 +55,4 @@ def _results(parts: Parts) -> tuple[Part, ...]:
 
 
 def _time(parts: Parts) -> tuple[Part, ...]:
-    return parts.cause_of_gap, parts.time, parts.ideal_rule, parts.work, parts.rates, parts.servers
+    return parts.cause_of_gap, parts.time, parts.ideal_rule, parts.work, parts.rates, parts.memory, parts.servers

@@ -76,6 +76,7 @@ class Parts:
     ideal_rule: Text
     work: Table
     rates: Table
+    memory: Table
     servers: Table
     groups: Table
     problems: Text
@@ -111,6 +112,7 @@ def tell_parts(report: Report) -> Parts:
         ideal_rule=Text(f'Ideal by the rule "{report["time"]["ideal_rule"]}".'),
         work=Table(('work of the engines', 'tokens', 'lane seconds'), work_rows(report['engine_work'])),
         rates=Table(('', ''), _rate_rows(report)),
+        memory=Table(('memory, by what it is for', 'GiB'), _memory_rows(report)),
         servers=Table(SERVERS_HEAD, describe_servers(report['servers'])),
         groups=Table(('', 'groups'), _group_rows(report['groups'])),
         problems=Text(_describe_problems(report['problems'])),
@@ -283,6 +285,18 @@ def _rate_rows(report: Report) -> list[tuple[str, ...]]:
         ('largest lag of the event loop (s)', format_number(report['event_loop_lag_seconds']['max'])),
         ('compilations after warm-up', str(report['compilations'])),
     ]
+
+
+def _memory_rows(report: Report) -> list[tuple[str, ...]]:
+    """The parts of at least 10 MiB, largest first; not all of them are in use at the same time."""
+    parts, peak = report['memory_parts'], report['peak_memory_bytes']
+    if not parts:
+        return []
+    ordered = sorted((item for item in parts.items() if item[1] >= 10 * 2**20), key=lambda item: -item[1])
+    whole = [*ordered, ('all of these together', sum(parts.values()))]
+    if peak is not None:
+        whole.append(('peak of the process tree, with interpreter, libraries and buffers', peak))
+    return [(name, f'{size / 2**30:.2f}') for name, size in whole]
 
 
 def _group_rows(groups: Groups) -> list[tuple[str, ...]]:

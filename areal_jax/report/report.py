@@ -166,6 +166,7 @@ def _generation(events: Sequence[Event], training: Sequence[Event], facts: RunFa
         'attention_positions': generation.attention_positions(training),
         'preemptions': generation.preemptions(training),
         'kv_cache_bytes': facts.kv_cache_bytes,
+        'memory_parts': dict(facts.memory_parts),
         'servers': server_rows(events),
     }
 

@@ -70,6 +70,7 @@ class RunFacts:
     compilation_budget: int  # run.compilation_budget
     peak_memory_bytes: int | None = None  # ResourceSampler.peak_bytes
     kv_cache_bytes: int | None = None  # of one engine, without the slots for evaluation beside training
+    memory_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # app.sizes.measure_parts, and programs
     event_loop_lag_max: float | None = None  # seconds, after warm-up
     weights_sha256: str | None = None  # of the last version
     git_commit: str | None = None

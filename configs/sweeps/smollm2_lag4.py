@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct on the task of the quickstart, every batch four versions old: plain against decoupled PPO.
+"""SmolLM2-135M-Instruct on one-digit arithmetic, every batch four versions old: plain against decoupled PPO.
 
     python -m areal_jax.main_sweep --config=configs/sweeps/smollm2_lag4.py --workdir=runs/smollm2_lag4
 
@@ -16,7 +16,7 @@ METHODS = {'plain': 'behavior', 'decoupled': 'recompute'}  # loss.proximal
 
 
 def get_config() -> config_dict.ConfigDict:
-    config = load_config(str(pathlib.Path(__file__).parents[1] / 'quickstart.py'))
+    config = load_config(str(pathlib.Path(__file__).parents[1] / 'arithmetic.py'))
     config.run.export = False
     config.checkpoint.every = 0  # at the end alone: 3.8 GB, five versions of the weights
     config.staleness.schedule = 'fixed(4)'

@@ -57,6 +57,15 @@ def test_sizes_are_those_of_the_arrays(fields):
     assert found.engines['KV cache'] == nbytes(backend.initial_state()) * parse_engines(config.cluster.engines).count
 
 
+def test_the_parts_of_a_process_are_those_of_its_learner_engines_and_host():
+    found = measured(rollout__slots=3)[1]
+    parts = sizes.measure_parts(small_config(rollout__slots=3))
+    shared = (*found.learner.items(), *found.engines.items(), *found.host.items())  # one device has them all
+    assert sum(parts.values()) == sum(size for _, size in shared)
+    assert parts['publication'] == found.learner['publication'] + found.engines['publication']
+    assert parts['KV cache'] == found.engines['KV cache']
+
+
 def test_the_ring_of_earlier_versions_is_counted():
     weights = measured()[1].learner['gradients']  # float32, of one version
     assert 'earlier versions' not in measured()[1].host

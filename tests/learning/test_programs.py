@@ -6,6 +6,7 @@ import collections
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -153,6 +154,25 @@ def test_settings_of_jax_reach_the_next_learner():
         jax.config.update('jax_default_matmul_precision', before)
     key = next(key for key in learner.programs.compiled if key[0] == 'accumulate')
     assert learner.programs.compiled[key] is not other.programs.compiled[key]
+
+
+def test_the_memory_of_programs_is_that_of_the_one_that_needs_most():
+    programs = CompiledPrograms(_Sums())
+    assert programs.temporary_bytes == 0
+    programs.compile('short', {'tokens': np.zeros(1000, np.float32)})
+    short = programs.temporary_bytes
+    assert 4 * 1000**2 <= short < 4 * 1100**2  # the products of all pairs
+    programs.compile('long', {'tokens': np.zeros(2000, np.float32)})
+    assert programs.temporary_bytes == pytest.approx(4 * short, rel=0.1)
+
+
+class _Sums:
+    """Programs that hold the products of all pairs of their numbers."""
+
+    def short(self):
+        return jax.jit(lambda x: jnp.sort(x['tokens'][:, None] * x['tokens'][None]).sum())
+
+    long = short
 
 
 def test_the_oldest_programs_are_let_go(monkeypatch):

@@ -106,6 +106,18 @@ def test_preemptions_are_a_line_only_where_there_are_any():
         assert ('| preemptions, tokens to compute again | 2, 40 |' in page) == (name == 'with')
 
 
+def test_the_page_says_what_memory_is_for_beside_the_peak():
+    parts = {'answers': 4096, 'weights': 2**29, 'optimizer': 2**30}
+    rows = [
+        '| optimizer | 1.00 |', '| weights | 0.50 |', '| all of these together | 1.50 |',
+        '| peak of the process tree, with interpreter, libraries and buffers | 3.00 |',
+    ]  # fmt: skip
+    page = render_page(build_report(two_updates(), two_metrics(), two_facts(memory_parts=parts)), [])
+    assert '\n'.join(rows) in page  # largest first; what is too small for the table counts in the sum
+    assert '| answers | 0.00 |' not in page
+    assert 'memory, by what it is for' not in render_page(build_report(two_updates(), two_metrics(), two_facts()), [])
+
+
 def test_the_page_shows_pauses_work_and_cache():
     # 0/2/0 was interrupted at 24 s and decoded again until 28 s; 0.5 s of prefill have no event
     report = build_report(two_updates(), two_metrics(), two_facts(kv_cache_bytes=47_200_000))

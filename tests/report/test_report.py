@@ -66,6 +66,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'hardware': {'cores': None, 'platform': None},
         'devices': {'learner': None, 'engines': {'engine/0': None}},
         'problems': dict.fromkeys(('train', 'held_out', 'dropped')),
+        'memory_parts': {},
     }
     plain = (
         'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
