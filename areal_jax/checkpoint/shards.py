@@ -6,7 +6,7 @@ Used by checkpoint/store.py and by the other processes of a run; uses checkpoint
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from areal_jax.sharding.host_shards import HostShards
 _TREE_BYTES = 1 << 28  # of arrays in one orbax tree
 
 
-def write_shards(directory: pathlib.Path, leaves: Mapping[str, np.ndarray | HostShards]) -> dict[str, list[Piece]]:
+def write_shards(
+    directory: pathlib.Path, leaves: MutableMapping[str, np.ndarray | HostShards]
+) -> dict[str, list[Piece]]:
     """Writes the parts that this process holds as orbax trees in a directory of its own, and syncs them to the disk.
 
-    Returns the pieces of each leaf. Waits for no other process. Raises FileNotFoundError if the parent directory is
+    `leaves` is empty afterwards: an array is let go as soon as it is written. Returns the pieces of each leaf. Waits for no other process. Raises FileNotFoundError if the parent directory is
     missing.
     """
     if not directory.parent.is_dir():
@@ -29,21 +31,30 @@ def write_shards(directory: pathlib.Path, leaves: Mapping[str, np.ndarray | Host
             f'{directory.parent} is not there, which process 0 made: --workdir must be one directory that all '
             'processes of the run share under the same path'
         )
+    trees, index = _cut_trees(directory.name, leaves)
+    size = sum(part.nbytes for tree in trees for part in tree.values())
+    write_trees(directory, (trees.pop(0) for _ in range(len(trees))))
+    _require_bytes(directory, size)
+    sync_tree(directory)
+    return index
+
+
+def _cut_trees(
+    writer: str, leaves: MutableMapping[str, np.ndarray | HostShards]
+) -> tuple[list[dict[str, np.ndarray]], dict[str, list[Piece]]]:
+    """(the arrays of each orbax tree, the pieces of each leaf); `leaves` is empty afterwards."""
     trees: list[dict[str, np.ndarray]] = []
     index: dict[str, list[Piece]] = {name: [] for name in leaves}
     room = 0
-    for name, start, part in ((name, *part) for name, leaf in leaves.items() for part in _parts(leaf)):
+    for name, start, part in _take_parts(leaves):
         if not trees or part.nbytes > room:
             trees.append({})
             room = _TREE_BYTES
         trees[-1][piece_key(name, start)] = part
         room -= part.nbytes
-        tree = f'{directory.name}/{len(trees) - 1:04d}'
+        tree = f'{writer}/{len(trees) - 1:04d}'
         index[name].append(Piece([int(s) for s in start], list(part.shape), checksum(part), tree))
-    write_trees(directory, trees)
-    _require_bytes(directory, sum(part.nbytes for tree in trees for part in tree.values()))
-    sync_tree(directory)
-    return index
+    return trees, index
 
 
 def _require_bytes(directory: pathlib.Path, size: int) -> None:
@@ -53,5 +64,10 @@ def _require_bytes(directory: pathlib.Path, size: int) -> None:
         raise OSError(f'orbax wrote {found} of {size} bytes to {directory}')
 
 
-def _parts(leaf: np.ndarray | HostShards) -> Iterable[tuple[Sequence[int], np.ndarray]]:
-    return leaf.parts if isinstance(leaf, HostShards) else [((0,) * leaf.ndim, leaf)]
+def _take_parts(
+    leaves: MutableMapping[str, np.ndarray | HostShards],
+) -> Iterator[tuple[str, Sequence[int], np.ndarray]]:
+    for name in [*leaves]:
+        leaf = leaves.pop(name)
+        for start, part in leaf.parts if isinstance(leaf, HostShards) else [((0,) * leaf.ndim, leaf)]:
+            yield name, start, part

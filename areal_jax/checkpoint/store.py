@@ -84,18 +84,28 @@ class CheckpointStore:
         self._warned = False  # that fewer than `keep` stay
 
     def save(
-        self, step: int, arrays: Mapping[str, Any], run_state: Mapping[str, object], followers: Sequence[Follower] = ()
+        self,
+        step: int,
+        arrays: dict[str, Any],
+        run_state: Mapping[str, object],
+        followers: Sequence[Follower] = (),
+        *,
+        consume: bool = False,
     ) -> None:
         """Writes nested dicts of arrays and a JSON-able dict; removes old steps when the new one is complete.
 
         Leaves are numpy arrays, HostShards where every follower has the others of the same tree, or ArrayShape where
-        the followers have all of it.
+        the followers have all of it. With `consume` the dict is empty afterwards, and each array is let go as soon as
+        it is written: on a CPU that is a part of the run's peak of memory.
 
         Raises CheckpointError, with the steps before untouched, when the disk is full or a write fails anywhere, and
         LostPeerError for a follower that is gone.
         """
         leaves = named_leaves(arrays)
         state = json.dumps(run_state)
+        names = map_leaves(lambda name, _: name, arrays)
+        if consume:
+            arrays.clear()
         described = {name: {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)} for name, leaf in leaves.items()}
         target = self._directory / self._new_name(step)
         partial = partial_name(target)
@@ -110,7 +120,7 @@ class CheckpointStore:
             require_whole({name: leaf['shape'] for name, leaf in described.items()}, index)
             contents = {
                 'leaves': {name: leaf | {'pieces': index[name]} for name, leaf in described.items()},
-                'tree': map_leaves(lambda name, _: name, arrays),
+                'tree': names,
                 'run_state_crc32': zlib.crc32(state.encode()),
             }
             for name, text in {_RUN_STATE: state, CONTENTS: json.dumps(contents)}.items():
@@ -320,15 +330,18 @@ def read_named(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _write_everywhere(
-    directory: pathlib.Path, leaves: Mapping[str, np.ndarray | HostShards | ArrayShape], followers: Sequence[Follower]
+    directory: pathlib.Path, leaves: dict[str, np.ndarray | HostShards | ArrayShape], followers: Sequence[Follower]
 ) -> dict[str, list[Piece]]:
-    """Returns when every process has stopped writing; raises the error of this process, or the first follower's."""
+    """Returns when every process has stopped writing, with `leaves` empty; raises the error of this process, or the
+    first follower's."""
     own = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, ArrayShape)}
+    names = [*leaves]
+    leaves.clear()
     for number, follower in enumerate(followers, start=1):
         follower.write(str(directory / f'writer_{number:04d}'))
     try:
         written = write_shards(directory / 'writer_0000', own) if own or not followers else {}
-        index = {name: list(written.get(name, ())) for name in leaves}
+        index = {name: list(written.get(name, ())) for name in names}
     finally:
         outcomes = {follower.name: follower.written() for follower in followers}
     for name, outcome in outcomes.items():

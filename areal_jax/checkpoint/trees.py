@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -22,8 +22,11 @@ _TABLE_BYTES = 100_000_000
 _T = TypeVar('_T')
 
 
-def write_trees(directory: pathlib.Path, trees: Sequence[Mapping[str, np.ndarray]]) -> None:
-    """Writes each {key: array} to `directory/0000`, `directory/0001`, ...; takes no memory beside the arrays."""
+def write_trees(directory: pathlib.Path, trees: Iterable[Mapping[str, np.ndarray]]) -> None:
+    """Writes each {key: array} to `directory/0000`, `directory/0001`, ...; takes no memory beside the arrays.
+
+    Of `trees` no more than two are held at a time, so that an iterator may let them go.
+    """
     _away_from_loops(lambda: _write_trees(directory, trees))
 
 
@@ -53,7 +56,7 @@ class TreeReader:
         return TreeReader, ()
 
 
-def _write_trees(directory: pathlib.Path, trees: Sequence[Mapping[str, np.ndarray]]) -> None:
+def _write_trees(directory: pathlib.Path, trees: Iterable[Mapping[str, np.ndarray]]) -> None:
     import jax
     import orbax.checkpoint as ocp
 

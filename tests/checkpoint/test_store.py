@@ -10,10 +10,12 @@ import resource
 import shutil
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import areal_jax.checkpoint
@@ -60,6 +62,25 @@ def test_the_newest_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ['step_00000002', 'step_00000010']
     assert store.latest() == 10
     assert _restored(store, 2) == 2
+
+
+def test_arrays_that_are_handed_over_are_let_go_as_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr('areal_jax.checkpoint.shards._TREE_BYTES', 1 << 20)
+    arrays = {'params': {name: np.full(1 << 18, ord(name), np.float32) for name in 'abcdef'}}
+    held, alive = [weakref.ref(leaf) for leaf in arrays['params'].values()], []
+    write = ocp.Checkpointer.save
+
+    def count(*args, **kwargs):
+        alive.append(sum(leaf() is not None for leaf in held))
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(ocp.Checkpointer, 'save', count)
+    CheckpointStore(tmp_path).save(1, arrays, {}, consume=True)
+    assert arrays == {}
+    assert (alive[0], alive[-1]) == (6, 1)
+    assert [leaf[0] for leaf in areal_jax.checkpoint.read(tmp_path).values()] == [*map(ord, 'abcdef')]
+    CheckpointStore(tmp_path).save(2, kept := {'a': np.ones(3)}, {})
+    np.testing.assert_array_equal(kept['a'], np.ones(3))
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path):
