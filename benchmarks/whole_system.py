@@ -7,6 +7,10 @@ The job is the quickstart of commit 1ad9c82 with every answer trained: SmolLM2-1
 arithmetic; an update draws 8 prompts, 8 answers each of at most 16 tokens at temperature 1, and takes one step of AdamW
 on all 64 (learning rate 2e-5, norm clipped at 1, clip 0.2, no KL). Nothing is evaluated, plotted or saved.
 
+    python -m benchmarks.whole_system --config=configs/quickstart.py --sides=ours,synchronous
+
+compares another config, as it is, with the same at eta 0: what asynchrony buys on this machine.
+
 Every side is a whole run in processes of its own. The sides take turns: one goes on for `--updates` updates while the
 others are stopped (SIGSTOP), after `--warm` updates of each that are not counted. An update is counted where its
 weights are in use: for ours the engine has loaded them, for the others the optimizer has stepped. CPU seconds are those
@@ -37,15 +41,16 @@ from areal_jax.telemetry.resources import cpu_seconds, resident_bytes
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.sides import ARITHMETIC, ROOT
 
-SIDES = ('ours', 'trl', 'tunix', 'before')
+SIDES = ('ours', 'trl', 'tunix', 'before', 'synchronous')
 GROUPS, GROUP_SIZE, NEW_TOKENS = 8, 8, 16
 POLL_S = 0.02
 JOB = (
     *('--config.evaluation.problems=0', '--config.telemetry.plots=False', '--config.telemetry.tensorboard=False'),
-    *('--config.checkpoint.every=0', '--config.run.export=False', '--config.learner.filter_equal_rewards=False'),
+    *('--config.checkpoint.every=0', '--config.run.export=False'),
     # a stopped process does not stall
     *('--config.run.stall_timeout_s=100000', '--config.task.verifier_deadline_s=100000'),
 )
+SYNCHRONOUS = ('--config.staleness.eta=0',)
 
 
 class System:
@@ -134,12 +139,21 @@ class PrintedUpdates:
         self._read = len(lines)
 
 
-def start_ours(name: str, checkout: pathlib.Path, options: argparse.Namespace, directory: pathlib.Path) -> System:
+def start_ours(
+    name: str,
+    checkout: pathlib.Path,
+    options: argparse.Namespace,
+    directory: pathlib.Path,
+    overrides: Sequence[str] = (),
+) -> System:
     workdir = directory / name
     updates = options.warm + options.turns * options.updates + 4
-    config = ARITHMETIC if (checkout / ARITHMETIC).exists() else 'configs/quickstart.py'  # it was the quickstart once
+    config = options.config or ARITHMETIC
+    if not (checkout / config).exists():
+        config = 'configs/quickstart.py'  # which arithmetic was once
     command = [sys.executable, '-m', 'areal_jax.main_train', f'--config={config}', f'--workdir={workdir}']
-    command += [f'--config.run.steps={updates}', f'--config.run.seed={options.seed}', *JOB]
+    command += [f'--config.run.steps={updates}', f'--config.run.seed={options.seed}', *JOB, *overrides]
+    command += [] if options.config else ['--config.learner.filter_equal_rewards=False']
     return System(name, command, checkout, EventUpdates(workdir / 'events.jsonl'))
 
 
@@ -184,12 +198,14 @@ def write_job(directory: pathlib.Path, seed: int) -> None:
 
 
 def start(name: str, options: argparse.Namespace, directory: pathlib.Path) -> System:
-    if name == 'ours':
-        return start_ours(name, ROOT, options, directory)
+    if name in ('ours', 'synchronous'):
+        return start_ours(name, ROOT, options, directory, SYNCHRONOUS if name == 'synchronous' else ())
     if name == 'before':
         if options.before is None:
             raise UserError('--sides has before, but --before names no checkout')
         return start_ours(name, options.before.absolute(), options, directory)
+    if options.config:
+        raise UserError(f'--config={options.config} is no job of {name}: leave it out of --sides')
     python = options.trl_python if name == 'trl' else options.tunix_python
     if python is None:
         raise UserError(f'--sides has {name}, but --{name}_python names no Python')
@@ -261,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     parser.add_argument('--trl_python', help='Python of an environment with trl')
     parser.add_argument('--tunix_python', help='Python of an environment with google-tunix')
     parser.add_argument('--before', type=pathlib.Path, help='checkout of an earlier commit')
+    parser.add_argument('--config', help='another job, of this project alone, and what it trains of it')
     parser.add_argument('--updates', type=int, default=2, help='updates of a turn')
     parser.add_argument('--warm', type=int, default=2, help='updates before the first turn')
     parser.add_argument('--trl_microbatch', type=int, default=16, help='answers of a pass of TRL')

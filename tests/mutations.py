@@ -977,6 +977,20 @@ MUTATIONS = [
         'for result in group.finished:',
         'tests/app/sweep/test_main_sweep.py',
     ),
+    Mutation(
+        'let calls of kernels share their memory',
+        'areal_jax/native/threads.h',
+        'return Keep(memory->Take(size)).get();',
+        'return memory->Take(size).get();',
+        'tests/native/test_preference.py',
+    ),
+    Mutation(
+        'hold arrays that are on the disk',
+        'areal_jax/checkpoint/store.py',
+        '    leaves.clear()\n',
+        '',
+        'tests/checkpoint/test_store.py',
+    ),
 ]
 
 

@@ -362,7 +362,8 @@ class Run(abc.ABC):
             self._finished = read_report(self.workdir, step)
 
     def _save(self, step: int, arrays: Tree, state: State) -> None:
-        """Writes a checkpoint and empties `arrays`. After the last update a failure is kept for the end: the report comes first."""
+        """Writes a checkpoint and empties `arrays`. After the last update a failure is kept for the end: the report
+        comes first."""
         try:
             self._store.save(step, arrays, state, self.learner.followers, consume=True)
         except CheckpointError as error:

@@ -23,8 +23,8 @@ def write_shards(
 ) -> dict[str, list[Piece]]:
     """Writes the parts that this process holds as orbax trees in a directory of its own, and syncs them to the disk.
 
-    `leaves` is empty afterwards: an array is let go as soon as it is written. Returns the pieces of each leaf. Waits for no other process. Raises FileNotFoundError if the parent directory is
-    missing.
+    `leaves` is empty afterwards: an array is let go as soon as it is written. Returns the pieces of each leaf. Waits
+    for no other process. Raises FileNotFoundError if the parent directory is missing.
     """
     if not directory.parent.is_dir():
         raise FileNotFoundError(

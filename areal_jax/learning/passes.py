@@ -103,6 +103,8 @@ class Passes:
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
         working = self.working(state)
+        if state.gradients is None:  # let go for a checkpoint
+            state.gradients = self._programs.run('zeros', state.params)
         for microbatch in self._layout.split(rows):
             if len(metrics) > 1:  # at most one running and one queued, so that other lanes' programs fit between
                 jax.block_until_ready(metrics[-2])

@@ -22,6 +22,7 @@ from areal_jax.models.weights import Params
 from areal_jax.native import library
 from areal_jax.types import Tree
 
+LEAST_COLUMNS = 8  # that a product computes: fewer rows of a step cost as much (CutColumns in native/products.h)
 KeysAndValues = tuple[tuple[jax.Array, ...], ...]  # of each layer [blocks, positions, K, D]
 _Attributes = dict[str, np.generic]
 

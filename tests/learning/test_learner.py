@@ -352,6 +352,19 @@ def test_restored_learner_goes_on_as_the_saved_one():
     _assert_close(_weights(sharded), _weights(first), atol=1e-3)
 
 
+def test_a_save_lets_go_of_gradients_and_changes_no_update():
+    saved, other = _learner(optimizer=_ADAM), _learner(optimizer=_ADAM)
+    for learner in (saved, other):
+        learner.update(_GROUPS[:3], version=2)
+    held = [weakref.ref(leaf) for leaf in jax.tree.leaves(saved.state.gradients)]
+    saved.save()
+    assert held
+    assert not any(ref() is not None for ref in held)
+    for learner in (saved, other):
+        learner.update(_GROUPS[3:], version=3)
+    _assert_bit_equal(saved.state.params, other.state.params)
+
+
 def test_a_restore_has_room_for_one_state():
     """What the learner held is gone when the first leaf is read; on devices both would not fit."""
     learner = _learner()

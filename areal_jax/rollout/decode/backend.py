@@ -20,6 +20,7 @@ from areal_jax.config.declarations import DTYPES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.models.lora import Lora
+from areal_jax.models.native_layers import LEAST_COLUMNS
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import buckets, cache, parallel, prefill, rows
@@ -124,12 +125,14 @@ class JaxDecodeBackend:
     ) -> tuple[_Generation, ...]:
         """The last takes every row, the first the rows that need nothing that the last alone has."""
         most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills)
+        native = self._decoder.tokens == 'native_columns' and self.dtype == jnp.float32
+        least = LEAST_COLUMNS if native else 1
         if not adjusted:
             kinds: list[tuple[bool, bool]] = [(filtered, adjusted)]
-            shares = [buckets.derive_batches(self.slots, min(buckets.MOST_BATCHES, most))]
+            shares = [buckets.derive_batches(self.slots, min(buckets.MOST_BATCHES, most), least)]
         else:
             kinds = [(False, False), (filtered, adjusted)]
-            shares = [*buckets.share_batches(self.slots, most)]
+            shares = [*buckets.share_batches(self.slots, most, least)]
         if batches is not None:
             shares = [tuple(batches)] * len(kinds)
         self._check(shares)

@@ -115,13 +115,15 @@ def test_company_keeps_its_tokens_and_has_equal_logprobs():
 
 
 def test_rows_that_change_the_softmax_or_have_many_stop_tokens_take_their_own_programs():
-    sizes = {'batch_buckets': None, 'slots': 8, 'prefill_buckets': (CONTEXT,)}
+    sizes = {'batch_buckets': None, 'slots': 64, 'prefill_buckets': (CONTEXT,)}
     one = build(filtered=True, adjusted=True, **sizes)
     asks = [{'top_k': 2}, {'min_p': 0.5}, {'presence_penalty': 0.1}, {'stop': range(5)}]
     bucket = lambda *wanted: one.batch_bucket([DecodeRow(request(**fields), 5, 4, 9, (1, 2, 3)) for fields in wanted])
-    assert [bucket(*[{}] * rows) for rows in (1, 2, 3, 8)] == [1, 2, 4, 8]
-    assert [bucket({}, asked) for asked in asks] == [4] * 4  # they have fewer batches
-    assert bucket({'stop': range(4)}, {'temperature': 0.0, 'top_k': 2}) == 2
+    assert [bucket(*[{}] * rows) for rows in (9, 17, 33, 64)] == [16, 24, 48, 64]
+    fewer = bucket(*[{}] * 16, asks[0])  # they have fewer batches
+    assert fewer > 24
+    assert [bucket(*[{}] * 16, asked) for asked in asks] == [fewer] * 4
+    assert bucket(*[{}] * 15, {'stop': range(4)}, {'temperature': 0.0, 'top_k': 2}) == 24
 
 
 def test_a_stop_token_comes_behind_the_least_length_and_an_answer_without_any_ignores_eos():

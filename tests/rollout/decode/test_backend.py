@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.logprobs import sum_blocks
+from areal_jax.native import library
 from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.backend import MOST_PROGRAMS
@@ -343,7 +344,7 @@ def compiled():
 
 
 def test_warm_up_compiles_everything_that_is_used_later_whatever_the_weights(compiled):
-    fresh = build(slots=3, context_tokens=20, prefill_buckets=(8, 20), batch_buckets=None, decode_steps=4)
+    fresh = build(slots=3, context_tokens=20, prefill_buckets=(8, 20), batch_buckets=(1, 2, 3), decode_steps=4)
     initial, swapped = weights(), jax.device_put(jax.device_get(weights(1)), jax.devices()[0])  # committed, unlike
     prepared = fresh.prepare(initial)
     prefills = {fresh.prefill_bucket([Span(start, stop)]) for start in range(20) for stop in range(start + 1, 20)}
@@ -392,6 +393,13 @@ def test_a_step_computes_the_rows_of_its_batch():
     # the products of a step are proportional to its rows; what else there is, is small
     assert flops[1] < 0.4 * flops[4]
     assert flops[2] < 0.6 * flops[4]
+
+
+@pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+def test_no_batch_is_compiled_that_costs_a_kernel_as_much_as_a_larger_one():
+    kernels, xla = (build(slots=16, batch_buckets=None, dtype=dtype) for dtype in ('float32', 'bfloat16'))
+    assert [kernels.batch_bucket([row()] * n) for n in (1, 2, 8, 9)] == [8, 8, 8, 16]
+    assert [xla.batch_bucket([row()] * n) for n in (1, 2, 8, 9)] == [1, 2, 8, 16]
 
 
 def test_a_dispatch_takes_the_smallest_batch_that_holds_its_rows(compiled):

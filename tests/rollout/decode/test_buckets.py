@@ -20,6 +20,11 @@ def test_batches_are_powers_of_two_and_half_way_between_large_ones(slots, expect
     assert derive_batches(slots) == expected
 
 
+@pytest.mark.parametrize(('slots', 'expected'), [(4, (4,)), (8, (8,)), (9, (8, 9)), (32, (8, 16, 24, 32))])
+def test_batches_begin_with_the_least_or_hold_all_slots(slots, expected):
+    assert derive_batches(slots, least=8) == expected
+
+
 @pytest.mark.parametrize('most', range(1, 11))
 def test_no_more_than_asked_for_and_all_slots_fit(most):
     for slots in range(1, 600, 7):
