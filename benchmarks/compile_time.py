@@ -8,8 +8,9 @@ medians. Equations (of the traced program) and instructions (of the compiled one
 
     python -m benchmarks.compile_time --start=.,../other --rounds=3 --out=benchmarks/results/start.json
 
-measures instead the start of the quickstart in each of these checkouts, in turns: from the start of the process to its
-first 'decode' event, and when each part that it announces began. Ratios are to the first checkout.
+measures instead the start of configs/arithmetic.py (SmolLM2-135M-Instruct) in each of these checkouts, in turns: from
+the start of the process to its first 'decode' event, and when each part that it announces began. Ratios are to the
+first checkout, of each turn. With --cached every checkout finds its programs in a cache that one run before has filled.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ import psutil
 from areal_jax.learning.forward import forward
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
+from benchmarks.ratios import spread
 from benchmarks.report import write_report
+from benchmarks.sides import ARITHMETIC
 
 LAYER_NUMBERS = (2, 32)
 FORMS = ('stacked', 'list')
@@ -98,12 +101,17 @@ def summarize(runs: list[dict[str, float]]) -> dict[str, Any]:
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]} | {'runs': runs}
 
 
-def measure_start(checkout: pathlib.Path, config: str) -> dict[str, Any]:
+def measure_start(checkout: pathlib.Path, config: str, cache: pathlib.Path | None) -> dict[str, Any]:
     """Seconds of a run in `checkout` from its start to its first decode, {'wall_s', 'cpu_s', 'parts'}.
 
-    'parts': (line that announces a part, wall and CPU seconds when it came). The compilation cache is off.
+    'parts': (line that announces a part, wall and CPU seconds when it came). Without `cache` the compilation cache is
+    off.
     """
     environment = {name: value for name, value in os.environ.items() if name != 'JAX_COMPILATION_CACHE_DIR'}
+    if cache is not None:
+        environment['JAX_COMPILATION_CACHE_DIR'] = str(cache)
+    if not (checkout / config).exists():
+        config = 'configs/quickstart.py'  # which arithmetic was once
     with tempfile.TemporaryDirectory() as workdir:
         command = [sys.executable, '-m', 'areal_jax.main_train', f'--config={config}', f'--workdir={workdir}']
         began = time.monotonic()
@@ -132,20 +140,29 @@ def measure_start(checkout: pathlib.Path, config: str) -> dict[str, Any]:
     return {'wall_s': wall, 'cpu_s': cpu, 'parts': parts}
 
 
-def compare_starts(checkouts: list[pathlib.Path], config: str, rounds: int) -> dict[str, Any]:
+def compare_starts(checkouts: list[pathlib.Path], config: str, rounds: int, cached: bool) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {str(checkout): [] for checkout in checkouts}
-    for _ in range(rounds):
-        for checkout in checkouts:
-            runs[str(checkout)].append(measure_start(checkout, config))
-            print(checkout, runs[str(checkout)][-1], file=sys.stderr, flush=True)
-    median = lambda name, key: statistics.median(run[key] for run in runs[name])
-    first = str(checkouts[0])
-    return {
-        name: {key: median(name, key) for key in ('wall_s', 'cpu_s')}
-        | {f'ratio_{key}': median(name, key) / median(first, key) for key in ('wall_s', 'cpu_s')}
-        | {'runs': runs[name]}
-        for name in runs
-    }
+    with tempfile.TemporaryDirectory() as scratch:
+        caches = [pathlib.Path(scratch, str(number)) if cached else None for number in range(len(checkouts))]
+        for turn in range(rounds + cached):
+            for checkout, cache in zip(checkouts, caches, strict=True):
+                run = measure_start(checkout, config, cache)
+                print(checkout, run, file=sys.stderr, flush=True)
+                if turn >= cached:  # the first one fills the cache
+                    runs[str(checkout)].append(run)
+    first = runs[str(checkouts[0])]
+    return {name: _summarize_starts(found, first) for name, found in runs.items()}
+
+
+def _summarize_starts(runs: list[dict[str, Any]], first: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians, and over turns the ratios to the runs of the first checkout: median and quartiles."""
+    keys = ('wall_s', 'cpu_s')
+    ratios = {key: [run[key] / other[key] for run, other in zip(runs, first, strict=True)] for key in keys}
+    return (
+        {key: statistics.median(run[key] for run in runs) for key in keys}
+        | {f'ratio_{key}': spread(values) for key, values in ratios.items()}
+        | {'runs': runs}
+    )
 
 
 def main() -> None:
@@ -158,11 +175,12 @@ def main() -> None:
     parser.add_argument('--remat', default='attention')
     parser.add_argument('--attention', default='auto')
     parser.add_argument('--start', help='checkouts, separated by commas: measure the start of a run in each')
-    parser.add_argument('--config', default='configs/quickstart.py', help='of that run')
+    parser.add_argument('--config', default=ARITHMETIC, help='of that run')
+    parser.add_argument('--cached', action='store_true', help='with a compilation cache that a run before has filled')
     options = parser.parse_args()
     if options.start:
         checkouts = [pathlib.Path(name) for name in options.start.split(',')]
-        write_report({'start': compare_starts(checkouts, options.config, options.rounds)}, options.out)
+        write_report({'start': compare_starts(checkouts, options.config, options.rounds, options.cached)}, options.out)
         return
     jax.config.update('jax_enable_compilation_cache', False)
     cases = [(form, name, n) for form in options.forms.split(',') for name in PROGRAMS for n in LAYER_NUMBERS]

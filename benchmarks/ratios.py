@@ -64,3 +64,11 @@ def compare(ours: Sequence[Run], peers: Mapping[str, Sequence[Run]], bar: Bar, j
         if clock in judged:
             met.append(bar.holds(found))
     return fields | {'met': all(met)}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles, of turns."""
+    if len(values) < 2:
+        return {'median': values[0]}
+    lower, middle, upper = statistics.quantiles(values, n=4, method='inclusive')
+    return {'median': middle, 'lower': lower, 'upper': upper}

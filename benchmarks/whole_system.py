@@ -39,6 +39,7 @@ from typing import Any
 from areal_jax.errors import UserError
 from areal_jax.telemetry.resources import cpu_seconds, resident_bytes
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
+from benchmarks.ratios import spread
 from benchmarks.sides import ARITHMETIC, ROOT
 
 SIDES = ('ours', 'trl', 'tunix', 'before', 'synchronous')
@@ -260,14 +261,6 @@ def summarize(name: str, turns: Mapping[str, list[dict[str, float]]], peaks: Map
         row[f'ours_over_it_{clock}_an_update'] = spread(costs)
     row['ours_over_it_peak_bytes'] = peaks['ours'] / peaks[name]
     return row
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles, of turns."""
-    if len(values) < 2:
-        return {'median': values[0]}
-    lower, middle, upper = statistics.quantiles(values, n=4, method='inclusive')
-    return {'median': middle, 'lower': lower, 'upper': upper}
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.monitoring
@@ -15,6 +16,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.programs import AHEAD
 
+_LEAST_NAME, _LEAST_S = 'jax_persistent_cache_min_compile_time_secs', 0.1
 EVENT = '/jax/core/compile/backend_compile_duration'
 
 
@@ -46,23 +48,38 @@ class CompilationCounter:
 
 @contextlib.contextmanager
 def use_compilation_cache(config: TrackedConfig) -> Iterator[None]:
-    """Inside, jax keeps compiled programs in run.compilation_cache; raises ConfigError if it cannot be written."""
-    if not (cache := config.run.compilation_cache):
+    """Inside, jax keeps compiled programs in run.compilation_cache; where that is '', jax's own setting stays.
+
+    Programs that took 0.1 s are kept, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise: jax keeps those
+    of a second, which few programs of a small model on a CPU take.
+
+    Raises ConfigError if the directory cannot be written.
+    """
+    cache = config.run.compilation_cache
+    settings: dict[str, str | float] = {}
+    if cache:
+        settings['jax_compilation_cache_dir'] = str(_make_directory(cache))
+    if _LEAST_NAME.upper() not in os.environ:
+        settings[_LEAST_NAME] = _LEAST_S
+    before = {name: jax.config.values[name] for name in settings}
+    _set(settings, reset=bool(cache))
+    try:
         yield
-        return
+    finally:
+        _set(before, reset=bool(cache))
+
+
+def _make_directory(cache: str) -> pathlib.Path:
     directory = pathlib.Path(cache).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'run.compilation_cache={cache!r} is no directory ({error.strerror}); use another') from error
-    before = jax.config.values['jax_compilation_cache_dir']
-    _set_cache(str(directory))
-    try:
-        yield
-    finally:
-        _set_cache(before)
+    return directory
 
 
-def _set_cache(directory: str | None) -> None:
-    jax.config.update('jax_compilation_cache_dir', directory)
-    reset_cache()  # jax opens the directory once, at the first compilation of the process
+def _set(settings: Mapping[str, str | float | None], *, reset: bool) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    if reset:
+        reset_cache()  # jax opens the directory once, at the first compilation of the process
