@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.app.memory import return_freed_memory
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.events import EventLog
@@ -17,6 +18,7 @@ from areal_jax.formats.hf_directory import load_hf
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
+from areal_jax.native.blocks import keep_blocks
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, SamplingParams, Segment, Weights
@@ -28,6 +30,8 @@ STALL_S = 3600.0
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
+    return_freed_memory()  # as every command does
+    keep_blocks()
     decoder, weights = load_model(arguments['model'])
 
     def start() -> tuple[Call, Any]:
