@@ -352,6 +352,15 @@ def test_restored_learner_goes_on_as_the_saved_one():
     _assert_close(_weights(sharded), _weights(first), atol=1e-3)
 
 
+def test_of_one_version_there_is_one_published_copy():
+    learner = _learner()
+    learner.update(_GROUPS[:3], version=0)
+    first = learner.publish(1)
+    assert learner.publish(1) is first
+    learner.update(_GROUPS[3:], version=1)
+    assert learner.publish(2) is not first
+
+
 def test_a_save_lets_go_of_gradients_and_changes_no_update():
     saved, other = _learner(optimizer=_ADAM), _learner(optimizer=_ADAM)
     for learner in (saved, other):
