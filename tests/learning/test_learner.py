@@ -354,11 +354,11 @@ def test_restored_learner_goes_on_as_the_saved_one():
 
 def test_of_one_version_there_is_one_published_copy():
     learner = _learner()
-    learner.update(_GROUPS[:3], version=0)
-    first = learner.publish(1)
-    assert learner.publish(1) is first
-    learner.update(_GROUPS[3:], version=1)
-    assert learner.publish(2) is not first
+    learner.update(_GROUPS[:3], version=2)
+    first = learner.publish(3)
+    assert learner.publish(3) is first
+    learner.update(_GROUPS[3:], version=3)
+    assert learner.publish(4) is not first
 
 
 def test_a_save_lets_go_of_gradients_and_changes_no_update():
