@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns to add six numbers step by step, in answers of about 50 tokens.
 
-    areal-train --config=configs/running_sums.py --workdir=runs/running_sums
+    bash launch/quickstart.sh
 
 The reward is the share of steps that are right before the first wrong one. Measured runs are in docs/log.md.
 """
@@ -18,7 +18,7 @@ def get_config() -> config_dict.ConfigDict:
     config.task.name = 'running_sums'
     config.task.length = 6
     config.task.system_prompt = 'Add one number at a time.'
-    config.rollout.slots = 8
+    config.rollout.slots = 8  # new weights reach a third of the 24 answers of an update
     config.rollout.decode_steps = 4
     config.rollout.group_size = 6
     config.rollout.max_new_tokens = 56

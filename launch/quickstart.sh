@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up and trains SmolLM2-135M-Instruct on one-digit arithmetic, on a CPU.
+# Sets everything up and trains SmolLM2-135M-Instruct to add six numbers step by step, on a CPU.
 # Further arguments go to main_train: --resume, --config.run.steps=24, ...
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
