@@ -104,6 +104,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         packing='ordinary' if supervised else learner.packing,
         fill=learner.fill,
         tail_buckets=learner.tail_buckets,
+        row_buckets=learner.row_buckets,
         accumulate=learner.accumulate,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
         filter_equal_rewards=filtered,

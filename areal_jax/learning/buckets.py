@@ -37,6 +37,14 @@ def tail_buckets(row_tokens: int, row_loss_tokens: int, n: int) -> tuple[RowShap
     return tuple(reversed(buckets))
 
 
+def smaller_rows(full: RowShape, sizes: Sequence[int]) -> tuple[RowShape, ...]:
+    """The shapes of rows of so many tokens each: their loss tokens are as large a share as those of `full`, or up to 7
+    more.
+    """
+    share = lambda tokens: -(-full.loss_tokens * tokens // full.tokens)
+    return tuple(RowShape(tokens, min(full.loss_tokens, -(-share(tokens) // 8) * 8)) for tokens in sizes)
+
+
 def tail_bucket(rows: Mapping[str, np.ndarray], buckets: Sequence[RowShape]) -> RowShape:
     """The smallest shape that holds all tokens, and all loss tokens to train, of every row.
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.balance import decoder_cost
-from areal_jax.learning.buckets import RowShape, tail_bucket, tail_buckets, trim
+from areal_jax.learning.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
 from areal_jax.learning.forward import require_heads
 from areal_jax.learning.packing import empty_batch, pack
 from areal_jax.learning.packing_report import PackingReport
@@ -35,7 +35,8 @@ class RowLayout:
 
     def __init__(self, config: ModelConfig, mesh: Mesh, settings: LearnerSettings):
         self._config, self._mesh, self._settings = config, mesh, settings
-        self._buckets = tail_buckets(settings.row_tokens, settings.row_loss_tokens, 1 + settings.tail_buckets)
+        halves = tail_buckets(settings.row_tokens, settings.row_loss_tokens, 1 + settings.tail_buckets)
+        self._buckets = tuple(sorted({*halves, *smaller_rows(halves[-1], settings.row_buckets)}))
         _require_model(config, mesh)
         _require_rows(self._buckets, settings.rows_per_microbatch, mesh)
         self.attention, self.passed_over = choose_checked(
@@ -131,11 +132,11 @@ def _require_rows(buckets: Sequence[RowShape], rows_per_microbatch: int, mesh: M
     for bucket in buckets:
         if bucket.tokens % halves:
             raise ConfigError(
-                f'learner.row_tokens (or a tail bucket of it)={bucket.tokens} must be a multiple of {halves}, '
+                f'learner.row_tokens (or a smaller row)={bucket.tokens} must be a multiple of {halves}, '
                 f'twice context={context} of cluster.learner'
             )
         if bucket.loss_tokens % context:
             raise ConfigError(
-                f'learner.row_loss_tokens (or a tail bucket of it)={bucket.loss_tokens} must be a multiple of '
+                f'learner.row_loss_tokens (or that of a smaller row)={bucket.loss_tokens} must be a multiple of '
                 f'context={context} of cluster.learner'
             )

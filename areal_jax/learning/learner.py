@@ -252,8 +252,8 @@ class SpmdLearner:
 
         On this learner's devices, sharded as they are trained. If the mesh spans processes: a tree of SharedLeaf, whole
         leaves in this process and in others, or with `settings.publishes_files` off the whole tree on every host. On
-        one CPU with `settings.publishes_files`: numpy arrays. Of one version there is one copy, however often it is asked
-        for.
+        one CPU with `settings.publishes_files`: numpy arrays. Of one version there is one copy, however often it is
+        asked for.
         """
         if self._copy is not None and self._version == version:
             return self._copy

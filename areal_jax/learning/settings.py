@@ -18,7 +18,7 @@ _LEARNER_FIELDS = {
     for section, names in {
         'learner': (
             *('row_tokens', 'row_loss_tokens', 'rows_per_microbatch', 'n_minibatches', 'epochs', 'packing', 'fill'),
-            *('tail_buckets', 'accumulate', 'filter_equal_rewards', 'dtype', 'loss_scale', 'attention'),
+            *('tail_buckets', 'row_buckets', 'accumulate', 'filter_equal_rewards', 'dtype', 'loss_scale', 'attention'),
         ),
         'rollout': ('temperature',),
         'staleness': ('max_token_age', 'over_age'),
@@ -59,6 +59,7 @@ class LearnerSettings:
     packing: str
     fill: str
     tail_buckets: int  # shapes of rows for a light last micro-batch, each half the next
+    row_buckets: tuple[int, ...]  # tokens of further shapes, below row_tokens
     accumulate: str
     max_microbatches: int  # 'scan' only: `warm_up` compiles for minibatches of up to so many micro-batches
     filter_equal_rewards: bool
@@ -95,10 +96,15 @@ class LearnerSettings:
             raise ConfigError(
                 "staleness.over_age='mask' needs staleness.max_token_age, which is None: set it or over_age='off'"
             )
-        if self.tail_buckets and self.accumulate == 'scan':
+        for name, off in (('tail_buckets', 0), ('row_buckets', ())):
+            if (value := getattr(self, name)) and self.accumulate == 'scan':
+                raise ConfigError(
+                    f'learner.{name}={value} needs programs of one micro-batch: set '
+                    f"learner.accumulate='dispatch', or learner.{name}={off}"
+                )
+        if self.row_buckets and self.row_buckets[-1] >= self.row_tokens:
             raise ConfigError(
-                f'learner.tail_buckets={self.tail_buckets} needs programs of one micro-batch: set '
-                "learner.accumulate='dispatch', or learner.tail_buckets=0"
+                f'learner.row_buckets={self.row_buckets} must lie below learner.row_tokens={self.row_tokens}'
             )
 
     @property

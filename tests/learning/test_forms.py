@@ -207,9 +207,10 @@ def test_a_checkpoint_is_the_same_on_another_mesh_and_in_the_other_form(optimize
 # Rows.
 
 
-def test_tail_buckets_change_nothing_but_the_places_computed():
+@pytest.mark.parametrize('smaller', [{'tail_buckets': 1}, {'row_buckets': (40, 256)}])
+def test_smaller_rows_change_nothing_but_the_places_computed(smaller):
     settings = {'row_tokens': 512, 'row_loss_tokens': 256, 'rows_per_microbatch': 2, 'attention': 'dense'}
-    whole, cut = _learner(**settings), _learner(**settings, tail_buckets=1)
+    whole, cut = _learner(**settings), _learner(**settings, **smaller)
     one, other = whole.update(_GROUPS, 2), cut.update(_GROUPS, 2)
     assert one['update/optimizer_steps'] == 1  # finite: NaN equals NaN below
     for name, value in one.items():
@@ -235,6 +236,10 @@ def test_what_is_trained_does_not_depend_on_the_fill(fill):
         ({'dtype': 'int8'}, "learner.dtype='int8' is not known; use one of float32, bfloat16, float16"),
         ({'epochs': 0}, 'learner.epochs=0 must be at least 1'),
         ({'kl_coefficient': -1.0}, r'loss.kl_coefficient=-1.0 must not be negative'),
+        (
+            {'row_buckets': (64,), 'accumulate': 'scan'},
+            r'learner.row_buckets=\(64,\) needs .* or learner.row_buckets=\(\)',
+        ),
         ({'tail_buckets': 1, 'accumulate': 'scan'}, r"learner.tail_buckets=1 needs .* learner.accumulate='dispatch'"),
         (
             {'mesh': {'context': 3}},

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax.learning.balance import CostCoefficients
-from areal_jax.learning.buckets import RowShape, tail_bucket, tail_buckets, trim
+from areal_jax.learning.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
 from areal_jax.learning.denominators import denominator_weights
 from areal_jax.learning.examples import next_token_form
 from areal_jax.learning.packing import FILLS, count_tokens, empty_batch, pack, split_minibatches
@@ -295,6 +295,12 @@ def test_three_trajectories_over_eight_shards():
     assert (report.rows, report.microbatches, report.metrics()['train/shard_balance']) == (3, 1, 15 / 8 / 6)
     with pytest.raises(ValueError, match=r'rows_per_microbatch=6 must be a multiple of the 4 data shards'):
         _pack(_reading(6), mode='ordinary', rows_per_microbatch=6, data_shards=4)
+
+
+def test_smaller_rows_have_their_share_of_loss_tokens():
+    assert smaller_rows(RowShape(336, 256), (168, 240)) == ((168, 128), (240, 184))
+    assert smaller_rows(RowShape(100, 100), (97,)) == ((97, 100),)
+    assert smaller_rows(RowShape(336, 256), ()) == ()
 
 
 def test_tail_buckets_are_halves_and_never_tiny():

@@ -24,6 +24,8 @@ from tests.learning.examples import learner_settings
     [
         ({'row_tokens': 0}, r'learner\.row_tokens=0 must be at least 1'),
         ({'tail_buckets': -1}, r'learner\.tail_buckets=-1 must not be negative'),
+        ({'row_buckets': (64, 32)}, r'learner\.row_buckets=\(64, 32\) must be positive .* in ascending order'),
+        ({'row_buckets': (64, 256)}, r'learner\.row_buckets=\(64, 256\) must lie below learner\.row_tokens=8'),
         ({'loss_scale': 2.0**33}, r'learner\.loss_scale=8589934592.0 must lie in \(0, 2\^32]'),
         ({'temperature': math.nan}, r'rollout\.temperature=nan must be above 0'),
         ({'clip_epsilon': 0.0}, r'loss\.clip_epsilon=0\.0 must lie in \(0, 1\]'),
