@@ -61,8 +61,8 @@ class Decoder:
         leading axis of layers, and scans over that axis: the time to compile does not grow with depth.
       remat: which intermediates of a layer are saved for the backward pass, see REMAT.
       lora: adds adapters to the projections it names.
-      tokens: 'rows' has activations [T, d], 'columns' [d, T], see `activations`. Results differ by rounding alone; those
-        of 'int8_rows' are of weights and activations in 8 bits, see `quantized`.
+      tokens: 'rows' has activations [T, d], 'columns' [d, T], see `activations`. Results differ by rounding alone;
+        those of 'int8_rows' are of weights and activations in 8 bits, see `quantized`.
 
     Raises ValueError for an unknown `layers`, `remat` or `tokens`.
     """
@@ -98,6 +98,11 @@ class Decoder:
     @property
     def _form_of_all(self) -> tuple[ModelConfig, str, str, Lora | None, str]:
         return self.config, self.layers, self._remat, self.lora, self.tokens
+
+    @property
+    def token_axis(self) -> int:
+        """Of the states that `hidden` returns."""
+        return 0 if self._form.features == -1 else 1
 
     def abstract(self) -> Params:
         """Shape and dtype of every leaf, as jax.ShapeDtypeStruct."""
@@ -208,8 +213,8 @@ class Decoder:
     def _is_native(self, layer: Params) -> bool:
         return self.tokens.startswith('native') and not self.config.plain and native_layers.can_compute(layer)
 
-    def head(self, params: Params) -> jax.Array | Quantized:
-        """[V, d], or [output_size, d]: the embedding when tied."""
+    def head(self, params: Params) -> Tree:
+        """[V, d], or [output_size, d], as it is stored: the embedding when tied."""
         return params['embedding'] if self.config.tie_embeddings else params['head']
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
@@ -238,7 +243,7 @@ class Decoder:
             return rank_logits(self._form.logits(hidden, head), targets, temperature, most)
         if self.tokens == 'native_columns' and native_layers.has_kernel(head):
             return native_layers.run_ranking(head, hidden, wanted, targets, effective_temperature(temperature), most)
-        rows = hidden if self._form.features == -1 else hidden.T
+        rows = hidden if self.token_axis == 0 else hidden.T
         return rank_tokens(rows, head, targets, temperature, most)
 
     def parameter_count(self) -> int:

@@ -2,8 +2,8 @@
 
 A layer of `block` is ten programs of XLA and five kernels, each of which wakes the threads anew. Here a layer of a
 prefill is two kernels around its attention, and a step of decoding one kernel for all layers. For weights in panels:
-of activations.NativeColumns, with activations [d, T], or of quantized.NativeInt8Rows, with activations [T, d]. T tokens,
-B rows, H heads, K kv heads, D head_dim, d model width, V vocabulary.
+of activations.NativeColumns, with activations [d, T], or of quantized.NativeInt8Rows, with activations [T, d].
+T tokens, B rows, H heads, K kv heads, D head_dim, d model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _linears(layer: Params) -> list[Params]:
 def _leaves(config: ModelConfig, layer: Params) -> list[jax.Array]:
     """The weights of a layer in the order of `Weights::TakeLayer`."""
     linears = _linears(layer)
-    matrices = [_arrays(linear['weight']) for linear in linears]
-    leaves = [layer['attention_norm'], *sum(matrices[:4], []), layer['mlp_norm'], *sum(matrices[4:], [])]
+    arrays = lambda some: [leaf for linear in some for leaf in _arrays(linear['weight'])]
+    leaves = [layer['attention_norm'], *arrays(linears[:4]), layer['mlp_norm'], *arrays(linears[4:])]
     if config.qkv_bias:
         leaves += [linear['bias'] for linear in linears[:3]]
     if config.output_bias:

@@ -1,8 +1,8 @@
 """Products of tokens and matrices in 8 bits: a scale for each output of a matrix, and one for each token.
 
-A scale is the largest magnitude over 127; what is multiplied are whole numbers from -127 to 127, rounded to the nearest,
-ties to even. Their sums are exact, so that a product has the same bits wherever it is computed, and in any company.
-native/bytes.h has the same arithmetic for CPUs. Activations are [T, d]; T tokens, d features, V vocabulary.
+A scale is the largest magnitude over 127; what is multiplied are whole numbers from -127 to 127, rounded to the
+nearest, ties to even. Their sums are exact, so that a product has the same bits wherever it is computed, and in any
+company. native/bytes.h has the same arithmetic for CPUs. Activations are [T, d]; T tokens, d features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class Int8Rows(Rows):
 
     def multiply(self, x: jax.Array, *matrices: Quantized) -> tuple[jax.Array, ...]:
         values, scales = quantize(x, axis=-1)
-        return tuple(
-            _sums(values, matrix.values).astype(jnp.float32) * (matrix.scales * scales) for matrix in matrices
-        )
+        return tuple(_sums(values, matrix.values).astype(jnp.float32) * (matrix.scales * scales) for matrix in matrices)
 
     def logits(self, x: jax.Array, head: Quantized) -> jax.Array:
         return self.multiply(x, head)[0]

@@ -30,6 +30,9 @@ inline ffi::Future MultiplyRows(ffi::ThreadPool pool, Floats x, Bytes panels, Fl
   const int64_t tokens = x.dimensions()[0], in = x.dimensions()[1];
   const ByteMatrix matrix{panels.typed_data(), scales.typed_data(), nullptr,
                           static_cast<int64_t>(panels.dimensions()[1]), static_cast<int64_t>(scales.element_count())};
+  if ((in + kGroup - 1) / kGroup != matrix.groups) {
+    return Fail("areal_jax_byte_multiply: tokens and matrix have other numbers of features");
+  }
   Phases phases;
   float* memory = phases.Reserve(tokens * (matrix.groups + 2));
   const ByteRows rows{reinterpret_cast<int8_t*>(memory), memory + tokens * matrix.groups,

@@ -20,7 +20,6 @@ namespace areal_jax {
 constexpr int64_t kByteRows = 16;  // of a panel
 constexpr int64_t kGroup = 4;  // entries of a row that lie side by side, and are multiplied by one instruction
 constexpr int64_t kPanelBytes = kByteRows * kGroup;
-constexpr int64_t kBytesAhead = 1024;
 constexpr int kUnsigned = 128;  // is added to weights: the instruction multiplies an unsigned by a signed byte
 
 // Panels [out / 16, groups of 4 entries, 16, 4], rounded up; entries that fill the last ones are 0, stored as 128.
@@ -172,11 +171,12 @@ inline void MultiplyTile(const ByteMatrix& matrix, int64_t panel, const ByteRows
                          const Place& target) {
   const int64_t groups = matrix.groups, row = groups * kGroup;
   const uint8_t* w = matrix.panels + panel * groups * kPanelBytes;
+  const uint8_t* next = w + kPanels * groups * kPanelBytes;  // what is behind goes to L2 meanwhile
   const int8_t* entries = x.bytes + token * row;
   typename Way::Sums sums[kPanels][kTokens] = {};
   for (int64_t g = 0; g < groups; ++g) {
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; ++p) __builtin_prefetch(w + (p * groups + g) * kPanelBytes + kBytesAhead, 0, 3);
+    for (int p = 0; p < kPanels; ++p) __builtin_prefetch(next + (p * groups + g) * kPanelBytes, 0, 2);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       int32_t group;

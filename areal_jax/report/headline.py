@@ -168,11 +168,16 @@ def _agreement(report: Report) -> Tile:
         f'{format_percent(found["exact_share"])} exactly equal (n = {found["n"]})',
     )
     tone: Tone
+    quantized = found.get('quantized')
     reading, tone = 'More than rounding explains: the ratios of all old tokens are wrong by as much.', 'bad'
     if mean <= _ROUNDING['16 bits']:
         reading, tone = 'The size of rounding to 16 bits; too large if everything is float32.', 'fair'
     if mean <= _ROUNDING['float32']:
         reading, tone = 'Yes: the size of rounding in float32.', 'good'
+    if quantized:
+        size = format_percent(quantized['effective_sample_size'])
+        reading = f'Engines decode in 8 bits: a decoupled objective corrects this, with {size} of the samples left.'
+        tone = 'fair'
     return Tile('agreement', question, format_number(mean), unit, details, reading, tone, 'agreement')
 
 

@@ -106,9 +106,7 @@ class JaxDecodeBackend:
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
             stop_tokens=rows.most_stop_tokens(adjusted), biased_tokens=MOST_BIASED_TOKENS,
         )  # fmt: skip
-        self.placement, self.passed_over = parallel.place(
-            decoder, self._sizes, self.dtype, attention, devices, weights
-        )
+        self.placement, self.passed_over = parallel.place(decoder, self._sizes, self.dtype, attention, devices, weights)
         self._decoder, self._attention = self.placement.decoder, self.placement.attention
         self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
