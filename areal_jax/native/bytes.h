@@ -151,17 +151,38 @@ struct ByteTarget {
   bool add;
 };
 
-// sums of one token for the rows from `first` on -> numbers.
+// Products of one token with `rows` rows from `first` on.
+inline void ScaleSums(const int32_t* sums, const ByteMatrix& matrix, int64_t first, int64_t rows, const ByteRows& x,
+                      int64_t token, float* products) {
+  const float scale = x.scales[token];
+  const int32_t offset = x.offsets[token];
+  const float* scales = matrix.scales + first;
+#pragma omp simd
+  for (int64_t r = 0; r < rows; ++r) products[r] = static_cast<float>(sums[r] + offset) * (scales[r] * scale);
+  if (!matrix.bias) return;
+#pragma omp simd
+  for (int64_t r = 0; r < rows; ++r) products[r] += matrix.bias[first + r];
+}
+
+// The same, where they go. Whole panels have their own loops, whose number of rows is known.
 inline void StoreRows(const int32_t* sums, const ByteMatrix& matrix, int64_t first, const ByteRows& x, int64_t token,
                       const ByteTarget& target) {
   const int64_t rows = std::min(kByteRows, matrix.out - first);
-  const float scale = x.scales[token];
+  float products[kByteRows];
   float* out = target.out + first * target.stride;
+  if (rows == kByteRows && target.stride == 1) {
+    ScaleSums(sums, matrix, first, kByteRows, x, token, products);
+    if (target.add) {
+#pragma omp simd
+      for (int64_t r = 0; r < kByteRows; ++r) products[r] += out[r];
+    }
+    std::memcpy(out, products, sizeof products);
+    return;
+  }
+  ScaleSums(sums, matrix, first, rows, x, token, products);
   for (int64_t r = 0; r < rows; ++r) {
-    float product = static_cast<float>(sums[r] + x.offsets[token]) * (matrix.scales[first + r] * scale);
-    if (matrix.bias) product += matrix.bias[first + r];
     float& at = out[r * target.stride];
-    at = target.add ? at + product : product;
+    at = target.add ? at + products[r] : products[r];
   }
 }
 
