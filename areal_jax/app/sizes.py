@@ -31,7 +31,16 @@ SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication'),
-    *('transposed weights', 'KV cache', 'prefill', 'logits', 'rows', 'answers', 'earlier versions'),
+    *(
+        'transposed weights',
+        'weights in 8 bits',
+        'KV cache',
+        'prefill',
+        'logits',
+        'rows',
+        'answers',
+        'earlier versions',
+    ),
 )
 
 
@@ -142,12 +151,18 @@ def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocat
     weights, matrices = _engine_weights(shape, devices, config.publication.dtype)
     return {
         'publication': _copies(config, allocation, engines) * weights,
-        # engines on the same devices share them
-        'transposed weights': _in_use(config) * matrices if devices[0].platform == 'cpu' else 0,
+        **_prepared_weights(config, devices, matrices),
         'KV cache': engines * blocks * rollout.block_tokens * position,
         'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
         'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
     }
+
+
+def _prepared_weights(config: TrackedConfig, devices: EngineDevices, matrices: int) -> dict[str, int]:
+    """The matrices once more in the form for decoding, which engines on the same devices share."""
+    if config.rollout.weights == 'int8':
+        return {'weights in 8 bits': _in_use(config) * matrices // _itemsize(config.publication.dtype)}
+    return {'transposed weights': _in_use(config) * matrices if devices[0].platform == 'cpu' else 0}
 
 
 def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
