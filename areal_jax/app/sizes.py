@@ -30,17 +30,8 @@ from areal_jax.telemetry.numerals import format_bytes
 SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
-    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication'),
-    *(
-        'transposed weights',
-        'weights in 8 bits',
-        'KV cache',
-        'prefill',
-        'logits',
-        'rows',
-        'answers',
-        'earlier versions',
-    ),
+    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication', 'transposed weights'),
+    *('weights in 8 bits', 'KV cache', 'prefill', 'logits', 'rows', 'answers', 'earlier versions'),
 )
 
 
@@ -254,7 +245,8 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
         return 'set loss.kl_coefficient=0'
     if name == 'publication' and c.staleness.schedule != 'natural':
         return 'lower the longest delay of staleness.schedule'
-    if name == 'publication' and c.publication.dtype == 'float32' and c.loss.objective != 'sft':
+    halves = c.publication.dtype == 'float32' and c.rollout.weights != 'int8'  # which only takes float32
+    if name == 'publication' and halves and c.loss.objective != 'sft':
         return "set publication.dtype='bfloat16'"
     fields = {
         'earlier versions': 'diagnostics.ring_bytes',
@@ -266,7 +258,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     }
     if name in fields:
         return f'lower {fields[name]}'
-    if name == 'transposed weights' and c.publication.dtype == 'float32':
+    if name == 'transposed weights' and halves:
         return "set publication.dtype='bfloat16'"
     return 'lower model.n_layers, model.d_model or model.d_ff' if c.model.source == 'random' else 'use a smaller model'
 

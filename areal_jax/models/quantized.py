@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from areal_jax.models.activations import Activations, Rows
@@ -94,10 +95,10 @@ def _sums(tokens: jax.Array, matrix: jax.Array) -> jax.Array:
     return lax.dot_general(tokens, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
 
 
-def _multiply(x: jax.Array, matrix: Quantized, *, portable: bool = False) -> jax.Array:
+def _multiply(x: jax.Array, matrix: Quantized, way: int = 0) -> jax.Array:
     shape = jax.ShapeDtypeStruct((len(x), len(matrix.scales)), jnp.float32)
     product: jax.Array = jax.ffi.ffi_call(library.BYTE_MULTIPLY, shape)(
-        x, matrix.values, matrix.scales, portable=portable
+        x, matrix.values, matrix.scales, way=np.int64(way)
     )
     return product
 

@@ -24,8 +24,8 @@ namespace areal_jax {
 
 constexpr int64_t kByteChunk = 960;  // tokens that a layer takes at a time: bounds what it needs beside its result
 
-// x [T, I] and a matrix -> [T, O]; `portable`: without the instructions of newer processors, for tests.
-inline ffi::Future MultiplyRows(ffi::ThreadPool pool, Floats x, Bytes panels, Floats scales, bool portable,
+// x [T, I] and a matrix -> [T, O]. Tests ask for the ways of other processors: 1, without VNNI, and 2, without AVX2.
+inline ffi::Future MultiplyRows(ffi::ThreadPool pool, Floats x, Bytes panels, Floats scales, int64_t way,
                                 ffi::Result<Floats> out) {
   const int64_t tokens = x.dimensions()[0], in = x.dimensions()[1];
   const ByteMatrix matrix{panels.typed_data(), scales.typed_data(), nullptr,
@@ -41,7 +41,8 @@ inline ffi::Future MultiplyRows(ffi::ThreadPool pool, Floats x, Bytes panels, Fl
   phases.Add((matrix.Panels() + kByteUnit - 1) / kByteUnit, [=, to = out->typed_data()](int64_t u) {
     const auto target = [=](int64_t t) { return ByteTarget{to + t * matrix.out, 1, false}; };
     const int64_t first = u * kByteUnit, panels = std::min(kByteUnit, matrix.Panels() - first);
-    if (portable) return MultiplyBytes<Portable>(matrix, first, panels, rows, tokens, target);
+    if (way == 1) return MultiplyBytes<Portable>(matrix, first, panels, rows, tokens, target);
+    if (way == 2) return MultiplyBytes<Plain>(matrix, first, panels, rows, tokens, target);
     MultiplyBytes<Fastest>(matrix, first, panels, rows, tokens, target);
   });
   return phases.Run(pool);

@@ -388,7 +388,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_multiply, areal_jax::MultiplyRows,
                                   .Arg<areal_jax::Floats>()
                                   .Arg<areal_jax::Bytes>()
                                   .Arg<areal_jax::Floats>()
-                                  .Attr<bool>("portable")
+                                  .Attr<int64_t>("way")
                                   .Ret<areal_jax::Floats>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_project, areal_jax::ByteProject,

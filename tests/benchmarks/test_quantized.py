@@ -28,7 +28,7 @@ def test_rounded_numbers_give_the_product_of_whole_ones():
 
 
 def test_the_less_is_rounded_the_nearer_is_a_policy():
-    decoder = Decoder(dataclasses.replace(VARIANTS['tied'], vocab_size=64, d_model=64, d_ff=64))
+    decoder = Decoder(dataclasses.replace(VARIANTS['tied'], vocab_size=64, d_model=64, d_ff=64, head_dim=16))
     model = Model(decoder, decoder.init(0, scale=2.0), None)
     rng = np.random.default_rng(0)
     answers = [(rng.integers(0, 64, 20).astype(np.int32), np.zeros(12)) for _ in range(8)]
