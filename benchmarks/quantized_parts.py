@@ -24,15 +24,17 @@ Answers = Sequence[tuple[np.ndarray, np.ndarray]]  # (tokens of prompt and answe
 class RoundedRows(Rows):
     """Which numbers are rounded to 8 bits; `group` activations of a token share a scale, 0 = all."""
 
-    matrices: bool = True
     activations: bool = True
     head: bool = True
     embedding: bool = True
     group: int = 0
 
+    def stored(self, matrix: jax.Array) -> jax.Array:
+        return rounded(matrix, -2)
+
     def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
         x = self._round_tokens(x) if self.activations else x
-        return tuple(x @ (rounded(matrix, 0) if self.matrices else matrix) for matrix in matrices)
+        return tuple(x @ matrix for matrix in matrices)
 
     def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         return (rounded(table, -1) if self.embedding else table)[tokens]
@@ -70,12 +72,12 @@ def mismatches(model: Model, answers: Answers, most_tokens: int) -> dict[str, np
 def _score(model: Model, answers: Answers, most_tokens: int, form: Rows) -> np.ndarray:
     """float64: log-probs of the answers' tokens."""
     with mock.patch.dict(decoders._TOKENS, {'part': form}):
-        run = _program(Decoder(model.decoder.config, tokens='part'))
-    found = []
+        decoder = Decoder(model.decoder.config, tokens='part')
+    run, params, found = _program(decoder), jax.jit(decoder.prepare)(model.params), []
     for tokens, logprobs in answers:
         row = np.zeros(most_tokens, np.int32)
         row[: len(tokens)] = tokens
-        behind = np.asarray(run(model.params, row), np.float64)
+        behind = np.asarray(run(params, row), np.float64)
         places = np.arange(len(tokens) - len(logprobs), len(tokens))
         found.append(behind[places - 1, tokens[places]])
     return np.concatenate(found)

@@ -22,16 +22,21 @@ from areal_jax.native.arrays import BYTE_GROUP, BYTE_ROWS, host_view, pack_bytes
 _LARGEST = 127
 _LEAST = 1e-30  # magnitude that is divided by
 _UNSIGNED = 128  # is added to values in panels
+_MOST_FEATURES = (2**31 - 1) // (255 * 127)  # whose sum fits into 32 bits
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A matrix [in, out] in 8 bits; NaN in an output is NaN in its scale."""
+    """A matrix [in, out] in 8 bits; NaN in an output is NaN in its scale. Raises ValueError for more than 66,311 inputs."""
 
     values: jax.Array  # int8 [..., in, out], or uint8 panels of native/bytes.h, [..., out / 16, in / 4, 16, 4]
     scales: jax.Array  # float32 [..., out]
     features: int = dataclasses.field(metadata={'static': True})  # in
+
+    def __post_init__(self) -> None:
+        if self.features > _MOST_FEATURES:
+            raise ValueError(f'a product over {self.features} features overflows; {_MOST_FEATURES} fit into 32 bits')
 
     @property
     def in_panels(self) -> bool:

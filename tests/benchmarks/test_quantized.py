@@ -22,9 +22,10 @@ def normal(seed, *shape):
 def test_rounded_numbers_give_the_product_of_whole_ones():
     x, w, form = normal(0, 5, 24), normal(1, 24, 16), Int8Rows()
     [expected] = form.multiply(x, form.stored(w))
-    np.testing.assert_allclose(RoundedRows().multiply(x, w)[0], expected, rtol=1e-5, atol=1e-5)
+    rounded = RoundedRows().stored(w)
+    np.testing.assert_allclose(RoundedRows().multiply(x, rounded)[0], expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(RoundedRows().logits(x, w.T), expected, rtol=1e-5, atol=1e-5)
-    assert np.abs(RoundedRows(group=8).multiply(x, w)[0] - expected).max() > 1e-3
+    assert np.abs(RoundedRows(group=8).multiply(x, rounded)[0] - expected).max() > 1e-3
 
 
 def test_the_less_is_rounded_the_nearer_is_a_policy():

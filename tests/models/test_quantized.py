@@ -11,7 +11,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.logprobs import rank_tokens
 from areal_jax.models.native_layers import Read
-from areal_jax.models.quantized import Quantized, quantize, rank_logits
+from areal_jax.models.quantized import Int8Rows, Quantized, quantize, rank_logits
 from areal_jax.native import library
 from tests.models.test_decoder import VARIANTS, hidden_of, scattered
 from tests.models.test_native_layers import CHUNK_TOKENS, attend_with, make_batch, rows_of_layers
@@ -142,6 +142,11 @@ def test_no_matrix_stays_in_float32(name, tables):
     left = [leaf for leaf in jax.tree.leaves(prepared, is_leaf=is_matrix) if not is_matrix(leaf)]
     assert sum(leaf.ndim > 1 for leaf in left) == tables  # an embedding that is no head is looked up, not multiplied
     assert is_matrix(decoder.head(prepared))
+
+
+def test_a_product_that_could_overflow_is_refused():
+    with pytest.raises(ValueError, match='over 66312 features overflows; 66311 fit'):
+        Int8Rows().stored(jnp.zeros((66312, 1)))
 
 
 def test_ranks_of_logits_are_those_of_states_and_head():
