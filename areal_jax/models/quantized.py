@@ -28,7 +28,10 @@ _MOST_FEATURES = (2**31 - 1) // (255 * 127)  # whose sum fits into 32 bits
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A matrix [in, out] in 8 bits; NaN in an output is NaN in its scale. Raises ValueError for more than 66,311 inputs."""
+    """A matrix [in, out] in 8 bits; NaN in an output is NaN in its scale.
+
+    Raises ValueError for more than 66,311 features.
+    """
 
     values: jax.Array  # int8 [..., in, out], or uint8 panels of native/bytes.h, [..., out / 16, in / 4, 16, 4]
     scales: jax.Array  # float32 [..., out]

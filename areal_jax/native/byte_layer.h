@@ -68,7 +68,6 @@ inline void AddByteNorm(Phases& phases, const ByteScratch& s, const float* scale
 }
 
 // The tokens in `s.rows` times matrices, each into rows of its own, or added to them.
-template <typename Place>
 inline void AddByteProducts(Phases& phases, const ByteScratch& s, std::vector<ByteMatrix> matrices,
                             std::vector<Place> products, bool add = false) {
   std::vector<Unit> units;
@@ -111,7 +110,7 @@ inline void AddByteGate(Phases& phases, const ByteScratch& s, const ByteMatrix& 
 inline void AddByteProjections(Phases& phases, const ByteLayer& layer, const ByteScratch& s, const Rotation& rotation,
                                Place q_row, Place k_row, Place v_row) {
   AddByteNorm(phases, s, layer.attention_norm, layer.eps, layer.query.groups);
-  AddByteProducts<Place>(phases, s, {layer.query, layer.key, layer.value}, {q_row, k_row, v_row});
+  AddByteProducts(phases, s, {layer.query, layer.key, layer.value}, {q_row, k_row, v_row});
   const float eps = layer.eps;
   phases.Add(s.tokens, [=, &layer](int64_t t) {
     const int64_t dim = layer.head_dim, angles = t * (dim / 2);
@@ -128,13 +127,13 @@ inline void AddByteProjections(Phases& phases, const ByteLayer& layer, const Byt
 // The layer behind attention, whose output is in s.rows: it is projected and added to s.x, then the MLP of the sum.
 inline void AddByteRest(Phases& phases, const ByteLayer& layer, const ByteScratch& s) {
   const Place x = [=](int64_t t) { return s.x + t * s.d; };
-  AddByteProducts<Place>(phases, s, {layer.output}, {x}, true);
+  AddByteProducts(phases, s, {layer.output}, {x}, true);
   AddByteNorm(phases, s, layer.mlp_norm, layer.eps, layer.gate.groups);
   AddByteGate(phases, s, layer.gate, layer.up);
   phases.Add(s.tokens, [=, groups = layer.down.groups](int64_t t) {
     QuantizeRow(s.inner + t * s.ff, s.ff, s.RowsOf(groups), t);
   });
-  AddByteProducts<Place>(phases, s, {layer.down}, {x}, true);
+  AddByteProducts(phases, s, {layer.down}, {x}, true);
 }
 
 }  // namespace areal_jax
