@@ -1,5 +1,5 @@
-// Kernels of decoding with matrices and tokens in 8 bits, as XLA calls them; those of kernels.cc in float32 have the same
-// parts and arguments, with a quantized matrix in place of each, and tokens as rows [T, d].
+// Kernels of decoding with matrices and tokens in 8 bits, as XLA calls them. Those of kernels.cc in float32 have the
+// same parts and arguments; here each matrix is a quantized one, and tokens are rows [T, d].
 //
 // T tokens, B rows of a batch, d model width, H heads, K key-value heads, D head size, V vocabulary.
 

@@ -1,7 +1,7 @@
 // Products of matrices and tokens in 8 bits, with sums that are exact.
 //
-// A row of a matrix and a token have a scale each, the largest magnitude over 127, and whole numbers from -127 to 127 that
-// times the scale are near their entries. models/quantized.py has the same arithmetic for XLA.
+// A row of a matrix and a token have a scale each, the largest magnitude over 127, and whole numbers from -127 to 127
+// that times the scale are near their entries. models/quantized.py has the same arithmetic for XLA.
 
 #ifndef AREAL_JAX_NATIVE_BYTES_H_
 #define AREAL_JAX_NATIVE_BYTES_H_
