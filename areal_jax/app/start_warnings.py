@@ -41,8 +41,8 @@ def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[s
     """What the platform (of jax.default_backend()) computes slowly, or does not keep of the config without a flag."""
     if platform == 'cpu' and c.publication.dtype == 'bfloat16' and c.rollout.server == 'in_process':
         yield (
-            f"publication.dtype='bfloat16' on a CPU: a step of one row takes about {_BFLOAT16_COST} times as long as in "
-            "float32, and more where the processor has no instructions for it; use publication.dtype='float32', or "
+            f"publication.dtype='bfloat16' on a CPU: a step of one row takes about {_BFLOAT16_COST} times as long as "
+            "in float32, and more where the processor has no instructions for it; use publication.dtype='float32', or "
             "rollout.weights='int8' with it"
         )
     if platform == 'gpu' and c.run.clock == 'virtual' and _DETERMINISTIC not in os.environ.get('XLA_FLAGS', ''):
