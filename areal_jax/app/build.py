@@ -131,6 +131,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         attention=learner.attention,
         scores=not supervised and uses_servers(config),
         ratio=_build_ratio_settings(policy),
+        quantized=policy.rollout.weights == 'int8',
     )
 
 

@@ -123,6 +123,7 @@ def _build_backend(
         dtype=config.publication.dtype,
         devices=tuple(devices),
         attention=rollout.attention,
+        weights=rollout.weights,
     )
 
 

@@ -30,8 +30,8 @@ from areal_jax.telemetry.numerals import format_bytes
 SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
-    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication'),
-    *('transposed weights', 'KV cache', 'prefill', 'logits', 'rows', 'answers', 'earlier versions'),
+    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication', 'transposed weights'),
+    *('weights in 8 bits', 'KV cache', 'prefill', 'logits', 'rows', 'answers', 'earlier versions'),
 )
 
 
@@ -159,12 +159,18 @@ def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocat
     weights, matrices = _engine_weights(shape, devices, config.publication.dtype)
     return {
         'publication': _copies(config, allocation, engines) * weights,
-        # engines on the same devices share them
-        'transposed weights': _in_use(config) * matrices if devices[0].platform == 'cpu' else 0,
+        **_prepared_weights(config, devices, matrices),
         'KV cache': engines * blocks * rollout.block_tokens * position,
         'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
         'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
     }
+
+
+def _prepared_weights(config: TrackedConfig, devices: EngineDevices, matrices: int) -> dict[str, int]:
+    """The matrices once more in the form for decoding, which engines on the same devices share."""
+    if config.rollout.weights == 'int8':
+        return {'weights in 8 bits': _in_use(config) * matrices // _itemsize(config.publication.dtype)}
+    return {'transposed weights': _in_use(config) * matrices if devices[0].platform == 'cpu' else 0}
 
 
 def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
@@ -256,7 +262,8 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
         return 'set loss.kl_coefficient=0'
     if name == 'publication' and c.staleness.schedule != 'natural':
         return 'lower the longest delay of staleness.schedule'
-    if name == 'publication' and c.publication.dtype == 'float32' and c.loss.objective != 'sft':
+    halves = c.publication.dtype == 'float32' and c.rollout.weights != 'int8'  # which only takes float32
+    if name == 'publication' and halves and c.loss.objective != 'sft':
         return "set publication.dtype='bfloat16'"
     fields = {
         'earlier versions': 'diagnostics.ring_bytes',
@@ -268,7 +275,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     }
     if name in fields:
         return f'lower {fields[name]}'
-    if name == 'transposed weights' and c.publication.dtype == 'float32':
+    if name == 'transposed weights' and halves:
         return "set publication.dtype='bfloat16'"
     return 'lower model.n_layers, model.d_model or model.d_ff' if c.model.source == 'random' else 'use a smaller model'
 

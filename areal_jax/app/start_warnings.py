@@ -13,6 +13,7 @@ import jax
 from ml_collections import config_dict
 
 _DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
+_BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log.md
 
 
 def print_warnings(config: config_dict.ConfigDict) -> None:
@@ -37,7 +38,13 @@ def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[str]:
-    """What the platform (of jax.default_backend()) does not keep of the config without a flag of XLA."""
+    """What the platform (of jax.default_backend()) computes slowly, or does not keep of the config without a flag."""
+    if platform == 'cpu' and c.publication.dtype == 'bfloat16' and c.rollout.server == 'in_process':
+        yield (
+            f"publication.dtype='bfloat16' on a CPU: a step of one row takes about {_BFLOAT16_COST} times as long as "
+            "in float32, and more where the processor has no instructions for it; use publication.dtype='float32', or "
+            "rollout.weights='int8' with it"
+        )
     if platform == 'gpu' and c.run.clock == 'virtual' and _DETERMINISTIC not in os.environ.get('XLA_FLAGS', ''):
         yield (
             f"run.clock='virtual' repeats bit for bit on a GPU only with XLA_FLAGS='{_DETERMINISTIC} "

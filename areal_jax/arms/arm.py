@@ -45,6 +45,7 @@ _ONLY: Mapping[str, Value] = {
     'rollout.ignore_eos': True,
     'rollout.server': 'in_process',
     'rollout.workflow': 'single_turn',
+    'rollout.weights': 'published',
     'rollout.top_k': 0,
     'rollout.top_p': 1.0,
     'staleness.over_age': 'off',

@@ -28,6 +28,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _capacity_problems(c)
         yield from _evaluation_problems(c)
         yield from _server_problems(c)
+        yield from _quantization_problems(c)
     yield from _task_and_model_problems(c)
     yield from _file_problems(c)
     yield from _device_problems(c)
@@ -39,6 +40,7 @@ def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """The same for a model that is only evaluated: rules of training do not hold."""
     parse_engines(c.cluster.engines)
     yield from _engine_problems(c)
+    yield from _quantization_problems(c)
     yield from _task_and_model_problems(c)
     if not c.evaluation.problems:
         yield 'evaluation.problems=0 leaves nothing to evaluate; set the number of problems'
@@ -142,6 +144,22 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} with {setting}: these servers give no '
             "log-probs of the part of the softmax that is sampled; use top_k=0 and top_p=1, or rollout.server='own'"
         )
+
+
+def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What engines with weights in 8 bits do not take; the fix is always to leave them as published."""
+    if c.rollout.weights != 'int8':
+        return
+    for path, value, fix, why in (
+        ('rollout.server', c.rollout.server, 'in_process', 'servers decode with the weights that they load'),
+        ('publication.dtype', c.publication.dtype, 'float32', 'float32 is what is quantized'),
+        ('lora.rank', c.lora.rank, 0, 'adapters are not quantized'),
+    ):
+        if value != fix:
+            yield (
+                f"rollout.weights='int8' with {path}={value!r}: {why}; use {path}={fix!r}, or "
+                "rollout.weights='published'"
+            )
 
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:

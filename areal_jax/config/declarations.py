@@ -132,6 +132,7 @@ SECTIONS: Mapping[str, Section] = {
             ('auto', 'gather', 'loops', 'native', 'pallas_gpu', 'pallas_tpu'),
             "over the KV cache; 'auto': by platform",
         ),
+        weights=Choice('published', ('published', 'int8'), 'int8: quantized, and activations, in engines alone'),
         kv_policy=Choice(
             'recompute',
             ('recompute', 'keep', 'wait'),

@@ -13,6 +13,7 @@ from areal_jax.learning.likelihood import finalize_likelihood
 from areal_jax.learning.losses import finalize_metrics, merge_metrics
 from areal_jax.learning.optimizer import step_metrics
 from areal_jax.learning.passes import Passes, StepResult
+from areal_jax.learning.quantized_policy import quantization_metrics
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.state import LearnerState
 from areal_jax.learning.train_step import KnownLogprobs, training_rows
@@ -104,11 +105,14 @@ def _metrics(
         return merge(steps=metrics, likelihood=finalize_likelihood(merged))
     before = [_first_logprobs(results, batches)] if results else []
     before += [k.proximal for k in known[1:] if k.proximal is not None]
-    mismatch = diagnostics.mismatch_metrics(batches[: len(before)], before, version, engines)
+    compared = batches[: len(before)]
+    mismatch = diagnostics.mismatch_metrics(compared, before, version, engines)
+    quantization = quantization_metrics(compared, before, version) if settings.quantized else {}
     return merge(
         steps=metrics,
         loss=finalize_metrics(merged),
         mismatch=mismatch,
+        quantization=quantization,
         by_age=metrics_by_age(settings, batches, results, known, version),
         inside=diagnostics.inside_metrics(batches, [_was_applied(result) for result in results]),
     )

@@ -17,22 +17,26 @@ from jax import lax
 
 from areal_jax.native import library
 from areal_jax.native.arrays import PANEL_ROWS, host_view, pack_panels
+from areal_jax.types import Tree
 
 
 class Activations(Protocol):
-    """What of the decoder depends on which axis holds the tokens. T tokens, d features, V vocabulary."""
+    """What of the decoder depends on which axis holds the tokens. T tokens, d features, V vocabulary.
+
+    What is stored is an array, or the arrays of a matrix in 8 bits (`quantized`).
+    """
 
     features: int  # axis of the features
 
-    def stored(self, matrix: jax.Array) -> jax.Array:
+    def stored(self, matrix: jax.Array) -> Tree:
         """A matrix [..., in, out] as `multiply` takes it."""
         ...
 
-    def stored_table(self, table: jax.Array) -> jax.Array:
+    def stored_table(self, table: jax.Array) -> Tree:
         """A table [V, d] as `embed` and `logits` take it."""
         ...
 
-    def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+    def multiply(self, x: jax.Array, *matrices: Tree) -> tuple[jax.Array, ...]:
         """Activations times each of the stored matrices."""
         ...
 
@@ -40,7 +44,7 @@ class Activations(Protocol):
         """A vector [d] that broadcasts against activations."""
         ...
 
-    def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    def embed(self, table: Tree, tokens: jax.Array) -> jax.Array:
         """Activations from rows `tokens` [T] of a table, stored or as it was."""
         ...
 
@@ -52,7 +56,7 @@ class Activations(Protocol):
         """Activations of [T, H, D]."""
         ...
 
-    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, head: Tree) -> jax.Array:
         """float32 [T, V] of activations and a stored head."""
         ...
 
@@ -62,20 +66,21 @@ class Rows:
 
     features = -1
 
-    def stored(self, matrix: jax.Array) -> jax.Array:
+    def stored(self, matrix: jax.Array) -> Tree:
         return matrix
 
-    def stored_table(self, table: jax.Array) -> jax.Array:
+    def stored_table(self, table: jax.Array) -> Tree:
         return table
 
-    def multiply(self, x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+    def multiply(self, x: jax.Array, *matrices: Tree) -> tuple[jax.Array, ...]:
         return tuple(x @ matrix for matrix in matrices)
 
     def by_feature(self, vector: jax.Array) -> jax.Array:
         return vector
 
-    def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        return table[tokens]
+    def embed(self, table: Tree, tokens: jax.Array) -> jax.Array:
+        rows: jax.Array = table[tokens]
+        return rows
 
     def split_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
         return x.reshape(len(x), -1, head_dim)
@@ -83,7 +88,7 @@ class Rows:
     def join_heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(len(x), -1)
 
-    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, head: Tree) -> jax.Array:
         return jnp.einsum('td,vd->tv', x, head, preferred_element_type=jnp.float32)
 
 

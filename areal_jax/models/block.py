@@ -115,7 +115,7 @@ class _Linear(nnx.Module):
 
 def _project(x: jax.Array, *linears: _Linear) -> tuple[jax.Array, ...]:
     """Activations x through each; their products are one call of the form."""
-    products = linears[0].form.multiply(x, *(linear.weight[...] for linear in linears))
+    products = linears[0].form.multiply(x, *(linear.weight.get_value() for linear in linears))
     return tuple(linear.complete(x, product) for linear, product in zip(linears, products, strict=True))
 
 

@@ -17,12 +17,13 @@ from flax import nnx
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models import initial, native_layers
-from areal_jax.models.activations import ACTIVATIONS, is_in_panels
+from areal_jax.models.activations import ACTIVATIONS
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.layers import FORMS, stack_layers
 from areal_jax.models.logprobs import BlockSums, Ranking, effective_temperature, rank_tokens
 from areal_jax.models.lora import Lora
 from areal_jax.models.native_layers import KeysAndValues, Read
+from areal_jax.models.quantized import QUANTIZED, Quantized, rank_logits
 from areal_jax.models.rotary import rotary
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, at_layer, map_matrices, nest, weight_table
@@ -34,6 +35,7 @@ Constrain = Callable[[jax.Array], jax.Array]
 _Block = Callable[[Params, jax.Array, Tree], tuple[jax.Array, Tree]]  # (weights, x, cache) of a layer -> (x, cache)
 _MakeBlock = Callable[[int | None], _Block]  # for the layers of a window
 
+_TOKENS = {**ACTIVATIONS, **QUANTIZED}
 _SAVED_ATTENTION = ('attention_output', 'attention_lse')  # as the attention backends tag them
 # which intermediates of a layer are saved for the backward pass; the others are computed again from the layer's input
 REMAT: dict[str, Callable[..., bool] | None] = {
@@ -59,7 +61,8 @@ class Decoder:
         leading axis of layers, and scans over that axis: the time to compile does not grow with depth.
       remat: which intermediates of a layer are saved for the backward pass, see REMAT.
       lora: adds adapters to the projections it names.
-      tokens: 'rows' has activations [T, d], 'columns' [d, T], see `activations`. Results differ by rounding alone.
+      tokens: 'rows' has activations [T, d], 'columns' [d, T], see `activations`. Results differ by rounding alone;
+        those of 'int8_rows' are of weights and activations in 8 bits, see `quantized`.
 
     Raises ValueError for an unknown `layers`, `remat` or `tokens`.
     """
@@ -77,10 +80,10 @@ class Decoder:
             raise ConfigError(f'learner.layers={layers!r} is unknown; use one of {", ".join(FORMS)}')
         if remat not in REMAT:
             raise ConfigError(f'learner.remat={remat!r} is unknown; use one of {", ".join(REMAT)}')
-        if tokens not in ACTIVATIONS:
-            raise ConfigError(f'tokens={tokens!r} is unknown; use one of {", ".join(ACTIVATIONS)}')
+        if tokens not in _TOKENS:
+            raise ConfigError(f'tokens={tokens!r} is unknown; use one of {", ".join(_TOKENS)}')
         self.config, self.layers, self.lora, self.tokens = config, layers, lora, tokens
-        self._remat, self._form = remat, ACTIVATIONS[tokens]
+        self._remat, self._form = remat, _TOKENS[tokens]
         self._table = weight_table(config, lora)
         specs = nest((spec.path_in_layer, spec) for spec in self._table.values() if spec.in_layers)
         self._layer_graph = nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora, self._form)))[0]
@@ -95,6 +98,11 @@ class Decoder:
     @property
     def _form_of_all(self) -> tuple[ModelConfig, str, str, Lora | None, str]:
         return self.config, self.layers, self._remat, self.lora, self.tokens
+
+    @property
+    def token_axis(self) -> int:
+        """Of the states that `hidden` returns."""
+        return 0 if self._form.features == -1 else 1
 
     def abstract(self) -> Params:
         """Shape and dtype of every leaf, as jax.ShapeDtypeStruct."""
@@ -163,7 +171,7 @@ class Decoder:
     def can_step(self, params: Params) -> bool:
         """Whether `step` takes these prepared weights."""
         layers = params['layers'].values() if self.layers == 'list' else ()
-        return bool(layers) and all(map(self._is_native, layers)) and is_in_panels(self.head(params))
+        return bool(layers) and all(map(self._is_native, layers)) and native_layers.has_kernel(self.head(params))
 
     def step(
         self,
@@ -203,10 +211,10 @@ class Decoder:
         return x, rotation
 
     def _is_native(self, layer: Params) -> bool:
-        return self.tokens == 'native_columns' and not self.config.plain and native_layers.can_compute(layer)
+        return self.tokens.startswith('native') and not self.config.plain and native_layers.can_compute(layer)
 
-    def head(self, params: Params) -> jax.Array:
-        """[V, d], or [output_size, d]: the embedding when tied."""
+    def head(self, params: Params) -> Tree:
+        """[V, d], or [output_size, d], as it is stored: the embedding when tied."""
         return params['embedding'] if self.config.tie_embeddings else params['head']
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
@@ -231,9 +239,11 @@ class Decoder:
           wanted: int32 [], the first so many tokens count; values of the others mean nothing.
         """
         head = self.head(params)
-        if self.tokens == 'native_columns' and is_in_panels(head):
+        if isinstance(head, Quantized):
+            return rank_logits(self._form.logits(hidden, head), targets, temperature, most)
+        if self.tokens == 'native_columns' and native_layers.has_kernel(head):
             return native_layers.run_ranking(head, hidden, wanted, targets, effective_temperature(temperature), most)
-        rows = hidden if self._form.features == -1 else hidden.T
+        rows = hidden if self.token_axis == 0 else hidden.T
         return rank_tokens(rows, head, targets, temperature, most)
 
     def parameter_count(self) -> int:

@@ -1,8 +1,9 @@
 """Layers of the decoder as kernels of native/kernels.cc: `block` computes the same in JAX.
 
 A layer of `block` is ten programs of XLA and five kernels, each of which wakes the threads anew. Here a layer of a
-prefill is two kernels around its attention, and a step of decoding one kernel for all layers. For weights in panels
-(activations.NativeColumns); T tokens, B rows, H heads, K kv heads, D head_dim, d model width, V vocabulary.
+prefill is two kernels around its attention, and a step of decoding one kernel for all layers. For weights in panels:
+of activations.NativeColumns, with activations [d, T], or of quantized.NativeInt8Rows, with activations [T, d].
+T tokens, B rows, H heads, K kv heads, D head_dim, d model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from areal_jax.models.activations import is_in_panels
 from areal_jax.models.block import AttendLayer, Rotation
 from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums, Ranking
+from areal_jax.models.quantized import Quantized
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.native import library
@@ -38,20 +40,25 @@ class Read(NamedTuple):
 
 def can_compute(layer: Params) -> bool:
     """Whether the matrices of a layer are all in panels, without adapters."""
-    linears = _linears(layer)
-    return all(is_in_panels(linear['weight']) and 'lora_a' not in linear for linear in linears)
+    return all(has_kernel(linear['weight']) and 'lora_a' not in linear for linear in _linears(layer))
+
+
+def has_kernel(matrix: jax.Array | Quantized) -> bool:
+    """Whether a matrix, or the head, is in panels."""
+    return matrix.in_panels if isinstance(matrix, Quantized) else is_in_panels(matrix)
 
 
 def run_layer(
     config: ModelConfig, layer: Params, x: jax.Array, rotation: Rotation, attend: AttendLayer, wanted: jax.Array
 ) -> tuple[jax.Array, Tree]:
-    """block.Layer: activations x [d, T] -> (x, the layer's entry of the cache), of the first `wanted` tokens, int32."""
-    leaves, attributes, tokens = _leaves(config, layer), _attributes(config), x.shape[1]
+    """block.Layer: activations x -> (x, the layer's entry of the cache), of the first `wanted` tokens, int32."""
+    leaves, attributes, tokens = _leaves(config, layer), _attributes(config), len(rotation[0])
+    names = _name(layer, library.PROJECT, library.BYTE_PROJECT), _name(layer, library.FINISH, library.BYTE_FINISH)
     shape = lambda heads: jax.ShapeDtypeStruct((tokens, heads, config.head_dim), x.dtype)
-    project = jax.ffi.ffi_call(library.PROJECT, [shape(n) for n in (config.n_heads, *[config.n_kv_heads] * 2)])
+    project = jax.ffi.ffi_call(names[0], [shape(n) for n in (config.n_heads, *[config.n_kv_heads] * 2)])
     q, k, v = project(x, wanted, *rotation, *leaves, **attributes)
     out, entry = attend(q, k, v)
-    finish: Callable[..., jax.Array] = jax.ffi.ffi_call(library.FINISH, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    finish: Callable[..., jax.Array] = jax.ffi.ffi_call(names[1], jax.ShapeDtypeStruct(x.shape, x.dtype))
     return finish(x, wanted, out, *leaves, **attributes), entry
 
 
@@ -59,23 +66,23 @@ def run_step(
     config: ModelConfig,
     layers: Sequence[Params],
     final_norm: jax.Array,
-    head: jax.Array,
+    head: jax.Array | Quantized,
     x: jax.Array,
     rotation: Rotation,
     cache: KeysAndValues,
     read: Read,
     temperature: jax.Array,
 ) -> tuple[KeysAndValues, jax.Array, BlockSums]:
-    """Decoder.step of x [d, B]."""
-    leaves = [leaf for layer in layers for leaf in _leaves(config, layer)] + [final_norm, head]
+    """Decoder.step of activations x."""
+    leaves = [leaf for layer in layers for leaf in _leaves(config, layer)] + [final_norm, *_arrays(head)]
     sides = [side for layer in cache for side in layer]
     first = 2 + len(rotation) + len(read) + len(leaves)  # of their arguments
-    vocabulary, rows = len(head) * head.shape[2], x.shape[1]
+    vocabulary, rows = _outputs(head), len(read.lengths)
     outputs = [
         jax.ShapeDtypeStruct((n, rows), jnp.float32) for n in (vocabulary, *[-(-vocabulary // VOCABULARY_BLOCK)] * 2)
     ]
     call = jax.ffi.ffi_call(
-        library.STEP,
+        _name(layers[0], library.STEP, library.BYTE_STEP),
         [*outputs, *(jax.ShapeDtypeStruct(side.shape, side.dtype) for side in sides)],
         input_output_aliases={first + i: len(outputs) + i for i in range(len(sides))},
     )
@@ -110,8 +117,8 @@ def _linears(layer: Params) -> list[Params]:
 def _leaves(config: ModelConfig, layer: Params) -> list[jax.Array]:
     """The weights of a layer in the order of `Weights::TakeLayer`."""
     linears = _linears(layer)
-    matrices = [linear['weight'] for linear in linears]
-    leaves = [layer['attention_norm'], *matrices[:4], layer['mlp_norm'], *matrices[4:]]
+    arrays = lambda some: [leaf for linear in some for leaf in _arrays(linear['weight'])]
+    leaves = [layer['attention_norm'], *arrays(linears[:4]), layer['mlp_norm'], *arrays(linears[4:])]
     if config.qkv_bias:
         leaves += [linear['bias'] for linear in linears[:3]]
     if config.output_bias:
@@ -119,6 +126,20 @@ def _leaves(config: ModelConfig, layer: Params) -> list[jax.Array]:
     if config.qk_norm:
         leaves += [layer['attention']['query_norm'], layer['attention']['key_norm']]
     return leaves
+
+
+def _arrays(matrix: jax.Array | Quantized) -> list[jax.Array]:
+    """The arguments that `Weights::TakeMatrix` reads."""
+    return [matrix.values, matrix.scales] if isinstance(matrix, Quantized) else [matrix]
+
+
+def _outputs(head: jax.Array | Quantized) -> int:
+    return len(head.scales) if isinstance(head, Quantized) else len(head) * head.shape[2]
+
+
+def _name(layer: Params, floats: str, quantized: str) -> str:
+    """Of the kernel for the matrices of a layer."""
+    return quantized if isinstance(layer['attention']['query']['weight'], Quantized) else floats
 
 
 def _attributes(config: ModelConfig) -> _Attributes:

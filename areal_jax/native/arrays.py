@@ -13,10 +13,12 @@ import weakref
 import jax
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from areal_jax.native import library
 
 PANEL_ROWS = 8  # of the kernels
+BYTE_ROWS, BYTE_GROUP = 16, 4  # of panels of matrices in 8 bits: rows, and entries of a row side by side
 _LINE = 64  # bytes, at which jax takes an array as it is
 # the bits that are all set in NaN and infinity, of the floats that are counted here
 _EXPONENTS = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
@@ -65,15 +67,30 @@ def pack_panels(matrix: np.ndarray, *, by_rows: bool) -> np.ndarray:
     return packed
 
 
-def empty_aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """float32, from the beginning of a cache line on, in memory of blocks.py. The library must be registered."""
-    kernels, count = library.register(), math.prod(shape)
+def pack_bytes(matrix: np.ndarray, *, by_rows: bool) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [in, out], or [out, in] with `by_rows`, as (uint8 [out / 16, in / 4, 16, 4], float32 scales [out]).
+
+    Whole panels and groups, see native/bytes.h; memory that jax can take. The library must be registered.
+    """
+    features, rows = reversed(matrix.shape) if by_rows else matrix.shape
+    panels = empty_aligned((-(-rows // BYTE_ROWS), -(-features // BYTE_GROUP), BYTE_ROWS, BYTE_GROUP), np.uint8)
+    scales = empty_aligned((rows,))
+    library.register().areal_jax_bytes(
+        ctypes.c_void_p(matrix.ctypes.data), ctypes.c_int64(features), ctypes.c_int64(rows), ctypes.c_bool(by_rows),
+        ctypes.c_void_p(panels.ctypes.data), ctypes.c_void_p(scales.ctypes.data),
+    )  # fmt: skip
+    return panels, scales
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
+    """From the beginning of a cache line on, in memory of blocks.py. The library must be registered."""
+    kernels, size = library.register(), math.prod(shape) * np.dtype(dtype).itemsize
     allocate = kernels.areal_jax_allocate
     allocate.restype = ctypes.c_void_p
-    address = allocate(ctypes.c_uint64(_LINE), ctypes.c_uint64(4 * max(count, 1)))
+    address = allocate(ctypes.c_uint64(_LINE), ctypes.c_uint64(max(size, 4)))
     if address is None:
-        raise MemoryError(f'{4 * count} bytes for weights in the form for decoding')
-    memory = (ctypes.c_float * count).from_address(address)
+        raise MemoryError(f'{size} bytes for weights in the form for decoding')
+    memory = (ctypes.c_char * size).from_address(address)
     # blocks that are still in use when the process ends belong to programs that may be running
     weakref.finalize(memory, kernels.areal_jax_free, ctypes.c_void_p(address)).atexit = False
-    return np.frombuffer(memoryview(memory), np.float32).reshape(shape)
+    return np.frombuffer(memoryview(memory), dtype).reshape(shape)

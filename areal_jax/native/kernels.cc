@@ -13,12 +13,14 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "byte_kernels.h"
 #include "digest.h"
 #include "layer.h"
 #include "products.h"
 #include "ranking.h"
 #include "threads.h"
 #include "vocabulary.h"
+#include "weights.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -28,15 +30,6 @@ namespace {
 
 constexpr int64_t kAhead = 4;  // tokens whose places in the cache are fetched before they are written
 constexpr int64_t kChunkTokens = 960;  // that a layer takes at a time: bounds what it needs beside its result
-
-using Floats = ffi::Buffer<ffi::F32>;
-using Integers = ffi::Buffer<ffi::S32>;
-
-ffi::Future Fail(std::string message) {
-  ffi::Promise promise;
-  promise.SetError(ffi::Error::Internal(std::move(message)));
-  return ffi::Future(promise);
-}
 
 // q [B, H, D], keys and values [blocks, T, K, D], tables one behind the other, the place among them where the table of each
 // row starts [B], lengths [B] -> [B, H, D]; window 0 = all positions. Rows of a table that stand side by side share reads.
@@ -107,50 +100,6 @@ ffi::Future Multiply(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs matrices
   return phases.Run(pool);
 }
 
-// The weights of layers, one argument after the other, as native/layers.py lists them.
-class Weights {
- public:
-  Weights(ffi::RemainingArgs args, ffi::Dictionary attributes) : args_(args) {
-    eps_ = *attributes.get<float>("eps");
-    head_dim_ = *attributes.get<int64_t>("head_dim");
-    qkv_bias_ = *attributes.get<bool>("qkv_bias");
-    output_bias_ = *attributes.get<bool>("output_bias");
-    qk_norm_ = *attributes.get<bool>("qk_norm");
-  }
-
-  const float* TakeVector() { return Take().typed_data(); }
-
-  Matrix TakeMatrix() {
-    const Floats matrix = Take();
-    const auto size = matrix.dimensions();
-    return {matrix.typed_data(), nullptr, static_cast<int64_t>(size[1]), static_cast<int64_t>(size[0]) * kPanelRows};
-  }
-
-  Layer TakeLayer() {
-    Layer layer{};
-    layer.head_dim = head_dim_, layer.eps = eps_;
-    layer.attention_norm = TakeVector();
-    for (Matrix* matrix : {&layer.query, &layer.key, &layer.value, &layer.output}) *matrix = TakeMatrix();
-    layer.mlp_norm = TakeVector();
-    for (Matrix* matrix : {&layer.gate, &layer.up, &layer.down}) *matrix = TakeMatrix();
-    if (qkv_bias_) {
-      for (Matrix* matrix : {&layer.query, &layer.key, &layer.value}) matrix->bias = TakeVector();
-    }
-    if (output_bias_) layer.output.bias = TakeVector();
-    if (qk_norm_) layer.query_norm = TakeVector(), layer.key_norm = TakeVector();
-    return layer;
-  }
-
-  Floats Take() { return *args_.get<Floats>(next_++); }
-
- private:
-  ffi::RemainingArgs args_;
-  size_t next_ = 0;
-  float eps_;
-  int64_t head_dim_;
-  bool qkv_bias_, output_bias_, qk_norm_;
-};
-
 // Calls add(tokens, first of them, their scratch) for chunks of the first `wanted` columns; the scratch is that of all.
 template <typename Add>
 void AddChunks(Phases& phases, const Layer& layer, Integers wanted, const Add& add) {
@@ -169,7 +118,7 @@ void AddChunks(Phases& phases, const Layer& layer, Integers wanted, const Add& a
 ffi::Future Project(ffi::ThreadPool pool, Floats x, Integers wanted, Floats cosine, Floats sine, ffi::RemainingArgs args,
                     ffi::Dictionary attributes, ffi::Result<Floats> q, ffi::Result<Floats> k, ffi::Result<Floats> v) {
   Phases phases;
-  const Layer& layer = phases.Keep(Weights(args, attributes).TakeLayer());
+  const Layer& layer = phases.Keep(Weights(args, attributes).TakeLayer<Matrix>());
   const int64_t columns = x.dimensions()[1];
   for (auto* out : {&q, &k, &v}) {
     const int64_t features = (*out)->element_count() / columns;
@@ -196,7 +145,7 @@ ffi::Future Project(ffi::ThreadPool pool, Floats x, Integers wanted, Floats cosi
 ffi::Future Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats attended, ffi::RemainingArgs args,
                    ffi::Dictionary attributes, ffi::Result<Floats> out) {
   Phases phases;
-  const Layer& layer = phases.Keep(Weights(args, attributes).TakeLayer());
+  const Layer& layer = phases.Keep(Weights(args, attributes).TakeLayer<Matrix>());
   AddChunks(phases, layer, wanted, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
     const int64_t columns = x.dimensions()[1], features = layer.query.out;
     const float* rows = attended.typed_data() + first * features;
@@ -223,9 +172,9 @@ ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Flo
   Phases phases;
   Weights weights(args, attributes);
   auto& layers = phases.Keep(std::vector<Layer>());
-  for (size_t i = 0; i < windows.size(); ++i) layers.push_back(weights.TakeLayer());
+  for (size_t i = 0; i < windows.size(); ++i) layers.push_back(weights.TakeLayer<Matrix>());
   const float* final_norm = weights.TakeVector();
-  const Matrix head = weights.TakeMatrix();
+  const Matrix head = weights.TakeMatrix<Matrix>();
 
   const int64_t rows = lengths.element_count(), table = tables.dimensions()[1];
   const int64_t width_q = layers[0].query.out, width_k = layers[0].key.out;
@@ -337,6 +286,12 @@ extern "C" void areal_jax_panels(const float* matrix, int64_t in, int64_t out, b
   areal_jax::PackPanels(matrix, in, out, by_rows, panels);
 }
 
+// The arrays of a matrix in 8 bits, from float32 [in, out], or [out, in] where `by_rows`. Called from Python.
+extern "C" void areal_jax_bytes(const float* matrix, int64_t in, int64_t out, bool by_rows, uint8_t* panels,
+                                float* scales) {
+  areal_jax::PackBytes(matrix, in, out, by_rows, panels, scales);
+}
+
 // Phases give way to other work of this process, between a call with 1 and one with -1.
 extern "C" void areal_jax_prefer(int64_t change) { areal_jax::Preferred() += change; }
 
@@ -426,3 +381,50 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_rank, areal_jax::Rank,
                                   .Ret<areal_jax::Floats>()
                                   .Ret<areal_jax::Floats>()
                                   .Ret<areal_jax::Integers>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_multiply, areal_jax::MultiplyRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Bytes>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Attr<int64_t>("way")
+                                  .Ret<areal_jax::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_project, areal_jax::ByteProject,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .RemainingArgs()
+                                  .Attrs()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_finish, areal_jax::ByteFinish,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Floats>()
+                                  .RemainingArgs()
+                                  .Attrs()
+                                  .Ret<areal_jax::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_step, areal_jax::ByteStep,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Integers>()
+                                  .RemainingArgs()
+                                  .Attrs()
+                                  .RemainingRets());

@@ -30,13 +30,15 @@ struct Matrix {
   int64_t in, out;
 };
 
-struct Layer {
+template <typename AnyMatrix>
+struct LayerOf {
   const float *attention_norm, *mlp_norm;  // [d]
-  Matrix query, key, value, output, gate, up, down;
+  AnyMatrix query, key, value, output, gate, up, down;
   const float *query_norm, *key_norm;  // [D]; null = none
   int64_t head_dim;
   float eps;
 };
+using Layer = LayerOf<Matrix>;
 
 // Cosine and sine of the angles of each token, [tokens, D / 2].
 struct Rotation {

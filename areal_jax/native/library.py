@@ -23,6 +23,9 @@ import jaxlib
 ATTEND, WRITE, MULTIPLY = 'areal_jax_cache_attend', 'areal_jax_cache_write', 'areal_jax_multiply'
 PROJECT, FINISH, STEP = 'areal_jax_project', 'areal_jax_finish', 'areal_jax_step'
 RANK = 'areal_jax_rank'
+BYTE_MULTIPLY, BYTE_STEP = 'areal_jax_byte_multiply', 'areal_jax_byte_step'
+BYTE_PROJECT, BYTE_FINISH = 'areal_jax_byte_project', 'areal_jax_byte_finish'
+_NAMES = (ATTEND, WRITE, MULTIPLY, PROJECT, FINISH, STEP, RANK, BYTE_MULTIPLY, BYTE_PROJECT, BYTE_FINISH, BYTE_STEP)
 _SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
 _FLAGS = ('-std=c++17', '-O3', '-march=native', '-fopenmp-simd', '-shared', '-fPIC', '-w')
 _COMPILERS = ('c++', 'g++', 'clang++')
@@ -39,7 +42,7 @@ def register() -> ctypes.CDLL:
     path = _find_or_compile(_cache_directory())
     try:
         library = ctypes.CDLL(str(path))
-        for name in (ATTEND, WRITE, MULTIPLY, PROJECT, FINISH, STEP, RANK):
+        for name in _NAMES:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform='cpu')
     except (OSError, AttributeError) as error:
         raise NativeError(f'{path} can not be loaded: {error}; delete it') from error

@@ -62,6 +62,12 @@ def mismatch(metrics: Metrics) -> Mismatch:
         'exact_share': weighted_mean(measured, names.MISMATCH_EXACT, names.MISMATCH_COUNT),
         'n': count,
     }
+    if any(names.MISMATCH_KL in line for line in measured):
+        found['quantized'] = {
+            'kl': weighted_mean(measured, names.MISMATCH_KL, names.MISMATCH_COUNT),
+            'effective_sample_size': weighted_mean(measured, names.MISMATCH_SAMPLE_SIZE, names.MISMATCH_COUNT),
+            'ratio_share': weighted_mean(measured, names.MISMATCH_RATIO_SHARE, names.MISMATCH_COUNT),
+        }
     if len(by_engine) > 1:
         found['by_engine'] = by_engine
     return found

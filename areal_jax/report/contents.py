@@ -82,6 +82,15 @@ class Mismatch(MeanMax):
     exact_share: float | None  # tokens whose two log-probs are the same float
     n: int  # tokens
     by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent where one engine generated all of them
+    quantized: NotRequired[QuantizedMismatch]  # absent where engines decode with the weights as published
+
+
+class QuantizedMismatch(TypedDict):
+    """Of the quantized policy from the published one, over the same tokens; means over the updates by tokens."""
+
+    kl: float | None  # nats
+    effective_sample_size: float | None  # share
+    ratio_share: float | None  # of the mean square of the log-ratio of all generated tokens
 
 
 class EngineMismatch(TypedDict):

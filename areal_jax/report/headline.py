@@ -14,6 +14,7 @@ from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_
 Tone: TypeAlias = Literal['good', 'fair', 'bad', 'unknown']
 HEAD = ('question', 'answer', 'reading')
 _ROUNDING = {'float32': 1e-4, '16 bits': 0.03}  # nats: largest mean mismatch that rounding explains
+_ENOUGH_SAMPLES = 0.5  # share that a correction leaves
 _NEAR_LIMIT, _FAR_FROM_LIMIT = 0.9, 0.7  # ideal time by achieved time
 _AT_BOUND = 0.9  # mean age by eta
 
@@ -168,11 +169,16 @@ def _agreement(report: Report) -> Tile:
         f'{format_percent(found["exact_share"])} exactly equal (n = {found["n"]})',
     )
     tone: Tone
+    quantized = found.get('quantized')
     reading, tone = 'More than rounding explains: the ratios of all old tokens are wrong by as much.', 'bad'
     if mean <= _ROUNDING['16 bits']:
         reading, tone = 'The size of rounding to 16 bits; too large if everything is float32.', 'fair'
     if mean <= _ROUNDING['float32']:
         reading, tone = 'Yes: the size of rounding in float32.', 'good'
+    if quantized:
+        size = format_percent(quantized['effective_sample_size'])
+        reading = f'Engines decode in 8 bits: a decoupled objective corrects this, with {size} of the samples left.'
+        tone = 'fair' if (quantized['effective_sample_size'] or 0.0) >= _ENOUGH_SAMPLES else 'bad'
     return Tile('agreement', question, format_number(mean), unit, details, reading, tone, 'agreement')
 
 

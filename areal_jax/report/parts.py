@@ -206,10 +206,24 @@ def _learning_rows(report: Report) -> list[tuple[str, ...]]:
             f'{format_number(mismatch["mean"])} / {format_number(mismatch["max"])} nats, '
             f'{format_percent(mismatch["exact_share"])} exactly equal (n = {mismatch["n"]})',
         ),
+        *_quantized_rows(report),
         *(
             (f'mean mismatch of {engine}', f'{format_number(of["mean"])} nats (n = {of["n"]})')
             for engine, of in mismatch.get('by_engine', {}).items()
         ),
+    ]
+
+
+def _quantized_rows(report: Report) -> list[tuple[str, ...]]:
+    found = report['mismatch'].get('quantized')
+    if not found:
+        return []
+    return [
+        (
+            "quantized engines (rollout.weights='int8'): KL / effective sample size / share of the ratio",
+            f'{format_number(found["kl"])} nats / {format_percent(found["effective_sample_size"])} / '
+            f'{format_percent(found["ratio_share"])}',
+        )
     ]
 
 

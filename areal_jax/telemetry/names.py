@@ -147,6 +147,14 @@ MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
 MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
 MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
+# with rollout.weights='int8' only, of the same tokens: learning/quantized_policy.py
+MISMATCH_KL = Metric('mismatch/kl', 'nats', 'KL of the quantized from the published policy, estimated as k - 1 - ln k')
+MISMATCH_SAMPLE_SIZE = Metric(
+    'mismatch/effective_sample_size', 'share', '(Σw)²/(nΣw²) of w = published by quantized probability'
+)
+MISMATCH_RATIO_SHARE = Metric(
+    'mismatch/ratio_share', 'ratio', 'mean square of the mismatch by that of the log-ratio of all generated tokens'
+)
 MISMATCH_OF = 'mismatch/of/'  # prefix; what follows is the engine and n or mean_abs
 
 # prefix; what follows is a range of ages (telemetry/ages.py) and tokens, effective_sample_size, clip_fraction or kl: as

@@ -204,6 +204,12 @@ def test_an_engine_over_two_devices_has_half_of_everything_on_each():
         measured(cluster__engines='1 x tensor=3', **fields)
 
 
+def test_engines_in_8_bits_hold_a_quarter_of_the_matrices():
+    (_, published), (_, quantized) = measured(), measured(rollout__weights='int8')
+    assert quantized.engines['weights in 8 bits'] * 4 == published.engines['transposed weights'] > 0
+    assert 'transposed weights' not in quantized.engines
+
+
 def test_earlier_versions_are_held_where_the_learner_made_them():
     # the newest and, until engines have it, the one before; with fixed(2) up to three before it
     fields = {'staleness__schedule': 'fixed(2)', 'cluster__engines': '1 x tensor=1'}

@@ -32,6 +32,17 @@ def test_a_virtual_clock_on_a_gpu_needs_a_flag(monkeypatch):
     assert list(find_device_warnings(config, 'gpu')) == []
 
 
+def test_engines_in_bfloat16_on_a_cpu_are_warned_of():
+    config = default_config()
+    config.publication.dtype = 'bfloat16'
+    (said,) = find_device_warnings(config, 'cpu')
+    assert said.startswith("publication.dtype='bfloat16' on a CPU: ")
+    assert "use publication.dtype='float32'" in said
+    assert list(find_device_warnings(config, 'gpu')) == []
+    config.rollout.server = 'vllm'
+    assert list(find_device_warnings(config, 'cpu')) == []
+
+
 def test_a_backend_that_auto_passes_over_is_warned_of_with_the_reason(capsys):
     print_passed_over('learner.attention', ())
     assert capsys.readouterr().err == ''

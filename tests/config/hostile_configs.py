@@ -103,6 +103,7 @@ _SETTINGS: Mapping[str, str] = {
     'learner.dtype=int8': _CHOICE,
     'learner.attention=flash': _CHOICE,
     'rollout.attention=flash': _CHOICE,
+    'rollout.weights=int4': _CHOICE,
     'loss.objective=dpo': _CHOICE,
     'loss.advantage=gae': _CHOICE,
     'optimizer.name=adam': _CHOICE,

@@ -129,6 +129,18 @@ BAD = [
         r"server='sglang' is not known; use one of in_process, own, vllm, external",
     ),
     ({'rollout.urls': ('vllm+http://a:1',)}, r"rollout\.urls=.* with rollout\.server='in_process' would not be used"),
+    (
+        _SERVERS | {'rollout.weights': 'int8'},
+        r"rollout\.weights='int8' with rollout\.server='own': .* use rollout\.server='in_process', or rollout\.weig",
+    ),
+    (
+        {'rollout.weights': 'int8', 'publication.dtype': 'bfloat16'},
+        r"rollout\.weights='int8' with publication\.dtype='bfloat16': .* use publication\.dtype='float32', or",
+    ),
+    (
+        {'rollout.weights': 'int8', 'lora.rank': 4},
+        r"rollout\.weights='int8' with lora\.rank=4: .* use lora\.rank=0, or rollout\.weights='published'",
+    ),
     (_SERVERS | {'rollout.server': 'external'}, r"rollout\.server='external' needs rollout\.urls"),
     (_SERVERS | {'run.clock': 'virtual'}, r"run\.clock='virtual' with rollout\.server='own': .* use run\.clock='real'"),
     (_SERVERS | {'publication.channel': 'device'}, r"channel='device' .* use publication\.channel='files'"),

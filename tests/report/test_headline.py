@@ -84,6 +84,15 @@ def test_mismatch_is_read_against_rounding(mean: float | None, tone: str):
     assert found.tone == tone
 
 
+@pytest.mark.parametrize(('left', 'tone'), [(0.92, 'fair'), (0.2, 'bad')])
+def test_the_mismatch_of_engines_in_8_bits_is_read_as_what_it_costs(left: float, tone: str):
+    quantized = {'kl': 0.03, 'effective_sample_size': left, 'ratio_share': 0.5}
+    found = tile('agreement', mismatch={'mean': 0.2, 'max': 1.0, 'exact_share': 0.0, 'n': 8, 'quantized': quantized})
+    assert found.reading.startswith('Engines decode in 8 bits: ')
+    assert f'with {left:.0%} of the samples left' in found.reading
+    assert found.tone == tone
+
+
 def test_an_open_ledger_is_bad():
     fates = {'generated': 8, 'fates': {'trained': 6, 'filtered': 2}, 'fault': 'x', 'by_age': {}, 'by_version': None}
     found = tile('data', token_fates=fates)

@@ -130,6 +130,18 @@ def test_mismatch_by_engine_where_there_are_several():
     assert '| mean mismatch of engine/1 | 0.09 nats (n = 24) |' in render_page(found, ())
 
 
+def test_what_engines_in_8_bits_cost_is_weighted_by_tokens_and_has_a_line():
+    of = lambda kl, left, share: {
+        'mismatch/kl': kl, 'mismatch/effective_sample_size': left, 'mismatch/ratio_share': share,
+    }  # fmt: skip
+    first, second = two_metrics()
+    found = build_report(two_updates(), [first | of(0.02, 0.8, 1.0), second | of(0.06, 1.0, 0.6)], two_facts())
+    # (10 * .02 + 30 * .06) / 40 = .05, (10 * .8 + 30 * 1) / 40 = .95, (10 * 1 + 30 * .6) / 40 = .7
+    expected = {'kl': 0.05, 'effective_sample_size': 0.95, 'ratio_share': 0.7}
+    assert found['mismatch']['quantized'] == pytest.approx(expected)
+    assert 'share of the ratio | 0.05 nats / 95% / 70% |' in render_page(found, ())
+
+
 def test_mismatch_of_no_token_is_null():
     metrics = [{**line, 'mismatch/n': 0.0} for line in two_metrics()]
     found = build_report(two_updates(), metrics, two_facts())

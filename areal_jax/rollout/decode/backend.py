@@ -28,7 +28,7 @@ from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS
 from areal_jax.rollout.decode.attention.contract import Cache
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
-from areal_jax.rollout.decode.weights import PreparedWeights
+from areal_jax.rollout.decode.weights import PreparedWeights, require_quantizable
 from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.types import Tree
 
@@ -65,6 +65,7 @@ class JaxDecodeBackend:
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
       devices: of weights, cache and programs; None = the first of this process. Their number divides the heads.
       attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
+      weights: rollout.weights; 'int8' quantizes what `prepare` is given, and activations, see models.quantized.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
     where the attention cannot do what the decoder needs, or fails its check.
@@ -86,7 +87,9 @@ class JaxDecodeBackend:
         devices: Sequence[jax.Device] | None = None,
         attention: str = 'auto',
         adjusted: bool = False,
+        weights: str = 'published',
     ):
+        require_quantizable(weights, dtype, decoder.lora)
         if dtype not in DTYPES:
             raise ConfigError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
         if decoder.layers != 'list':
@@ -104,7 +107,7 @@ class JaxDecodeBackend:
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
             stop_tokens=rows.most_stop_tokens(adjusted), biased_tokens=MOST_BIASED_TOKENS,
         )  # fmt: skip
-        self.placement, self.passed_over = parallel.place(decoder, self._sizes, self.dtype, attention, devices)
+        self.placement, self.passed_over = parallel.place(decoder, self._sizes, self.dtype, attention, devices, weights)
         self._decoder, self._attention = self.placement.decoder, self.placement.attention
         self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)
@@ -112,10 +115,10 @@ class JaxDecodeBackend:
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
         where = self.placement
-        on, state, weights = where.rows, where.cache, where.prepared
+        on, state, prepared = where.rows, where.cache, where.prepared
         self._initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
-            self._prefill, in_shardings=(weights, state, on), out_shardings=state, donate_argnums=1
+            self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
         self._copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
         self._generations = self._declare_generations(batch_buckets, filtered, adjusted)

@@ -89,12 +89,18 @@ class Placement:
 
 
 def place(
-    decoder: Decoder, sizes: CacheSizes, dtype: jnp.dtype, impl: str, devices: Sequence[jax.Device]
+    decoder: Decoder,
+    sizes: CacheSizes,
+    dtype: jnp.dtype,
+    impl: str,
+    devices: Sequence[jax.Device],
+    weights: str = 'published',
 ) -> tuple[Placement, tuple[str, ...]]:
     """(the decoder and its attention on these devices, why 'auto' rejected faster attentions).
 
     Args:
       impl: of choose.choose_implementation.
+      weights: rollout.weights, the form in which the engine decodes with them.
 
     Raises ConfigError where the heads cannot be shared out evenly, and AttentionError for what the attention lacks.
     """
@@ -115,7 +121,7 @@ def place(
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
     # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
-    decoder = Decoder(decoder.config, lora=decoder.lora, tokens=_token_form(devices))
+    decoder = Decoder(decoder.config, lora=decoder.lora, tokens=_token_form(devices, weights))
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
         return Placement(decoder, attention, config, None, on, on, on, (), on), rejected
@@ -126,12 +132,15 @@ def place(
     return Placement(decoder, attention, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
 
 
-def _token_form(devices: Sequence[jax.Device]) -> str:
-    """See models.activations."""
+def _token_form(devices: Sequence[jax.Device], weights: str) -> str:
+    """See models.activations and models.quantized."""
+    # XLA does not cut a call of a kernel over devices
+    native = devices[0].platform == 'cpu' and len(devices) == 1 and library.is_available()
+    if weights == 'int8':
+        return 'native_int8_rows' if native else 'int8_rows'
     if devices[0].platform != 'cpu':
         return 'rows'
-    # XLA does not cut a call of a kernel over devices
-    return 'native_columns' if len(devices) == 1 and library.is_available() else 'columns'
+    return 'native_columns' if native else 'columns'
 
 
 def _layer_specs(attention: CacheAttention, config: ModelConfig, block_tokens: int) -> tuple[PartitionSpec, ...]:

@@ -143,6 +143,5 @@ class JaxScoring:
 
         hidden, _ = decoder.hidden(params, given.tokens, given.positions, attend, wanted=given.wanted)
         sources, targets, temperatures, wanted = map(jnp.asarray, scored)
-        axis = 1 if decoder.tokens != 'rows' else 0
-        predicting = jnp.take(hidden, sources, axis=axis, mode='clip')
+        predicting = jnp.take(hidden, sources, axis=decoder.token_axis, mode='clip')
         return decoder.rank(params, predicting, targets, temperatures, program.alternatives, wanted)

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 import jax
 
+from areal_jax.config.declarations import choices
+from areal_jax.config.ranges import ConfigError
+from areal_jax.models.lora import Lora
 from areal_jax.models.weights import Params
 from areal_jax.types import PublishedWeights
 
@@ -19,6 +22,16 @@ class PreparedWeights:
     """What `prepare` of a backend returned; every backend of the same decoder on the same devices takes it."""
 
     params: Params
+
+
+def require_quantizable(weights: str, dtype: str, lora: Lora | None) -> None:
+    """Raises ConfigError for an unknown form of weights, and where these cannot be in 8 bits."""
+    if weights not in choices('rollout.weights'):
+        raise ConfigError(f'weights={weights!r} is unknown; use one of {", ".join(choices("rollout.weights"))}')
+    if weights == 'int8' and dtype != 'float32':
+        raise ConfigError(f"weights='int8' with dtype={dtype!r}: float32 is what is quantized; use dtype='float32'")
+    if weights == 'int8' and lora:
+        raise ConfigError(f"weights='int8' with adapters of rank {lora.rank}: these stay in float32; use 'published'")
 
 
 def share_prepared(

@@ -1,0 +1,137 @@
+"""Products of tokens and matrices in 8 bits: a scale for each output of a matrix, and one for each token.
+
+A scale is the largest magnitude over 127; what is multiplied are whole numbers from -127 to 127, rounded to the
+nearest, ties to even. Their sums are exact, so that a product has the same bits wherever it is computed, and in any
+company. native/bytes.h has the same arithmetic for CPUs. Activations are [T, d]; T tokens, d features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from areal_jax.models.activations import Activations, Rows
+from areal_jax.models.logprobs import Ranking, scale_logits
+from areal_jax.native import library
+from areal_jax.native.arrays import BYTE_GROUP, BYTE_ROWS, host_view, pack_bytes
+
+_LARGEST = 127
+_LEAST = 1e-30  # magnitude that is divided by
+_UNSIGNED = 128  # is added to values in panels
+_MOST_FEATURES = (2**31 - 1) // (255 * 127)  # whose sum fits into 32 bits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A matrix [in, out] in 8 bits; NaN in an output is NaN in its scale.
+
+    Raises ValueError for more than 66,311 features.
+    """
+
+    values: jax.Array  # int8 [..., in, out], or uint8 panels of native/bytes.h, [..., out / 16, in / 4, 16, 4]
+    scales: jax.Array  # float32 [..., out]
+    features: int = dataclasses.field(metadata={'static': True})  # in
+
+    def __post_init__(self) -> None:
+        if self.features > _MOST_FEATURES:
+            raise ValueError(f'a product over {self.features} features overflows; {_MOST_FEATURES} fit into 32 bits')
+
+    @property
+    def in_panels(self) -> bool:
+        return self.values.dtype == jnp.uint8
+
+
+class Int8Rows(Rows):
+    """Activations [T, d] and quantized matrices, with XLA's products. A table [V, d] is a matrix [d, V]."""
+
+    def stored(self, matrix: jax.Array) -> Quantized:
+        values, scales = quantize(matrix, axis=-2)
+        return Quantized(values, scales[..., 0, :], matrix.shape[-2])
+
+    def stored_table(self, table: jax.Array) -> Quantized:
+        return self.stored(table.swapaxes(-1, -2))
+
+    def embed(self, table: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
+        if not isinstance(table, Quantized):
+            return table[tokens]
+        return _rows_of(table, tokens).astype(jnp.float32) * table.scales[tokens][:, None]
+
+    def multiply(self, x: jax.Array, *matrices: Quantized) -> tuple[jax.Array, ...]:
+        values, scales = quantize(x, axis=-1)
+        return tuple(_sums(values, matrix.values).astype(jnp.float32) * (matrix.scales * scales) for matrix in matrices)
+
+    def logits(self, x: jax.Array, head: Quantized) -> jax.Array:
+        return self.multiply(x, head)[0]
+
+
+class NativeInt8Rows(Int8Rows):
+    """The same with the products of native/kernels.cc, on one device. library.register has been called."""
+
+    def stored(self, matrix: jax.Array) -> Quantized:
+        return _panels(matrix, by_rows=False)
+
+    def stored_table(self, table: jax.Array) -> Quantized:
+        return _panels(table, by_rows=True)
+
+    def multiply(self, x: jax.Array, *matrices: Quantized) -> tuple[jax.Array, ...]:
+        return tuple(_multiply(x, matrix) for matrix in matrices)
+
+
+def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """(int8 values, float32 scales with length 1 along `axis`) of float32 numbers that share a scale along the axis."""
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    inverse = _LARGEST / jnp.maximum(largest, _LEAST)
+    return jnp.round(x * inverse).astype(jnp.int8), largest * jnp.float32(1 / _LARGEST)
+
+
+def rank_logits(logits: jax.Array, targets: jax.Array, temperature: jax.Array, most: int) -> Ranking:
+    """logprobs.rank_tokens of logits float32 [T, V]."""
+    z = scale_logits(logits, temperature)
+    total = jax.nn.logsumexp(z, axis=-1)
+    chosen = jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
+    largest, ids = lax.top_k(z, most)
+    return Ranking(chosen - total, ids, largest - total[:, None])
+
+
+def _sums(tokens: jax.Array, matrix: jax.Array) -> jax.Array:
+    """int32 [T, out] of int8 [T, in] and [in, out]."""
+    return lax.dot_general(tokens, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+
+
+def _multiply(x: jax.Array, matrix: Quantized, way: int = 0) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((len(x), len(matrix.scales)), jnp.float32)
+    product: jax.Array = jax.ffi.ffi_call(library.BYTE_MULTIPLY, shape)(
+        x, matrix.values, matrix.scales, way=np.int64(way)
+    )
+    return product
+
+
+def _rows_of(table: Quantized, tokens: jax.Array) -> jax.Array:
+    """int8 [T, d]: the values of these outputs."""
+    if not table.in_panels:
+        return table.values[:, tokens].T
+    rows = table.values[tokens // BYTE_ROWS, :, tokens % BYTE_ROWS].reshape(len(tokens), -1)
+    return (rows[:, : table.features] ^ jnp.uint8(_UNSIGNED)).astype(jnp.int8)
+
+
+def _panels(matrix: jax.Array, *, by_rows: bool) -> Quantized:
+    """[..., in, out], or with `by_rows` [..., out, in]. Outside jax.jit no program of XLA runs, see activations.py."""
+    if matrix.ndim == 2 and isinstance(matrix, jax.Array) and (view := host_view(matrix)) is not None:
+        packed, scales = pack_bytes(view, by_rows=by_rows)
+        put = lambda array: jax.device_put(array, matrix.sharding)
+        return Quantized(put(packed), put(scales), view.shape[by_rows])
+    rows = matrix if by_rows else matrix.swapaxes(-1, -2)
+    values, row_scales = quantize(rows, axis=-1)
+    *layers, out, features = rows.shape
+    fill = [(0, 0)] * len(layers) + [(0, -out % BYTE_ROWS), (0, -features % BYTE_GROUP)]
+    unsigned = jnp.pad(values, fill).astype(jnp.uint8) ^ jnp.uint8(_UNSIGNED)
+    cut = unsigned.reshape(*layers, -1, BYTE_ROWS, (features + fill[-1][1]) // BYTE_GROUP, BYTE_GROUP)
+    return Quantized(cut.swapaxes(-2, -3), row_scales[..., 0], features)
+
+
+QUANTIZED: dict[str, Activations] = {'int8_rows': Int8Rows(), 'native_int8_rows': NativeInt8Rows()}

@@ -1,0 +1,160 @@
+"""The decoder in 8 bits: kernels against XLA's products, and that a token's numbers are its own, bit for bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.layers import stack_layers
+from areal_jax.models.logprobs import rank_tokens
+from areal_jax.models.native_layers import Read
+from areal_jax.models.quantized import Int8Rows, Quantized, quantize, rank_logits
+from areal_jax.native import library
+from tests.models.test_decoder import VARIANTS, hidden_of, scattered
+from tests.models.test_native_layers import CHUNK_TOKENS, attend_with, make_batch, rows_of_layers
+
+native = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+
+
+def make(name, tokens, **changes):
+    """(decoder, its published weights)."""
+    decoder = Decoder(dataclasses.replace(VARIANTS[name], vocab_size=36, **changes), tokens=tokens)
+    return decoder, scattered(decoder.init(5))
+
+
+def relative(found, expected):
+    """Root mean square of the difference, of that of what is expected."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+
+
+def step_of(decoder, params, read, rows):
+    def step(tokens, positions, cache, temperature=None):
+        heat = np.ones(len(tokens)) if temperature is None else temperature
+        return jax.jit(decoder.step)(params, tokens, positions, cache, read, heat)
+
+    return step
+
+
+def test_a_number_differs_by_half_a_scale_at_most():
+    x = np.random.default_rng(0).normal(size=(20, 50)).astype(np.float32)
+    values, scales = quantize(jnp.asarray(x), axis=-1)
+    assert np.abs(np.asarray(values)).max(axis=1).tolist() == [127] * 20
+    assert np.all(np.abs(values * np.asarray(scales) - x) <= np.asarray(scales) * 0.5001)
+
+
+def test_a_half_is_rounded_to_the_even_number():
+    values, _ = quantize(jnp.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]]), axis=-1)
+    assert values.tolist() == [[127, 0, 2, 2, 0, -2]]
+
+
+@pytest.mark.parametrize('tokens', ['int8_rows', pytest.param('native_int8_rows', marks=native)])
+@pytest.mark.parametrize('name', VARIANTS)
+def test_logits_are_near_those_of_the_published_weights(name, tokens):
+    decoder, params = make(name, tokens)
+    exact = Decoder(decoder.config)
+    found = decoder.logits(decoder.prepare(params), hidden_of(decoder, decoder.prepare(params)))
+    assert relative(found, exact.logits(params, hidden_of(exact, params))) < 0.08
+
+
+@native
+@pytest.mark.parametrize('layers', ['list', 'stacked'])
+@pytest.mark.parametrize('name', VARIANTS)
+def test_kernels_of_layers_compute_what_xla_does(name, layers):
+    xla, params = make(name, 'int8_rows')
+    kernels = Decoder(xla.config, tokens='native_int8_rows', layers=layers)
+    prepared = kernels.prepare(params if layers == 'list' else stack_layers(params))
+    run = jax.jit(lambda p: kernels.logits(p, hidden_of(kernels, p)))
+    text = run.lower(prepared).as_text()
+    assert text.count(f'@{library.BYTE_PROJECT}') == text.count(f'@{library.BYTE_FINISH}') >= 1
+    expected = jax.jit(lambda p: xla.logits(p, hidden_of(xla, p)))(xla.prepare(params))
+    # float32 between the products differs by rounding, which moves a few whole numbers by one
+    assert relative(run(prepared), expected) < 0.01
+
+
+@native
+@pytest.mark.parametrize('rows', [1, 8, 13])
+@pytest.mark.parametrize('name', VARIANTS)
+def test_a_step_computes_what_layers_do(name, rows):
+    decoder, params = make(name, 'native_int8_rows')
+    prepared = decoder.prepare(params)
+    tokens, positions, cache, read = make_batch(decoder.config, rows)
+    assert decoder.can_step(prepared)
+    hidden, written = jax.jit(lambda p, c: decoder.hidden(p, tokens, positions, attend_with(read), c))(prepared, cache)
+    found, logits, sums = step_of(decoder, prepared, read, rows)(tokens, positions, cache)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(written), strict=True):
+        np.testing.assert_array_equal(one, other)  # layers in parts have the bits of those in one kernel
+    assert relative(logits, decoder.logits(prepared, hidden)) < 0.01
+    total = jax.nn.logsumexp(sums.logsumexp, axis=0)
+    np.testing.assert_allclose(total, jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
+
+
+@native
+def test_a_row_of_a_step_has_the_same_bits_in_any_company():
+    decoder, params = make('everything', 'native_int8_rows')
+    prepared = decoder.prepare(params)
+    tokens, positions, cache, read = make_batch(decoder.config, 37)
+    temperature = np.linspace(0.2, 3.0, 37).astype(np.float32)
+    written, logits, sums = step_of(decoder, prepared, read, 37)(tokens, positions, cache, temperature)
+    for part in (slice(0, 1), slice(3, 4), slice(0, 8), slice(5, 21), slice(1, 37)):
+        some = Read(*(leaf[part] for leaf in read))
+        step = step_of(decoder, prepared, some, len(tokens[part]))
+        wrote, alone, own = step(tokens[part], positions[part], cache, temperature[part])
+        np.testing.assert_array_equal(alone, logits[part])
+        for one, whole in zip(own, sums, strict=True):
+            np.testing.assert_array_equal(one, whole[:, part])
+        for one, whole in zip(jax.tree.leaves(wrote), jax.tree.leaves(written), strict=True):
+            np.testing.assert_array_equal(one[some.blocks, some.offsets], whole[some.blocks, some.offsets])
+
+
+@native
+def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
+    decoder, params = make('everything', 'native_int8_rows')
+    prepared, run = decoder.prepare(params), rows_of_layers(decoder)
+    tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
+    whole = run(prepared, tokens, len(tokens))
+    for part in (slice(0, 5), slice(900, 1000), slice(CHUNK_TOKENS, None)):
+        found = run(prepared, tokens[part], len(tokens[part]))
+        for one, all_of_them in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_array_equal(one, all_of_them[part])
+
+
+@native
+@pytest.mark.parametrize('wanted', [0, 3, CHUNK_TOKENS + 1])
+def test_tokens_that_do_not_count_are_left_out(wanted):
+    decoder, params = make('everything', 'native_int8_rows')
+    prepared, run = decoder.prepare(params), rows_of_layers(decoder)
+    tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
+    found, whole = run(prepared, tokens, wanted), run(prepared, tokens, len(tokens))
+    for one, all_of_them in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(one[:wanted], all_of_them[:wanted])
+        assert not np.any(one[wanted:])
+
+
+@pytest.mark.parametrize(('name', 'tables'), [('tied', 0), ('everything', 1)])
+def test_no_matrix_stays_in_float32(name, tables):
+    decoder, params = make(name, 'int8_rows')
+    prepared = decoder.prepare(params)
+    is_matrix = lambda leaf: isinstance(leaf, Quantized)
+    left = [leaf for leaf in jax.tree.leaves(prepared, is_leaf=is_matrix) if not is_matrix(leaf)]
+    assert sum(leaf.ndim > 1 for leaf in left) == tables  # an embedding that is no head is looked up, not multiplied
+    assert is_matrix(decoder.head(prepared))
+
+
+def test_a_product_that_could_overflow_is_refused():
+    with pytest.raises(ValueError, match='over 66312 features overflows; 66311 fit'):
+        Int8Rows().stored(jnp.zeros((66312, 1)))
+
+
+def test_ranks_of_logits_are_those_of_states_and_head():
+    rng = np.random.default_rng(0)
+    states, head = rng.normal(size=(7, 12)).astype(np.float32), rng.normal(size=(50, 12)).astype(np.float32)
+    targets, heat = rng.integers(0, 50, 7).astype(np.int32), np.linspace(0.0, 2.0, 7).astype(np.float32)
+    found = rank_logits(jnp.asarray(states @ head.T), targets, heat, 3)
+    expected = rank_tokens(states, head, targets, heat, 3)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.largest, expected.largest, atol=1e-5)

@@ -1,0 +1,92 @@
+"""Engines in 8 bits: what they record is what they generated with, whatever comes between; and what is refused."""
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.config.ranges import ConfigError
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.lora import Lora
+from areal_jax.native import library
+from areal_jax.rollout.decode.scoring import JaxScoring
+from areal_jax.rollout.scoring import ScoringRequest
+from tests.rollout.decode.examples import (
+    DECODER,
+    PROMPT,
+    WINDOWED,
+    Decoding,
+    backend,
+    build,
+    forward_logprobs,
+    generate,
+    request,
+)
+
+native = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+
+
+def decoding_of(requests, **changed):
+    decoding = Decoding(backend(weights='int8', **changed))
+    decoding.start(requests)
+    return decoding
+
+
+@native
+@pytest.mark.parametrize('stops_at', [1, 4, 7])
+def test_an_interruption_under_equal_weights_changes_no_bit(stops_at):
+    whole, whole_logprobs = generate(request(), weights='int8')
+    decoding = decoding_of({0: request(), 2: request(5, prompt=[7, 7])})
+    for _ in range(stops_at):
+        decoding.decode(1)
+    decoding.rebuild(0, 2)
+    decoding.finish()
+    assert decoding.answer(0) == whole
+    np.testing.assert_array_equal(decoding.logprobs(0), whole_logprobs)
+
+
+@pytest.mark.parametrize(('changed', 'devices'), [({}, 1), ({'attention': 'gather'}, 1), ({'devices': (0, 1)}, 2)])
+def test_logprobs_are_near_those_of_the_published_weights_and_not_the_same(changed, devices):
+    if devices > 1:
+        changed = {'devices': tuple(jax.devices()[:devices])}
+    decoding = decoding_of({0: request(), 1: request(1, prompt=PROMPT[::-1], temperature=0.7)}, **changed).finish()
+    for name, heat in ((0, 1.0), (1, 0.7)):
+        tokens = decoding.tokens(name)
+        exact = forward_logprobs(tokens, len(PROMPT), temperature=heat)
+        error = np.abs(decoding.logprobs(name) - exact)
+        assert 1e-4 < error.max() < 0.5
+        assert error.mean() < 0.1
+
+
+@native
+@pytest.mark.parametrize('decoder', [DECODER, WINDOWED])
+def test_scores_are_near_the_log_probs_of_decoding(decoder):
+    one = build(decoder, weights='int8')
+    decoding = Decoding(one)
+    decoding.start({0: request()})
+    decoding.finish()
+    tokens = np.array(decoding.tokens(0), np.int32)
+    scorer, asked = (
+        JaxScoring(one),
+        ScoringRequest('one', tokens, len(PROMPT), np.ones(len(tokens) - len(PROMPT), np.float32), 1),
+    )
+    [found] = scorer.score(scorer.program_for([len(tokens)], 1), decoding.params, [asked])
+    # the norm before the head is XLA's there, which rounds otherwise: a few whole numbers differ by one
+    np.testing.assert_allclose(found.logprobs, decoding.logprobs(0), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ('changed', 'message'),
+    [
+        ({'weights': 'int4'}, "weights='int4' is unknown; use one of published, int8"),
+        ({'weights': 'int8', 'dtype': 'bfloat16'}, r"weights='int8' with dtype='bfloat16': .* use dtype='float32'"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(changed, message):
+    with pytest.raises(ConfigError, match=message):
+        build(**changed)
+
+
+def test_adapters_are_refused():
+    adapted = Decoder(DECODER.config, lora=Lora(rank=2, alpha=1.0, targets=('query',)))
+    with pytest.raises(ConfigError, match=r"weights='int8' with adapters of rank 2: .* use 'published'"):
+        build(adapted, weights='int8')
