@@ -88,7 +88,7 @@ class LearnerSettings:
     attention: str  # implementation of packed_attention
     scores: bool  # `warm_up` compiles what SpmdLearner.score runs
     ratio: RatioSettings | None  # None: the importance ratio is not split
-    quantized: bool = False  # whether engines decode in 8 bits: an update then measures by how much that differs
+    quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})
