@@ -11,8 +11,9 @@
   6  prefill of 8 x 4,096 tokens: temporary memory, and time a token against 8 x 256
   7  tokens prefilled for a group whose samples arrive in three admissions, with one interruption
   8  rebuild of 8 interrupted answers against the prefill of prompts of the same lengths
+  9  engines with weights in 8 bits against the same in float32, 'lognormal', a speed
 
-Rows 1 to 3: 64 requests at once with prompts of 56 to 72 random tokens; answers of 128 tokens ('equal'), or lognormal
+Rows 1 to 3 and 9: 64 requests at once with prompts of 56 to 72 random tokens; answers of 128 tokens ('equal'), or lognormal
 with sigma 1, mean 64 and at most 512 tokens; no token ends an answer. Both sides return the log-prob of every sampled
 token; prefix caches of peers are off. Each side is a process that has compiled and warmed up before it is asked, and
 all run on the same `--threads` cores. CPU seconds count the whole process tree. Ours are a LocalEngine under the real
@@ -100,7 +101,7 @@ def require_tokens(cell: Cell, calls: Mapping[str, list[Run]]) -> None:
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=pathlib.Path)
-    parser.add_argument('--rows', default='1,2,3,4,5,6,7,8')
+    parser.add_argument('--rows', default='1,2,3,4,5,6,7,8,9')
     parser.add_argument('--cells', default='', help='only those whose name begins with one of these; all by default')
     parser.add_argument('--turns', type=int, default=5)
     parser.add_argument('--seed', type=int, default=0, help='of prompts and lengths')

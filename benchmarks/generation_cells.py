@@ -102,10 +102,10 @@ def engine_sizes(options: argparse.Namespace, slots: int, context_tokens: int, *
 
 
 def our_answers(
-    options: argparse.Namespace, model: str, requests: str, slots: int = SLOTS, temperature: float = 1.0
+    options: argparse.Namespace, model: str, requests: str, slots: int = SLOTS, temperature: float = 1.0, **changes: Any
 ) -> Program:
     buckets = [int(n) for n in options.prefill_buckets.split(',')]
-    engine = engine_sizes(options, slots, CONTEXT_TOKENS, prefill_buckets=buckets)
+    engine = engine_sizes(options, slots, CONTEXT_TOKENS, prefill_buckets=buckets, **changes)
     arguments = {'model': model, 'engine': engine, 'requests': requests, 'temperature': temperature}
     return Program(sys.executable, 'benchmarks.side_engine', arguments)
 
@@ -204,8 +204,17 @@ def rebuild(options: argparse.Namespace, directory: pathlib.Path) -> Iterator[Ce
     yield Cell(8, 'rebuild of 8 x 1,000', rebuilt, {'packed prompts': prompts}, Bar(1.2, False))
 
 
+def in_8_bits(options: argparse.Namespace, directory: pathlib.Path) -> Iterator[Cell]:
+    """Engines with weights in 8 bits against the same in float32."""
+    model = save_smollm2(directory)
+    requests, about = draw_requests(options, directory, 'lognormal', SMOLLM2_TOKENS)
+    ours = our_answers(options, model, requests, weights='int8')
+    float32 = {'float32': our_answers(options, model, requests)}
+    yield Cell(9, 'int8, lognormal', ours, float32, Bar(1.3, True), model=SMOLLM2, **about)
+
+
 ROWS: Mapping[int, Make] = {
     1: against_vllm, 2: against_transformers, 3: against_tunix, 4: live_slots,
-    5: far_context, 6: long_prefill, 7: group_prompt, 8: rebuild,
+    5: far_context, 6: long_prefill, 7: group_prompt, 8: rebuild, 9: in_8_bits,
 }  # fmt: skip
 PEERS = {1: 'vllm_python', 2: 'torch_python', 3: 'tunix_python'}  # the option that a row needs

@@ -2,9 +2,9 @@
 
     python -m benchmarks.quantized --out=benchmarks/results/quantized.json
 
-SmolLM2-135M as configs/quickstart.py loads it. Row 'step': dispatches of 1, 8 and 32 rows at position 60 through the
+SmolLM2-135M as configs/arithmetic.py loads it. Row 'step': dispatches of 1, 8 and 32 rows at position 60 through the
 decode backend, sampling included, float32 and int8 by turns; milliseconds of a step. Row 'prepare': the form for
-decoding of a version, from the published weights. Row 'mismatch': answers of 16 tokens to the quickstart's held-out
+decoding of a version, from the published weights. Row 'mismatch': answers of 16 tokens to its held-out
 prompts, sampled by the int8 backend; |log-prob of a policy - that of the published weights| over their tokens, for the
 policy with everything in 8 bits and for policies with a part left in float32. Those parts are computed in float32 from
 numbers that were rounded to 8 bits, which is the same but for the rounding of sums.
@@ -32,6 +32,7 @@ from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks.options import Row, make_parser, report, run, show
 from benchmarks.quantized_parts import mismatches
 from benchmarks.ratios import CLOCKS, Bar, Run, compare
+from benchmarks.sides import ARITHMETIC
 
 CONTEXT, STEPS, POSITION, ANSWER = 80, 8, 60, 16
 BARS = {1: Bar(1.8, at_least=True), 8: Bar(1.8, at_least=True), 32: Bar(1.5, at_least=True)}
@@ -132,7 +133,7 @@ def measure_mismatch(model: Model, prompts: Sequence[np.ndarray]) -> Iterator[Ro
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    config = TrackedConfig(load_config('configs/quickstart.py'))
+    config = TrackedConfig(load_config(ARITHMETIC))
     model = build_model(config)
     model.params = jax.device_put(model.params, jax.local_devices()[0])
     prompts = [prompt.tokens for prompt in build_task(config, model.tokenizer).held_out(options.prompts, options.seed)]
