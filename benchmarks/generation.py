@@ -13,9 +13,9 @@
   8  rebuild of 8 interrupted answers against the prefill of prompts of the same lengths
   9  engines with weights in 8 bits against the same in float32, 'lognormal', a speed
 
-Rows 1 to 3 and 9: 64 requests at once with prompts of 56 to 72 random tokens; answers of 128 tokens ('equal'), or lognormal
-with sigma 1, mean 64 and at most 512 tokens; no token ends an answer. Both sides return the log-prob of every sampled
-token; prefix caches of peers are off. Each side is a process that has compiled and warmed up before it is asked, and
+Rows 1 to 3 and 9: 64 requests at once with prompts of 56 to 72 random tokens; answers of 128 tokens ('equal'), or
+lognormal with sigma 1, mean 64 and at most 512 tokens; no token ends an answer. Both sides return the log-prob of every
+sampled token; prefix caches of peers are off. Each side is a process that has compiled and warmed up before it is asked, and
 all run on the same `--threads` cores. CPU seconds count the whole process tree. Ours are a LocalEngine under the real
 clock in rows 1 to 4 and under the virtual clock, which does the same work inline, in rows 7 and 8.
 
