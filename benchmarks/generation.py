@@ -15,9 +15,9 @@
 
 Rows 1 to 3 and 9: 64 requests at once with prompts of 56 to 72 random tokens; answers of 128 tokens ('equal'), or
 lognormal with sigma 1, mean 64 and at most 512 tokens; no token ends an answer. Both sides return the log-prob of every
-sampled token; prefix caches of peers are off. Each side is a process that has compiled and warmed up before it is asked, and
-all run on the same `--threads` cores. CPU seconds count the whole process tree. Ours are a LocalEngine under the real
-clock in rows 1 to 4 and under the virtual clock, which does the same work inline, in rows 7 and 8.
+sampled token; prefix caches of peers are off. Each side is a process that has compiled and warmed up before it is
+asked, and all run on the same `--threads` cores. CPU seconds count the whole process tree. Ours are a LocalEngine under
+the real clock in rows 1 to 4 and under the virtual clock, which does the same work inline, in rows 7 and 8.
 
 Sides are asked in turns, A B A B; a ratio is taken within each turn. `ratio_cpu` and `ratio_wall` are medians over
 the turns, `quartile_*` the quartile on the side on which the bar would be missed. `met` is true when the median
