@@ -59,7 +59,9 @@ class OwnLearner(Run):
         parts = self._memory_parts
         if self.config.checkpoint.every:
             parts = parts | {'copy for a checkpoint': parts.get('optimizer', 0)}
-        return parts | ({'programs': self.learner.program_bytes} if isinstance(self.learner, SpmdLearner) else {})
+        return parts | (
+            {'programs': self.learner.programs.temporary_bytes} if isinstance(self.learner, SpmdLearner) else {}
+        )
 
     def _count_compilations(self) -> CompilationCounter:
         return self._parts.enter_context(CompilationCounter())

@@ -153,11 +153,6 @@ class SpmdLearner:
                 break
             yield declared
 
-    @property
-    def program_bytes(self) -> int:
-        """That the largest of the compiled programs needs beside its arguments and results: activations."""
-        return self.programs.temporary_bytes
-
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that `update` would read, to price it beforehand: filtered groups and shared prompts are left out."""
         return self._price.tokens(groups)
@@ -250,12 +245,10 @@ class SpmdLearner:
     def publish(self, version: int) -> Tree:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
 
-        On this learner's devices, sharded as they are trained. If the mesh spans processes: a tree of SharedLeaf, whole
-        leaves in this process and in others, or with `settings.publishes_files` off the whole tree on every host. On
-        one CPU with `settings.publishes_files`: numpy arrays. Of one version there is one copy, however often it is
-        asked for.
+        On this learner's devices, sharded as they are trained; on one CPU with `settings.publishes_files` numpy arrays.
+        If the mesh spans processes: a tree of SharedLeaf, or with that setting off the whole tree on every host.
         """
-        if self._copy is not None and self._version == version:
+        if self._copy is not None and self._version == version:  # it was published, and nothing was trained since
             return self._copy
         self._version = version
         if self._ratio:

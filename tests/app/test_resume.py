@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_leads_to_the_one_before_and_the_same_end(finished,
 
 
 def test_a_last_checkpoint_that_fails_does_not_cost_the_report(tmp_path, monkeypatch, capsys):
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise CheckpointError('the disk is full')
 
     monkeypatch.setattr(CheckpointStore, 'save', refuse)
