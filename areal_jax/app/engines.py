@@ -124,6 +124,7 @@ def _build_backend(
         devices=tuple(devices),
         attention=rollout.attention,
         weights=rollout.weights,
+        small_batches=config.run.clock == 'virtual',  # its runs keep their bits
     )
 
 

@@ -65,6 +65,7 @@ class JaxDecodeBackend:
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
       devices: of weights, cache and programs; None = the first of this process. Their number divides the heads.
       attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
+      small_batches: also batches that cost a kernel as much as a larger one. Log-probs of batches differ by rounding.
       weights: rollout.weights; 'int8' quantizes what `prepare` is given, and activations, see models.quantized.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
@@ -88,6 +89,7 @@ class JaxDecodeBackend:
         attention: str = 'auto',
         adjusted: bool = False,
         weights: str = 'published',
+        small_batches: bool = True,
     ):
         require_quantizable(weights, dtype, decoder.lora)
         if dtype not in DTYPES:
@@ -121,15 +123,15 @@ class JaxDecodeBackend:
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
         self._copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
-        self._generations = self._declare_generations(batch_buckets, filtered, adjusted)
+        self._generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
     def _declare_generations(
-        self, batches: tuple[int, ...] | None, filtered: bool, adjusted: bool
+        self, batches: tuple[int, ...] | None, filtered: bool, adjusted: bool, small_batches: bool
     ) -> tuple[_Generation, ...]:
         """The last takes every row, the first the rows that need nothing that the last alone has."""
         most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills)
         native = self._decoder.tokens == 'native_columns' and self.dtype == jnp.float32
-        least = LEAST_COLUMNS if native else 1
+        least = LEAST_COLUMNS if native and not small_batches else 1
         if not adjusted:
             kinds: list[tuple[bool, bool]] = [(filtered, adjusted)]
             shares = [buckets.derive_batches(self.slots, min(buckets.MOST_BATCHES, most), least)]

@@ -397,9 +397,12 @@ def test_a_step_computes_the_rows_of_its_batch():
 
 @pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
 def test_no_batch_is_compiled_that_costs_a_kernel_as_much_as_a_larger_one():
-    kernels, xla = (build(slots=16, batch_buckets=None, dtype=dtype) for dtype in ('float32', 'bfloat16'))
+    sizes = {'slots': 16, 'batch_buckets': None, 'small_batches': False}
+    kernels, xla = (build(dtype=dtype, **sizes) for dtype in ('float32', 'bfloat16'))
     assert [kernels.batch_bucket([row()] * n) for n in (1, 2, 8, 9)] == [8, 8, 8, 16]
     assert [xla.batch_bucket([row()] * n) for n in (1, 2, 8, 9)] == [1, 2, 8, 16]
+    small = build(dtype='float32', **{**sizes, 'small_batches': True})
+    assert [small.batch_bucket([row()] * n) for n in (1, 2, 8, 9)] == [1, 2, 8, 16]
 
 
 def test_a_dispatch_takes_the_smallest_batch_that_holds_its_rows(compiled):
