@@ -38,7 +38,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from benchmarks.ratios import spread
 from benchmarks.report import write_report
-from benchmarks.sides import ARITHMETIC
+from benchmarks.sides import ARITHMETIC, QUICKSTART
 
 LAYER_NUMBERS = (2, 32)
 FORMS = ('stacked', 'list')
@@ -111,7 +111,7 @@ def measure_start(checkout: pathlib.Path, config: str, cache: pathlib.Path | Non
     if cache is not None:
         environment['JAX_COMPILATION_CACHE_DIR'] = str(cache)
     if not (checkout / config).exists():
-        config = 'configs/quickstart.py'  # which arithmetic was once
+        config = QUICKSTART
     with tempfile.TemporaryDirectory() as workdir:
         command = [sys.executable, '-m', 'areal_jax.main_train', f'--config={config}', f'--workdir={workdir}']
         began = time.monotonic()

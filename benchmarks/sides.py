@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 ARITHMETIC = 'configs/arithmetic.py'  # SmolLM2-135M-Instruct, one-digit arithmetic
+QUICKSTART = 'configs/quickstart.py'  # which arithmetic was once
 
 Run = dict[str, Any]
 Call = Callable[[], Mapping[str, float]]  # does the work to its end; returns numbers to check it by

@@ -40,7 +40,7 @@ from areal_jax.errors import UserError
 from areal_jax.telemetry.resources import cpu_seconds, resident_bytes
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.ratios import spread
-from benchmarks.sides import ARITHMETIC, ROOT
+from benchmarks.sides import ARITHMETIC, QUICKSTART, ROOT
 
 SIDES = ('ours', 'trl', 'tunix', 'before', 'synchronous')
 GROUPS, GROUP_SIZE, NEW_TOKENS = 8, 8, 16
@@ -151,7 +151,7 @@ def start_ours(
     updates = options.warm + options.turns * options.updates + 4
     config = options.config or ARITHMETIC
     if not (checkout / config).exists():
-        config = 'configs/quickstart.py'  # which arithmetic was once
+        config = QUICKSTART
     command = [sys.executable, '-m', 'areal_jax.main_train', f'--config={config}', f'--workdir={workdir}']
     command += [f'--config.run.steps={updates}', f'--config.run.seed={options.seed}', *JOB, *overrides]
     command += [] if options.config else ['--config.learner.filter_equal_rewards=False']

@@ -22,8 +22,6 @@
 
 namespace areal_jax {
 
-constexpr int64_t kByteChunk = 960;  // tokens that a layer takes at a time: bounds what it needs beside its result
-
 // x [T, I] and a matrix -> [T, O]. Tests ask for the ways of other processors: 1, without VNNI, and 2, without AVX2.
 inline ffi::Future MultiplyRows(ffi::ThreadPool pool, Floats x, Bytes panels, Floats scales, int64_t way,
                                 ffi::Result<Floats> out) {
@@ -53,8 +51,8 @@ template <typename Add>
 inline void AddByteChunks(Phases& phases, const ByteLayer& layer, Integers wanted, const Add& add) {
   const int64_t tokens = wanted.typed_data()[0];
   float* memory = nullptr;
-  for (int64_t first = 0; first < tokens; first += kByteChunk) {
-    const int64_t count = std::min(kByteChunk, tokens - first);
+  for (int64_t first = 0; first < tokens; first += kChunkTokens) {
+    const int64_t count = std::min(kChunkTokens, tokens - first);
     if (!memory) memory = phases.Reserve(ByteScratch::Size(layer, count));
     add(first, ByteScratch(memory, layer, count));
   }

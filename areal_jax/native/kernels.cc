@@ -29,7 +29,6 @@ namespace areal_jax {
 namespace {
 
 constexpr int64_t kAhead = 4;  // tokens whose places in the cache are fetched before they are written
-constexpr int64_t kChunkTokens = 960;  // that a layer takes at a time: bounds what it needs beside its result
 
 // q [B, H, D], keys and values [blocks, T, K, D], tables one behind the other, the place among them where the table of each
 // row starts [B], lengths [B] -> [B, H, D]; window 0 = all positions. Rows of a table that stand side by side share reads.
@@ -269,6 +268,48 @@ ffi::Future Rank(ffi::ThreadPool pool, Floats x, Integers wanted, Integers targe
   return phases.Run(pool);
 }
 
+// The arguments of a layer before attention, behind it, and of a step: the same in float32 and in 8 bits.
+auto BindProject() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats>()
+      .Arg<Integers>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .RemainingArgs()
+      .Attrs()
+      .Ret<Floats>()
+      .Ret<Floats>()
+      .Ret<Floats>();
+}
+
+auto BindFinish() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats>()
+      .Arg<Integers>()
+      .Arg<Floats>()
+      .RemainingArgs()
+      .Attrs()
+      .Ret<Floats>();
+}
+
+auto BindStep() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Integers>()
+      .Arg<Integers>()
+      .Arg<Integers>()
+      .Arg<Integers>()
+      .RemainingArgs()
+      .Attrs()
+      .RemainingRets();
+}
+
 }  // namespace
 }  // namespace areal_jax
 
@@ -331,43 +372,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_cache_write, areal_jax::Write,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_multiply, areal_jax::Multiply,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<areal_jax::Floats>().RemainingArgs().RemainingRets());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_project, areal_jax::Project,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .RemainingArgs()
-                                  .Attrs()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_project, areal_jax::Project, areal_jax::BindProject());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_finish, areal_jax::Finish,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Floats>()
-                                  .RemainingArgs()
-                                  .Attrs()
-                                  .Ret<areal_jax::Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_finish, areal_jax::Finish, areal_jax::BindFinish());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_step, areal_jax::Step,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Integers>()
-                                  .RemainingArgs()
-                                  .Attrs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_step, areal_jax::Step, areal_jax::BindStep());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_rank, areal_jax::Rank,
                               ffi::Ffi::Bind()
@@ -391,40 +400,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_multiply, areal_jax::MultiplyRows,
                                   .Attr<int64_t>("way")
                                   .Ret<areal_jax::Floats>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_project, areal_jax::ByteProject,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .RemainingArgs()
-                                  .Attrs()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_project, areal_jax::ByteProject, areal_jax::BindProject());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_finish, areal_jax::ByteFinish,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Floats>()
-                                  .RemainingArgs()
-                                  .Attrs()
-                                  .Ret<areal_jax::Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_finish, areal_jax::ByteFinish, areal_jax::BindFinish());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_step, areal_jax::ByteStep,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Integers>()
-                                  .RemainingArgs()
-                                  .Attrs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_step, areal_jax::ByteStep, areal_jax::BindStep());

@@ -21,6 +21,7 @@
 namespace areal_jax {
 
 constexpr int64_t kUnitPanels = 6;  // of a matrix that a thread takes at a time
+constexpr int64_t kChunkTokens = 960;  // that a layer takes at a time: bounds what it needs beside its result
 constexpr int64_t kGroupTokens = 16;  // whose columns a thread turns at a time: those of a cache line
 constexpr int64_t kTile = 8;  // columns and features that are turned together
 
