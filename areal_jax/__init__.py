@@ -53,10 +53,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from areal_jax.code_version import __version__
+
 if TYPE_CHECKING:
     from areal_jax.app.library import evaluate, export, train
 
-__version__ = '0.1.0'
 __all__ = ['__version__', 'evaluate', 'export', 'train']
 
 

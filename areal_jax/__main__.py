@@ -27,7 +27,7 @@ def main() -> int:
     word = word.removeprefix('areal-').replace('_', '-')
     words = list_words()
     if word not in words:
-        from areal_jax.config.structure import suggest
+        from areal_jax.errors import suggest
 
         near = suggest(word, words) or '; python -m areal_jax lists them all'
         raise UserError(f'there is no command {word!r}{near}')

@@ -6,10 +6,10 @@ import functools
 import hashlib
 import pathlib
 
-import areal_jax
 from areal_jax.installation import BESIDE
 
-_PACKAGE = pathlib.Path(areal_jax.__file__).parent
+__version__ = '0.1.0'
+_PACKAGE = pathlib.Path(__file__).parent
 _SUFFIXES = ('.py', '.cc', '.h')
 _DIGITS = 12
 
@@ -20,7 +20,7 @@ def read_code_version() -> str:
 
     The sources are read at the first call: make it when the process starts, before somebody edits them.
     """
-    return f'{areal_jax.__version__}+{digest_sources(_PACKAGE)}'
+    return f'{__version__}+{digest_sources(_PACKAGE)}'
 
 
 def digest_sources(package: pathlib.Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import errno
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -27,6 +28,7 @@ class ExitCode(enum.IntEnum):
     STOPPED = 75  # by a signal or a lost peer: the same command with --resume goes on
 
 
+_ALIKE, _SHORT = 0.75, 4  # difflib's ratio of two names that are one misspelled; fewer letters begin no name
 _DISK_TROUBLE = {
     errno.ENOSPC: 'the disk is full: make room',
     errno.EDQUOT: 'the quota of the disk is used up: make room',
@@ -63,3 +65,25 @@ def describe_memory_trouble(error: BaseException) -> str:
         f'out of memory ({reason}): lower learner.rows_per_microbatch, learner.row_tokens, rollout.slots or the size '
         'of the model, or raise learner.remat'
     )
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """'; did you mean NAME?' with the nearest of the known names, '' where none is near."""
+    return ask_whether(find_near(name, known))
+
+
+def ask_whether(near: str) -> str:
+    """'; did you mean NEAR?', '' for ''."""
+    return f'; did you mean {near}?' if near else ''
+
+
+def find_near(name: str, known: Iterable[str]) -> str:
+    """The one of the known names that is `name` misspelled or begun; '' where none is."""
+    import difflib  # here: only a wrong name needs it, and a scorer process starts in milliseconds
+
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
+    if near:
+        return near[0]
+    begun = [other for other in names if len(name) >= _SHORT and other.startswith(name)]
+    return begun[0] if len(begun) == 1 else ''

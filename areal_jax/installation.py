@@ -12,11 +12,9 @@ import re
 import shlex
 import sys
 
-import areal_jax
-
 PACKAGE = 'package:'  # begins the name of a file that comes with this package: 'package:configs/tiny_cpu.py'
 BESIDE = ('configs', 'launch')  # folders beside the package in a clone, inside it in an installation
-_FOLDER = pathlib.Path(areal_jax.__file__).resolve().parent
+_FOLDER = pathlib.Path(__file__).resolve().parent
 
 
 def find_clone() -> pathlib.Path | None:
@@ -69,6 +67,6 @@ def _list_requirements(extra: str) -> list[str]:
     """'aiohttp>=3.11' and so on, as the installed package declares them."""
     import importlib.metadata  # here: a scorer process, which starts in milliseconds, lists none
 
-    declared = importlib.metadata.requires(areal_jax.__name__) or []
+    declared = importlib.metadata.requires('areal_jax') or []
     split = [requirement.partition(';') for requirement in declared]
     return [name.strip() for name, _, marker in split if re.search(rf"""extra == ['"]{extra}['"]""", marker)]

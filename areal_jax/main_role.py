@@ -116,7 +116,7 @@ def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -
 def _parse_process(values: flags.FlagValues) -> RoleProcess:
     from areal_jax.app.roles import RoleProcess, parse_index
     from areal_jax.config.cluster import Role
-    from areal_jax.config.structure import suggest
+    from areal_jax.errors import suggest
 
     roles = get_args(Role)
     if values.role not in roles:

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from areal_jax.errors import UserError
+from areal_jax.errors import UserError, suggest
 from areal_jax.installation import PACKAGE, locate_file
 
 Function: TypeAlias = Callable[..., object]
@@ -50,7 +50,7 @@ def load_function(spec: str, field: str) -> Function:
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith('_')]
         said = f'{name} is no function' if name in vars(module) else f'there is no function {name!r}'
-        raise UserError(f'{field}={spec}: {said} in {place}{_suggest(name, known)}')
+        raise UserError(f'{field}={spec}: {said} in {place}{suggest(name, known)}')
     return function
 
 
@@ -99,7 +99,7 @@ def _load_file(spec: str, field: str) -> types.ModuleType:
     shown, _ = _split(spec, field)
     path = _path(shown)
     if not path.is_file():
-        near = '' if path.exists() else _suggest(path.name, [file.name for file in path.parent.glob('*.py')])
+        near = '' if path.exists() else suggest(path.name, [file.name for file in path.parent.glob('*.py')])
         what = f'{shown} is not a file' if path.exists() else f'there is no file {shown!r}'
         raise UserError(
             f'{field}={spec}: {what}{near}; a path is relative to the working directory {pathlib.Path.cwd()}'
@@ -181,9 +181,3 @@ def _describe(error: BaseException, spec: str) -> str:
     place_of = lambda frame: f'line {frame.lineno} of {place if own and _is_file(place) else frame.filename}'
     raised_in = place_of((own or others)[-1]) if own or others else place
     return f'{raised_in} raises {type(error).__name__}: {" ".join(str(error).split())}'.rstrip(': ')
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    from areal_jax.config.structure import suggest  # here: a scorer process needs it for errors only
-
-    return suggest(name, known)

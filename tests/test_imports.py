@@ -9,22 +9,9 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {
-        'addresses',
-        'errors',
-        'event_fields',
-        'events',
-        'server_events',
-        'files',
-        'installation',
-        'lanes',
-        'plugins',
-        'records',
-        'types',
-        'protocols',
-        'code_version',
-        'config',
-    },
+    {'errors', 'event_fields', 'installation', 'lanes', 'types'},
+    {'addresses', 'code_version', 'files', 'plugins', 'protocols', 'records', 'server_events'},
+    {'config', 'events'},
     {'tasks', 'control', 'sharding', 'telemetry', 'native', 'registry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},

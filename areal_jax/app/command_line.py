@@ -28,8 +28,8 @@ from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
 from areal_jax.config.options import take_options
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import suggest, suggest_flag, unknown_field
-from areal_jax.errors import UserError
+from areal_jax.config.structure import suggest_flag, unknown_field
+from areal_jax.errors import UserError, suggest
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'

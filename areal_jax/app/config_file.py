@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from areal_jax.config.structure import suggest
+from areal_jax.errors import suggest
 from areal_jax.installation import PACKAGE, list_configs, locate_file
 
 

@@ -11,9 +11,9 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-import areal_jax
 from areal_jax import files
 from areal_jax.app.finished_export import RECORD
+from areal_jax.code_version import __version__
 from areal_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def open_destination(repo: str, *, private: bool = False, revision: str | None =
     token = huggingface_hub.get_token()
     if not token:
         raise PushError(f'--push={repo}: nobody is logged in to the Hugging Face Hub; give {_TOKEN}')
-    api = huggingface_hub.HfApi(token=token, library_name='areal_jax', library_version=areal_jax.__version__)
+    api = huggingface_hub.HfApi(token=token, library_name='areal_jax', library_version=__version__)
     destination = Destination(api, repo, private, revision)
     _require_rights(repo, _ask(destination, api.whoami))
     try:
@@ -84,7 +84,7 @@ def push_export(destination: Destination, directory: pathlib.Path, workdir: path
     api, repo, revision = destination.api, destination.repo, destination.revision
     step = files.read_json(directory / RECORD).get('step')
     run = workdir.resolve().name
-    told = message or f'{run}: update {step}, exported by areal_jax {areal_jax.__version__}'
+    told = message or f'{run}: update {step}, exported by areal_jax {__version__}'
     # an existing repository keeps its visibility; None = as the owner's account has it
     _ask(destination, lambda: api.create_repo(repo, private=destination.private or None, exist_ok=True))
     if revision:

@@ -13,7 +13,6 @@ from collections.abc import Collection
 
 from ml_collections import config_dict
 
-import areal_jax
 from areal_jax.app.clock import build_clock
 from areal_jax.app.compilations import use_compilation_cache
 from areal_jax.app.engines import build_serving_backend, describe_caches, place_of
@@ -23,6 +22,7 @@ from areal_jax.app.interrupt import StopRequests
 from areal_jax.app.model import Model, build_model, describe_model
 from areal_jax.app.origin import read_version
 from areal_jax.app.text_model import describe_loading, describe_source
+from areal_jax.code_version import __version__
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
@@ -255,7 +255,7 @@ class _Server:
         shape = model.decoder.config
         family = {'llama': 'Llama', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}.get(shape.family, shape.family)
         facts = Facts(
-            self._name, config.model.path, f'{family}ForCausalLM', areal_jax.__version__, int(time.time())
+            self._name, config.model.path, f'{family}ForCausalLM', __version__, int(time.time())
         )  # fmt: skip
         served = self._served = ServedModel(
             Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts

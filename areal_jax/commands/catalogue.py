@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import pathlib
 
-import areal_jax
 from areal_jax.commands.command import Command
 
 _LAUNCHERS = ('local', 'slurm', 'ray.main', 'jobset')
@@ -14,7 +13,7 @@ _LAUNCHERS = ('local', 'slurm', 'ray.main', 'jobset')
 
 def list_words() -> dict[str, str]:
     """{'train': 'areal_jax.main_train', ...}, without importing a module."""
-    files = sorted(pathlib.Path(areal_jax.__file__).parent.glob('main_*.py'))
+    files = sorted(pathlib.Path(__file__).parents[1].glob('main_*.py'))
     words = {file.stem.removeprefix('main_').replace('_', '-'): f'areal_jax.{file.stem}' for file in files}
     return {**words, 'completion': 'areal_jax.commands.completion'}
 

@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=program, add_help=False)
 
     def error(self, message: str) -> NoReturn:
-        from areal_jax.config.structure import suggest
+        from areal_jax.errors import suggest
 
         if unknown := re.match('unrecognized arguments: (--[^ =]+)', message):
             known = [option for action in self._actions for option in action.option_strings]

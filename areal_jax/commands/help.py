@@ -9,8 +9,8 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-import areal_jax
 from areal_jax.app.provenance import git_commit
+from areal_jax.code_version import __version__
 from areal_jax.commands.command import Command, Flag, list_flags
 from areal_jax.errors import ExitCode
 
@@ -45,7 +45,7 @@ def describe_version() -> str:
         jax = importlib.metadata.version('jax')
     except importlib.metadata.PackageNotFoundError:
         jax = 'not installed'
-    return f'areal_jax {areal_jax.__version__}{shown}, jax {jax}, python {platform.python_version()}'
+    return f'areal_jax {__version__}{shown}, jax {jax}, python {platform.python_version()}'
 
 
 def render_help(command: Command, width: int = WIDTH) -> str:

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from ml_collections import config_dict
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import suggest
+from areal_jax.errors import suggest
 
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'
 AXES = ('data', 'fsdp', 'context', 'tensor')  # of the learner's mesh

@@ -5,11 +5,11 @@ Nothing is found rather than a name that only looks alike: 'optimizer.lr' is the
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 
 from areal_jax.config.declarations import FIELDS, SECTIONS
+from areal_jax.errors import find_near
 
 # TRL, verl, OpenRLHF and AReaL, and how people abbreviate
 OTHER_NAMES: Mapping[str, str] = {
@@ -117,17 +117,6 @@ _ABBREVIATIONS = {
     'eps': 'epsilon', 'length': 'tokens', 'len': 'tokens', 'eval': 'evaluation', 'ckpt': 'checkpoint', 'freq': 'every',
     'interval': 'every', 'wd': 'weight decay', 'ctx': 'context',
 }  # fmt: skip
-_ALIKE, _SHORT = 0.75, 4  # difflib's ratio of two names that are one misspelled; shorter ones may differ in one letter
-
-
-def find_near(name: str, known: Iterable[str]) -> str:
-    """The one of the known names that is `name` misspelled; '' where none is."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
-    if near:
-        return near[0]
-    begun = [other for other in names if len(name) >= _SHORT and other.startswith(name)]
-    return begun[0] if len(begun) == 1 else ''
 
 
 def find_field(path: str) -> str:

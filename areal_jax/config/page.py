@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from areal_jax.config.declarations import FIELDS, SECTIONS
 from areal_jax.config.fields import Field
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import suggest
+from areal_jax.errors import suggest
 
 COMMAND = 'python -m areal_jax.config.page > docs/config.md'
 _HEAD = f"""# Every field of the config

@@ -10,36 +10,28 @@ from collections.abc import Iterable, Mapping
 from ml_collections import config_dict
 
 from areal_jax.config.declarations import SECTIONS
-from areal_jax.config.near_names import find_field, find_flag, find_near
+from areal_jax.config.near_names import find_field, find_flag
 from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import ask_whether, suggest
 
 _HINT = 'start from areal_jax.config.default_config() and set what differs'
 _SEE = '; areal-config lists them'
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean NAME?' with the nearest of the known names, '' where none is near."""
-    return _ask(find_near(name, known))
-
-
 def suggest_flag(flag: str, own: Iterable[str]) -> str:
     """'; did you mean --workdir?' for the --output_dir of another program; '' where none of `own` is near."""
-    return _ask(find_flag(flag, own))
+    return ask_whether(find_flag(flag, own))
 
 
 def unknown_field(path: str) -> ConfigError:
     """The error for 'rollout.slotz', or for a path that has no section or more than one dot."""
     section, _, field = path.partition('.')
     if section not in SECTIONS:
-        near = _ask(find_field(path)) or suggest(section, SECTIONS)
+        near = ask_whether(find_field(path)) or suggest(section, SECTIONS)
         if not field:
             near = suggest(section, SECTIONS) or near
         return ConfigError(f'{path}: there is no section {section!r} in the config{near or _SEE}')
-    return ConfigError(f'{path} is not a field of the config{_ask(find_field(path)) or _SEE}')
-
-
-def _ask(near: str) -> str:
-    return f'; did you mean {near}?' if near else ''
+    return ConfigError(f'{path} is not a field of the config{ask_whether(find_field(path)) or _SEE}')
 
 
 def require_declared(config: config_dict.ConfigDict) -> None:

@@ -7,7 +7,6 @@ wire.py            authenticated frames over a socket, to one process or to all 
 codec.py           values as bytes; group_columns.py has the batch of an update
 messages.py        commands and answers, and how a failure is told
 peers.py           the processes at the other ends; notices when one is gone
-relays.py          large commands to many processes, which pass them on
 leader.py          process 0 of a run without a controller: sends each command, then executes it
 remote_learner.py  a controller without a learner: its commands go to all learner processes. No jax
 follower.py        a process with a learner: executes what it is sent

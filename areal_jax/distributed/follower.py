@@ -27,7 +27,6 @@ from areal_jax.distributed.messages import (
     Failure,
 )
 from areal_jax.distributed.peers import CommandError, OnLost, Peer, end_process
-from areal_jax.distributed.relays import join_relays
 from areal_jax.distributed.wire import Connection
 from areal_jax.errors import UserError
 from areal_jax.types import Tree
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 COMMANDS = frozenset(
     {'warm_up', 'price', 'update', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
 )
-_RELAY_S = 60.0  # for the processes that pass commands on to find each other
+_RELAY_S = 60.0  # within which processes that pass commands on find each other
 _COPIES = 4  # published and not yet written: publication is never further behind
 
 
@@ -68,7 +67,12 @@ def follow(
 
     def join(command: Command) -> bool:
         children, has_parent = command.args
-        return join_relays(peer, listener, children, has_parent, _RELAY_S)
+        if listener is None:
+            return False
+        peer.relay_to = [listener.connect(address, _RELAY_S).connection for address in children]
+        if has_parent:  # executes what comes from there as if the leader had sent it
+            peer.read_also(listener.accept(_RELAY_S).connection)
+        return True
 
     beside = {
         CHECKPOINT: execution.write_checkpoint,

@@ -2,7 +2,7 @@
 
     connect     client: MAGIC, 32 random bytes            server: MAGIC, 32 random bytes, proof of the key
                 client: proof of the key                  both: a frame with its Hello
-    a frame     length (8 bytes; its highest bit: to be passed on, relays.py), counter (8), SHA-256 of the body (32),
+    a frame     length (8 bytes; its highest bit: to be passed on, peers.py), counter (8), SHA-256 of the body (32),
                 HMAC-SHA256 of these three (32), the body
 
 A proof is the HMAC of both random values. They also give the connection a key of its own for each direction, so no
@@ -51,7 +51,7 @@ class Frame:
 
     body: bytes | bytearray
     digest: bytes
-    relayed: bool = False  # who gets it passes it on (relays.py)
+    relayed: bool = False  # who gets it passes it on (peers.py)
 
     @classmethod
     def of(cls, body: bytes, *, relayed: bool = False) -> Frame:

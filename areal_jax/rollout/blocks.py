@@ -87,6 +87,26 @@ class Prefix:
         return self.whole if self.tail is None or self.lent else [*self.whole, self.tail]
 
 
+@dataclasses.dataclass(eq=False)
+class CachedSequence:
+    """The blocks of one request in a slot."""
+
+    prefix: Prefix | None  # None: the prompt has one token
+    own: list[int]  # blocks behind the whole ones of the prefix
+    blocks: list[int]  # position p lies in blocks[p // block_tokens]
+    has_tail: bool = False  # own[0] is the tail of the prefix itself
+    is_attached: bool = False  # it reads the prefix: whole blocks are shared, and the tail is its own or copied
+    is_logged: bool = False  # a prefill event has named the request
+    filled: int = 0  # positions that are in the cache
+
+    @property
+    def tail_copy(self) -> tuple[int, int] | None:
+        """(source, target) of the copy with which it can go on writing after the prefix."""
+        if self.prefix is None or self.prefix.tail is None or self.has_tail:
+            return None
+        return self.prefix.tail, self.own[0]
+
+
 class PrefixIndex:
     """Finds prefixes by policy version and tokens.
 

@@ -7,38 +7,17 @@ further request, and everything behind it is the request's own.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
 
 from areal_jax.errors import UserError
-from areal_jax.rollout.blocks import BlockPool, Prefix, PrefixIndex, PrefixKey
+from areal_jax.rollout.blocks import BlockPool, CachedSequence, Prefix, PrefixIndex, PrefixKey
 from areal_jax.rollout.running_request import RunningRequest
 
 
 class CacheBudgetError(UserError, ValueError):
     """A KV cache that can not hold one sequence; the message names the fields and the fix."""
-
-
-@dataclasses.dataclass(eq=False)
-class CachedSequence:
-    """The blocks of one request in a slot."""
-
-    prefix: Prefix | None  # None: the prompt has one token
-    own: list[int]  # blocks behind the whole ones of the prefix
-    blocks: list[int]  # position p lies in blocks[p // block_tokens]
-    has_tail: bool = False  # own[0] is the tail of the prefix itself
-    is_attached: bool = False  # it reads the prefix: whole blocks are shared, and the tail is its own or copied
-    is_logged: bool = False  # a prefill event has named the request
-    filled: int = 0  # positions that are in the cache
-
-    @property
-    def tail_copy(self) -> tuple[int, int] | None:
-        """(source, target) of the copy with which it can go on writing after the prefix."""
-        if self.prefix is None or self.prefix.tail is None or self.has_tail:
-            return None
-        return self.prefix.tail, self.own[0]
 
 
 class CacheTable:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from areal_jax.protocols import Clock
+from areal_jax.rollout.blocks import CachedSequence
 from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate
-
-if TYPE_CHECKING:
-    from areal_jax.rollout.cache_table import CachedSequence
 
 _NO_LOGPROBS = np.zeros(0, np.float32)
 _DIGEST_BYTES = 16  # of a prompt's key: two different prompts share one with a chance of 2^-128

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from areal_jax.rollout.backend import DecodeBackend, DecodeRow, PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.blocks import Prefix
-from areal_jax.rollout.cache_table import CachedSequence, CacheTable
+from areal_jax.rollout.blocks import CachedSequence, Prefix
+from areal_jax.rollout.cache_table import CacheTable
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.slot_table import SlotTable
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from areal_jax.config.structure import suggest
+from areal_jax.errors import suggest
 from areal_jax.plugins import is_own, load_function, raising_user_error
 from areal_jax.tasks.task import ListedTask, Task, TaskError, require_json
 from areal_jax.tasks.tokenizer import Tokenizer

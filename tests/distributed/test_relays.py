@@ -12,8 +12,7 @@ from areal_jax.distributed import peers as module
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, connect
 from areal_jax.distributed.messages import Command
-from areal_jax.distributed.peers import CommandError, Peers
-from areal_jax.distributed.relays import FANOUT, LEAST_BYTES, children_of
+from areal_jax.distributed.peers import FANOUT, LEAST_BYTES, CommandError, Peers, children_of
 
 _KEY = bytes(range(32))
 _LARGE = np.arange(LEAST_BYTES, dtype=np.int64)

@@ -23,8 +23,8 @@ from areal_jax.config.cluster import parse_learner
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.fields import Value
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import suggest, unknown_field
-from areal_jax.errors import UserError
+from areal_jax.config.structure import unknown_field
+from areal_jax.errors import UserError, suggest
 from areal_jax.installation import name_launcher
 
 TRAINER = 'areal_jax.main_train'

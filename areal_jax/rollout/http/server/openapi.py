@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from aiohttp import web
 
-import areal_jax
+from areal_jax.code_version import __version__
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
 from areal_jax.rollout.http.wire import chat, completions, control, sglang, vllm
@@ -217,7 +217,7 @@ def describe_server() -> JsonObject:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation)
     return {
         'openapi': '3.1.0',
-        'info': {'title': 'areal_jax', 'version': areal_jax.__version__},
+        'info': {'title': 'areal_jax', 'version': __version__},
         'paths': paths,
         'components': {'securitySchemes': {'key': {'type': 'http', 'scheme': 'bearer'}}},
         'security': [{}, {'key': []}],
@@ -267,7 +267,7 @@ def render_page() -> str:
         parts.append(f'<h2>{html.escape(tag)}</h2>')
         parts += [_render(path, method, found) for path, method, found in operations if found['tags'][0] == tag]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
-    title = f'areal_jax {html.escape(areal_jax.__version__)}: routes of this server'
+    title = f'areal_jax {html.escape(__version__)}: routes of this server'
     lead = '<p>For programs: <a href="openapi.json">openapi.json</a>. Unknown fields are refused by name.</p>'
     return f'<!doctype html><html lang="en"><head>{head}<title>{title}</title></head><body><h1>{title}</h1>{lead}' + (
         '\n'.join(parts) + '</body></html>'
