@@ -68,10 +68,10 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
-    from areal_jax.app.controller_run import ControllerRun
+    from areal_jax.app.controller_run import build_controller_run
     from areal_jax.app.workdir import holds_run
 
-    run = ControllerRun(
+    run = build_controller_run(
         command.config,
         process,
         resume=holds_run(process.workdir),

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from areal_jax.app.session import Session
+from areal_jax.app.run import Run
+from areal_jax.app.training import LOOP
 from areal_jax.arms.arm import Arm
 from areal_jax.arms.training import ArmsProgram
 from areal_jax.telemetry import names
@@ -72,10 +73,11 @@ def _run(arm: Arm, cache: pathlib.Path, watch: Stopwatch, lines: list[Line]) -> 
             watch.stop()
 
     with tempfile.TemporaryDirectory() as workdir:
-        session = Session(config, pathlib.Path(workdir) / 'run')
-        session.log.listeners.append(lambda event: watch.start() if event['kind'] == 'admit' else None)
-        session.metrics.listeners.append(note)
-        session.train()
+        run = Run(LOOP, config, pathlib.Path(workdir) / 'run')
+        parts = run.program.parts
+        parts.host.log.listeners.append(lambda event: watch.start() if event['kind'] == 'admit' else None)
+        parts.metrics.listeners.append(note)
+        run.train()
 
 
 def _describe(lines: Sequence[Line]) -> dict[str, float]:

@@ -105,8 +105,9 @@ def test_an_evaluation_that_is_still_to_come_is_not_called_unwanted(tmp_path: pa
 
 def test_a_small_run_that_was_stopped(tmp_path: pathlib.Path):
     stopped = SmallRun(tmp_path).session
-    stopped.log.listeners.append(lambda e: stopped.controller.stop_requested.set() if e['kind'] == 'publish' else None)
-    stopped.log.write('signal', name='SIGTERM')
+    log, stop = stopped.program.parts.host.log, stopped.program.parts.controller.stop_requested
+    log.listeners.append(lambda e: stop.set() if e['kind'] == 'publish' else None)
+    log.write('signal', name='SIGTERM')
     assert stopped.train() is None
     report = rebuild(tmp_path, '--no-plots')
     assert 0 < report['steps'] < report['planned_steps'] == 5
@@ -125,9 +126,9 @@ def test_lock_step_warns_of_nothing_that_its_schedule_rules_out(tmp_path: pathli
 
 
 def test_supervised_training_finished_and_killed(tmp_path: pathlib.Path):
-    from areal_jax.app.sft import SftSession
+    from areal_jax.app.training import build_run
 
-    written = SftSession(sft_config(), tmp_path).train()
+    written = build_run(sft_config(), tmp_path).train()
     (tmp_path / 'report.json').unlink()
     assert rebuild(tmp_path) == json.loads(json.dumps(written))
     page = (tmp_path / 'report.md').read_text()
@@ -237,7 +238,7 @@ def test_a_run_killed_at_any_moment_has_a_report(tmp_path: pathlib.Path):
             shutil.copytree(tmp_path / 'run', to, ignore=shutil.ignore_patterns('.lock', 'arrays'))
             moments.append((event['kind'], to))
 
-    run.session.log.listeners.append(copy)
+    run.session.program.parts.host.log.listeners.append(copy)
     run.train()
     steps = set()
     for _, workdir in moments:
@@ -271,7 +272,7 @@ def test_a_run_that_is_still_running_is_reported_and_not_disturbed(tmp_path: pat
         if (event['kind'], event.get('version')) == ('publish', 3):
             reports.append(rebuild(tmp_path, '--no-plots'))
 
-    run.session.log.listeners.append(report)
+    run.session.program.parts.host.log.listeners.append(report)
     run.train()
     (report_at_3,) = reports
     assert (report_at_3['running'], report_at_3['finished']) == (True, False)
@@ -284,7 +285,7 @@ def test_a_run_that_is_still_running_is_reported_and_not_disturbed(tmp_path: pat
 def test_a_report_of_the_unfinished_run_is_not_taken_for_its_own(tmp_path: pathlib.Path):
     """Killed after the last update, reported, resumed: the run writes the report of its end."""
     killed = SmallRun(tmp_path, evaluation__problems=4)
-    killed.session._report = lambda: (_ for _ in ()).throw(KeyboardInterrupt())
+    killed.session.program.report = lambda: (_ for _ in ()).throw(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         killed.train()
     assert rebuild(tmp_path, '--no-plots')['steps'] == 5

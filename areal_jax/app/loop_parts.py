@@ -1,106 +1,317 @@
-"""What the run of the asynchronous loop needs of whoever has its learner and its engines. Nothing here imports jax.
-
-loop_run.py uses it; session.py and controller_run.py implement it.
-"""
+"""The parts of a run of the asynchronous loop, built in the order in which they need each other. No jax here."""
 
 from __future__ import annotations
 
-import abc
-import pathlib
-from collections.abc import Mapping
-from typing import Any, Protocol, TypedDict
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from areal_jax.app.environment import Environment
-from areal_jax.app.run import Checkpoint, Run
+from areal_jax.app import build
+from areal_jax.app.beside import UNDER_WAY, build_beside, restore_rows
+from areal_jax.app.clock import build_clock
+from areal_jax.app.observer import StepObserver
+from areal_jax.app.run_context import Checkpoint, RunContext, State
 from areal_jax.app.scores import Scores, evaluation_row
+from areal_jax.app.served import Servers
+from areal_jax.app.site import LoopSite, ModelText, RunLearner
+from areal_jax.app.task import build_task, build_verifier
+from areal_jax.app.workdir import CHECKPOINTS
+from areal_jax.app.workflow import WorkflowFactory, build_workflow
+from areal_jax.checkpoint.state import decode_run_state, encode_run_state
+from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.config import TrackedConfig
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.controller import Controller
+from areal_jax.control.events import EventLog, truncate_events
 from areal_jax.control.schedule import VersionRing
-from areal_jax.protocols import Channel
-from areal_jax.rollout.pool import Pool
-from areal_jax.tasks.tokenizer import Tokenizer
-from areal_jax.telemetry.devices import DeviceRates
-from areal_jax.telemetry.facts import EvaluationScores
-from areal_jax.telemetry.values import Line
-from areal_jax.types import PublishedWeights, Tree
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.beside import EvaluationBeside
+from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.events import FILE as EVENTS
+from areal_jax.lanes import EVALUATION_REWARD
+from areal_jax.protocols import Channel, Pool
+from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.tasks.process import WorkerProcess
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier, StartWorker
+from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.progress import Progress
+from areal_jax.types import PublishedWeights, SamplingParams, Tree
+
+_RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
 
-class ModelText(Protocol):
-    """What the loop needs of a model."""
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """What a replay puts in the place of the outside world."""
 
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def source(self) -> pathlib.Path | None:
-        """File or directory of the weights; None = drawn."""
-        ...
+    make_clock: Callable[..., LoopClock] | None = None  # in place of clock.build_clock
+    start_worker: StartWorker = WorkerProcess
 
 
-class EngineFacts(TypedDict):
-    """The fields of RunFacts that say what engines and learner compute on."""
+class Origin(NamedTuple):
+    """What a run goes on from; without a checkpoint it begins at update 0."""
 
-    kv_cache_bytes: int | None
-    memory_parts: Mapping[str, int]
-    lanes_own_devices: bool
-    devices: Mapping[str, Any]
+    version: int = 0
+    checkpoint: Checkpoint | None = None
+    snapshot: State | None = None
 
 
-class LoopParts(Run):
-    """See Run."""
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What runs in this process, wherever the learner and the engines are."""
 
-    _scores: Scores
+    config: TrackedConfig
+    origin: Origin
+    first_seq: int  # of the events of this start
+    start_s: float  # on its clock
+    model: ModelText
+    task: Task
+    make_workflow: WorkflowFactory
+    scores: Scores
+    log: EventLog
+    clock: LoopClock
+    supervisor: Supervisor
+    verifier: ProcessVerifier | InlineVerifier
+    # evaluation beside training has workers of its own, so that its answers never queue behind training answers
+    verifier_beside: ProcessVerifier | InlineVerifier | None
 
-    def _note_scores(self, phase: str, scores: EvaluationScores) -> None:
-        self._scores.add(phase, scores)
-        if self._feed and phase == 'before':
-            self._feed.put(0, self._scores_of(phase))
 
-    def _scores_of(self, phase: str) -> Line:
-        return evaluation_row(self._scores.get(phase), 0 if phase == 'before' else self.config.run.steps)
+class Generation(NamedTuple):
+    """Who generates, with which weights."""
 
-    @abc.abstractmethod
-    def _load_model(self) -> Any:
-        """A ModelText; what belongs to it is kept for `_build_learner`."""
+    channel: Channel
+    ring: VersionRing | None  # earlier versions, of a schedule in lock-step
+    newest: PublishedWeights
+    pool: Pool
+    engines: Sequence[LocalEngine] = ()  # those of this process
+    servers: Servers | None = None
 
-    @abc.abstractmethod
-    def _build_learner(self, model: Any, checkpoint: Checkpoint | None) -> None:
-        """Sets `learner`, with the checkpoint's weights or else the model's."""
 
-    async def _finish_compiling(self) -> None:
-        """Compiles what was not yet needed."""
+class Evaluations(NamedTuple):
+    """Before and after training, and beside it; None where there are none."""
 
-    @abc.abstractmethod
-    def _find_vocab_size(self) -> int: ...
+    evaluator: Evaluator | None = None
+    beside: EvaluationBeside | None = None
+    under_way: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
-    @abc.abstractmethod
-    def _find_rates(self) -> DeviceRates:
-        """Finds out who has which devices."""
 
-    @abc.abstractmethod
-    def _build_channel(self) -> Channel: ...
+@dataclasses.dataclass(frozen=True)
+class LoopParts:
+    """A run that generates, scores and trains at the same time."""
 
-    @abc.abstractmethod
-    def _restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
-        """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
+    host: Host
+    learner: RunLearner
+    generation: Generation
+    metrics: MetricsWriter
+    observer: StepObserver
+    evaluations: Evaluations
+    controller: Controller
 
-    @abc.abstractmethod
-    def _build_pool_here(self, published: PublishedWeights) -> Pool:
-        """Engines in this process."""
 
-    @abc.abstractmethod
-    def _copy_version(self, published: PublishedWeights) -> Tree:
-        """Weights of an earlier version for a checkpoint, in host memory."""
+def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopParts | None:
+    """None for a resumed run that has finished: it has its learner only, whose processes wait for the end."""
+    host = _build_host(context, site, outside)
+    if host is None:
+        return None
+    learner = site.build_learner(host.origin.checkpoint)
+    host.verifier.start()
+    if host.verifier_beside is not None:
+        host.verifier_beside.start()
+    rates = site.find_rates()
+    generation = _build_generation(context, site, host, learner, lambda: controller.stop_requested.set())
+    metrics = context.open_metrics(host.origin.version, evaluation_row(host.scores.get('before'), 0))
+    if generation.servers is not None:
+        metrics.listeners.append(generation.servers.note_update)
+    observer = StepObserver(
+        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, rates
+    )
+    host.log.listeners.append(observer.on_event)
+    sampling = build.build_sampling(host.config, host.model.tokenizer)
+    evaluations = _build_evaluations(context, host, generation, observer, sampling)
+    controller = _build_controller(context, site, host, learner, generation, metrics, observer, evaluations, sampling)
+    if host.origin.snapshot:
+        controller.restore(host.origin.snapshot)
+        observer.restore(host.origin.snapshot['observer'])
+    if evaluations.beside:
+        restore_rows(context.workdir, host.scores, observer)
+    return LoopParts(host, learner, generation, metrics, observer, evaluations, controller)
 
-    @abc.abstractmethod
-    def _find_final_weights(self) -> Tree:
-        """Those after the last update, as engines have them."""
 
-    @abc.abstractmethod
-    def _digest(self, weights: Tree) -> str:
-        """What the report says of the weights at the end."""
+def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host | None:
+    config = context.config
+    model = site.load_model()
+    context.start.begin(f'preparing task {config.task.name}')
+    task = build_task(config, model.tokenizer)
+    make_workflow = build_workflow(config, model.tokenizer)
+    origin = _find_origin(context)
+    scores = Scores(context.workdir, resume=context.resume, step=origin.version)
+    if context.finished is not None:
+        site.build_learner(origin.checkpoint)
+        return None
+    snapshot = origin.snapshot or {'clock_s': 0.0, 'next_seq': 0, 'next_run': 0}
+    truncate_events(context.workdir / EVENTS, snapshot['next_seq'])
+    log = context.own(EventLog(context.workdir / EVENTS, snapshot['next_seq'], snapshot['next_run']))
+    make_clock = outside.make_clock or build_clock
+    clock = make_clock(config, log, snapshot['clock_s'], waits_for_work=not context.ends_process())
 
-    @abc.abstractmethod
-    def _read_environment(self) -> Environment:
-        """What the bits of the run depend on."""
+    def launch(**settings: Any) -> ProcessVerifier | InlineVerifier:
+        verifier = context.own(
+            build_verifier(config, clock, task, model.tokenizer.decode, start_worker=outside.start_worker, **settings)
+        )
+        verifier.launch()
+        return verifier
 
-    @abc.abstractmethod
-    def _find_engine_facts(self) -> EngineFacts: ...
+    return Host(
+        config=config,
+        origin=origin,
+        first_seq=snapshot['next_seq'],
+        start_s=snapshot['clock_s'],
+        model=model,
+        task=task,
+        make_workflow=make_workflow,
+        scores=scores,
+        log=log,
+        clock=clock,
+        verifier=launch(workdir=context.workdir),
+        verifier_beside=launch(workers=1, lane=EVALUATION_REWARD) if config.evaluation.every else None,
+        supervisor=Supervisor(clock),
+    )
+
+
+def _find_origin(context: RunContext) -> Origin:
+    """Raises CheckpointError for a checkpoint of another kind of run."""
+    checkpoint = context.read_checkpoint()
+    if checkpoint is None:
+        return Origin()
+    try:
+        snapshot = decode_run_state(checkpoint.state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f'{context.workdir / CHECKPOINTS} is not of such a run: {error}') from error
+    context.go_on(checkpoint.step)
+    return Origin(checkpoint.step, checkpoint, snapshot)
+
+
+def _build_progress(host: Host) -> Progress | None:
+    if not host.config.telemetry.progress:
+        return None
+    return Progress(host.config.run.steps, first_step=host.origin.version, first_time=host.start_s)
+
+
+def _build_generation(
+    context: RunContext, site: LoopSite, host: Host, learner: RunLearner, stop: Callable[[], None]
+) -> Generation:
+    version, checkpoint, snapshot = host.origin
+    channel = site.build_channel()
+    ring = build.build_ring(host.config)
+    if ring and checkpoint:
+        site.restore_ring(ring, checkpoint.arrays[_RING])
+    newest = published = channel.transfer(version, learner.publish(version))
+    if ring:
+        ring.add(published)
+        published = ring.in_use(snapshot['generated_update'] if snapshot else None)
+    if not build.uses_servers(host.config):
+        engines, pool = site.build_rollout(published, host.clock, host.log, host.supervisor)
+        return Generation(channel, ring, newest, pool, engines)
+
+    from areal_jax.app.servers import build_servers  # needs aiohttp, which runs without servers do not
+
+    servers = build_servers(
+        host.config, host.clock, host.log, host.supervisor,
+        workdir=context.workdir, learner=learner, vocab_size=host.model.vocab_size, published=published,
+        probe_prompt=host.task.prompts('train', host.config.run.seed).draw().tokens, stop=stop,
+    )  # fmt: skip
+    return Generation(channel, ring, newest, servers.whole, servers=servers)
+
+
+def _build_controller(
+    context: RunContext,
+    site: LoopSite,
+    host: Host,
+    learner: RunLearner,
+    generation: Generation,
+    metrics: MetricsWriter,
+    observer: StepObserver,
+    evaluations: Evaluations,
+    sampling: SamplingParams,
+) -> Controller:
+    config, seed, beside = host.config, host.config.run.seed, evaluations.beside
+
+    def save_checkpoint(step: int, arrays: Tree, earlier: Mapping[int, Tree], snapshot: State) -> None:
+        host.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
+        metrics.sync()
+        whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
+        context.save(step, whole, encode_run_state(snapshot), learner.followers)
+
+    def note_published(published: PublishedWeights) -> None:
+        if beside:
+            beside.note_published(published)
+
+    return Controller(
+        build.build_settings(config),
+        clock=host.clock,
+        log=host.log,
+        supervisor=host.supervisor,
+        stream=host.task.prompts('train', seed),
+        pool=generation.pool,
+        workflow=host.make_workflow(generation.pool, sampling, seed),
+        verifier=host.verifier,
+        learner=site.trace(),
+        channel=generation.channel,
+        gate=build.build_gate(config),
+        group_filter=build.build_group_filter(config),
+        ring=generation.ring,
+        update_tokens=learner.update_tokens,
+        on_step=observer.on_step,
+        observer_state=lambda: {**observer.state(), **({UNDER_WAY: beside.under_way} if beside else {})},
+        on_published=note_published,
+        save_checkpoint=save_checkpoint,
+        copy_version=site.copy_version,
+    )
+
+
+def _build_evaluations(
+    context: RunContext, host: Host, generation: Generation, observer: StepObserver, sampling: SamplingParams
+) -> Evaluations:
+    config, seed = host.config, host.config.run.seed
+    if not config.evaluation.problems:
+        return Evaluations()
+    problems = host.task.held_out(config.evaluation.problems, seed)
+    make_evaluator = functools.partial(
+        Evaluator,
+        clock=host.clock,
+        supervisor=host.supervisor,
+        log=host.log,
+        sampling=sampling,
+        seed=seed,
+        decode=host.model.tokenizer.decode,
+        final_answer=host.task.final_answer,
+        max_failed=config.task.max_failed_groups,
+        make_workflow=host.make_workflow,
+    )
+    evaluator = make_evaluator(
+        problems=problems,
+        pool=generation.pool,
+        verifier=host.verifier,
+        samples=config.evaluation.samples,
+        announce=context.start.count_answers,
+    )
+    if host.verifier_beside is None:
+        return Evaluations(evaluator)
+    servers = generation.servers
+    beside = build_beside(
+        config,
+        pool=generation.pool,
+        clock=host.clock,
+        supervisor=host.supervisor,
+        log=host.log,
+        verifier=host.verifier_beside,
+        problems=problems,
+        make_evaluator=make_evaluator,
+        scores=host.scores,
+        observer=observer,
+        lost=servers.beside.pool.lost if servers and servers.beside else None,
+    )
+    snapshot = host.origin.snapshot
+    return Evaluations(evaluator, beside, snapshot['observer'].get(UNDER_WAY) if snapshot else None)

@@ -34,6 +34,10 @@ class Model:
     source: pathlib.Path | None = None  # file or directory of the weights; None = drawn
     companions: pathlib.Path | None = None  # Hugging Face directory with the files of the tokenizer
 
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.config.vocab_size
+
 
 def build_model(config: TrackedConfig, announce: Announce = announce_nothing) -> Model:
     """Weights and tokenizer as model.source says; raises TokenizerError when the two do not fit.

@@ -17,7 +17,7 @@ from areal_jax.config import default_config, flatten
 from areal_jax.config.cluster import ENGINES, parse_engines
 
 SERVERS = 'servers'  # in the workdir: config and output of the servers
-_PROGRAM = 'areal_jax.main_serve'
+PROGRAM = 'areal_jax.main_serve'
 _CONFIG = 'config.py'
 _CONFIG_FILE = '''"""The config of the servers of this run, written by launch.local at every start."""
 
@@ -59,7 +59,7 @@ def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[s
 
     It gets a config file of its own and no overrides: it would refuse those that only a trainer reads.
     """
-    return [_PROGRAM, f'--config={workdir / SERVERS / _CONFIG}', '--port=0', f'--workdir={workdir}']
+    return [PROGRAM, f'--config={workdir / SERVERS / _CONFIG}', '--port=0', f'--workdir={workdir}']
 
 
 def write_config(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None:

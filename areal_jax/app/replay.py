@@ -7,28 +7,33 @@ checkpoints that the replay itself writes at the same events. control/clocks/rep
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from ml_collections import config_dict
 
 from areal_jax.app.clock import lane_widths
 from areal_jax.app.environment import describe_differences, read_environment
-from areal_jax.app.loop_parts import ModelText
+from areal_jax.app.loop_parts import Outside
+from areal_jax.app.loop_run import Loop, build_loop
 from areal_jax.app.model import Model
 from areal_jax.app.own_code import load_own_code
+from areal_jax.app.own_learner import OwnSite, require_here
 from areal_jax.app.recorded_run import RecordedRun
-from areal_jax.app.session import Session
+from areal_jax.app.run import Run, RunKind
+from areal_jax.app.run_context import RunContext
+from areal_jax.app.start_warnings import print_warnings
 from areal_jax.app.starts import FILE as STARTS
-from areal_jax.app.starts import MODEL, SCHEDULE, TASK, Start, data_files, digest, restore_config
-from areal_jax.app.task import build_verifier
+from areal_jax.app.starts import MODEL, SCHEDULE, TASK, DataFile, Start, data_files, digest, restore_config
+from areal_jax.app.training import LoopRun
 from areal_jax.app.workdir import Report, sample_digest
+from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.kinds import find_server
-from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.replay import EndOfLogError, ReplayClock
-from areal_jax.control.events import truncate_events
+from areal_jax.control.events import EventLog, truncate_events
 from areal_jax.control.recording import Recording, ReplayError, find_starts, require_whole
 from areal_jax.errors import UserError
 from areal_jax.events import FILE as EVENTS
@@ -36,8 +41,6 @@ from areal_jax.events import ErrorEvent, Event
 from areal_jax.files import FileError, write_json
 from areal_jax.tasks.process import WorkerDiedError
 from areal_jax.tasks.recorded_worker import RecordedWorker
-from areal_jax.tasks.task import Task
-from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.telemetry.facts import EVALUATIONS
 from areal_jax.telemetry.facts import FILE as FACTS
 
@@ -58,38 +61,46 @@ class Outcome(TypedDict):
     weights_sha256: str | None  # None: the run has not finished; the events hold the digest of every version
 
 
-class ReplaySession(Session):
+def build_replay(
+    config: config_dict.ConfigDict, workdir: pathlib.Path, recording: Recording, start: Start, *, resume: bool
+) -> LoopRun:
     """One start of a run, in the order of its log."""
 
-    def __init__(
-        self, config: config_dict.ConfigDict, workdir: pathlib.Path, recording: Recording, start: Start, *, resume: bool
-    ):
-        self._recording, self._weights = recording, start['data'].get(MODEL)
-        super().__init__(config, workdir, resume=resume, source='a replay')
+    def build(context: RunContext, site: OwnSite) -> Loop | None:
+        loop = build_loop(context, site, Outside(functools.partial(_build_clock, recording), RecordedWorker))
+        if loop:
+            clock, controller = loop.parts.host.clock, loop.parts.controller
+            assert isinstance(clock, ReplayClock)
+            clock.stop_requested = controller.stop_requested
+        return loop
 
-    def _load_model(self) -> Model:
-        model = super()._load_model()
-        if self._weights and model.source is not None and sample_digest(model.source) != self._weights['sha256']:
+    make_site = functools.partial(ReplaySite, weights=start['data'].get(MODEL))
+    kind: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, make_site, build)
+    return Run(kind, config, workdir, resume=resume, source='a replay')
+
+
+class ReplaySite(OwnSite):
+    """The site of a replay: the weights are those that the run began from."""
+
+    def __init__(self, context: RunContext, weights: DataFile | None):
+        super().__init__(context)
+        self._weights = weights
+
+    def load_model(self) -> Model:
+        model, weights = super().load_model(), self._weights
+        if weights and model.source is not None and sample_digest(model.source) != weights['sha256']:
             raise UserError(
                 f'{MODEL}: {model.source} holds other weights than those that the run began from '
-                f'({self._weights["path"]}); say where these are with --data={MODEL}=PATH'
+                f'({weights["path"]}); say where these are with --data={MODEL}=PATH'
             )
         return model
 
-    def _build_clock(self, start_s: float) -> LoopClock:
-        failures = {'WorkerDiedError': WorkerDiedError}
-        return ReplayClock(lane_widths(self.config), self.log, self._recording, start_s=start_s, failures=failures)
 
-    def _launch_verifier(self, task: Task, model: ModelText, **settings: Any) -> ProcessVerifier | InlineVerifier:
-        settings['start_worker'] = RecordedWorker
-        verifier = self._own(build_verifier(self.config, self.clock, task, model.tokenizer.decode, **settings))
-        verifier.launch()
-        return verifier
-
-    def _run(self) -> bool:
-        assert isinstance(self.clock, ReplayClock)
-        self.clock.stop_requested = self.controller.stop_requested
-        return super()._run()
+def _build_clock(
+    recording: Recording, config: TrackedConfig, log: EventLog, start_s: float, *, waits_for_work: bool
+) -> ReplayClock:
+    failures = {'WorkerDiedError': WorkerDiedError}
+    return ReplayClock(lane_widths(config), log, recording, start_s=start_s, failures=failures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +221,8 @@ def _replay_part(
     if part.first > 0 and (evaluations := part.start.get('evaluations')) is not None:
         write_json(out / EVALUATIONS, evaluations, indent=None)  # a start that was killed may have written more
     try:
-        with ReplaySession(config, out, recording, part.start, resume=part.first > 0) as session:
-            report = session.train()
+        with build_replay(config, out, recording, part.start, resume=part.first > 0) as run_again:
+            report = run_again.train()
     except BaseException as error:
         if recording.fault:
             raise recording.fault from error
@@ -264,5 +275,5 @@ def _cut_error(events: Sequence[Event], part: _Part) -> tuple[int, ErrorEvent | 
 
 
 def _message(error: BaseException) -> str:
-    """As Session logs it."""
+    """As the loop logs it."""
     return f'{type(error).__name__}: {error}'

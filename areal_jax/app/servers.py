@@ -21,7 +21,6 @@ from areal_jax.app.extras import API_KEY
 from areal_jax.app.served import EndedBy, Servers, ServersBeside
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.declarations import SECTIONS
 from areal_jax.config.kinds import SERVER, ServerKind, find_server, resolve
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
@@ -100,7 +99,7 @@ def build_servers(
         return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
 
     kind = find_server(config.rollout.server)
-    _note_read(config, kind)
+    config.note_used(kind.reads)
     ended_by = EndedBy(stop)
     builder = _PoolBuilder(
         config, clock, supervisor, vocab_size, published, score, _find_reader(config, kind, workdir), ended_by.note
@@ -212,14 +211,6 @@ class ClientMaker:
                 f'the server {entry.name} at {entry.url} is of the kind {entry.kind!r}, and rollout.server='
                 f'{self._named!r}: stop it, or set rollout.server={entry.kind!r}'
             )
-
-
-def _note_read(config: TrackedConfig, kind: ServerKind) -> None:
-    """The run uses these fields, though not this process."""
-    for path in kind.reads:
-        section, _, field = path.partition('.')
-        for name in (field,) if field else SECTIONS[section]:
-            getattr(getattr(config, section), name)
 
 
 def _find_reader(config: TrackedConfig, kind: ServerKind, workdir: pathlib.Path) -> Callable[[], Sequence[ServerEntry]]:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 
 from areal_jax.app.build import build_device_rates, build_mesh
-from areal_jax.app.own_learner import OwnLearner
-from areal_jax.app.run import Checkpoint
+from areal_jax.app.own_learner import OwnSite
+from areal_jax.app.run_context import Checkpoint, RunContext
 from areal_jax.app.sft_report import SftFacts, write_sft_report
 from areal_jax.app.task import build_demonstrations
 from areal_jax.app.workdir import CHECKPOINTS, Report
@@ -20,64 +20,84 @@ from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import merge
 from areal_jax.telemetry.numerals import format_duration
 from areal_jax.telemetry.progress import describe_skipped_steps
+from areal_jax.telemetry.values import Line
 
 _OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
 
 
-class SftSession(OwnLearner):
-    """A run of supervised training (loss.objective='sft'); see Run. The parts are attributes for tests.
+def build_sft(context: RunContext, site: OwnSite) -> SftTraining | None:
+    """None for a resumed run that has finished."""
+    return SftTraining(context, site)
+
+
+class SftTraining:
+    """Supervised training (loss.objective='sft'); see run.Program.
 
     It uses the learner, packed rows and programs of asynchronous training. Only the learner works: there is no clock.
     """
 
-    def _build(self) -> None:
-        config = self.config
+    def __init__(self, context: RunContext, site: OwnSite):
+        config = context.config
+        self._context, self._site, self._config = context, site, config
         self.stop_requested = threading.Event()
         self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
         self._held_out_nll: dict[int, float] = {}  # by update
-        model = self._load_model()
-        self._start.begin(f'preparing demonstrations of task {config.task.name}')
+        model = site.load_model()
+        context.start.begin(f'preparing demonstrations of task {config.task.name}')
         self.demonstrations = build_demonstrations(config, model.tokenizer)
         self.stream = self.demonstrations.stream(config.run.seed)
         self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
-        checkpoint = self._read_checkpoint()
-        self._build_learner(model, checkpoint)
+        checkpoint = context.read_checkpoint()
+        self.learner = site.build_learner(checkpoint)
         if checkpoint:
             self._restore(checkpoint)
         self._steps, self._per_update = config.run.steps, config.learner.groups_per_update
         self._evaluate_every, self._save_every = config.sft.evaluate_every, config.checkpoint.every
         self._shows_progress = config.telemetry.progress
         self._rates = build_device_rates(config, Allocation(build_mesh(config), ()))
-        self._traced = self._traced_learner()
-        self.metrics = self._open_metrics(self.step)
-        self._require_all_read()
+        self._traced = site.trace()
+        self.metrics = context.open_metrics(self.step, before={})
+        context.require_all_read()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.state
+        state, workdir = checkpoint.state, self._context.workdir
         try:
             self.stream.restore(state['stream'])
             self._seconds, self._trained_tokens = float(state['seconds']), float(state['trained_tokens'])
             measured = {int(step): float(nll) for step, nll in state['held_out_nll'].items()}
             measured_on = int(state['held_out'])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f'{self.workdir / CHECKPOINTS} is not of supervised training: {error}') from error
+            raise CheckpointError(f'{workdir / CHECKPOINTS} is not of supervised training: {error}') from error
         self.step = checkpoint.step
         if measured_on == len(self._held_out):
             self._held_out_nll = measured
         else:
             print('evaluation.problems was changed: the report leaves out what was measured before', flush=True)
-        self._continue(self.step)
+        self._context.go_on(self.step)
 
     # Running.
 
-    def _run(self) -> bool:
-        self._warm_up()
+    def run(self) -> bool:
+        self.warm_up()
         self._describe_demonstrations()
-        with self._deferred_signals(lambda _: self.stop_requested.set()):
+        with self._context.deferred_signals(lambda _: self.stop_requested.set()):
             return self._make_updates()
 
+    def warm_up(self) -> None:
+        """Compiles every program of the run."""
+        began = time.monotonic()
+        self._context.start.begin('compiling what trains:')
+        programs = self.learner.warm_up()
+        self._context.start.end()
+        self._site.compilations.reset()
+        print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
+
+    def scores_of(self, phase: str) -> Line:
+        """None: held-out likelihood is a metric of every row."""
+        return {}
+
     def _describe_demonstrations(self) -> None:
-        all_of_them = ' (all)' if 0 < len(self._held_out) < self.config.evaluation.problems else ''
+        all_of_them = ' (all)' if 0 < len(self._held_out) < self._config.evaluation.problems else ''
         sizes = f'{self.stream.size} to train on, {len(self._held_out)} held out to measure{all_of_them}'
         dropped = f', {self.demonstrations.dropped} dropped: they fit no row' if self.demonstrations.dropped else ''
         print(f'demonstrations: {sizes}{dropped}; {self._epochs(self._steps):.3g} epochs', flush=True)
@@ -102,7 +122,7 @@ class SftSession(OwnLearner):
         return True
 
     def _update(self) -> None:
-        began, compiled = time.monotonic(), self.compilations.count
+        began, compiled = time.monotonic(), self._site.compilations.count
         groups = [self.stream.draw() for _ in range(self._per_update)]
         metrics = self._traced.update(groups, self.step)
         self.step += 1
@@ -118,7 +138,7 @@ class SftSession(OwnLearner):
             names.EPOCH: self._epochs(self.step),
             names.TRAIN_RATE: trained / max(train_seconds, 1e-9),
             names.TOKENS_TRAINED: trained,
-            names.COMPILATIONS: self.compilations.count - compiled,
+            names.COMPILATIONS: self._site.compilations.count - compiled,
         }
         rates = self._rates.of_learner(metrics, train_seconds)
         values = merge(learner=learned, evaluation=held_out, session=counted, devices=rates)
@@ -162,14 +182,15 @@ class SftSession(OwnLearner):
             'held_out_nll': {str(step): nll for step, nll in self._held_out_nll.items()},
         }
         self.metrics.sync()  # a resumed run needs all lines up to here, also after a loss of power
-        self._save(self.step, self.learner.save(), state)
+        self._context.save(self.step, self.learner.save(), state, self.learner.followers)
         return self.step
 
-    def _report(self) -> tuple[Report, Params]:
+    def report(self) -> tuple[Report, Params]:
         self.learner.require_finite('the trained weights', 'lower optimizer.learning_rate')
         params = self.learner.publish(self.step)
         facts = SftFacts(
-            **self._common_facts(),
+            **self._context.describe(self._site.find_hardware()),
+            compilations=self._site.compilations.count,
             steps=self.step,
             epochs=self._epochs(self.step),
             demonstrations={
@@ -182,5 +203,5 @@ class SftSession(OwnLearner):
             training_seconds=self._seconds,
             weights_sha256=weights_sha256(params),
         )
-        facts.save(self.workdir)
-        return write_sft_report(self.workdir, facts), params
+        facts.save(self._context.workdir)
+        return write_sft_report(self._context.workdir, facts), params

@@ -1,30 +1,26 @@
-"""A run by one call: `build_run(config, workdir).train()`, whatever loss.objective asks for.
-
-Used by main_train.py and library.py.
-"""
+"""A run by one call: `build_run(config, workdir).train()`, whatever loss.objective asks for."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Collection
+from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
-from areal_jax.app.interrupt import StopRequests
-from areal_jax.app.run import Run
-from areal_jax.app.session import Session
-from areal_jax.app.sft import SftSession
+from areal_jax.app.loop_run import Loop, build_loop
+from areal_jax.app.own_learner import OwnSite, require_here
+from areal_jax.app.run import Run, RunKind
+from areal_jax.app.sft import SftTraining, build_sft
+from areal_jax.app.start_warnings import print_warnings
+
+LoopRun: TypeAlias = Run[OwnSite, Loop]
+SftRun: TypeAlias = Run[OwnSite, SftTraining]
+LOOP: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, OwnSite, build_loop)
+SFT: RunKind[OwnSite, SftTraining] = RunKind(require_here, print_warnings, OwnSite, build_sft)
 
 
-def build_run(
-    config: config_dict.ConfigDict,
-    workdir: pathlib.Path,
-    *,
-    resume: bool = False,
-    source: str = '',
-    overrides: Collection[str] = (),
-    interrupts: StopRequests | None = None,
-) -> Run:
-    """Builds the run that a config describes; `train` runs it, `close` gives it up. Arguments and errors as for Run."""
-    kind = SftSession if config.loss.objective == 'sft' else Session
-    return kind(config, workdir, resume=resume, source=source, overrides=overrides, interrupts=interrupts)
+def build_run(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> LoopRun | SftRun:
+    """Builds the run that a config describes; `train` runs it, `close` gives it up. Settings and errors as for Run."""
+    if config.loss.objective == 'sft':
+        return Run(SFT, config, workdir, **settings)
+    return Run(LOOP, config, workdir, **settings)

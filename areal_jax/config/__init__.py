@@ -82,6 +82,11 @@ class TrackedConfig:
         """Plain nested dict, without marking anything as read."""
         return json.loads(self._config.to_json_best_effort())
 
+    def note_used(self, paths: Iterable[str]) -> None:
+        """Fields, and all fields of whole sections, that other processes of the run read."""
+        for path in paths:
+            self._read.update([path] if '.' in path else (f'{path}.{field}' for field in SECTIONS[path]))
+
     def unread(self) -> list[tuple[str, Value]]:
         """Fields whose value differs from the default and that nothing has read."""
         return [

@@ -9,6 +9,7 @@ that of any run, the weights stay as they are.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import tempfile
 from collections.abc import Mapping
@@ -16,8 +17,12 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from areal_jax.app.loop_run import Loop, build_loop
 from areal_jax.app.model import Model
-from areal_jax.app.session import Session
+from areal_jax.app.own_learner import OwnSite, require_here
+from areal_jax.app.run import Run, RunKind
+from areal_jax.app.run_context import RunContext
+from areal_jax.app.start_warnings import print_warnings
 from areal_jax.config import default_config
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
@@ -41,7 +46,9 @@ def measure(cells: Cells, *, tiny: bool) -> None:
     config, shape = _config(tiny), TINY if tiny else SHAPES['0.5b']
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder, 'run')
-        session = RandomRun(config, workdir, shape)
+        make_site = functools.partial(RandomSite, shape=shape)
+        kind: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, make_site, build_loop)
+        session = Run(kind, config, workdir, source='benchmarks/gpu_parts/run.py')
         cells.add('case', _describe(config, session))
         if (report := session.train()) is None:
             raise RuntimeError('the run was stopped')
@@ -50,20 +57,21 @@ def measure(cells: Cells, *, tiny: bool) -> None:
     cells.add('limit', _limit(report, alone))
 
 
-class RandomRun(Session):
-    """A run whose model has random weights of any shape, and a vocabulary that its tokenizer has a character for."""
+class RandomSite(OwnSite):
+    """The site of a model with random weights of any shape, and a vocabulary that its tokenizer has a character for."""
 
-    def __init__(self, config: config_dict.ConfigDict, workdir: pathlib.Path, shape: ModelConfig):
+    def __init__(self, context: RunContext, shape: ModelConfig):
+        super().__init__(context)
         self._shape = shape
-        super().__init__(config, workdir, source='benchmarks/gpu_parts/run.py')
 
-    def _load_model(self) -> Model:
-        super()._load_model()  # of the config's own vocabulary, for the fields that it reads
-        self.decoder = Decoder(self._shape)
-        known = characters(self.config.task.symbols)
+    def load_model(self) -> Model:
+        super().load_model()  # of the config's own vocabulary, for the fields that it reads
+        config, decoder = self._config, Decoder(self._shape)
+        known = characters(config.task.symbols)
         others = (chr(code) for code in _codes(self._shape.vocab_size - 1 - len(known)))
         tokenizer = CharacterTokenizer(known + ''.join(others))
-        return Model(self.decoder, self.decoder.init(self.config.run.seed), tokenizer)
+        self.model = Model(decoder, decoder.init(config.run.seed), tokenizer)
+        return self.model
 
 
 def _codes(count: int) -> list[int]:
@@ -109,11 +117,11 @@ def _config(tiny: bool) -> config_dict.ConfigDict:
     return config
 
 
-def _describe(config: config_dict.ConfigDict, session: Session) -> dict[str, Any]:
+def _describe(config: config_dict.ConfigDict, session: Run[OwnSite, Loop]) -> dict[str, Any]:
     return {
-        'parameters': session.decoder.parameter_count(),
-        'attention': session.learner.attention,
-        'devices': session.allocation.describe(),
+        'parameters': session.site.model.decoder.parameter_count(),
+        'attention': session.site.learner.attention,
+        'devices': session.site.allocation.describe(),
         'config': {name: getattr(config, name).to_dict() for name in ('run', 'rollout', 'staleness', 'learner')},
     }
 

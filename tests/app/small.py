@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax import config as schema
-from areal_jax.app.session import Session
+from areal_jax.app.training import build_run
 from areal_jax.control.events import check_types
 
 
@@ -43,15 +43,18 @@ def small_config(**fields):
 
 
 class SmallRun:
-    """A session that remembers what it trained on and the weights of every version."""
+    """A run that remembers what it trained on and the weights of every version."""
 
-    def __init__(self, workdir: pathlib.Path, resume: bool = False, **fields):
+    def __init__(self, workdir: pathlib.Path, resume: bool = False, build_run=build_run, **fields):
         self.workdir = workdir
-        self.session = Session(small_config(**fields), workdir, resume=resume)
-        if self.session._finished is None:
-            self.session.log.listeners.append(check_types)
+        self.session = build_run(small_config(**fields), workdir, resume=resume)
+        self.version_at_start = self.session.context.config.run.steps
+        if self.session.context.finished is None:
+            host = self.session.program.parts.host
+            host.log.listeners.append(check_types)
+            self.version_at_start = host.origin.version
         self.batches, self.weights = [], {}
-        learner = self.session.learner
+        learner = self.session.site.learner
         update, publish = learner.update, learner.publish
         learner.update = lambda groups, version: (self.batches.append(groups), update(groups, version))[1]
 
@@ -61,7 +64,7 @@ class SmallRun:
             return copy
 
         learner.publish = remember
-        self.weights[self.session.version_at_start] = to_host(publish(0))
+        self.weights[self.version_at_start] = to_host(publish(0))
 
     def train(self):
         self.report = self.session.train()
@@ -92,13 +95,13 @@ def equal(a, b):
 
 def train_until_killed(run: SmallRun, step: int) -> None:
     """Trains until update `step` is published, then ends the run without a checkpoint of its own."""
-    on_step = run.session.controller._on_step
+    on_step = run.session.program.parts.controller._on_step
 
     def die(record):
         on_step(record)
         if record.step == step:
             raise KeyboardInterrupt
 
-    run.session.controller._on_step = die
+    run.session.program.parts.controller._on_step = die
     with pytest.raises(KeyboardInterrupt):
         run.train()

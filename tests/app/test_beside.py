@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from areal_jax.app.session import Session
+from areal_jax.app.training import build_run
 from areal_jax.config.ranges import ConfigError
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, equal, small_config
@@ -63,7 +63,7 @@ def test_training_is_the_same_to_the_bit(tmp_path, fields):
     assert tokens_of(plain.batches) == tokens_of(evaluated.batches)
     if 'checkpoint__every' not in fields:  # a pause waits for a dispatch of the evaluation: it moves the times
         assert lines_of(plain) == lines_of(evaluated)
-    assert evaluated.session.compilations.count == 0 or plain.session.compilations.count > 0
+    assert evaluated.session.site.compilations.count == 0 or plain.session.site.compilations.count > 0
 
 
 def test_a_row_is_what_an_evaluation_of_that_version_gives(run, tmp_path):
@@ -162,13 +162,13 @@ def test_rows_of_versions_after_the_checkpoint_are_made_again(tmp_path):
 
 def test_without_problems_there_is_nothing_to_evaluate(tmp_path):
     with pytest.raises(ConfigError, match=r'evaluation\.every=2 measures nothing with evaluation\.problems=0'):
-        Session(small_config(evaluation__every=2), tmp_path)
+        build_run(small_config(evaluation__every=2), tmp_path)
 
 
 def test_fields_of_an_evaluation_beside_training_are_not_used_without_one(tmp_path):
     config = small_config(evaluation__slots=3, evaluation__problems=2)
     with pytest.raises(ConfigError, match=r'^set but never read: evaluation\.slots=3\. '):
-        Session(config, tmp_path, overrides=['evaluation.slots'])
+        build_run(config, tmp_path, overrides=['evaluation.slots'])
 
 
 def test_under_the_real_clock_the_lane_runs_the_dispatches_of_both_in_turn(tmp_path):
@@ -176,7 +176,7 @@ def test_under_the_real_clock_the_lane_runs_the_dispatches_of_both_in_turn(tmp_p
     run = SmallRun(tmp_path, **fields).train()
     skipped = [e['version'] for e in run.events if e['kind'] == 'evaluation_skip']
     assert sorted([row['version'] for row in rows_of(run)] + skipped) == [2, 4, 6]
-    assert run.session.compilations.count == 0  # the programs of both sets of slots are compiled in the warm-up
+    assert run.session.site.compilations.count == 0  # the programs of both sets of slots are compiled in the warm-up
     done = [e for e in run.events if e['kind'] == 'run_done' and e['lane'] == 'engine/0']
     ends = [(e['started'], e['started'] + e['seconds']) for e in sorted(done, key=lambda e: e['started'])]
     assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(ends))

@@ -9,8 +9,8 @@ import pytest
 from areal_jax.app.build import build_ring, build_sampling
 from areal_jax.app.learner import build_learner
 from areal_jax.app.model import build_model
-from areal_jax.app.session import Session
 from areal_jax.app.task import build_task
+from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_config import HfError
@@ -96,15 +96,15 @@ def test_a_schedule_that_cannot_be_read_is_an_error_of_the_config(schedule):
 
 
 def test_a_batch_that_the_learner_refuses_ends_the_run(tmp_path):
-    session = Session(small_config(), tmp_path)
-    update = session.learner.update
+    session = build_run(small_config(), tmp_path)
+    update = session.site.learner.update
 
     def update_with_a_reward_that_is_no_number(groups, version):
         first, *others = groups[0].trajectories
         broken = (dataclasses.replace(first, reward=float('nan')), *others)
         return update([dataclasses.replace(groups[0], trajectories=broken), *groups[1:]], version)
 
-    session.learner.update = update_with_a_reward_that_is_no_number
+    session.site.learner.update = update_with_a_reward_that_is_no_number
     with pytest.raises(BatchError, match='reward is nan'):
         session.train()
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from areal_jax.app.session import Session
+from areal_jax.app.training import build_run
 from areal_jax.control.events import EventLog
 from areal_jax.errors import describe_disk_trouble
 from areal_jax.telemetry.metrics import MetricsWriter
@@ -58,16 +58,16 @@ def test_a_line_that_does_not_fit_names_its_file_and_nothing_comes_after_it(tmp_
 
 @pytest.mark.parametrize('room', [0, 300, 5000])
 def test_the_first_error_of_a_run_wins_and_everything_is_closed(tmp_path, room):
-    session = Session(small_config(), tmp_path)
-    fill(session.log._file, room)
+    session = build_run(small_config(), tmp_path)
+    fill(session.program.parts.host.log._file, room)
     with pytest.raises(OSError, match='No space left') as caught:
         session.train()
     sentence = describe_disk_trouble(caught.value, f'writing to {tmp_path}')
     assert sentence == (
         f'writing to {tmp_path}, at {tmp_path}/events.jsonl: the disk is full: make room (No space left on device)'
     )
-    assert session.log._file is None
-    assert session.metrics._file._file.closed
+    assert session.program.parts.host.log._file is None
+    assert session.program.parts.metrics._file._file.closed
 
 
 @pytest.mark.slow

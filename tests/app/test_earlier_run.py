@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from areal_jax.app.model import build_model
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.ranges import ConfigError
@@ -18,9 +18,9 @@ SHAPE = {'model__n_layers': 1, 'model__d_model': 16, 'model__d_ff': 32, 'model__
 
 def supervised(workdir, **fields):
     """The weights that a supervised run of two updates leaves."""
-    session = SftSession(sft_config(run__steps=2, **fields), workdir)
+    session = build_run(sft_config(run__steps=2, **fields), workdir)
     session.train()
-    return to_host(session.learner.publish(2))
+    return to_host(session.site.learner.publish(2))
 
 
 @pytest.fixture(scope='module')

@@ -12,7 +12,7 @@ import pytest
 from areal_jax import main_export
 from areal_jax.app.export import export_run, separates_head, write_export
 from areal_jax.app.model import Model
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_directory import load_hf
@@ -165,17 +165,17 @@ def test_a_tokenizer_from_hugging_face_is_copied(finished, tmp_path):
 
 
 def test_supervised_runs_export_too_and_both_can_be_told_not_to(tmp_path):
-    session = SftSession(sft_config(run__steps=2), tmp_path / 'sft')
+    session = build_run(sft_config(run__steps=2), tmp_path / 'sft')
     session.train()
     assert set(contents(tmp_path / 'sft' / 'export')) == FILES
-    assert equal(weights_in(tmp_path / 'sft' / 'export'), to_host(session.learner.publish(2)))
+    assert equal(weights_in(tmp_path / 'sft' / 'export'), to_host(session.site.learner.publish(2)))
     card = (tmp_path / 'sft' / 'export' / 'README.md').read_text()
     assert 'after 2 updates of supervised training on token_reversal' in card
     assert '| nats per answer token after 2 updates |' in card
     assert 'do_sample' not in (tmp_path / 'sft' / 'export' / 'generation_config.json').read_text()
     export_run(tmp_path / 'sft', tmp_path / 'out')
     assert contents(tmp_path / 'out') == contents(tmp_path / 'sft' / 'export')
-    SftSession(sft_config(run__steps=1, run__export=False), tmp_path / 'not').train()
+    build_run(sft_config(run__steps=1, run__export=False), tmp_path / 'not').train()
     assert not (tmp_path / 'not' / 'export').exists()
 
 
@@ -214,7 +214,7 @@ def test_a_full_disk_leaves_the_results_and_resume_writes_the_export(tmp_path, b
     assert not list(tmp_path.glob('.export*'))
     again = SmallRun(tmp_path, resume=True, **fields)
     assert again.train().report['steps'] == fields['run__steps']
-    assert equal(weights_in(tmp_path / 'export'), to_host(session.learner.publish(0)))
+    assert equal(weights_in(tmp_path / 'export'), to_host(session.site.learner.publish(0)))
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_loudly(finished, tmp_path, capsys):

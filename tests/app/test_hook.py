@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.errors import UserError
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, train_until_killed
@@ -78,7 +78,7 @@ def test_a_resumed_run_repeats_no_row(tmp_path: pathlib.Path, hook_file: pathlib
 
 
 def test_supervised_training_calls_the_hook_too(tmp_path: pathlib.Path, hook_file: pathlib.Path):
-    report = SftSession(sft_config(telemetry__hook=f'{hook_file}:log'), tmp_path / 'run').train()
+    report = build_run(sft_config(telemetry__hook=f'{hook_file}:log'), tmp_path / 'run').train()
     assert [row['step'] for row in rows(tmp_path / 'run')] == [1, 2, 3, 4, 5, 6]
     assert report is not None
     assert report['hook']['calls'] == 6

@@ -20,8 +20,8 @@ import pytest
 
 import areal_jax
 from areal_jax.app import library
+from areal_jax.app.own_learner import OwnSite
 from areal_jax.app.run_thread import CallerInterrupts
-from areal_jax.app.session import Session
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
@@ -105,16 +105,16 @@ def fail(*args, **kwargs):
 
 
 def test_a_failed_run_keeps_no_weights_alive(tmp_path, monkeypatch):
-    sessions = []
-    build = Session._build
-    monkeypatch.setattr(Session, '_build', lambda self: (sessions.append(self.__dict__), build(self))[1])
+    sites = []
+    build = OwnSite.build_learner
+    monkeypatch.setattr(OwnSite, 'build_learner', lambda self, at: (sites.append(self.__dict__), build(self, at))[1])
     monkeypatch.setattr(SpmdLearner, 'update', fail)
     with pytest.raises(RuntimeError, match='injected') as caught:
         areal_jax.train(small_config(run__steps=2), tmp_path)
-    [parts] = sessions
-    learner = parts['learner']
-    sessions.clear()
-    del parts
+    [site] = sites
+    learner = site['learner']
+    sites.clear()
+    del site
     gc.collect()
     holders = [holder for holder in gc.get_referrers(learner) if not isinstance(holder, types.FrameType)]
     assert caught.value  # is kept, as a notebook does
@@ -177,7 +177,7 @@ def test_a_second_interrupt_stops_without_saving(tmp_path, monkeypatch, capsys):
 def test_an_interrupt_of_the_start_ends_it(report, tmp_path, monkeypatch, name):
     config = small_config(run__steps=3, **WORKERS)
     before = held()
-    module = {'build_learner': 'own_learner', 'build_task': 'loop_run', 'build_engines': 'session'}[name]
+    module = {'build_learner': 'own_learner', 'build_task': 'loop_parts', 'build_engines': 'own_learner'}[name]
     owner = sys.modules[f'areal_jax.app.{module}']
     with monkeypatch.context() as patch:
         interrupt_at(patch, owner, name)
@@ -338,7 +338,7 @@ def test_a_second_run_at_the_same_time_is_refused(tmp_path, monkeypatch):
             errors.append(str(error))
         raise RuntimeError('enough')
 
-    monkeypatch.setattr(Session, '_build', call)
+    monkeypatch.setattr(OwnSite, 'load_model', call)
     with pytest.raises(RuntimeError, match='enough'):
         areal_jax.train(small_config(), tmp_path / 'first')
     assert 'another run of this process has not ended' in errors[0]

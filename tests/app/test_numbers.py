@@ -10,8 +10,7 @@ import pytest
 
 from areal_jax.app import build
 from areal_jax.app.model import build_model
-from areal_jax.app.session import Session
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
@@ -70,8 +69,8 @@ def test_a_directory_with_broken_weights_is_named(tmp_path):
         build_model(TrackedConfig(config))
 
 
-@pytest.mark.parametrize(('session', 'config'), [(Session, small_config), (SftSession, sft_config)])
-def test_a_run_from_broken_weights_does_not_begin(tmp_path, monkeypatch, session, config):
+@pytest.mark.parametrize('config', [small_config, sft_config])
+def test_a_run_from_broken_weights_does_not_begin(tmp_path, monkeypatch, config):
     def broken_model(tracked, announce):
         model = build_model(tracked, announce)
         model.params['final_norm'] = model.params['final_norm'].at[1].set(np.nan)
@@ -80,13 +79,13 @@ def test_a_run_from_broken_weights_does_not_begin(tmp_path, monkeypatch, session
     monkeypatch.setattr('areal_jax.app.own_learner.build_model', broken_model)
     expected = r"weights drawn with model\.init_scale=1: 1 of the \d+ values of 'final_norm' are NaN or infinite; lower"
     with pytest.raises(UserError, match=expected):
-        session(config(), tmp_path)
+        build_run(config(), tmp_path)
 
 
 def test_training_that_turns_non_finite_keeps_the_last_finite_checkpoint(tmp_path):
     fields = {'checkpoint__every': 2, 'run__steps': 6}
     run = SmallRun(tmp_path, **fields)
-    poison_update(run.session.learner, 4)  # whose checkpoint would replace that of update 2
+    poison_update(run.session.site.learner, 4)  # whose checkpoint would replace that of update 2
     expected = r"weights of version 4: 1 of the \d+ values of 'embedding' are NaN or infinite: lower optimizer"
     with pytest.raises(PublicationError, match=expected):
         run.train()
@@ -100,9 +99,10 @@ def test_training_that_turns_non_finite_keeps_the_last_finite_checkpoint(tmp_pat
 
 def test_a_stop_after_training_turned_non_finite_saves_nothing(tmp_path):
     run = SmallRun(tmp_path)
-    poison_update(run.session.learner, 2)
-    stop = run.session.controller.stop_requested
-    run.session.log.listeners.append(lambda e: stop.set() if (e['kind'], e.get('update')) == ('consume', 2) else None)
+    poison_update(run.session.site.learner, 2)
+    stop = run.session.program.parts.controller.stop_requested
+    log = run.session.program.parts.host.log
+    log.listeners.append(lambda e: stop.set() if (e['kind'], e.get('update')) == ('consume', 2) else None)
     with pytest.raises(PublicationError, match='version 2'):
         run.train()
     assert list((tmp_path / 'checkpoints').glob('step_*')) == []
@@ -126,7 +126,7 @@ def test_finite_weights_whose_pass_overflows_end_the_run(tmp_path):
 @pytest.mark.slow
 def test_a_publication_dtype_that_cannot_hold_the_weights_is_named(tmp_path):
     run = SmallRun(tmp_path, publication__dtype='float16')
-    learner = run.session.learner
+    learner = run.session.site.learner
     update = learner.update
     learner.update = lambda groups, version: (update(groups, version), poison(learner, 1e5))[0]  # float16 ends at 65504
     expected = r"version 1: 1 of .* 'embedding' .* or use publication\.dtype='float32' if float16 cannot hold them"
@@ -137,7 +137,7 @@ def test_a_publication_dtype_that_cannot_hold_the_weights_is_named(tmp_path):
 @pytest.mark.parametrize('tree', ['params', 'optimizer'])
 def test_a_checkpoint_of_broken_numbers_is_refused_at_resume(tmp_path, tree):
     run = SmallRun(tmp_path, checkpoint__every=2, run__steps=3)
-    save = run.session.learner.save
+    save = run.session.site.learner.save
 
     def broken():
         saved = save()
@@ -146,15 +146,15 @@ def test_a_checkpoint_of_broken_numbers_is_refused_at_resume(tmp_path, tree):
         leaves[index] = np.where(np.arange(leaves[index].size).reshape(leaves[index].shape) == 3, np.nan, leaves[index])
         return saved | {tree: jax.tree.unflatten(structure, leaves)}
 
-    run.session.learner.save = broken
+    run.session.site.learner.save = broken
     run.train()
     with pytest.raises(CheckpointError, match=r'checkpoints: the checkpoint: 1 of the \d+ values of .* remove it'):
         SmallRun(tmp_path, resume=True, checkpoint__every=2, run__steps=4)
 
 
 def test_supervised_training_that_turns_non_finite_keeps_the_last_finite_checkpoint(tmp_path):
-    session = SftSession(sft_config(checkpoint__every=2), tmp_path)
-    poison_update(session.learner, 4)
+    session = build_run(sft_config(checkpoint__every=2), tmp_path)
+    poison_update(session.site.learner, 4)
     with pytest.raises(
         NonFiniteError, match=r"^the trained weights: 1 of the \d+ values of 'embedding'.*; lower optim"
     ):
@@ -165,16 +165,16 @@ def test_supervised_training_that_turns_non_finite_keeps_the_last_finite_checkpo
 
 
 def test_supervised_training_that_turns_non_finite_exports_nothing(tmp_path):
-    session = SftSession(sft_config(evaluation__problems=0), tmp_path)
-    poison_update(session.learner, 6)
+    session = build_run(sft_config(evaluation__problems=0), tmp_path)
+    poison_update(session.site.learner, 6)
     with pytest.raises(NonFiniteError, match=r'^the trained weights: 1 of'):
         session.train()
     assert not (tmp_path / 'export').exists()
 
 
 def test_a_held_out_likelihood_that_is_no_number_ends_the_run(tmp_path):
-    session = SftSession(sft_config(sft__evaluate_every=1), tmp_path)
-    poison_update(session.learner, 1)
+    session = build_run(sft_config(sft__evaluate_every=1), tmp_path)
+    poison_update(session.site.learner, 1)
     with pytest.raises(NonFiniteError, match='the held-out likelihood is nan nats a token'):
         session.train()
 
@@ -217,7 +217,7 @@ def test_the_kept_mass_is_reported(cut):
 )
 def test_a_choice_that_nothing_depends_on_is_refused(tmp_path, fields, field):
     with pytest.raises(ConfigError, match=f'set but never read: {field}'):
-        Session(small_config(**fields), tmp_path, overrides=[name.replace('__', '.') for name in fields])
+        build_run(small_config(**fields), tmp_path, overrides=[name.replace('__', '.') for name in fields])
 
 
 def test_the_choices_reach_the_learner(tmp_path):

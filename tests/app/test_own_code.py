@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.app.command_line import load_config
 from areal_jax.app.own_code import load_own_code
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.config import validate
 from areal_jax.errors import UserError
 from areal_jax.plugins import load_module
@@ -66,7 +66,7 @@ def test_an_own_reward_takes_the_place_of_the_tasks_in_training_and_evaluation(o
     source = 'def reward(problem, answer_text, finish_reason):\n    return len(answer_text) + len(problem["answer"])\n'
     run = own(source, task__reward='own.py:reward', task__verifier='process').train()
     trajectories = [t for groups in run.batches for g in groups for t in g.trajectories]
-    decode = run.session.verifier._decode
+    decode = run.session.program.parts.host.verifier._decode
     assert [t.reward for t in trajectories] == [len(decode(t.answer_tokens)) + 4 for t in trajectories]
     assert run.report['accuracy']['sampled']['after']['mean'] >= 4
 
@@ -187,16 +187,17 @@ def test_a_run_without_own_code_notes_none(built_in):
 def test_an_own_task_with_answers_is_imitated_by_a_supervised_run(own, tmp_path):
     (tmp_path / 'own.py').write_text(COPIES)
     config = sft_config(task__name='own.py:build', run__steps=1)
-    own_session = SftSession(config, tmp_path / 'own')
-    session = SftSession(sft_config(run__steps=1), tmp_path / 'built_in')
-    for mine, theirs in zip(own_session.demonstrations.train, session.demonstrations.train, strict=True):
+    own_session = build_run(config, tmp_path / 'own')
+    session = build_run(sft_config(run__steps=1), tmp_path / 'built_in')
+    shown = [one.program.demonstrations.train for one in (own_session, session)]
+    for mine, theirs in zip(*shown, strict=True):
         np.testing.assert_array_equal(mine.prompt_tokens, theirs.prompt_tokens)
         np.testing.assert_array_equal(mine.answer_tokens, theirs.answer_tokens)
     session.close()
     own_session.close()
     (tmp_path / 'own.py').write_text(COPIES.replace(", 'answer': text[::-1]", ''))
     with pytest.raises(UserError, match=r"token_reversal: '[ab]{4}=' has no answer to imitate"):
-        SftSession(config, tmp_path / 'own')
+        build_run(config, tmp_path / 'own')
 
 
 def test_one_answer_a_group_is_possible_with_an_own_advantage_alone(own):
@@ -210,7 +211,7 @@ def test_the_characters_of_a_random_model_can_be_named(tmp_path):
     config = small_config(model__characters='=ba', run__steps=1)
     run = SmallRun(tmp_path, model__characters='=ba', run__steps=1)
     assert config.model.characters == '=ba'
-    assert run.session.decoder.config.vocab_size == 4
+    assert run.session.site.model.decoder.config.vocab_size == 4
     run.session.close()
     with pytest.raises(UserError, match=r"model\.characters='aab=' must have each character once"):
         SmallRun(tmp_path / 'twice', model__characters='aab=')

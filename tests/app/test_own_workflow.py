@@ -76,10 +76,9 @@ def test_a_resumed_run_is_the_same_bit_for_bit_within_both_turns(whole, tmp_path
     for later in range(step + 1, 6):
         shutil.rmtree(tmp_path / 'at' / 'checkpoints' / f'step_{later:08d}')
     resumed = SmallRun(tmp_path / 'at', resume=True, **FIELDS)
-    assert resumed.session.version_at_start == step
-    open_ones = [
-        e for group in resumed.session.controller._groups.copies() for e in group.episodes if not e.finish_reason
-    ]
+    assert resumed.version_at_start == step
+    running = resumed.session.program.parts.controller._groups.copies()
+    open_ones = [e for group in running for e in group.episodes if not e.finish_reason]
     turns = [any(s.policy_version == NOT_GENERATED for s in e.segments) for e in open_ones if e.segments]
     resumed.train()
     assert equal(resumed.final, whole.final)
@@ -92,13 +91,13 @@ def test_evaluation_runs_the_same_workflow(tmp_path):
     fields = {**FIELDS, 'checkpoint__every': 0, 'run__steps': 1, 'evaluation__problems': 4, 'evaluation__samples': 4}
     run = SmallRun(tmp_path, **fields)
     asked = []
-    verify = run.session.verifier.verify
+    verify = run.session.program.parts.host.verifier.verify
 
     async def remember(prompt, tokens, reason):
         asked.append(tokens.tolist())
         return await verify(prompt, tokens, reason)
 
-    run.session.verifier.verify = remember
-    run.session.evaluator._verifier = run.session.verifier
+    run.session.program.parts.host.verifier.verify = remember
+    run.session.program.parts.evaluations.evaluator._verifier = run.session.program.parts.host.verifier
     run.train()
     assert any(EOS in answer[:-1] and QUESTION in answer for answer in asked[:20])  # evaluated before training

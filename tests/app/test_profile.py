@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from areal_jax.app.profile import TracedLearner
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from tests.app.small import SmallRun
 from tests.app.test_sft import sft_config
 
@@ -44,15 +44,15 @@ def test_the_trace_has_the_named_updates_and_the_generation_beside_them(tmp_path
 
 
 def test_supervised_training_is_traced_and_a_stop_ends_the_trace(tmp_path: pathlib.Path):
-    session = SftSession(sft_config(telemetry__profile_steps=(2, 6)), tmp_path)
-    update = session.learner.update
+    session = build_run(sft_config(telemetry__profile_steps=(2, 6)), tmp_path)
+    update = session.site.learner.update
 
     def stop_after_3(groups, version):
         if version == 2:
-            session.stop_requested.set()
+            session.program.stop_requested.set()
         return update(groups, version)
 
-    session.learner.update = stop_after_3
+    session.site.learner.update = stop_after_3
     assert session.train() is None
     assert updates(trace(tmp_path)) == [2, 3]
     jax.profiler.start_trace(str(tmp_path / 'other'))  # none is being recorded any more

@@ -6,7 +6,7 @@ import shutil
 import jax
 import pytest
 
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config.ranges import ConfigError
 from tests.app.small import SmallRun, equal
@@ -30,14 +30,14 @@ def names(directory):
 
 
 def die_after(small, step):
-    on_step = small.session.controller._on_step
+    on_step = small.session.program.parts.controller._on_step
 
     def die(record):
         on_step(record)
         if record.step == step:
             raise KeyboardInterrupt  # nothing is saved, as after kill -9
 
-    small.session.controller._on_step = die
+    small.session.program.parts.controller._on_step = die
 
 
 def test_a_finished_run_has_a_checkpoint_of_its_last_weights(finished):
@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_leads_to_the_one_before_and_the_same_end(finished,
     (workdir / 'checkpoints' / '.step_00000003.partial').mkdir()
     events = whole.events
     resumed = SmallRun(workdir, resume=True, checkpoint__every=1, **FIELDS).train()
-    assert resumed.session.version_at_start == 1
+    assert resumed.version_at_start == 1
     assert 'step_00000002 is damaged (JSONDecodeError' in capfd.readouterr().err
     assert names(workdir / 'checkpoints') == ['damaged_step_00000002', 'step_00000001', 'step_00000002']
     assert equal(resumed.final, whole.final)
@@ -123,7 +123,7 @@ def test_a_prolonged_run_with_other_problems(finished, tmp_path):
     workdir = copy(finished, tmp_path)
     fields = FIELDS | {'run__steps': 3, 'evaluation__problems': 3, 'checkpoint__keep': 1}
     longer = SmallRun(workdir, resume=True, **fields).train()
-    assert longer.session.version_at_start == 2
+    assert longer.version_at_start == 2
     assert (longer.report['steps'], len(longer.batches)) == (3, 1)
     assert list(json.loads((workdir / 'evaluations.json').read_text())) == ['after']  # no score of other problems
     assert list(json.loads((workdir / 'evaluations.1.json').read_text())) == ['before', 'after']
@@ -145,7 +145,7 @@ def supervised(tmp_path_factory):
 
 @pytest.mark.parametrize('stop_after', [None, 1])
 def test_a_prolonged_supervised_run_equals_the_longer_one(supervised, tmp_path, stop_after):
-    shorter = SftSession(sft_config(run__steps=2, checkpoint__every=1), tmp_path)
+    shorter = build_run(sft_config(run__steps=2, checkpoint__every=1), tmp_path)
     update = shorter.learner.update
     if stop_after is not None:
         shorter.learner.update = lambda *args: update(*args) if shorter.step < stop_after else 1 / 0
@@ -156,7 +156,7 @@ def test_a_prolonged_supervised_run_equals_the_longer_one(supervised, tmp_path, 
     session, report = run(tmp_path, resume=True, run__steps=4)
     assert equal(final(session), final(supervised[1]))
     note = {'at_update': stop_after or 2, 'from_steps': 2, 'to_steps': 4}
-    assert session.config.run.steps == report['steps'] == 4
+    assert session.context.config.run.steps == report['steps'] == 4
     assert report['prolonged'] == [note]
     assert set(report['held_out_nll']) == ({'0', '4'} if stop_after else {'0', '2', '4'})
 
@@ -171,9 +171,9 @@ def test_a_finished_supervised_run_is_not_trained_further_and_may_be_measured_on
 
 
 def test_a_supervised_run_killed_before_its_first_checkpoint_starts_again(supervised, tmp_path):
-    killed = SftSession(sft_config(run__steps=4), tmp_path)
-    update = killed.learner.update
-    killed.learner.update = lambda *args: update(*args) if killed.step < 2 else 1 / 0
+    killed = build_run(sft_config(run__steps=4), tmp_path)
+    update = killed.site.learner.update
+    killed.site.learner.update = lambda *args: update(*args) if killed.program.step < 2 else 1 / 0
     with pytest.raises(ZeroDivisionError):
         killed.train()
     session, _ = run(tmp_path, resume=True, run__steps=4)

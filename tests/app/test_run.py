@@ -11,8 +11,8 @@ import psutil
 import pytest
 from jax._src import monitoring
 
-from areal_jax.app.session import Session
-from areal_jax.app.sft import SftSession
+from areal_jax.app.loop_run import Loop
+from areal_jax.app.sft import SftTraining
 from areal_jax.app.training import build_run
 from areal_jax.control.events import EventLog
 from areal_jax.files import DirectoryLock
@@ -28,8 +28,8 @@ RL = {'task__verifier': 'process', 'task__verifier_workers': 1, 'telemetry__prog
 SFT = {'telemetry__progress': True}
 
 # what building calls, in its order; by the module that calls it
-RUN, OWN = 'areal_jax.app.run', 'areal_jax.app.own_learner'
-LOOP, STORE = 'areal_jax.app.loop_run', 'areal_jax.checkpoint.store.CheckpointStore'
+RUN, OWN = 'areal_jax.app.run_context', 'areal_jax.app.own_learner'
+LOOP, STORE = 'areal_jax.app.loop_parts', 'areal_jax.checkpoint.store.CheckpointStore'
 OF_EVERY_RUN = [
     f'{RUN}.prepare_workdir',
     f'{STORE}.remove_unfinished',
@@ -60,7 +60,7 @@ OF_SESSION = [
             ),
         )
     ),
-    *(f'areal_jax.app.session.{name}' for name in ('build_channel', 'build_backends', 'build_engines', 'Pool')),
+    *(f'{OWN}.{name}' for name in ('build_channel', 'build_backends', 'build_engines', 'Pool')),
     'areal_jax.tasks.process.WorkerProcess.wait_until_ready',
 ]
 OF_SFT = [
@@ -75,7 +75,7 @@ OF_EVERY_RESUME = [
 ]
 OF_SESSION_RESUME = [f'{LOOP}.decode_run_state', 'areal_jax.control.controller.Controller.restore']
 
-KINDS = {'rl': (Session, small_config, RL), 'sft': (SftSession, sft_config, SFT)}
+KINDS = {'rl': (Loop, small_config, RL), 'sft': (SftTraining, sft_config, SFT)}
 FIRST = [*[('rl', step) for step in OF_EVERY_RUN + OF_SESSION], *[('sft', step) for step in OF_EVERY_RUN + OF_SFT]]
 RESUMED = [*[('rl', step) for step in OF_EVERY_RESUME + OF_SESSION_RESUME], *[('sft', s) for s in OF_EVERY_RESUME]]
 
@@ -110,7 +110,7 @@ def inject(monkeypatch, step):
 def build(kind, workdir, resume=False, **fields):
     expected, config, own = KINDS[kind]
     run = build_run(config(**own | fields), workdir, resume=resume)
-    assert isinstance(run, expected)
+    assert run.context.finished is not None or isinstance(run.program, expected)
     return run
 
 
@@ -202,7 +202,7 @@ REVERSE = ['MetricsWriter', 'SpmdLearner', 'InlineVerifier', 'EventLog', 'Resour
 
 
 def test_all_parts_are_freed_in_reverse_order_even_if_each_fails(tmp_path, freed):
-    run = Session(small_config(), tmp_path)
+    run = build_run(small_config(), tmp_path)
     with pytest.raises(OSError, match='failed'):
         run.close()
     assert freed == REVERSE
@@ -210,9 +210,9 @@ def test_all_parts_are_freed_in_reverse_order_even_if_each_fails(tmp_path, freed
     assert freed == REVERSE
 
 
-@pytest.mark.parametrize('step', [f'{LOOP}.Controller', 'areal_jax.app.session.Session._warm_up'])
+@pytest.mark.parametrize('step', [f'{LOOP}.Controller', 'areal_jax.app.loop_run.Loop.warm_up'])
 def test_the_first_error_is_the_one_that_is_raised(tmp_path, monkeypatch, freed, step):
     inject(monkeypatch, step)  # while it builds; when it runs
     with pytest.raises(InjectedError):
-        Session(small_config(), tmp_path).train()
+        build_run(small_config(), tmp_path).train()
     assert freed == REVERSE

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 
 import pytest
 
-from areal_jax.app.channels import ChannelParts, build_channel
 from areal_jax.app.ending import end_command
+from areal_jax.app.loop_run import build_loop
+from areal_jax.app.own_learner import OwnSite, require_here
+from areal_jax.app.run import Run, RunKind
 from areal_jax.app.served import EndedBy, Servers
 from areal_jax.app.servers import build_server_settings, find_max_mismatch
-from areal_jax.app.session import Session
+from areal_jax.app.site import LocalRollout
+from areal_jax.app.start_warnings import print_warnings
+from areal_jax.app.task import build_task
 from areal_jax.app.workdir import CHECKPOINTS
 from areal_jax.errors import ExitCode
 from areal_jax.lanes import LEARNER
@@ -40,41 +45,51 @@ class Joins:
         self._servers[1].bias = self._bias
 
 
-class ServedSession(Session):
-    """Under the virtual clock, with engines of this process behind ServerPool."""
+class ServedSite(OwnSite):
+    """Engines of this process behind ServerPool, under the virtual clock."""
 
-    bad_draws, drift = (), (10**9, 0.0)
+    def __init__(self, context, bad_draws, drift):
+        super().__init__(context)
+        self._bad_draws, self._drift, self.servers = bad_draws, drift, None
 
-    def _build_pool(self, task, checkpoint, snapshot):
-        config, learner = self.config, self.learner
-        self._channel = build_channel(ChannelParts(config, self.workdir, self._model, self.allocation))
-        self._newest = published = self._channel.transfer(0, learner.publish(0))
-        self._engines = self._build_engines(published)
-        self.clock._prices['score'] = 0.001
+    def build_rollout(self, published, clock, log, supervisor):
+        config, learner = self._config, self.learner
+        engines = self.build_engines(published, clock, log)
+        clock._prices['score'] = 0.001
 
         async def score(version, prompt, answer):
-            return await self.clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
+            return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
 
-        settings = build_server_settings(config, task.prompts('train', 0).draw().tokens)
+        probe_prompt = build_task(config, self.model.tokenizer).prompts('train', 0).draw().tokens
         pool = ServerPool(
-            self.clock, self.log, self.supervisor, dataclasses.replace(settings, **FAST),
+            clock, log, supervisor, dataclasses.replace(build_server_settings(config, probe_prompt), **FAST),
             published=published, score=score, on_no_server=pytest.fail,
         )  # fmt: skip
-        servers = [LocalServer(engine, self.bad_draws) for engine in self._engines]
-        joins = Joins(self.clock, pool, servers, self.drift)
+        joins = Joins(clock, pool, [LocalServer(engine, self._bad_draws) for engine in engines], self._drift)
         watch = MismatchWatch(find_max_mismatch(config), pool.quarantine)
-        self._servers = Servers(pool, joins, watch, EndedBy(pytest.fail))
-        return None, pool
+        self.servers = Servers(pool, joins, watch, EndedBy(pytest.fail))
+        return LocalRollout(engines, pool)
+
+
+def build_served(context, site):
+    """The loop of engines of this process, told what a loop of servers is told."""
+    loop = build_loop(context, site)
+    parts = loop.parts
+    parts.metrics.listeners.insert(0, site.servers.note_update)
+    loop.parts = dataclasses.replace(parts, generation=parts.generation._replace(servers=site.servers))
+    return loop
 
 
 @pytest.fixture
-def train(monkeypatch, tmp_path):
+def train(tmp_path):
     """Trains with two servers; returns the run."""
 
     def run(bad_draws=(), drift=(10**9, 0.0), **fields):
-        session = type('Served', (ServedSession,), {'bad_draws': bad_draws, 'drift': drift})
-        monkeypatch.setattr(small, 'Session', session)
-        return small.SmallRun(tmp_path, cluster__engines='2 x shared', **fields).train()
+        kind = RunKind(
+            require_here, print_warnings, lambda context: ServedSite(context, bad_draws, drift), build_served
+        )
+        build = functools.partial(Run, kind)
+        return small.SmallRun(tmp_path, build_run=build, cluster__engines='2 x shared', **fields).train()
 
     return run
 
@@ -131,5 +146,5 @@ def test_a_run_whose_servers_never_come_saves_its_state_and_ends_as_after_a_lost
     )
     assert (tmp_path / CHECKPOINTS / 'step_00000000').is_dir()
     again = small.SmallRun(tmp_path, resume=True, run__stall_timeout_s=0.5, **served)
-    assert again.session.version_at_start == 0
+    assert again.version_at_start == 0
     again.session.close()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.app.session import Session
+from areal_jax.app.training import build_run
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.programs import AHEAD, CompiledPrograms
@@ -33,7 +33,7 @@ def fresh_logprobs(session, params, tokens):
     """Log-prob of every token but the first, from a forward pass over the whole sequence (padded at its end)."""
     padded = np.zeros(16, np.int32)
     padded[: len(tokens)] = tokens
-    return np.asarray(_fresh_logprobs(session.decoder, params, padded))[: len(tokens) - 1]
+    return np.asarray(_fresh_logprobs(session.site.model.decoder, params, padded))[: len(tokens) - 1]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -131,9 +131,10 @@ def test_eta_0_equals_a_plain_synchronous_loop(tmp_path):
 def plain_synchronous_loop(workdir):
     """Generate B groups with the current weights, train, repeat: no clock, no gate, no buffer, no engine."""
     session = SmallRun(workdir, **AT_ONCE).session
-    session.verifier.close()
-    learner, backend, stream = session.learner, session._engines[0]._backend, session.controller._stream
-    sampling = session.controller._groups._workflow._sampling
+    session.program.parts.host.verifier.close()
+    parts = session.program.parts
+    learner, backend, stream = parts.learner, parts.generation.engines[0]._backend, parts.controller._stream
+    sampling = parts.controller._groups._workflow._sampling
     for version in range(5):
         prompts = [stream.draw() for _ in range(2)]
         requests = [GenerationRequest(p.draw, sample, 0, p.tokens, sampling) for p in prompts for sample in range(4)]
@@ -170,7 +171,8 @@ def generate_all(backend, weights, requests):
 def score(session, version, prompt, request, tokens, logprobs):
     reason = 'stop' if tokens[-1] in request.sampling.stop_tokens else 'length'
     segment = Segment(np.array(tokens, np.int32), np.array(logprobs, np.float32), version)
-    reward = session.verifier._score(prompt.problem, session.verifier._decode(segment.tokens), reason)
+    verifier = session.program.parts.host.verifier
+    reward = verifier._score(prompt.problem, verifier._decode(segment.tokens), reason)
     return Trajectory(prompt, request.sample, (segment,), reward, reason, '', 0.0, 0.0)
 
 
@@ -179,18 +181,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, steps_
     fields = {'checkpoint__every': 2, 'run__steps': 6, 'checkpoint__keep': 3, 'rollout__max_running_groups': groups}
     whole = SmallRun(tmp_path / 'whole', **fields).train()
     stopped = SmallRun(tmp_path / 'stopped', **fields)
-    die = stopped.session.controller._on_step
+    die = stopped.session.program.parts.controller._on_step
 
     def die_after(record):
         die(record)
         if record.step == steps_before + 1:
             raise KeyboardInterrupt  # nothing after the checkpoint is saved, as after kill -9
 
-    stopped.session.controller._on_step = die_after
+    stopped.session.program.parts.controller._on_step = die_after
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     resumed = SmallRun(tmp_path / 'stopped', resume=True, **fields)
-    assert resumed.session.version_at_start == steps_before
+    assert resumed.version_at_start == steps_before
     resumed.train()
     assert equal(resumed.final, whole.final)
     consumed = [e['draws'] for e in resumed.events if e['kind'] == 'consume']
@@ -244,7 +246,7 @@ def test_a_resumed_lock_step_run_equals_the_uninterrupted_one(tmp_path, schedule
         for later in range(step + 1, 7):
             shutil.rmtree(at / 'checkpoints' / f'step_{later:08d}')
         resumed = SmallRun(at, resume=True, **fields)
-        assert resumed.session.version_at_start == step
+        assert resumed.version_at_start == step
         resumed.train()
         assert equal(resumed.final, whole.final)
         assert tokens_of(resumed.batches) == tokens_of(whole.batches[step:])
@@ -263,12 +265,12 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_and_goes_on_with_it(tmp_p
 
     def stop(event):
         if (event['kind'], event.get('phase')) == ('evaluate', 'after'):
-            stopped.controller.stop_requested.set()
+            stopped.program.parts.controller.stop_requested.set()
 
-    stopped.log.listeners.append(stop)
+    stopped.program.parts.host.log.listeners.append(stop)
     assert stopped.train() is None
     resumed = SmallRun(tmp_path, resume=True, **fields)
-    assert resumed.session.version_at_start == 2
+    assert resumed.version_at_start == 2
     assert resumed.train().report['accuracy']['greedy']['after']['n'] == 4
 
 
@@ -282,14 +284,14 @@ def test_an_evaluation_before_training_waits_for_no_program_of_the_learner(tmp_p
 
     monkeypatch.setattr(SpmdLearner, 'finish_compiling', note_and_finish)
     run = SmallRun(tmp_path / 'run', run__clock='real', evaluation__problems=4)
-    run.session.log.listeners.append(lambda event: kinds.append(event['kind']))
+    run.session.program.parts.host.log.listeners.append(lambda event: kinds.append(event['kind']))
     run.train()
     ((may_compile, thread, before),) = seen
     assert may_compile
     assert thread == 'learner#0'  # the loop goes on
     assert 'decode' in before
     assert 'admit' not in before
-    assert run.session.compilations.count == 0
+    assert run.session.site.compilations.count == 0
 
 
 class EndsProcess(NoSignals):
@@ -313,20 +315,20 @@ def test_a_run_stopped_in_its_first_evaluation_waits_for_no_program(tmp_path, mo
 
     monkeypatch.setattr(CompiledPrograms, 'compile', compile_slowly)
     fields = {'run__clock': 'real', 'evaluation__problems': 4, 'run__steps': 1}
-    stopped = Session(small_config(**fields), tmp_path, interrupts=EndsProcess())
+    stopped = build_run(small_config(**fields), tmp_path, interrupts=EndsProcess())
 
     def stop(event):
         if event['kind'] == 'decode':
-            stopped.controller.stop_requested.set()
+            stopped.program.parts.controller.stop_requested.set()
 
-    stopped.log.listeners.append(stop)
+    stopped.program.parts.host.log.listeners.append(stop)
     deadline = threading.Timer(20.0, released.set)
     deadline.start()
     assert stopped.train() is None
     assert not released.is_set()
     deadline.cancel()
     released.set()
-    stopped.learner.close()
+    stopped.site.learner.close()
     assert len(begun) == 1
     assert not list((tmp_path / 'checkpoints').glob('step_*'))  # nothing was trained
     resumed = SmallRun(tmp_path, resume=True, **fields).train()
@@ -348,4 +350,4 @@ def test_what_the_config_file_sets_in_vain_is_listed_and_what_the_command_line_d
     SmallRun(tmp_path / 'file', evaluation__samples=7, run__steps=1).train()
     assert json.loads((tmp_path / 'file' / 'facts.json').read_text())['idle_fields'] == ['evaluation.samples=7']
     with pytest.raises(ConfigError, match=r'^set but never read: evaluation\.samples=7\. '):
-        Session(small_config(evaluation__samples=7), tmp_path / 'line', overrides=['evaluation.samples'])
+        build_run(small_config(evaluation__samples=7), tmp_path / 'line', overrides=['evaluation.samples'])

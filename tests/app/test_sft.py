@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax import config as schema
-from areal_jax.app.sft import SftSession
+from areal_jax.app.training import build_run
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_attention
@@ -34,12 +34,12 @@ def sft_config(**fields):
 
 
 def run(workdir, resume=False, **fields):
-    session = SftSession(sft_config(**fields), workdir, resume=resume)
+    session = build_run(sft_config(**fields), workdir, resume=resume)
     return session, session.train()
 
 
 def final(session):
-    return to_host(session.learner.save())
+    return to_host(session.site.learner.save())
 
 
 def metrics(workdir):
@@ -53,7 +53,7 @@ def metrics(workdir):
 
 def nll_by_hand(session, groups):
     """One sequence at a time through the dense decoder, softmax of the logits in numpy."""
-    decoder, params = session.decoder, session.learner.publish(0)
+    decoder, params = session.site.model.decoder, session.site.learner.publish(0)
 
     @jax.jit
     def logits_of(tokens):
@@ -103,13 +103,13 @@ def test_metrics_are_those_of_a_supervised_update(whole):
 
 
 def test_the_likelihood_is_the_one_computed_by_hand(tmp_path):
-    session = SftSession(sft_config(), tmp_path)
-    groups = [session.stream.draw() for _ in range(5)]
+    session = build_run(sft_config(), tmp_path)
+    groups = [session.program.stream.draw() for _ in range(5)]
     by_hand, tokens = nll_by_hand(session, groups)
-    assert session.learner.evaluate(groups) == {'nll': pytest.approx(by_hand, rel=1e-5), 'tokens': tokens}
+    assert session.site.learner.evaluate(groups) == {'nll': pytest.approx(by_hand, rel=1e-5), 'tokens': tokens}
     # an update reports the likelihood under the weights before it
-    assert session.learner.update(groups, 0)['loss/nll'] == pytest.approx(by_hand, rel=1e-5)
-    assert session.learner.evaluate(groups)['nll'] < by_hand
+    assert session.site.learner.update(groups, 0)['loss/nll'] == pytest.approx(by_hand, rel=1e-5)
+    assert session.site.learner.evaluate(groups)['nll'] < by_hand
 
 
 @pytest.mark.parametrize(
@@ -136,14 +136,14 @@ def test_the_export_holds_the_trained_weights(whole):
 
     workdir, session, _ = whole
     config, params = load_hf(workdir / 'export')
-    assert equal(to_host(params), to_host(session.learner.publish(6)))
+    assert equal(to_host(params), to_host(session.site.learner.publish(6)))
     assert config.d_model == 16
 
 
 def end_in_update(session, version, act):
     """`act` happens when the update that starts from `version` begins."""
-    update = session.learner.update
-    session.learner.update = lambda groups, at: (act() if at == version else None, update(groups, at))[1]
+    update = session.site.learner.update
+    session.site.learner.update = lambda groups, at: (act() if at == version else None, update(groups, at))[1]
 
 
 def die():
@@ -152,27 +152,27 @@ def die():
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     config = sft_config(checkpoint__every=2, sft__evaluate_every=3)
-    killed = SftSession(config, tmp_path)
+    killed = build_run(config, tmp_path)
     end_in_update(killed, 3, die)
     with pytest.raises(KeyboardInterrupt):
         killed.train()
-    stopped = SftSession(config, tmp_path, resume=True)
-    assert stopped.step == 2  # the third update is made again
-    end_in_update(stopped, 4, stopped.stop_requested.set)
+    stopped = build_run(config, tmp_path, resume=True)
+    assert stopped.program.step == 2  # the third update is made again
+    end_in_update(stopped, 4, stopped.program.stop_requested.set)
     assert stopped.train() is None
-    resumed = SftSession(config, tmp_path, resume=True)
-    assert resumed.step == 5  # the update under way was finished
+    resumed = build_run(config, tmp_path, resume=True)
+    assert resumed.program.step == 5  # the update under way was finished
     report = resumed.train()
     assert equal(final(resumed), final(whole[1]))
-    assert resumed.stream.state() == whole[1].stream.state()
+    assert resumed.program.stream.state() == whole[1].program.stream.state()
     assert metrics(tmp_path) == metrics(whole[0])
     for field in ('held_out_nll', 'trained_tokens', 'weights_sha256', 'train_nll'):
         assert report[field] == whole[2][field]
 
 
 def test_a_request_before_the_first_update_saves_the_start(tmp_path):
-    session = SftSession(sft_config(), tmp_path)
-    session.stop_requested.set()
+    session = build_run(sft_config(), tmp_path)
+    session.program.stop_requested.set()
     assert session.train() is None
     assert (tmp_path / 'checkpoints' / 'step_00000000').is_dir()
 
@@ -185,7 +185,7 @@ def test_fields_of_the_asynchronous_loop_are_an_error(tmp_path):
         'learner__packing': 'ordinary',
     }
     with pytest.raises(ConfigError, match='set but never read: ') as error:
-        SftSession(sft_config(**unread), tmp_path, overrides=[field.replace('__', '.') for field in unread])
+        build_run(sft_config(**unread), tmp_path, overrides=[field.replace('__', '.') for field in unread])
     assert all(field.replace('__', '.') in str(error.value) for field in unread)
 
 

@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from areal_jax.app.sft import SftSession
 from areal_jax.app.tracking import headline
+from areal_jax.app.training import build_run
 from areal_jax.errors import UserError
 from areal_jax.telemetry.trackers import TRACKERS
 from tests.app.small import SmallRun, train_until_killed
@@ -45,7 +45,7 @@ def test_a_killed_run_goes_on_in_its_tracker(tmp_path: pathlib.Path, monkeypatch
 
 def test_supervised_training_is_tracked_too(tmp_path: pathlib.Path, monkeypatch):
     store = install('mlflow', monkeypatch, tmp_path)
-    SftSession(sft_config(telemetry__tracker='mlflow', telemetry__project='mine'), tmp_path / 'run').train()
+    build_run(sft_config(telemetry__tracker='mlflow', telemetry__project='mine'), tmp_path / 'run').train()
     assert store.steps('loss/nll') == [1, 2, 3, 4, 5, 6]
     assert store.ended == ['FINISHED']
 

@@ -24,7 +24,7 @@ def test_a_scorer_that_always_exits_ends_the_first_evaluation(verifier, tmp_path
     message = r"^5 answers of the evaluation 'before' in a row \(task\.max_failed_groups\).* ended in: error\."
     with pytest.raises(UnverifiedError, match=message):
         run.train()
-    assert run.session.verifier.attempts_by_label['error'] < 12  # of 4 problems x 3 answers
+    assert run.session.program.parts.host.verifier.attempts_by_label['error'] < 12  # of 4 problems x 3 answers
 
 
 def test_a_scorer_that_always_exits_ends_the_training(tmp_path, monkeypatch):
@@ -36,10 +36,10 @@ def test_a_scorer_that_always_exits_ends_the_training(tmp_path, monkeypatch):
 def test_a_run_whose_scorer_forks_and_leaves_daemons_ends_with_the_rewards_of_its_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(token_reversal, 'score', hostile_scorers.forks_leaves_a_daemon_and_returns_the_length)
     run = SmallRun(tmp_path, task__verifier='process', task__verifier_memory_mb=512, run__steps=2)
-    workers = [worker._process.pid for worker in run.session.verifier._workers]
-    assert run.session.verifier._memory_mb == 512
+    workers = [worker._process.pid for worker in run.session.program.parts.host.verifier._workers]
+    assert run.session.program.parts.host.verifier._memory_mb == 512
     run.train()
-    decode = run.session.verifier._decode
+    decode = run.session.program.parts.host.verifier._decode
     answers = [t for groups in run.batches for group in groups for t in group.trajectories]
     assert len(answers) == 2 * 2 * 4
     for trajectory in answers:
@@ -71,7 +71,7 @@ def test_unparsed_answers_are_trained_as_reward_0_and_counted(tmp_path, monkeypa
         runs.append(SmallRun(tmp_path / name, run__steps=3).train())
     labelled, plain = runs
     assert equal(labelled.final, plain.final)
-    decode = labelled.session.verifier._decode
+    decode = labelled.session.program.parts.host.verifier._decode
     unread = [
         [is_unreadable(decode(t.answer_tokens)) for group in batch for t in group.trajectories]
         for batch in labelled.batches
@@ -101,14 +101,14 @@ def test_a_resumed_run_knows_which_answers_were_unparsed(tmp_path, monkeypatch):
 
 
 def stop_after(run, step):
-    on_step = run.session.controller._on_step
+    on_step = run.session.program.parts.controller._on_step
 
     def stop(record):
         on_step(record)
         if record.step == step:
-            run.session.controller.stop_requested.set()
+            run.session.program.parts.controller.stop_requested.set()
 
-    run.session.controller._on_step = stop
+    run.session.program.parts.controller._on_step = stop
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_run_on_a_file_of_mathematics(tmp_path):
     fields = {'task__name': 'jsonl', 'task__path': str(path), 'task__answer': 'math', 'task__verifier': 'process'}
     audit = {'task__audit_fraction': 1.0, 'task__held_out_fraction': 0.0}
     run = SmallRun(tmp_path / 'run', run__steps=2, **fields, **audit).train()
-    decode = run.session.verifier._decode
+    decode = run.session.program.parts.host.verifier._decode
     for trajectory in (t for batch in run.batches for group in batch for t in group.trajectories):
         text, gold = decode(trajectory.answer_tokens), trajectory.prompt.problem['answer']
         expected = score_answer(mathematics.score, {'answer': gold}, text, trajectory.finish_reason)

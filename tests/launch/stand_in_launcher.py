@@ -3,10 +3,11 @@
 import os
 import sys
 
+from areal_jax.app import own_server
 from areal_jax.tasks.descendants import list_descendants
 from launch import heartbeats, local, programs, roles, supervisor
 
-local.TRAINER, local.SERVER = 'tests.launch.stand_in_trainer', 'tests.launch.stand_in_server'
+local.TRAINER, own_server.PROGRAM = 'tests.launch.stand_in_trainer', 'tests.launch.stand_in_server'
 roles.ROLE = 'tests.launch.stand_in_role'
 programs._LONGEST_PAUSE_S, supervisor._STOP_S = 0.1, 1.0
 roles._LONGEST_PAUSE_S, roles._STOP_S, roles._MOST_RESTARTS = 0.1, 1.0, 2
