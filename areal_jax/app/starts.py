@@ -1,6 +1,6 @@
 """The starts of a run: config, environment, data and earlier scores of each, to replay every start as it was.
 
-Session writes WORKDIR/starts.json; replay.py reads it.
+A run writes WORKDIR/starts.json; a replay reads it.
 """
 
 from __future__ import annotations

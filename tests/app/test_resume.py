@@ -146,9 +146,9 @@ def supervised(tmp_path_factory):
 @pytest.mark.parametrize('stop_after', [None, 1])
 def test_a_prolonged_supervised_run_equals_the_longer_one(supervised, tmp_path, stop_after):
     shorter = build_run(sft_config(run__steps=2, checkpoint__every=1), tmp_path)
-    update = shorter.learner.update
+    update = shorter.site.learner.update
     if stop_after is not None:
-        shorter.learner.update = lambda *args: update(*args) if shorter.step < stop_after else 1 / 0
+        shorter.site.learner.update = lambda *args: update(*args) if shorter.program.step < stop_after else 1 / 0
         with pytest.raises(ZeroDivisionError):
             shorter.train()
     else:
