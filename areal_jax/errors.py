@@ -1,4 +1,4 @@
-"""What a user can mend, and how a command ends: used by every package, it imports none of them."""
+"""What a user can mend, and how a command ends. Imports no other module of the package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Files that are complete or absent, JSON from files that may be damaged, and the lock of a workdir.
-
-Used by every module that reads or writes a file of a run.
-"""
+"""Files that are complete or absent, JSON from files that may be damaged, and the lock of a workdir."""
 
 from __future__ import annotations
 

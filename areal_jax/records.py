@@ -1,8 +1,8 @@
 """The declared shape of a JSON object: a TypedDict, checked at run time.
 
-Used by events.py for the lines of the event log. A field is declared as `name: Annotated[type, comment]`, an optional
-one as `name: NotRequired[Annotated[type, comment]]`; a literal, which names its record, needs no comment. The types are
-the JSON types: bool, int, float (which takes an int too), str, None, lists of them, unions and literals.
+A field is declared as `name: Annotated[type, comment]`, an optional one as `name: NotRequired[Annotated[type,
+comment]]`; a literal, which names its record, needs no comment. The types are the JSON types: bool, int, float (which
+takes an int too), str, None, lists of them, unions and literals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run of main_train, with servers or without, that is timed from one update to another. Used by async_speedup.py."""
+"""A run of main_train, with servers or without, that is timed from one update to another."""
 
 from __future__ import annotations
 

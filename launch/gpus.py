@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and which process of a run gets which. Used by local.py and roles.py."""
+"""The GPUs of this machine, and which process of a run gets which."""
 
 from __future__ import annotations
 

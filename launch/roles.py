@@ -1,4 +1,4 @@
-"""A run in roles on this machine: which commands, and who starts whom again. Used by local.py.
+"""A run in roles on this machine: which commands, and who starts whom again.
 
 An engine is started again alone. The learner processes are one program, which a lost one ends for all. The controller
 goes on from its checkpoint, with learners that start anew. So whenever the controller or a learner is lost, all of them

@@ -1,4 +1,4 @@
-"""Builds the evaluation beside training, and brings its rows to file, metrics and terminal. Used by loop_run.py."""
+"""Builds the evaluation beside training, and brings its rows to file, metrics and terminal."""
 
 from __future__ import annotations
 

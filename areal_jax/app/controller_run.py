@@ -1,6 +1,6 @@
 """The run of the asynchronous loop whose learner and engines are in other processes: a controller. Imports no jax.
 
-Used by main_role.py. Weights and optimizer state stay with the learner processes: they write checkpoints and versions.
+Weights and optimizer state stay with the learner processes: they write checkpoints and versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The weights of another run: described by its config.json, held by one of its checkpoints.
-
-Used by model.py for model.source='run', and by export.py.
-"""
+"""The weights of another run: described by its config.json, held by one of its checkpoints."""
 
 from __future__ import annotations
 

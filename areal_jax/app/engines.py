@@ -1,4 +1,4 @@
-"""Builds the engines of a run, their decode backends, and the channel that brings them weights. Used by session.py."""
+"""Builds the engines of a run, their decode backends, and the channel that brings them weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A model on its own, measured on a task: engines, verifier and evaluator of a run, without a learner.
-
-Used by main_eval.py and by programs that evaluate without a command line.
-"""
+"""A model on its own, measured on a task: engines, verifier and evaluator of a run, without a learner."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The config of an evaluation: that of a run, with the model and the benchmark of the command line.
 
-Used by evaluate.py and main_eval.py; imports no jax.
+Imports no jax.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Exports the weights of a run as a directory that transformers, vLLM and SGLang load, with tokenizer and model card.
 
-Used by main_export.py for a checkpoint of any run, and by own_learner.py when a run has finished. publication/export.py
-writes.
+From a checkpoint of any run, or from the learner of a run that has just finished. publication/export.py writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which kind of model a path names. Used by evaluation_config.py; reads no weights and imports no jax."""
+"""Which kind of model a path names. Reads no weights and imports no jax."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A run whose learner is in this process: the model, the learner and its programs, the export of its weights.
 
-Used by session.py and sft.py. controller_run.py has the run whose learner is in other processes.
+controller_run.py has the run whose learner is in other processes.
 """
 
 from __future__ import annotations

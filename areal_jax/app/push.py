@@ -1,6 +1,6 @@
 """Uploads an export to the Hugging Face Hub, with all that can be refused checked before anything is exported.
 
-Used by main_export.py. The token is the one of `hf auth login` or of HF_TOKEN, and is never printed.
+The token is the one of `hf auth login` or of HF_TOKEN, and is never printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a replay needs of a run: read from its workdir, or from one compressed file that `pack` makes of it.
-
-Used by replay.py and main_check_log.py.
-"""
+"""What a replay needs of a run: read from its workdir, or from one compressed file that `pack` makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in a thread of its own, and KeyboardInterrupt in its caller as a request to stop it. Used by library.py.
+"""A run in a thread of its own, and KeyboardInterrupt in its caller as a request to stop it.
 
 The thread of the run has no running event loop, so the run may be called from a notebook. And KeyboardInterrupt never
 comes in the middle of a save or of a clean-up: Python raises it in the main thread, which only waits.

@@ -1,7 +1,4 @@
-"""Scores of the evaluations before, after and beside training: written to the workdir and printed.
-
-Used by loop_run.py and beside.py.
-"""
+"""Scores of the evaluations before, after and beside training: written to the workdir and printed."""
 
 from __future__ import annotations
 

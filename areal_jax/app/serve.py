@@ -1,4 +1,4 @@
-"""A model behind HTTP: one engine of this process, its service and the thread of HTTP. Used by main_serve.py."""
+"""A model behind HTTP: one engine of this process, its service and the thread of HTTP."""
 
 from __future__ import annotations
 

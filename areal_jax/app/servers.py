@@ -1,6 +1,6 @@
 """Builds the pool of servers that answer in other processes, for rollout.server other than 'in_process'.
 
-Used by loop_run.py. The servers are in a registry in the workdir or in rollout.urls; here each gets its client.
+The servers are in a registry in the workdir or in rollout.urls; here each gets its client.
 """
 
 from __future__ import annotations

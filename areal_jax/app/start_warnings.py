@@ -1,7 +1,4 @@
-"""Warnings on stderr before the first update: values that are probably a mistake, attention backends that fail here.
-
-Used by own_learner.py and learner_role.py.
-"""
+"""Warnings on stderr before the first update: values that are probably a mistake, attention backends that fail here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A run by one call: `build_run(config, workdir).train()`, whatever loss.objective asks for.
-
-Used by main_train.py and library.py.
-"""
+"""A run by one call: `build_run(config, workdir).train()`, whatever loss.objective asks for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One update of one arm: a batch becomes rewards, advantages, minibatches and optimizer steps.
 
 The arithmetic is that of a single run (learning/), with arrays in the place of what a single run decides on the host.
-Used by program.py, under a vmap over arms. Shapes: B, G, P, A as in __init__.py; M minibatches of at most E groups
-each; N = G * A loss tokens of a group.
+It runs under a vmap over arms. Shapes: B, G, P, A as in __init__.py; M minibatches of at most E groups each; N = G * A
+loss tokens of a group.
 """
 
 from __future__ import annotations

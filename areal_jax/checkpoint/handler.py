@@ -1,4 +1,4 @@
-"""How orbax writes a numpy array, in every process. Used by checkpoint/trees.py; imports orbax, which takes 1 s."""
+"""How orbax writes a numpy array, in every process. Imports orbax, which takes 1 s."""
 
 from __future__ import annotations
 

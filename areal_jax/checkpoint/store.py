@@ -1,6 +1,6 @@
 """Checkpoints on the disk: a step has its arrays and its run state, or does not exist; the newest ones are kept.
 
-Used by app/; uses checkpoint/shards.py for the arrays.
+shards.py writes the arrays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Arrays in orbax trees: one directory each, written by one process and opened by any.
 
-Used by checkpoint/shards.py. Orbax writes the directory and its metadata, and any orbax reads it again; tensorstore,
-on which orbax is built, writes and reads the arrays. Importing orbax and jax takes seconds, so the functions do it,
-and who only reads needs neither.
+Orbax writes the directory and its metadata, and any orbax reads it again; tensorstore, on which orbax is built, writes
+and reads the arrays. Importing orbax and jax takes seconds, so the functions do it, and who only reads needs neither.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The event log of a run as the script of its replay: what comes next, and the first event that differs.
 
-Used by clocks/replay.py, app/replay.py and report/log_rules.py. A log has one start of the program after another; each
-is replayed by itself.
+A log has one start of the program after another; each is replayed by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Schedules of controlled staleness, for study: which version generates the batch of each update.
-
-Used by lock_step.py; app/build.py parses `staleness.schedule` with it.
-"""
+"""Schedules of controlled staleness, for study: which version generates the batch of each update."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every start of the learners together is an attempt. Each process registers; process 0 waits until all are alive, and
 then invites exactly those, by their incarnations. So nobody joins with what is left of an earlier attempt, whatever the
-executor that starts them. Used by app/learner_role.py.
+executor that starts them.
 """
 
 from __future__ import annotations

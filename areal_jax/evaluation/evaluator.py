@@ -1,7 +1,6 @@
 """Accuracy on held-out problems, sampled and greedy, under the weights that the engines hold.
 
-Used by app/loop_run.py before the first and after the last update, with the run's pool and verifier, and by
-app/evaluate.py for a model on its own.
+It scores a run before the first and after the last update, with the run's pool and verifier, or a model on its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation: scores with intervals, and counts of what happened. Used by app/evaluate.py."""
+"""The numbers of an evaluation: scores with intervals, and counts of what happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bin packing with one capacity or two: which items share a bin. Used by packing.py. numpy only."""
+"""Bin packing with one capacity or two: which items share a bin. numpy only."""
 
 from __future__ import annotations
 

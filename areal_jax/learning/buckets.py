@@ -1,7 +1,4 @@
-"""The shapes to which micro-batches may be trimmed, so that a light one costs less. numpy only.
-
-Used by packing.py, packing_report.py and layout.py.
-"""
+"""The shapes to which micro-batches may be trimmed, so that a light one costs less. numpy only."""
 
 from __future__ import annotations
 

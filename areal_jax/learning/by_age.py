@@ -1,6 +1,6 @@
 """The ratios of an update by the age of its tokens: effective sample size, clip share, KL. numpy only.
 
-Used by update.py. Made from the log-probs that the steps of the update have computed anyway: no pass of its own.
+Made from the log-probs that the steps of the update have computed anyway: no pass of its own.
 """
 
 from __future__ import annotations

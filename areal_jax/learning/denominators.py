@@ -1,6 +1,6 @@
 """Denominators: what the sum over the loss tokens of a minibatch is divided by. numpy only.
 
-Used by train_step.py (weights of tokens) and learner.py (scale for groups that were left out).
+They weight the tokens of a train step, and scale it for groups that were left out.
 """
 
 from __future__ import annotations

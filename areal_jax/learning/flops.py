@@ -1,4 +1,4 @@
-"""The work of an update in floating-point operations that the model needs, for its utilisation. Used by learner.py.
+"""The work of an update in floating-point operations that the model needs, for its utilisation.
 
 PaLM (arXiv 2204.02311), appendix B, counts per token of a training pass
 

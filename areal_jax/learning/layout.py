@@ -1,8 +1,4 @@
-"""The rows of a learner on its mesh: which shapes they have, how groups are packed into them, where they are placed.
-
-Used by learner.py (groups to batches) and passes.py (batches to micro-batches); uses packing.py, buckets.py and the
-self-check of the attention backends.
-"""
+"""The rows of a learner on its mesh: which shapes they have, how groups are packed into them, where they are placed."""
 
 from __future__ import annotations
 

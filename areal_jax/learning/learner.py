@@ -1,6 +1,6 @@
 """The trainer that the controller drives: groups of one update in, weights of the next version out.
 
-Used by the controller (in one process) and by distributed/ (in several). The commands are here; layout.py packs rows,
+The controller calls it in a single process, distributed/ in several. The commands are here; layout.py packs rows,
 update.py makes the optimizer steps, programs.py compiles, interchange.py converts weights for engines and checkpoints.
 """
 

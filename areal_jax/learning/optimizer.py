@@ -1,6 +1,6 @@
 """The optimizer: gradients become new weights. The learning rate is an argument, so no value of it recompiles.
 
-Used by train_step.py; directions.py has the update rule of each optimizer.
+directions.py has the update rule of each optimizer.
 """
 
 from __future__ import annotations

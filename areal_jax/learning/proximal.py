@@ -1,7 +1,4 @@
-"""Proximal log-probs, the centre of the trust region. Their kind is chosen by config, never by data.
-
-Used by train_step.py.
-"""
+"""Proximal log-probs, the centre of the trust region. Their kind is chosen by config, never by data."""
 
 from __future__ import annotations
 

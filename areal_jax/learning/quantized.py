@@ -1,4 +1,4 @@
-"""Adam that computes its moments in float32 and stores them in fewer bits. Used by optimizer.py."""
+"""Adam that computes its moments in float32 and stores them in fewer bits."""
 
 from __future__ import annotations
 

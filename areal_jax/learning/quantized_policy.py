@@ -2,7 +2,7 @@
 
 μ is the policy of the engines, whose log-probs answers carry, and π_u that of the learner for the same version u.
 Tokens of the version n that is trained have log π_n from the passes of the update, so that nothing is computed for
-this. Used by update.py.
+this.
 """
 
 from __future__ import annotations

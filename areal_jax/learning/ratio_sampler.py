@@ -1,4 +1,4 @@
-"""Measures the split of the importance ratio in every update, on a sample of its answers. Used by learner.py.
+"""Measures the split of the importance ratio in every update, on a sample of its answers.
 
 ratio_split.py has the arithmetic, weight_ring.py the weights of earlier versions. It only reads the state of the
 learner: an update trains the same weights with it and without it, bit for bit.

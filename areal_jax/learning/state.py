@@ -1,4 +1,4 @@
-"""What a learner keeps on its mesh between commands. Used by learner.py and passes.py; placed by programs.py."""
+"""What a learner keeps on its mesh between commands. programs.py places it."""
 
 from __future__ import annotations
 

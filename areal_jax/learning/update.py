@@ -1,4 +1,4 @@
-"""The optimizer steps of one update, over its minibatches and epochs. Used by learner.py; uses passes.py."""
+"""The optimizer steps of one update, over its minibatches and epochs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """One version of the weights on the disk, written by several processes: each whole leaves in a file of its own.
 
-    begin       one process makes the hidden directory, once there is room
-    write       every process writes the file of its leaves, and says their digests
-    finish      the first one writes everything else, and gives the directory its name
-
-Used by files.py in a run whose process 0 publishes, and by distributed/follower.py.
+begin       one process makes the hidden directory, once there is room
+write       every process writes the file of its leaves, and says their digests
+finish      the first one writes everything else, and gives the directory its name
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The versions on a disk: the names of their directories, and a lock that keeps one from removal while it is read.
 
-Used by files.py, which writes, reads and collects versions. Nothing here imports jax.
+Nothing here imports jax.
 """
 
 from __future__ import annotations

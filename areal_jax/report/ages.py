@@ -1,4 +1,4 @@
-"""Ages of the trained tokens over a run, in publications and in optimizer steps. Used by report.py."""
+"""Ages of the trained tokens over a run, in publications and in optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings of a report: what in the numbers of a run a reader should know before trusting them. Used by report.py."""
+"""Warnings of a report: what in the numbers of a run a reader should know before trusting them."""
 
 from __future__ import annotations
 

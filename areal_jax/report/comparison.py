@@ -1,7 +1,4 @@
-"""Runs side by side: the config fields that differ, and every number of their reports in one table.
-
-Used by comparison_page.py (compare.html) and main_report.py (the terminal).
-"""
+"""Runs side by side: the config fields that differ, and every number of their reports in one table."""
 
 from __future__ import annotations
 

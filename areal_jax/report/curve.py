@@ -1,7 +1,6 @@
 """The evaluations beside training in a report: their scores by version, and what they cost generation.
 
-Used by report.py and parts.py; plots.py and figures.py draw it. Scores come from evaluations.json, costs from the
-event log.
+plots.py and figures.py draw it. Scores come from evaluations.json, costs from the event log.
 """
 
 from __future__ import annotations

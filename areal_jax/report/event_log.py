@@ -1,7 +1,4 @@
-"""The reader of the event log: every line is checked against the schema of areal_jax/events.py.
-
-Used by report.py, app/loop_run.py and app/rebuild.py once a run has ended.
-"""
+"""The reader of the event log: every line is checked against the schema of areal_jax/events.py."""
 
 from __future__ import annotations
 

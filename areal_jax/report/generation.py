@@ -1,6 +1,6 @@
 """What the engines did: tokens generated, prefilled and rebuilt with their seconds, pauses of requests, preemptions.
 
-Used by report.py; RequestPauses also by app/observer.py. Made from the events of training.
+Made from the events of training.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Intervals of the lanes: when each was occupied with what, and for how many seconds of the window.
 
-Used by limit.py, slots.py, generation.py, timeline.py and app/alone.py. Made from the events run_start and run_done.
+Made from the events run_start and run_done.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rules that every event log keeps, checked line by line: what the loop promises, as its log shows it.
 
-Used by main_check_log.py. ledger.py has the rule of draws: each is in exactly one state and only moves forward.
+ledger.py has the rule of draws: each is in exactly one state and only moves forward.
 """
 
 from __future__ import annotations

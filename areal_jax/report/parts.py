@@ -1,6 +1,6 @@
 """What the pages of a report say: texts and tables, made once from report.json's content.
 
-Used by page.py (report.md), html_page.py (report.html) and comparison.py; app/sft_report.py uses two of its sentences.
+page.py (report.md), html_page.py (report.html) and comparison.py show them.
 """
 
 from __future__ import annotations

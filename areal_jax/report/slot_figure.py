@@ -1,4 +1,4 @@
-"""The timeline of the slots as Bokeh figures to zoom and pan, drawn with WebGL where there is. Used by html_page.py."""
+"""The timeline of the slots as Bokeh figures to zoom and pan, drawn with WebGL where there is."""
 
 from __future__ import annotations
 

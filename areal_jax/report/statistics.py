@@ -1,4 +1,4 @@
-"""Confidence intervals: of shares, of means of clustered scores, of paired gains. Used by report.py."""
+"""Confidence intervals: of shares, of means of clustered scores, of paired gains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache hold which positions of the requests in slots; used by scheduler.py.
+"""Which blocks of the KV cache hold which positions of the requests in slots.
 
 A request's sequence begins with the prefix of its group: its prompt without the last token, which the first request in
 need of it computes for all. Whole blocks of the prefix are shared, the block in which it ends is copied for each

@@ -1,4 +1,4 @@
-"""Which request is in which slot of an engine, and which requests wait for one; used by scheduler.py."""
+"""Which request is in which slot of an engine, and which requests wait for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a study stage by stage, as far as it has not run yet, and writes its page. Used by main_sweep.py."""
+"""Runs a study stage by stage, as far as it has not run yet, and writes its page."""
 
 from __future__ import annotations
 

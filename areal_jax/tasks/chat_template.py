@@ -1,4 +1,4 @@
-"""Chat templates: from the messages of a conversation to the text of its prompt. Used by the tokenizers."""
+"""Chat templates: from the messages of a conversation to the text of its prompt."""
 
 from __future__ import annotations
 

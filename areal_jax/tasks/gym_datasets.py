@@ -1,4 +1,4 @@
-"""Any data set of the package reasoning-gym by name: its questions, and its own scorer. Used by reasoning_gym.py.
+"""Any data set of the package reasoning-gym by name: its questions, and its own scorer.
 
 A data set is named 'countdown' or with options of its own, 'countdown:min_numbers=3:max_numbers=4'. A problem holds all
 that the data set's scorer needs: the options, and the item's metadata as gym_items.py writes it.

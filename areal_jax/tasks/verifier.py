@@ -1,7 +1,6 @@
 """Verification: from an answer's tokens to its reward, inline or in worker processes.
 
-Used by the controller between generation and the buffer, and by the evaluator. Worker processes (process.py) are asked
-through `clock.call`.
+Worker processes (process.py) are asked through `clock.call`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Ranges of ages, for metrics by age: 0, 1, 2, 3-4, 5-8, 9-16, ..., so that their number stays small at any age.
-
-Used by learning/ (which range a token is in) and report/ (the order of the ranges).
-"""
+"""Ranges of ages, for metrics by age: 0, 1, 2, 3-4, 5-8, 9-16, ..., so that their number stays small at any age."""
 
 from __future__ import annotations
 

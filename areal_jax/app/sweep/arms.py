@@ -1,6 +1,6 @@
 """The arms of a sweep: what get_sweep() of an experiment file names, each as a command of its own, all of them valid.
 
-Nothing here imports jax, so a mistake is reported at once. Used by main_sweep.py.
+Nothing here imports jax, so a mistake is reported at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The directory of a sweep: sweep.json, a workdir for each arm, and how far each arm has come, as the files say.
 
-Used by main_sweep.py, runner.py and results.py; imports no jax.
+Imports no jax.
 """
 
 from __future__ import annotations

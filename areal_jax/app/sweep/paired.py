@@ -1,7 +1,7 @@
 """Statistics of arms that share seeds: paired differences, corrections for several arms, what the pairing buys.
 
 A seed is the unit: the runs of one seed have prompts, initial weights and sampling noise in common, so the difference
-between two arms is taken seed by seed. Used by comparison.py.
+between two arms is taken seed by seed.
 """
 
 from __future__ import annotations

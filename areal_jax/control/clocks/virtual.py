@@ -1,6 +1,6 @@
 """The virtual clock: work runs inline, and time, an integer in nanoseconds, advances only at completions.
 
-Used by runs with run.clock=virtual and by most tests. What it shares with the other clocks is in loop.py.
+Selected by run.clock=virtual; most tests use it. What it shares with the other clocks is in loop.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The traced program of `generate`: steps of decoding for the rows of a batch, until none is live or they are done.
 
-Used by backend.py. Shapes: B rows, S declared steps, M blocks of a table row, H heads, K key-value heads, D head size.
+Shapes: B rows, S declared steps, M blocks of a table row, H heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations

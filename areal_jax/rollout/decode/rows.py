@@ -1,6 +1,6 @@
 """The rows of a dispatch as arrays of a declared batch, filled on the host.
 
-Used by backend.py; generate.py reads them. Shapes: B rows of the batch, M blocks of the longest sequence.
+generate.py reads them. Shapes: B rows of the batch, M blocks of the longest sequence.
 """
 
 from __future__ import annotations

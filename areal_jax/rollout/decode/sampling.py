@@ -1,7 +1,7 @@
 """Sampling: from logits to the next token and its behaviour log-prob, with noise that depends on the request alone.
 
-Used by backend.py. The key of a token is folded from (seed, draw, sample, index of the token in the trajectory), so the
-noise does not depend on the slot, the other requests of the batch, the engine or interruptions.
+The key of a token is folded from (seed, draw, sample, index of the token in the trajectory), so the noise does not
+depend on the slot, the other requests of the batch, the engine or interruptions.
 """
 
 from __future__ import annotations

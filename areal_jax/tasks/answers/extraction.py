@@ -1,7 +1,7 @@
 r"""Finds the final answer in a text: in \boxed{}, after '####', after 'answer is', else the last line.
 
-Used by the modules of the kinds of answers, for the answers of a model and for the gold of a file alike. Each search
-takes time linear in the text, because a policy may generate any text.
+The same searches read the answers of a model and the gold of a file. Each search takes time linear in the text, because
+a policy may generate any text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The check of a decode attention at start-up, on the device, in the dtype and with the heads and blocks of the run.
 
-Used by the backend when it chooses one. Kernels were written without a device at hand, and one that reads a wrong page
-or a masked position would decode on, only worse.
+It runs when the backend chooses one. Kernels were written without a device at hand, and one that reads a wrong page or
+a masked position would decode on, only worse.
 """
 
 from __future__ import annotations

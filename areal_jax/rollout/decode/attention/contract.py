@@ -1,7 +1,7 @@
 """The interface of attention over a cache of blocks; each kind of hardware has its implementation and layout.
 
-Used by the programs of backend.py, inside jax.jit. Shapes: B rows, H heads, K key-value heads, D head size, T tokens
-of a block, M blocks of a table row, N written tokens, C listed blocks.
+Implementations run inside jax.jit. Shapes: B rows, H heads, K key-value heads, D head size, T tokens of a block, M
+blocks of a table row, N written tokens, C listed blocks.
 """
 
 from __future__ import annotations
