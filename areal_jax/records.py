@@ -32,7 +32,7 @@ class Record:
     """A TypedDict as the program can look at it."""
 
     comment: str  # the first line of the docstring
-    fields: tuple[Field, ...]  # in the order of their declaration, those of the base class first
+    fields: tuple[Field, ...]  # in the order of their declaration, the base class first
     required: frozenset[str]
     allowed: frozenset[str]  # required or optional
 

@@ -66,7 +66,7 @@ PLANS = (
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a controller and a publication cost, on this machine; seconds are those of one core."""
+    """What a controller and a publication cost, on this machine; in seconds of one core."""
 
     answer_s: float
     piece_s: float  # of an answer, beside its tokens

@@ -4,8 +4,8 @@
 
 An engine has as many requests as slots, with lognormal lengths, and gets new weights every two mean lengths: the time
 in which the engine, uninterrupted and full, generates two mean answers in every slot. interrupted_engine.py describes
-the policies. Speeds are tokens a second, from weights in use to weights in use; `gain` is the speed over that of
-'wait', less 1.
+the policies. Speeds are tokens a second, from weights in use to weights in use; `gain` is the speed divided by the
+speed of 'wait', less 1.
 
   h800  The real engine under the virtual clock, with a backend that decodes nothing and prices from flops and bytes
         (roofline.py): R1-distill-Qwen-1.5B on an H800, prompts of 512 tokens, answers of mean 9,000 and at most 27,648
@@ -16,7 +16,7 @@ the policies. Speeds are tokens a second, from weights in use to weights in use;
         benchmarks/README.md names. Judged are the cells with the published overhead, each by itself: 'recompute'
         gains a tenth or more. Those without are shown, and `met` is null there.
   cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; one
-        process, whose calls are those of the policies in turns. Reported; no bar.
+        process, which calls the policies in turn. Reported; no bar.
 """
 
 from __future__ import annotations

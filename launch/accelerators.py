@@ -90,7 +90,7 @@ def define_accelerators(values: flags.FlagValues) -> None:
 
 
 def find_accelerator(values: flags.FlagValues, prefix: str) -> str | Slice:
-    """What the flags with this prefix name, 'gpu', 'cpu' or a slice; those of engines default to the learner's.
+    """What the flags with this prefix name, 'gpu', 'cpu' or a slice; engines default to the learner's.
 
     Raises UserError for what is unknown, and for a slice without a topology.
     """

@@ -70,7 +70,7 @@ class ControllerRun(LoopRun):
     learner: RemoteLearner
 
     def __init__(self, config: config_dict.ConfigDict, process: RoleProcess, **settings: Any):
-        """`settings` are those of Run."""
+        """`settings`: see Run."""
         self._process, self._given = process, config
         self._learners: dict[str, Entry] = {}
         counts = {entry.role: entry.count for entry in list_roles(config)}

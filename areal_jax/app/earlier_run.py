@@ -78,8 +78,8 @@ class EarlierRun:
           cut: maps a tree of shapes to the tree of their shardings.
           announce: hears of the bytes read, and of all.
 
-        Raises ConfigError where their names or shapes are not those of the decoder, and CheckpointError for a
-        checkpoint that is damaged.
+        Raises ConfigError if their names or shapes differ from the decoder's weights, and CheckpointError for a
+        damaged checkpoint.
         """
         lora = self.config.lora
         adapters = Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None

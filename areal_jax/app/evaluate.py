@@ -69,7 +69,8 @@ def evaluate_model(
 ) -> Results | None:
     """Answers evaluation.problems held-out problems greedily and evaluation.samples times; writes and returns scores.
 
-    The noise is that of the evaluations of a run with this config and seed, so equal weights give equal answers.
+    The sampling noise equals the noise of evaluations of a run with this config and seed, so equal weights give equal
+    answers.
 
     Args:
       config: as an experiment file gives it, overrides applied; what could not be trained may pass.

@@ -1,4 +1,4 @@
-"""How often a command lets Python search all its objects for circles of references that nothing refers to.
+"""Limits full garbage collections to 1% of the run time.
 
 The commands call it; areal_jax.train and a program of its own keep Python's setting.
 """

@@ -57,8 +57,9 @@ class LoopRun(LoopParts):
     """A run that generates, scores and trains at the same time; see Run. The parts are attributes for tests."""
 
     version_at_start = 0
-    _engines: Sequence[LocalEngine] = ()  # those of this process
-    _awaited_engines = _awaited_beside = 0  # with which the run begins: in other processes, for training and evaluation
+    _engines: Sequence[LocalEngine] = ()  # in this process
+    # remote engines that must serve before the run starts: for training, for evaluation
+    _awaited_engines = _awaited_beside = 0
     _servers: Servers | None = None
     _evaluated_at_start: int | None = None  # the version that was being evaluated when the checkpoint was taken
 
@@ -82,7 +83,7 @@ class LoopRun(LoopParts):
         self.log = self._open_log(*((snapshot['next_seq'], snapshot['next_run']) if snapshot else (0, 0)))
         self.clock = self._build_clock(start_s)
         self.verifier = self._launch_verifier(task, model, workdir=self.workdir)
-        # of the evaluation beside training: its answers wait for no worker that scores those of training
+        # Evaluation has workers of its own, so its answers never queue behind training answers.
         self._beside_verifier = (
             self._launch_verifier(task, model, workers=1, lane=EVALUATION_REWARD) if config.evaluation.every else None
         )

@@ -58,7 +58,7 @@ def _choose_file(path: pathlib.Path) -> tuple[Source, str]:
 
 
 def _is_config_of_run(path: pathlib.Path) -> bool:
-    """Whether config.json is that of a run, which has sections; a Hugging Face one is left to its reader."""
+    """Whether config.json belongs to a run: it has sections. A Hugging Face config is left to its reader."""
     try:
         content = files.read_json(path)
     except files.FileError:

@@ -340,7 +340,7 @@ class Run(abc.ABC):
         return self._interrupts.deferred(request, 'finishing the update under way, then saving', abandon)
 
     def _ends_process(self) -> bool:
-        """Whether the process ends with the run, as that of a command does."""
+        """Whether the process ends with the run, as it does for a command."""
         return self._interrupts is not None and self._interrupts.ends_process
 
     # Checkpoints.

@@ -13,7 +13,7 @@ from areal_jax.telemetry.facts import DURING, EVALUATIONS, EvaluationScores, Ver
 
 class Scores:
     """The scores of one run by phase, 'before' and 'after', and by version; a resumed run also has its earlier
-    attempts' scores, but for those of versions after `step`, which it makes again.
+    attempts' scores, except for versions after `step`, which it evaluates again.
     """
 
     def __init__(self, workdir: pathlib.Path, *, resume: bool, step: int = 0):

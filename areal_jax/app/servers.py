@@ -74,7 +74,7 @@ def find_max_mismatch(config: TrackedConfig) -> float:
 
 
 def find_needs(config: TrackedConfig) -> ServerFacts:
-    """What the answers of this run mean; log-probs of temperature 1 are those of either softmax."""
+    """What a server must match to answer for this run; at temperature 1 both kinds of log-probs are equal."""
     rollout = config.rollout
     mode: LogprobsMode | None = None if rollout.temperature == 1.0 else 'processed'
     return ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, mode)

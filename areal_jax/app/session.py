@@ -43,7 +43,7 @@ class Session(OwnLearner, LoopRun):
     """See LoopRun. The parts are attributes for tests."""
 
     _channel: DeviceChannel | FilesChannel
-    _backends: Mapping[EngineDevices, JaxDecodeBackend] = {}  # those of this process, as the next
+    _backends: Mapping[EngineDevices, JaxDecodeBackend] = {}  # of this process, as are the next ones
     _evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
 
     def _find_vocab_size(self) -> int:
@@ -76,7 +76,7 @@ class Session(OwnLearner, LoopRun):
     def _compile(self) -> int:
         """Compiles what trains and what generates side by side: XLA compiles a program on one core for the most part.
 
-        The learner's programs are compiled on a thread of their own, in their order; so are those of its followers.
+        The learner's programs are compiled on a thread of their own, in order; followers do the same.
         Where an evaluation comes before training, they are compiled beside it.
         """
         if self._trains_later():

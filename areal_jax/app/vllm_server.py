@@ -2,8 +2,8 @@
 --publication=DIR [...].
 
 It starts from the newest published version, waiting for the first one, and is in the registry of the run while it
-answers. AREAL_JAX_VLLM_PYTHON names the interpreter that has vLLM; without it a clone takes that of .venv-vllm,
-which launch/vllm_environment.sh makes.
+answers. AREAL_JAX_VLLM_PYTHON names the interpreter that has vLLM; without it a clone takes the interpreter of
+.venv-vllm, which launch/vllm_environment.sh makes.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def sample_digest(source: pathlib.Path) -> str:
     """SHA-256 over name, size and 256 evenly spaced blocks of 4 KiB of a file, or of each safetensors in a directory.
 
     Blocks are enough: other weights differ in nearly every one, and reading 60 GB at every start would take minutes.
-    For a checkpoint, the digest is that of its table of contents, which holds the checksum of every array.
+    For a checkpoint, the digest covers its table of contents, which holds the checksum of every array.
     """
     if (source / CONTENTS).is_file():
         return hashlib.sha256((source / CONTENTS).read_bytes()).hexdigest()

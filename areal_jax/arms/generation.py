@@ -22,7 +22,7 @@ _MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
 
 
 class Answers(NamedTuple):
-    """Of a batch, or with leading axes those of several."""
+    """Answers of a batch, or of several batches with leading axes."""
 
     tokens: jax.Array  # int32 [B, G, A]
     behavior_logprobs: jax.Array  # float32 [B, G, A]

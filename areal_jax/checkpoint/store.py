@@ -191,7 +191,7 @@ class CheckpointStore:
         return found.path, found.arrays
 
     def _newest_intact(self, part: str | None = None) -> tuple[_IntactStep | None, list[tuple[pathlib.Path, str]]]:
-        """The newest step whose arrays (only those of `part`) are intact, and all newer ones: (path, the damage)."""
+        """The newest step whose arrays (of `part` only) are intact, and all newer steps: (path, the damage)."""
         damaged: list[tuple[pathlib.Path, str]] = []
         for step, _, path in reversed(self._saves()):
             try:

@@ -194,7 +194,7 @@ def has_roles(config: config_dict.ConfigDict) -> bool:
 
 
 def describe_former(fields: Mapping[str, object]) -> str | None:
-    """One sentence on what replaces fields of earlier configs, 'mesh.fsdp': 4 and so on; None where there are none."""
+    """The replacement of removed fields such as mesh.fsdp, as one sentence; None if the config has none of them."""
     named = {path: value for path, value in fields.items() if path in _FORMER}
     if not named:
         return None

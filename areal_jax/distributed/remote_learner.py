@@ -4,7 +4,7 @@
     controller           Peers([('learner k', connect(address, key, hello, deadline_s).connection), ...])
                          RemoteLearner(peers), RemoteChannel(peers, directory)
 
-Results are those of learner process 0, the first of the peers. Weights and optimizer state stay where they are:
+Results come from learner process 0, the first of the peers. Weights and optimizer state stay where they are:
 `publish` and `save` return descriptions, and the processes write their own parts when they are told to.
 """
 
@@ -187,7 +187,7 @@ class _Request:
 
 
 def result_of(answers: Sequence[Answer], names: Sequence[str], command: str) -> Any:
-    """The result of the first process; raises its error, or else that of the first process that failed alone."""
+    """The result of the first process. Raises its error, or else the error of the first process that failed alone."""
     if (failure := answers[0].failure) is not None:
         raise_failure(failure, f'{names[0]} failed at the command {command!r}')
     require_done(answers, names, command, names[0])

@@ -21,7 +21,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
 from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
 
-SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training draw
+SEED_OFFSET = 1_000_003  # evaluation shares its noise with no draw of training
 Deliver = Callable[[int, int, Answer], None]  # (index of the problem, column, answer); column 0 is the greedy answer
 
 

@@ -94,7 +94,7 @@ class Tally:
         self.seconds = max(self.seconds, problem.finished_s)
 
     def scores(self, seed: int) -> Scores:
-        """The scores of all problems, whatever the order in which they were added; `seed` is that of the bootstrap."""
+        """The scores of all problems, whatever the order in which they were added; `seed` seeds the bootstrap."""
         rows = np.array([self._rows[draw] for draw in sorted(self._rows)])
         intervals = bootstrap_intervals(rows, seed)
         return {

@@ -72,7 +72,7 @@ def load_hf_weights(
     layers: str = 'list',
     announce: Announce = announce_nothing,
 ) -> Params:
-    """The weights of `load_hf`, for a directory whose config is known; dtype None = that of the files.
+    """The weights of `load_hf`, for a directory whose config is known; dtype None = as in the files.
 
     `announce` hears of the bytes of the files.
     """

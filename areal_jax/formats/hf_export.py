@@ -85,7 +85,7 @@ class HfFiles:
     ) -> None:
         """Writes one file of weights into an existing directory; fetches, transposes and casts one tensor at a time.
 
-        `fetch(path)` is the leaf on the host; None = that of `params`. `note` gets the bytes of each tensor as it is
+        `fetch(path)` returns a leaf on the host; None = from `params`. `note` gets the bytes of each tensor as it is
         written.
 
         Raises OSError, SafetensorsError for a dtype that the format lacks, and HfError for values that the dtype of
@@ -126,7 +126,7 @@ def plan_hf_files(
 
     Args:
       params: nested dict of float arrays in list form, without adapters.
-      dtype: of the files; None = that of the arrays.
+      dtype: of the files; None = as the arrays have it.
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
       file_of: leaves, given by their paths, with equal numbers share a file, in place of `file_bytes`.
       companions: None = nothing beside config and weights.

@@ -127,7 +127,7 @@ class SpmdLearner:
         self._may_compile.set()
 
     def wait_traced(self) -> None:
-        """Returns when the thread that compiles ahead has traced its programs: from then on it holds up nobody."""
+        """Waits until the background thread has finished tracing. Compilation, which follows, does not hold the GIL."""
         if self._ahead is not None:
             self._is_traced.wait()
 
@@ -162,7 +162,7 @@ class SpmdLearner:
         return self._price
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
-        """Trains on one batch with `n_minibatches * epochs` optimizer steps; `version` is that of the weights before.
+        """Trains on one batch with `n_minibatches * epochs` optimizer steps; `version` is the version before it.
 
         If there is nothing to train (no group, none with a signal, all tokens too old), weights and optimizer state do
         not change by a bit. Metrics are floats, except for the histogram of token ages, which is a list; a metric that
@@ -232,7 +232,7 @@ class SpmdLearner:
         return self._logprobs([TrajectoryGroup(0, (trajectory,))])
 
     def _logprobs(self, groups: Sequence[TrajectoryGroup]) -> np.ndarray:
-        """float32 [tokens] of the generated tokens; those of a trajectory are in their order."""
+        """float32 [tokens], one for each generated token; the tokens of a trajectory are in order."""
         ones = [np.ones(len(group.trajectories), np.float32) for group in groups]
         batches, _ = self._layout.pack(groups, ones, n_minibatches=1)
         if not batches:

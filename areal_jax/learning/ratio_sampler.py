@@ -40,7 +40,7 @@ class RatioSampler:
         self._keep_s = 0.0  # wall seconds since the last update
 
     def keep(self, version: int, state: LearnerState) -> None:
-        """The weights of `state` are those of `version`."""
+        """Keeps the weights of `state`, which are version `version`."""
         began_s = time.perf_counter()
         self._ring.add(version, self._passes.working(state))
         self._keep_s += time.perf_counter() - began_s

@@ -6,12 +6,12 @@ For token a, generated at version u by the engine's policy μ and trained at wei
          total             mismatch of              drift of the j-th update              inside the update
                           engine and learner
 
-π_j is the learner's forward pass under its own weights of version j, at the temperature of training. So the mismatch is
-that of the engine's program and of the rounding of publication, and the drift that of the updates alone; every other
+π_j is the learner's forward pass under its own weights of version j, at the temperature of training. So the mismatch
+comes from the engine's program and the rounding of publication, and the drift from the updates alone; every other
 measure of stale tokens has only their sum. numpy only; ratio_sampler.py runs the passes.
 
-The versions of the chain come from the packed batch, those of the mismatch from the segments of the answer: a stamp
-that is wrong in one of them breaks the identity, which is measured (`ratio/identity_error`).
+The chain takes its versions from the packed batch, the mismatch from the segments of the answer: a wrong version in one
+of them breaks the identity, which is measured (`ratio/identity_error`).
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def load_version(
 
 
 def _require_published(published: PublishedWeights, held: int, manifest: Manifest) -> None:
-    """Raises PublicationError where the manifest of the directory is that of other weights."""
+    """Raises PublicationError if the manifest in the directory describes other weights."""
     found = manifest_hash(manifest)
     if found != published.manifest_hash or held != published.version:
         raise PublicationError(

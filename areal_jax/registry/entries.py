@@ -75,7 +75,7 @@ class Registration:
     """
 
     def __init__(self, workdir: pathlib.Path, entry: Entry):
-        """`entry` without incarnation and token; host and process are those of this one."""
+        """`entry` has no incarnation or token yet; its host and process id are set here."""
         for _ in self.steps(workdir, entry):
             pass
 

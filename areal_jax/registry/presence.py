@@ -1,7 +1,7 @@
 """Which processes of a registry are alive, and waits for those that shall come.
 
-A heartbeat is a change of its entry, seen twice by one reader on its own clock: no clock is compared with that of
-another machine, and the rest of a dead process is never taken for a living one.
+A heartbeat is a change of its entry, seen twice by one reader on its own clock: no clocks of two
+machines are compared, and the rest of a dead process is never taken for a living one.
 """
 
 from __future__ import annotations

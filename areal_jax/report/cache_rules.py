@@ -24,7 +24,7 @@ class Dispatch:
     version: int
     tokens: int  # that are delivered to answers
     positions: int | None  # that its rows see; None = not comparable
-    known: int = 0  # of `tokens`, those of answers whose share is known
+    known: int = 0  # the part of `tokens` in answers whose share is known
     seen: int = 0  # positions of these, without prompts
     prompts: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # tokens of these
     open: int = 0  # answers whose share is not known yet

@@ -22,7 +22,7 @@ class Comparison:
     headline: Table
     caveats: Items
     differences: Table | Text  # of the configs
-    tables: Sequence[tuple[str, Table]]  # title and numbers, those of no run left out
+    tables: Sequence[tuple[str, Table]]  # title and numbers, without numbers that no run has
 
 
 def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:

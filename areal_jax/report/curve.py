@@ -49,7 +49,8 @@ def curve_ends(
 def evaluation_points(report: Report) -> dict[Kind, list[tuple[int, Interval]]]:
     """Held-out scores by version, ascending: before training, beside it and after it; a kind without any is left out.
 
-    With evaluations beside training all are on their problems and samples, else on those of the report's accuracy.
+    If the run evaluated beside training, all scores are on the problems and samples of those evaluations, else on the
+    problems and samples of the report's accuracy.
     """
     curve, ends = report['evaluation_curve'], report['evaluation_curve_ends'] or report['accuracy']
     found: dict[Kind, list[tuple[int, Interval]]] = {}

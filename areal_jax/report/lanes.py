@@ -73,7 +73,7 @@ def event_intervals(events: Sequence[Event], kind: str) -> list[tuple[Event, Lan
 
 
 def of_training(intervals: Iterable[LaneInterval]) -> list[LaneInterval]:
-    """Without those of evaluations beside training, which overlap the others under the virtual clock."""
+    """Without intervals of evaluation beside training, which overlap the others under the virtual clock."""
     return [i for i in intervals if i.work not in EVALUATION_WORK and i.lane != EVALUATION_REWARD]
 
 

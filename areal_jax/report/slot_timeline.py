@@ -32,7 +32,7 @@ class Interval:
     start: float  # clock seconds
     end: float
     request: str  # of a swap ''
-    version: int  # of the weights; of a prefill that of the decoding that follows
+    version: int  # of the weights; for a prefill: of the decoding that follows
     detail: str
 
 

@@ -46,7 +46,7 @@ def _wilson_ends(share: float, n: float, z: float) -> tuple[float, float]:
 
 
 def mean_interval(scores: Sequence[float]) -> Interval:
-    """Interval of the mean of one score per problem: Wilson where every score is 0 or 1, else that of `score_interval`.
+    """Interval of the mean of one score per problem: Wilson if every score is 0 or 1, else `score_interval`.
 
     Raises:
         ValueError: no scores.

@@ -31,7 +31,7 @@ _TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """An entry of a legend; a click on it hides the glyphs of the figure whose name is that of the key."""
+    """An entry of a legend; a click on it hides the glyphs that have the name of the key."""
 
     label: str
     color: str

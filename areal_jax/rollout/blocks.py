@@ -171,7 +171,7 @@ class PrefixIndex:
         return True
 
     def clear(self, open_keys: Iterable[PrefixKey]) -> None:
-        """Forgets every prefix; `open_keys` are those of the open requests from now on."""
+        """Forgets every prefix; `open_keys` are the keys of the open requests from now on."""
         for prefix in list(self._prefixes.values()):
             self._drop(prefix)
         self._open = collections.Counter(open_keys)

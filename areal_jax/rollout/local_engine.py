@@ -147,7 +147,7 @@ class LocalEngine:
         self._staged = await self._fetch(published, work, self._backend)
 
     async def swap(self, version: int, kv_policy: KvPolicy | None = None) -> float:
-        """`kv_policy` is for this swap alone, None = that of the engine; returns during a pause, too.
+        """`kv_policy` is for this swap alone, None = the engine's; returns during a pause, too.
 
         A pause ends a wait: then answers that have begun are recomputed.
 

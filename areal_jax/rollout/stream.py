@@ -72,7 +72,7 @@ EVALUATION = Kinds('evaluation_prefill', 'evaluation_decode', in_background=True
 
 @dataclasses.dataclass
 class StreamTotals:
-    """Of all dispatches since the start; seconds are those of the clock, from request to completion."""
+    """Of all dispatches since the start, in seconds of the clock from request to completion."""
 
     decoded_tokens: int = 0
     decoded_s: float = 0.0
@@ -253,7 +253,7 @@ class DecodeStream:
     def _require_sound(
         self, output: DecodeOutput, current: Sequence[RunningRequest | None], version: int
     ) -> Sequence[RunningRequest | None]:
-        """The requests whose log-probs are those of a policy, by row; None where there is none.
+        """The requests with sound log-probs, by row; None in other rows.
 
         Refuses a diverged or broken model here, before equal rewards or a filter can hide it.
         """
@@ -320,6 +320,6 @@ def _seen_positions(span: Span) -> int:
 
 
 def _tail_copies(requests: Sequence[RunningRequest]) -> tuple[list[int], list[int]]:
-    """Blocks, and beside them those to which they are copied, so that each request can go on after its prefix."""
+    """(source, target) blocks. Each request appends to its own copy of the last block of a shared prefix."""
     pairs = [pair for running in requests if running.cached is not None and (pair := running.cached.tail_copy)]
     return [source for source, _ in pairs], [target for _, target in pairs]

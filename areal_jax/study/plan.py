@@ -83,7 +83,7 @@ class Margins:
     score: float  # two scores are equal where the 90% interval of their difference lies within +- this
     confidence: float  # of intervals of differences; Holm over the lags of a comparison
     power: float  # of the smallest difference that the seeds show
-    slow: float  # throughput of the baseline eta is at most this share of that of the next one
+    slow: float  # throughput at the baseline eta is at most this share of the throughput at the next eta
     flat: float  # throughput beyond `flat_from` changes by at most this share
     flat_from: float  # eta
 

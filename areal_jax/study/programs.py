@@ -21,7 +21,7 @@ from areal_jax.arms import arm as arms_of
 
 LIST = 'arms.json'  # in the directory of a job: {'arms': {name: arguments of main_train}}
 SCORE = 'score.json'  # in the workdir of a run
-PROGRAMS = 'programs'  # directory of the jobs, in that of the study
+PROGRAMS = 'programs'  # directory of the jobs, inside the study's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ Records: TypeAlias = Sequence[Record]
 def read_records(arms: Mapping[Factors, Arm], programs: Iterable[Program] = ()) -> list[Record]:
     """Of all arms, finished or not; a damaged file makes its arm unfinished.
 
-    An arm without a reason of its own has that of its program.
+    An arm without a reason of its own gets the reason of its program.
     """
     reasons = {arm.workdir: program.read_state().reason for program in programs for arm in program.arms}
     return [_read(factors, arm, reasons.get(arm.workdir, '')) for factors, arm in arms.items()]

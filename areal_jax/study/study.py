@@ -54,7 +54,7 @@ class Study:
       command: with the config file, which has get_config() and get_study().
       form: one of FORMS.
       workdir: of the study; an earlier, unfinished one of the same plan goes on.
-      jobs: programs and runs at a time; None = those of the plan.
+      jobs: programs and runs at a time; None = as the plan says.
 
     Raises UserError for a plan with an arm that cannot run, and for a directory that holds anything else.
     """

@@ -1,4 +1,4 @@
-"""The tasks by name: those of this package, and own ones, 'FILE.py:FUNCTION' or 'MODULE:FUNCTION'.
+"""The tasks by name: tasks of this package, and your own, 'FILE.py:FUNCTION' or 'MODULE:FUNCTION'.
 
 app/ builds the task that `task.name` selects. areal_jax/plugins.py loads the builder of an own one.
 """

@@ -270,7 +270,7 @@ class LoopClock(abc.ABC):
     def _write_completion(
         self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
     ) -> None:
-        """Logs that a completion is released: that of the interval, a deadline or a signal."""
+        """Logs the release of a completion: of an interval, a deadline or a signal."""
         self.log.write(kind, lane, **fields)
 
     def _expire(self, deadline: Deadline) -> None:

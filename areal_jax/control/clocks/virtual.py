@@ -35,7 +35,7 @@ class VirtualClock(LoopClock):
         self._prices = dict(prices)
         self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event] | Callable[[], None]]] = []
         self._background: dict[str, Lane] = {}  # by the lane beside which it runs
-        self._thread = threading.get_ident()  # that of the program
+        self._thread = threading.get_ident()  # the program's thread
         self._held: Interval | None = None  # a call past its modelled end
         self._held_until_s = 0.0  # wall time
         super().__init__(lanes, log)

@@ -55,10 +55,10 @@ _Carry = tuple[jax.Array, Cache, _Rows, Outputs]  # the first is the number of t
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """The program for one decoder; its batch is that of the arguments.
+    """The program for one decoder; it has the batch of its arguments.
 
     Args:
-      over_heads: makes the attention of all heads of one that is given those of a device.
+      over_heads: turns attention over the heads of one device into attention over all heads.
       steps: the most of one call, S.
       filtered: whether rows may use top_k, top_p or min_p.
       adjusted: whether logits of rows may be adjusted, see adjustments.py.

@@ -24,7 +24,7 @@ Array = Any  # numpy on the host, jax.Array on the device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows by descending position; those of padding come last."""
+    """Rows by descending position; rows of padding come last."""
 
     token: Array  # int32 [B], the next input; its keys and values are not in the cache yet
     position: Array  # int32 [B], of that token

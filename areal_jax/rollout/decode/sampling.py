@@ -128,7 +128,7 @@ def sample_tokens(
     Tokens are drawn from softmax(logits / temperature), or, with `changed_logits`, from theirs: of `cut_support` it is
     the truncated and renormalised part, of `adjust_logits` any other. The learner can compute the log-probs of the full
     softmax only. Without `changed_logits` the others are None. Temperature 0 takes the argmax and records the log-probs
-    of temperature 1. `sums` are those of logits / temperature where they are known.
+    of temperature 1. `sums`: of logits / temperature, if already computed.
     """
     sums = sum_blocks(scale_logits(logits, temperature)) if sums is None else sums
     if changed_logits is None:

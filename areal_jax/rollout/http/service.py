@@ -235,7 +235,7 @@ class GenerationService:
             self._scorer.cancel([one for one in scored if one.name in wanted or one.group in wanted])
 
     async def withdraw(self, submissions: Collection[Submission]) -> None:
-        """Ends those of these submissions that are open; others that have their names go on."""
+        """Ends the submissions that are still open; other requests with the same names go on."""
         for submission in submissions:
             name = submission.request.request_id
             if self._open.get(name, self._door.get(name)) is submission:
@@ -298,8 +298,8 @@ class GenerationService:
         """Decodes with the staged weights from the next dispatch on; returns when it does, or stands with them.
 
         Args:
-          label: their weight version; None = that of the weights before.
-          kv_policy: of requests that are being decoded; None = that of the engine.
+          label: their weight version; None = unchanged.
+          kv_policy: of requests that are being decoded; None = the engine's.
           cancel: end all open requests first.
         """
         self._require_no_update()

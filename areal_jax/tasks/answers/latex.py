@@ -32,7 +32,7 @@ def normalise(text: str) -> str:
 
 
 def is_number(normal_form: str) -> bool:
-    """Whether a normal form is that of a number."""
+    """Whether a normal form is a number."""
     return re.fullmatch(r'-?[0-9]+(?:/[0-9]+)?', normal_form) is not None
 
 

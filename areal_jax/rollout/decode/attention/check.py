@@ -18,7 +18,7 @@ from areal_jax.rollout.decode.attention.contract import CacheAttention
 
 TABLE_BLOCKS = 4  # of the tables of the check, which an implementation for one length of table must have
 _ROWS = 8
-_FREE_BLOCKS = 2  # beside those of the rows: they hold NaN like all that belongs to no sequence
+_FREE_BLOCKS = 2  # not used by any row: they hold NaN, like all that belongs to no sequence
 # largest error relative to the largest value; a wrong page, head or mask gives 0.1 and more
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
 _ALLOWED_FLOAT32_ON_CPU = 1e-4

@@ -54,7 +54,7 @@ class Reply:
 
 
 class Connection:
-    """Requests to one server, any number at the same time. Deadlines are those of the clock's calls.
+    """Requests to one server, any number at the same time. The clock's calls have the deadlines.
 
     Args:
       url: 'http://host:port'.

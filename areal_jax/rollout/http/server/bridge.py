@@ -143,7 +143,7 @@ class Bridge:
             raise RequestError(call.prompt_field, f'{call.prompt_field} has no token ids: {error}') from error
 
     def _with_texts(self, call: Call, tokenized: Call) -> Call:
-        """The tokenized call with the texts that it echoes: as they were sent, or those of token ids."""
+        """The tokenized call with the texts that it echoes: as they were sent, or decoded from token ids."""
         texts = [
             given if isinstance(given, str) else self.texts.spell(cast(np.ndarray, ids))
             for given, ids in zip(call.prompts, tokenized.prompts, strict=True)
