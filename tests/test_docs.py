@@ -10,7 +10,7 @@ import pytest
 from areal_jax.config.declarations import FIELDS, SECTIONS
 
 ROOT = pathlib.Path(__file__).parent.parent
-OTHERS = {'log.md', 'prose.md', 'report.md'}  # say what was, or are made by a run
+OTHERS = {'log.md', 'report.md'}  # say what was, or are made by a run
 PAGES = [page for page in (ROOT / 'README.md', *ROOT.glob('docs/**/*.md')) if page.name not in OTHERS]
 OF_A_RUN = ('runs/', 'tensorboard/', 'checkpoints/', 'plots/', 'export/', 'mlruns/')  # folders that a run leaves
 FILE = r'[\w./*-]+\.(?:py|md|sh|svg|png)|[\w.-]+(?:/[\w.-]+)*/'
