@@ -95,7 +95,7 @@ def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -
         program = describe_command(config, process.workdir, process.name, index=process.index, host=process.host)
         os.execv(program[0], program)
     require_serving()
-    with keep_name(process, config) as heartbeat:  # whoever started this process sees whether it lives
+    with keep_name(process, config) as heartbeat:  # shows the launcher that this process is alive
         await_controller(process, config, config.distributed.command_deadline_s)
 
         from areal_jax.app.serve import serve_model

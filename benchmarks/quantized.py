@@ -60,7 +60,7 @@ def timed(work: Callable[[], object], repeats: int) -> Run:
 
 
 def dispatches(backend: JaxDecodeBackend, weights: PreparedWeights, rows: int) -> Callable[[], None]:
-    """A dispatch of rows that stand at POSITION, over and over."""
+    """A dispatch of rows at POSITION, again and again."""
     prompt = np.full(POSITION + 1, 100, np.int32)
     decoded = [DecodeRow(request_of(prompt, row), 100, POSITION, CONTEXT, (row,)) for row in range(rows)]
     state = backend.initial_state()

@@ -91,7 +91,7 @@ def require_startable(config: config_dict.ConfigDict) -> None:
         )
     validate(config)
     if config.rollout.server == 'vllm':
-        find_python()  # raises where there is none
+        find_python()  # raises if it is missing
 
 
 def plan_servers(

@@ -113,7 +113,7 @@ def run_roles(
         print(*(describe_command(role.command, role.variables) for role in planned), sep='\n')
         return ExitCode.FINISHED
     if config.rollout.server == 'vllm':
-        find_python()  # raises where there is none
+        find_python()  # raises if it is missing
     from areal_jax.app.workdir import holds_run  # here: it imports the report, which --help does not need
 
     if holds_run(workdir) != resume:
@@ -218,7 +218,7 @@ class _Roles:
         if controller in (ExitCode.FINISHED, ExitCode.NOTHING_TRAINED):
             return controller
         if not any(codes.values()):
-            return None  # a learner that was let go waits for nobody
+            return None  # a learner that was let go waits for no other process
         cause, is_final = find_cause(codes)
         now = time.monotonic()
         self._lost_s = self._lost_s or now

@@ -125,7 +125,7 @@ def call_in_file(source: str, function: str, purpose: str) -> object:
     """What a function of FILE returns, called without argument, or with ARGUMENT for FILE:ARGUMENT.
 
     Args:
-      purpose: what is said of the function where the file lacks it: 'which returns the config'.
+      purpose: describes the function if the file lacks it: 'which returns the config'.
 
     Raises CommandLineError that names the file and, where there is one, the line.
     """

@@ -111,7 +111,7 @@ class _Evaluation:
             undo.push(self)
             lock = files.DirectoryLock(workdir)
             self._parts.callback(lock.release)
-            self.workdir.require_usable()  # nobody else has begun meanwhile
+            self.workdir.require_usable()  # no other evaluation may have started meanwhile
             undo.callback(self.workdir.discard)
             check = interrupts.check if interrupts else lambda: None
             self._start = StartProgress(self.config.telemetry.progress, check=check)

@@ -168,7 +168,7 @@ def ignore_signals() -> None:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Does nothing: whoever reads the descriptor handles the signal."""
+    """Does nothing: the reader of the descriptor handles the signal."""
 
 
 def _leave_terminal() -> None:

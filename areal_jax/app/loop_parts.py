@@ -1,4 +1,4 @@
-"""What the run of the asynchronous loop needs of whoever has its learner and its engines. Nothing here imports jax.
+"""What the run of the asynchronous loop needs from the owner of its learner and engines. Nothing here imports jax.
 
 loop_run.py uses it; session.py and controller_run.py implement it.
 """

@@ -20,7 +20,7 @@ _STEP = re.compile(r'step_(\d{8,})(_\d+)?$')
 def choose_source(name: str) -> tuple[Source, str]:
     """(model.source, model.path) of RUN | CHECKPOINT | HF_DIR | GGUF, also of 'package:NAME/FILE'.
 
-    Raises ConfigError for a path that is none of them.
+    Raises ConfigError for any other path.
     """
     if name.startswith(PACKAGE):
         return 'gguf', name

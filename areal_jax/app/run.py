@@ -127,7 +127,7 @@ class Run(abc.ABC):
       resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
       overrides: the fields that the command line sets; one that the run does not use is refused.
-      interrupts: asks the run to stop; None = nobody does.
+      interrupts: asks the run to stop; None = it is never asked.
 
     Raises UserError for what the user can mend.
     """

@@ -75,8 +75,8 @@ def call_in_thread(function: Callable[[CallerInterrupts], _Result], name: str) -
     """Calls `function` in a new thread, waits until it has ended, and returns or raises what it does.
 
     A KeyboardInterrupt meanwhile is noted in the argument of `function`, and raised here when `function` returns or
-    raises KeyboardInterrupt. An exception comes without the frames of the run: whoever keeps it (a notebook does) would
-    keep the weights. The text of its traceback is added as a note, except to a UserError.
+    raises KeyboardInterrupt. An exception comes without the frames of the run: a program that keeps it (a notebook
+    does) would keep the weights. The text of its traceback is added as a note, except to a UserError.
     """
     interrupts = CallerInterrupts()
     outcome: concurrent.futures.Future[_Result] = concurrent.futures.Future()

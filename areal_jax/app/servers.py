@@ -241,7 +241,7 @@ def _find_reader(config: TrackedConfig, workdir: pathlib.Path) -> Callable[[], S
         return functools.partial(read_registry, workdir)
     entries = []
     for address in config.rollout.urls:
-        open_address(address)  # raises for what is none
+        open_address(address)  # raises for an invalid address
         kind, _, url = address.partition('+')
         entries.append(ServerEntry(address, 1, url.rstrip('/'), kind, 0))
     return lambda: entries

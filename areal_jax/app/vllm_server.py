@@ -112,7 +112,7 @@ def build_command(python: str, directory: pathlib.Path, port: int, values: flags
 
 
 def build_environment(given: Mapping[str, str]) -> Mapping[str, str]:
-    """What is set already wins; modules of this project are none of vLLM's."""
+    """Values that are set already win; vLLM must not import modules of this project."""
     kept = {name: value for name, value in given.items() if name not in ('PYTHONPATH', 'XLA_FLAGS')}
     return _ENVIRONMENT | kept
 

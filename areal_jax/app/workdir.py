@@ -46,7 +46,7 @@ _RESTORE = 'restore the file as the run wrote it, or start anew in another --wor
 
 
 def holds_run(workdir: pathlib.Path) -> bool:
-    """Whether a run has begun there, so that it can be resumed."""
+    """Whether a run has started there, so that it can be resumed."""
     return (workdir / CONFIG).exists()
 
 
@@ -186,7 +186,7 @@ def _holds_updates(workdir: pathlib.Path) -> bool:
 
 
 def _read_config(workdir: pathlib.Path) -> Values:
-    """By 'section.field'; empty where no run has begun."""
+    """By 'section.field'; empty if no run has started."""
     path = workdir / CONFIG
     return dict(flatten(files.read_json(path, _RESTORE))) if path.exists() else {}
 

@@ -17,7 +17,7 @@ class LocalNumpyHandler(type_handlers.NumpyHandler):
     """Writes the arrays in whichever process it runs.
 
     Orbax's own handler takes numpy arrays to be equal in all processes: only process 0 writes them, and the others
-    report nothing (orbax-checkpoint 0.12.8). The arrays are not copied, because nobody changes them meanwhile, and not
+    report nothing (orbax-checkpoint 0.12.8). The arrays are not copied, because nothing changes them meanwhile, and not
     compressed: float32 weights hardly shrink, and the CPU time is needed for decoding.
     """
 

@@ -69,7 +69,7 @@ class _IntactStep(NamedTuple):
 
 
 class CheckpointStore:
-    """Steps `step_00000012/` of `arrays/`, `run_state.json` and `contents.json` (what lies where, checksums).
+    """Steps `step_00000012/` of `arrays/`, `run_state.json` and `contents.json` (what is where, checksums).
 
     Every process writes its own shards below `arrays/`; the directory must be one that all of them see. A step appears
     under its name only when all of it is on the disk; a step saved again gets a suffix `_1`, `_2`. Calls block: on the
@@ -307,7 +307,7 @@ class CheckpointStore:
 def read_named(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of a step, of the newest step in a directory of steps, or of the newest of a workdir, by name.
 
-    Raises CheckpointError where there is none, or it is damaged.
+    Raises CheckpointError if it is missing or damaged.
     """
     given = pathlib.Path(directory).absolute()
     if (given / CONTENTS).is_file():

@@ -63,7 +63,7 @@ def _write_trees(directory: pathlib.Path, trees: Iterable[Mapping[str, np.ndarra
 
     handlers = [
         (np.ndarray, LocalNumpyHandler()),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, but without it orbax warns at every save
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # never used, but without it orbax warns at every save
     ]
     alone = _this_process_alone()
     handler = ocp.PyTreeCheckpointHandler(

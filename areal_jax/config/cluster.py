@@ -1,7 +1,7 @@
 """What `cluster.learner` and `cluster.engines` say: the mesh and the processes of the learner, and who decodes where.
 
 Parsed without jax, so that `config.validate` can refuse a layout before a device is touched; `sharding/allocation.py`
-then chooses the devices. `list_roles` says which processes a run has, for whoever starts them.
+then chooses the devices. `list_roles` says which processes a launcher starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORMER = {
 
 @dataclasses.dataclass(frozen=True)
 class LearnerLayout:
-    """The sizes of the learner's mesh, and over how many processes it lies."""
+    """The sizes of the learner's mesh, and over how many processes it is spread."""
 
     data: int = 1  # replicas
     fsdp: int = 1  # shards of parameters, optimizer state and batch rows

@@ -118,7 +118,7 @@ def find_edit(event: Event, before: Event | None) -> str:
     """What shows that a line was lost, added, moved or changed, as the end of a sentence; '' for nothing.
 
     Args:
-      before: the event of the line above; None = there is none.
+      before: the event of the line above; None = this is the first line.
     """
     due = before['seq'] + 1 if before else 0
     fields = cast(Mapping[str, object], event)

@@ -70,7 +70,7 @@ def follow(
         if listener is None:
             return False
         peer.relay_to = [listener.connect(address, _RELAY_S).connection for address in children]
-        if has_parent:  # executes what comes from there as if the leader had sent it
+        if has_parent:  # executes what the parent sends as if the leader had sent it
             peer.read_also(listener.accept(_RELAY_S).connection)
         return True
 

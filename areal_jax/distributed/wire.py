@@ -32,7 +32,7 @@ _MAGIC = b'areal-jax wire 1'
 _RELAYED = 1 << 63
 _RANDOM_BYTES, _DIGEST_BYTES = 32, hashlib.sha256().digest_size
 _PREFIX = struct.Struct(f'!QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s')
-_HANDSHAKE_S = 30.0  # for each step of a handshake: nobody who keeps silent holds a place for longer
+_HANDSHAKE_S = 30.0  # for each step of a handshake: a silent peer holds a place no longer
 _LEAST_WAIT_S = 1e-3
 _KEEPALIVE = {'TCP_KEEPIDLE': 10, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 6}  # a machine that is gone is noticed in 40 s
 

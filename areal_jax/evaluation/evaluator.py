@@ -79,7 +79,7 @@ class Evaluator:
     async def answer_all(self, phase: str, stop: Event, deliver: Deliver, most_open: int | None = None) -> bool:
         """Delivers each answer as soon as it is verified; False if `stop` came before the last.
 
-        The answers to a problem are begun one after the other, so engines share the prefill of its prompt.
+        The answers to a problem start one after the other, so engines share the prefill of its prompt.
 
         Args:
           phase: names the evaluation in the event log.

@@ -212,7 +212,7 @@ class SpmdLearner:
         """Negative log-likelihood of the generated tokens, at the temperature of training; changes nothing.
 
         Returns:
-          {'nll': nats per token, absent where there are none, 'tokens': their number}; independent of the packing.
+          {'nll': nats per token, absent if there are no tokens, 'tokens': their number}; independent of the packing.
 
         Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a likelihood that is no number.
         """

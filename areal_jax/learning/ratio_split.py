@@ -39,7 +39,7 @@ class Parts:
     mismatch: np.ndarray
     drift: np.ndarray  # of all updates together
     inside: np.ndarray
-    by_update: np.ndarray  # float64 [n - u_min, tokens], the term j of the sum; 0 where it is none of the token's
+    by_update: np.ndarray  # float64 [n - u_min, tokens], term j of the sum; 0 if the token has no such term
 
     @property
     def error(self) -> float:
@@ -143,7 +143,7 @@ def _collect(
             groups.append(TrajectoryGroup(group.draw, tuple(own)))
             trajectories += own
     places = np.flatnonzero((ids != PADDING) & np.isin(ids, wanted))
-    places = places[np.argsort(ids[places], kind='stable')]  # tokens of a trajectory stand in their order in a row
+    places = places[np.argsort(ids[places], kind='stable')]  # tokens of a trajectory are in order in a row
     generated = [trajectory.loss_mask for trajectory in trajectories]
     cut = lambda arrays, dtype: concatenate([a[m] for a, m in zip(arrays, generated, strict=True)], dtype)
     pick = lambda arrays, dtype: _flat(arrays, dtype)[places]

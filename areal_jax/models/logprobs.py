@@ -128,7 +128,7 @@ def rank_tokens(
         inside = (column >= 0) & (column < len(columns))
         found = jnp.take_along_axis(z, jnp.where(inside, column, 0)[:, None], axis=-1)[:, 0]
         own, places = jax.lax.top_k(z, min(most, len(columns)))
-        # what was found before stands first: of equal values top_k takes the first, so the smaller id
+        # earlier candidates come first: of equal values top_k takes the first, so the smaller id
         values, order = jax.lax.top_k(jnp.concatenate([values, own], axis=1), most)
         ids = jnp.take_along_axis(jnp.concatenate([ids, places + first], axis=1), order, axis=1)
         return new_top, total, jnp.where(inside, found, chosen), values, ids

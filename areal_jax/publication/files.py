@@ -113,7 +113,7 @@ class FilesChannel:
         try:
             manifest: dict[str, Mapping[str, object]] = {**self._parts.write(directory, version, copy)}
         finally:
-            written = [writer.written() for writer in self._writers]  # also then: nobody writes any more
+            written = [writer.written() for writer in self._writers]  # also on failure: then no thread writes any more
         for outcome in written:
             if isinstance(outcome, str):
                 raise PublicationError(outcome)

@@ -26,7 +26,7 @@ def version_path(directory: pathlib.Path, version: int) -> pathlib.Path:
 
 
 def parse_version(path: pathlib.Path) -> int | None:
-    """The version that the name of a directory stands for; None for any other name."""
+    """The version in the name of a directory; None for any other name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 

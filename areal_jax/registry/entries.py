@@ -40,7 +40,7 @@ class Entry:
     name: str  # 'engine-3'
     incarnation: int  # counts the holders of the name, from 1
     token: str  # random, eight hexadecimal digits
-    address: str = ''  # 'http://host:port', 'host:port'; '' = nobody calls it
+    address: str = ''  # 'http://host:port', 'host:port'; '' = takes no calls
     kind: str = ''  # of an engine: which client speaks to it
     role: str = ''  # with `index`, where it is one process of a run in roles
     index: int | None = None
@@ -69,9 +69,9 @@ class FencedError(UserError):
 
 
 class Registration:
-    """The entry of this process, which takes the name from whoever had it.
+    """The entry of this process, which takes the name from its earlier holder.
 
-    Raises UserError for a name that is none of a file, FencedError where another process took it at the same time.
+    Raises UserError for a name that no file can have, FencedError if another process took it at the same time.
     """
 
     def __init__(self, workdir: pathlib.Path, entry: Entry):
@@ -167,7 +167,7 @@ def list_orders(directory: pathlib.Path) -> dict[str, list[Order]]:
 
 
 def read_entry(path: pathlib.Path) -> Entry | None:
-    """The entry in a file; None for one that is gone, that is not whole, or that another process's name stands in.
+    """The entry in a file; None if it is gone, incomplete, or holds another process's name.
 
     Unknown fields are ignored.
     """

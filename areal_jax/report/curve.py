@@ -71,7 +71,7 @@ def evaluation_lane_share(events: Sequence[Event]) -> float | None:
 
 
 def evaluation_cache_bytes(events: Sequence[Event]) -> int | None:
-    """Bytes of the slots that the engines have for evaluation, KV cache included; None where there are none."""
+    """Bytes of the slots that the engines have for evaluation, KV cache included; None = no such slots."""
     by_engine = {event['engine']: event['bytes'] for event in events if event['kind'] == 'evaluation_slots'}
     return sum(by_engine.values()) if by_engine else None
 

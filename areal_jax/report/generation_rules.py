@@ -106,7 +106,7 @@ class GenerationRules:
         yield from self._compare(dispatch)
 
     def _settle(self, answer: Answer, tokens: int) -> Iterator[str]:
-        """The answer got so many tokens of its last dispatch; 0 = none, or nobody knows."""
+        """The answer got so many tokens of its last dispatch; 0 = none, or unknown."""
         dispatch, answer.last = answer.last, None
         assert dispatch is not None
         dispatch.open -= 1

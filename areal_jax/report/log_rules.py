@@ -48,7 +48,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
-        """From a resolved config, nested by section; raises KeyError or TypeError for what is none."""
+        """From a resolved config, nested by section; raises KeyError or TypeError for any other mapping."""
         schedule, batch = config['staleness']['schedule'], int(config['learner']['groups_per_update'])
         rollout = config['rollout']
         delay = _DELAY.fullmatch(schedule)

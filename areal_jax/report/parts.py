@@ -21,7 +21,7 @@ from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A paragraph; `code` stands between backticks."""
+    """A paragraph; code is between backticks."""
 
     text: str
 

@@ -57,7 +57,7 @@ def mean_interval(scores: Sequence[float]) -> Interval:
 
 
 def score_interval(clusters: Sequence[Sequence[float]]) -> Interval:
-    """`clustered_share_interval` where every score lies in [0, 1], else `cluster_interval`, as for penalties below 0.
+    """`clustered_share_interval` if every score is in [0, 1], else `cluster_interval`, as for penalties below 0.
 
     Raises:
         ValueError: no scores.

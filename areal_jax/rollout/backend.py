@@ -39,7 +39,7 @@ class PrefillPiece:
 
     tokens: np.ndarray  # int32 [n], n >= 1
     start: int  # position of the first; the cache holds those before it
-    blocks: Sequence[int]  # position p lies in blocks[p // block_tokens]; they hold start + n positions or more
+    blocks: Sequence[int]  # position p is in blocks[p // block_tokens]; they hold start + n positions or more
 
     @property
     def span(self) -> Span:

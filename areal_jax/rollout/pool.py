@@ -90,7 +90,7 @@ class Pool:
             for entry in ledger.entries():
                 if version in (None, entry.version):
                     self._engines[entry.engine].cancel(entry.request_id)
-                    ledger.close(entry)  # also where nobody iterates any more
+                    ledger.close(entry)  # also if the iteration was abandoned
 
     async def load_weights(self, published: PublishedWeights) -> float:
         """All engines fetch at the same time; each swaps as soon as its weights are there."""

@@ -1,7 +1,7 @@
 """One set of decoding slots: the requests in and before them, their KV cache, and the dispatches that serve them.
 
 LocalEngine has a stream for training, and pinned.py one for evaluation beside it. A stream runs one dispatch at a time;
-scheduler.py plans it, and with which weights it runs is said by the owner of the stream.
+scheduler.py plans it, and the owner of the stream chooses its weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LogprobError(UserError, ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class LogprobFailure:
-    """What an engine does where a log-prob is none that a policy can have."""
+    """What an engine does with a log-prob that no policy can have."""
 
     ends_run: bool  # else the request fails alone
     fix: str  # what the error advises
@@ -76,7 +76,7 @@ class StreamTotals:
 
     decoded_tokens: int = 0
     decoded_s: float = 0.0
-    prefilled_tokens: int = 0  # of answers that had not begun
+    prefilled_tokens: int = 0  # of answers without tokens
     prefilled_s: float = 0.0
     rebuilt_tokens: int = 0  # of interrupted or preempted answers and their prompts, computed again
     rebuilt_s: float = 0.0

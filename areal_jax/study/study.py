@@ -146,7 +146,7 @@ class Study:
         return runner.is_stopping
 
     def _require_same(self) -> None:
-        """Raises ConfigError where the directory holds anything but this study, begun or not; writes nothing."""
+        """Raises ConfigError where the directory holds anything but this study, started or not; writes nothing."""
         path, another = self._workdir / RECORD, 'give another --workdir'
         if not path.exists():
             there = [entry.name for entry in self._workdir.iterdir()] if self._workdir.is_dir() else []

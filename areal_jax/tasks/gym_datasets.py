@@ -70,7 +70,7 @@ def list_problems(datasets: Sequence[DatasetName], size: int) -> list[Problem]:
 
 
 def extract_answer(text: str) -> str:
-    """What stands between the last <answer> and </answer>, or the whole text; without blanks around it."""
+    """The text between the last <answer> and </answer>, or the whole text; without blanks around it."""
     tagged = _TAGGED.findall(text)
     return (tagged[-1] if tagged else text).strip()
 

@@ -18,6 +18,6 @@ def range_label(number: int) -> str:
 
 
 def first_age(label: str) -> int:
-    """The lowest age of a range, by which ranges are sorted; 0 for a text that is none."""
+    """The lowest age of a range, by which ranges are sorted; 0 for any other text."""
     first = label.split('-')[0]
     return int(first) if first.isdecimal() else 0

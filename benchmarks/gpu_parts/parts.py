@@ -123,7 +123,7 @@ def _has_members(group: int) -> bool:
 
 
 def _read(path: pathlib.Path) -> tuple[Any, str | None]:
-    """(numbers, None), or (None, why there are none)."""
+    """(numbers, None), or (None, the reason)."""
     try:
         return json.loads(path.read_text()), None
     except (OSError, ValueError) as error:

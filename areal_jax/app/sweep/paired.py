@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.report.statistics import CONFIDENCE, cluster_interval
 
-LEAST_R = 0.3  # below it, pairing is said to buy nothing
+LEAST_R = 0.3  # below it, the page says that pairing buys nothing
 BOOTSTRAP_SEEDS = 5  # with fewer, a bootstrap interval is hardly more than the range of the differences
 _RESAMPLES = 9999
 _SAME = 1 - 1e-12  # from here on, differences are equal but for rounding

@@ -40,7 +40,7 @@ class _Rows:
     """What a step changes.
 
     A row that has ended is computed along with the others until the dispatch ends, and its position grows: so the rows
-    stay in the descending order of their positions. It writes to the padding block, and nobody reads its results. The
+    stay in the descending order of their positions. It writes to the padding block, and its results are never read. The
     native attention needs no order of the rows, and reads nothing for one that has ended.
     """
 

@@ -1,7 +1,7 @@
 """Prefill: keys and values of pieces of sequences, packed into one row.
 
 The host packs pieces into a declared bucket (`pack_pieces`); `prefill_pieces` is traced once for each bucket. Matrix
-products run over the C tokens of the bucket, which stand end to end. With attention in C++ every token reads the cache
+products run over the C tokens of the bucket, which are concatenated. With attention in C++ every token reads the cache
 in place, as in decoding. Elsewhere the learner's attention runs over a row with places for the tokens in which every
 piece starts at a tile of the kernel, so that its result does not depend on the others. Before the places the row has
 what the cache holds of the pieces' sequences, the prior:

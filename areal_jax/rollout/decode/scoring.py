@@ -1,6 +1,6 @@
 """The compiled passes that score sequences: packed as for a prefill, through the decoder, to log-probs.
 
-Sequences stand end to end in one row, as in prefill.py, and each reads its own tokens alone: its numbers do not depend
+Sequences are concatenated in one row, as in prefill.py, and each reads its own tokens alone: its numbers do not depend
 on the others, bit for bit where attention runs in C++, else to rounding. Their keys and values live in a scratch cache
 inside the program, one layer at a time. Only tokens that predict a scored one reach the head, whose logits exist for a
 part of the vocabulary at a time. A program is declared for each row of SIZES that the context allows, and for one

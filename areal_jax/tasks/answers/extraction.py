@@ -21,7 +21,7 @@ def final_text(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> Iterator[str]:
-    r"""What stands in the last \boxed{}, after the last '####', after the last 'answer is' or 'answer:', in this order.
+    r"""The text in the last \boxed{}, after the last '####', after the last 'answer is' or 'answer:', in this order.
 
     Each reaches to the end of its line but for a box, which ends at its brace. Empty ones are left out.
     """

@@ -47,7 +47,7 @@ def read_gold(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The number that an answer comes to, '-7/2' or '36'; the text itself where there is none."""
+    """The number that an answer comes to, '-7/2' or '36'; the text itself if there is none."""
     return _normal_form(read_answer(text)) or text
 
 

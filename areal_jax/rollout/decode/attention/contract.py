@@ -40,7 +40,7 @@ class CacheAttention(Protocol):
 
         Args:
           q: [B, H, D].
-          tables: int32 [B, M]; position p of row b lies in block tables[b, p // T].
+          tables: int32 [B, M]; position p of row b is in block tables[b, p // T].
           lengths: int32 [B], descending; 0 = a row of padding, for which any finite result is right.
           window: number of last positions that are seen; None = all.
 

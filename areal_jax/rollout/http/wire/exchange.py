@@ -104,7 +104,7 @@ class Call:
     sample: int = 0  # of the first answer
 
     def prompt_start(self, answer: int) -> int:
-        """Of the list of log-probs of an answer's prompt; the length of the prompt where there is none."""
+        """Of the list of log-probs of an answer's prompt; without a list, the length of the prompt."""
         prompt = answer // self.n
         start = self.prompt_starts[prompt] if self.prompt_starts else -1
         length = len(self.prompts[prompt])
