@@ -33,7 +33,7 @@ class Prompt:
     draw: int  # number of the draw, unique for ever; the lowest is served first
     tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
     task: str  # name of the task that verifies the answer
-    problem: Mapping[str, Any]  # JSON-able: whatever the task's verifier needs beside the answer
+    problem: Mapping[str, Any]  # JSON-able: whatever the task's verifier needs besides the answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Work:
     amount: float = 1.0  # in the unit of the kind: tokens, steps, bytes, calls
     detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # goes into the event log as it is
     in_background: bool = False  # under the virtual clock it runs beside the lane's other work, not between it
-    # what its price may depend on beside the amount; not logged: events of decoding and prefilling say the same
+    # what its price may depend on besides the amount; not logged: events of decoding and prefilling say the same
     size: Mapping[str, float] = dataclasses.field(default_factory=dict)
     recorded: bool = False  # of a call whose result is JSON: the real clock logs it, for a replay
 

@@ -69,7 +69,7 @@ class Measured:
     """What a controller and a publication cost, on this machine; in seconds of one core."""
 
     answer_s: float
-    piece_s: float  # of an answer, beside its tokens
+    piece_s: float  # of an answer, besides its tokens
     token_s: float
     question_s: float
     entry_s: float  # of the registry, in a look

@@ -204,7 +204,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def kept_rows(options: argparse.Namespace) -> list[Row]:
-    """With --keep, what the report has beside the rows that are measured now; raises UserError for another commit's."""
+    """With --keep, what the report has besides the rows measured now; raises UserError for another commit's."""
     if not (options.keep and options.out and options.out.exists()):
         return []
     earlier = json.loads(options.out.read_text())

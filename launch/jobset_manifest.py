@@ -60,7 +60,7 @@ class Image:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All that a JobSet has beside the run itself."""
+    """All that a JobSet has besides the run itself."""
 
     name: str
     image: Image

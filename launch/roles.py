@@ -72,7 +72,7 @@ def plan_roles(
     """The commands of all roles.
 
     Args:
-      words: of the command line of main_role, beside those that say which role.
+      words: of the command line of main_role, besides those that say which role.
       environment: of this process; its XLA_FLAGS are extended. Virtual devices exist where jax computes on the CPU.
       gpus: of this machine, which the processes share out; see gpus.py.
 

@@ -44,7 +44,7 @@ class CommandLineError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """What a command was asked to do, beside its own flags."""
+    """What a command was asked to do, besides its own flags."""
 
     config: config_dict.ConfigDict  # of the file, overrides applied, valid
     source: str  # FILE or FILE:ARGUMENT: as given, or package:configs/tiny_cpu.py for the name tiny_cpu

@@ -177,7 +177,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def _run(self) -> bool:
-        """Makes all updates (True), or those up to a requested stop, which is saved (False)."""
+        """Makes all updates (True), or the updates up to a requested stop, which is saved (False)."""
 
     @abc.abstractmethod
     def _report(self) -> tuple[Report, Tree]:

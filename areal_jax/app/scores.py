@@ -56,7 +56,7 @@ class Scores:
 
 
 def evaluation_row(scores: EvaluationScores | None, version: int) -> dict[str, float]:
-    """The scores of a version as metrics, under the names of those measured beside training; none without scores."""
+    """The scores of a version as metrics, under the names of evaluation beside training; none without scores."""
     if scores is None:
         return {}
     row: dict[str, float] = {names.EVALUATION_VERSION: version, names.GREEDY_ACCURACY: mean_greedy(scores)}

@@ -100,7 +100,7 @@ def find_python() -> str:
 
 
 def build_command(python: str, directory: pathlib.Path, port: int, values: flags.FlagValues) -> list[str]:
-    """Log-probs are those after the temperature, and requests and replies are token ids."""
+    """Log-probs are taken after the temperature; requests and replies are token ids."""
     return [
         *(python, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(directory), '--served-model-name', 'm'),
         *('--dtype', values.dtype, '--max-model-len', str(values.context_tokens)),

@@ -19,7 +19,7 @@ from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 FORMAT = 3
 _NUMBER = (int, float)
 
-# what a run state must have beside 'format'; further keys are carried as they are
+# what a run state must have besides 'format'; further keys are carried as they are
 SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'version': int,  # updates trained
     'clock_s': _NUMBER,

@@ -40,7 +40,7 @@ CONTENTS = 'contents.json'
 DIRECTORY = 'checkpoints'  # of a workdir: holds the steps
 _ARRAYS, _RUN_STATE = 'arrays', 'run_state.json'
 _OVERHEAD_BYTES = 1 << 20  # more than orbax's own metadata of a step takes
-_ROOM = 1.2  # checkpoints that must fit on the disk beside those that are kept; with less room only the newest stays
+_ROOM = 1.2  # checkpoints that must fit on the disk besides those that are kept; with less room only the newest stays
 
 
 class Follower(Protocol):
@@ -174,8 +174,8 @@ class CheckpointStore:
     def read_latest(self, part: str) -> tuple[pathlib.Path, Any]:
         """(directory, arrays) of the newest step of which `part` is intact, 'params' for instance; see `restore`.
 
-        For those who read the checkpoints of another run: a newer step that is damaged is named on stderr, and nothing
-        is changed on the disk.
+        For reading the checkpoints of another run: a newer step that is damaged is named on stderr, and nothing is
+        changed on the disk.
 
         Raises CheckpointError where there is no step, or none that is intact.
         """

@@ -22,7 +22,7 @@ _T = TypeVar('_T')
 
 
 def write_trees(directory: pathlib.Path, trees: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Writes each {key: array} to `directory/0000`, `directory/0001`, ...; takes no memory beside the arrays.
+    """Writes each {key: array} to `directory/0000`, `directory/0001`, ...; takes no memory besides the arrays.
 
     Of `trees` no more than two are held at a time, so that an iterator may let them go.
     """

@@ -92,7 +92,7 @@ class EnginesLayout:
 
     @property
     def devices(self) -> int:
-        """Devices beside the learner's."""
+        """Devices besides the learner's."""
         return 0 if self.shared else self.count * self.tensor
 
     def __str__(self) -> str:

@@ -80,7 +80,7 @@ class VersionRing:
         return self.weights(self.version_for(generated_update))
 
     def earlier(self) -> list[PublishedWeights]:
-        """All versions held but the newest, ascending: what a checkpoint needs beside the learner's weights."""
+        """All versions held but the newest, ascending: what a checkpoint needs besides the learner's weights."""
         return [self._weights[version] for version in sorted(self._weights)[:-1]]
 
 

@@ -53,7 +53,7 @@ def lead_attempt(workdir: pathlib.Path, own: Entry, count: int, host: str, deadl
       own: the entry of this process.
       host: the address of this machine at which the others reach it.
 
-    Raises LostPeerError that names those who have not come within the deadline.
+    Raises LostPeerError that names the processes that have not come within the deadline.
     """
     before = read_attempt(workdir)
     number = 1 if before is None else before.number + 1

@@ -162,7 +162,7 @@ class RemotePartWriter:
 
 
 class _Request:
-    """One command beside the others, whose failure is told in a sentence."""
+    """One command, concurrent with the others; a failure is reported in one sentence."""
 
     def __init__(self, peers: Peers, index: int):
         self._peers, self._index = peers, index

@@ -132,7 +132,7 @@ def too_large(size: int, limit: int) -> str:
 
 
 def send_all(connections: Sequence[Connection], frame: Frame, deadline_s: float) -> dict[int, str]:
-    """Sends one frame to all at the same time; returns what became of those, by index, that it did not reach.
+    """Sends one frame to all at the same time; returns the reason, by index, for each one that it did not reach.
 
     Raises WireError, with nothing sent, for a frame above the limit.
     """

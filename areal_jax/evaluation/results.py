@@ -32,7 +32,7 @@ class Scores(TypedDict):
     """What answers come to, as `Tally.scores` returns it."""
 
     problems: int
-    samples: int  # of each problem, beside the greedy answer
+    samples: int  # of each problem, besides the greedy answer
     metrics: dict[str, Metric]  # 'greedy', 'avg@4', 'pass@1', 'maj@4', ...
     interval: dict[str, str | int | float]  # how low and high were made
     labels: dict[str, int]  # answers by label of the verdict

@@ -1,4 +1,4 @@
-"""What an update reports of its data beside the loss: rewards, ages of tokens, mismatch. numpy only.
+"""What an update reports of its data besides the loss: rewards, ages of tokens, mismatch. numpy only.
 
 A metric that is not defined (the mean over no tokens) is absent.
 """

@@ -34,7 +34,7 @@ class NextTokenForm:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One trajectory with what the loss needs beside its tokens."""
+    """One trajectory with what the loss needs besides its tokens."""
 
     form: NextTokenForm
     prompt_tokens: int

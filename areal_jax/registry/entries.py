@@ -5,8 +5,8 @@
 Each start writes a file of its own under a name that it does not share, so nothing is ever replaced by another process
 and no lock is needed. The incarnation is one more than the highest there is; two processes that start at the same time
 may count alike, and then the larger token wins. The highest (incarnation, token) of a name is its holder: every reader
-comes to the same one, and it never goes back. A holder removes the files of those before it, which is how they learn
-that they have lost the name. The time of change of the file is the heartbeat.
+comes to the same one, and it never goes back. A holder removes the files of earlier holders, which learn from this that
+they have lost the name. The time of change of the file is the heartbeat.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Registration:
         self.remove_earlier()
 
     def remove_earlier(self) -> None:
-        """Tells those before that they have lost the name. Raises FencedError where this process has lost it."""
+        """Tells earlier holders that they have lost the name. Raises FencedError where this process has lost it."""
         for order in list_orders(self._directory).get(self.entry.name, []):
             if order < self.entry.order:
                 file_of(self._directory, self.entry.name, order).unlink(missing_ok=True)

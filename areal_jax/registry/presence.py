@@ -58,7 +58,7 @@ def await_living(
       what: of whom a process that waits says that it does: 'learner 0 of attempt 2'.
       fix: what to do where they do not come.
 
-    Raises LostPeerError that names those who have not come within the deadline.
+    Raises LostPeerError that names the processes that have not come within the deadline.
     """
     presence, began = Presence(workdir), time.monotonic()
     reported = began

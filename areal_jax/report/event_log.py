@@ -32,7 +32,7 @@ def parse_events(content: bytes, name: str) -> list[Event]:
 
 
 def outside_evaluation(events: Iterable[Event]) -> Iterator[Event]:
-    """The events of training: those not between `evaluate` start and done, in the order of the log."""
+    """The events of training, not between `evaluate` start and done, in the order of the log."""
     evaluating = False
     for event in events:
         if event['kind'] == 'evaluate':

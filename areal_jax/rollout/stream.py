@@ -315,7 +315,7 @@ class DecodeStream:
 
 
 def _seen_positions(span: Span) -> int:
-    """Over the tokens of the span: itself and those before it."""
+    """Over the tokens of the span: each token and the tokens before it."""
     return (span.stop - span.start) * (span.start + 1 + span.stop) // 2
 
 

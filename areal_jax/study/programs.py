@@ -1,4 +1,4 @@
-"""What a study runs as processes beside single runs: programs of many arms, and the scoring of runs.
+"""What a study runs as processes besides single runs: programs of many arms, and the scoring of runs.
 
 A job has a directory of its own with the list of its arms, which the process reads. Nothing here imports jax.
 """

@@ -67,7 +67,7 @@ def select(records: Iterable[Record], **wanted: object) -> list[Record]:
 
 
 def by_seed(records: Iterable[Record], read: Callable[[Record], float | None]) -> dict[int, float]:
-    """One number of each record by its seed; those without one are left out."""
+    """One number of each record by its seed; records without it are left out."""
     found = {record.factors.seed: read(record) for record in records}
     return {seed: value for seed, value in found.items() if value is not None}
 

@@ -39,7 +39,7 @@ _Array = TypeVar('_Array', np.ndarray, jax.Array)
 
 
 class PackedPieces(NamedTuple, Generic[_Array]):
-    """What a prefill reads beside weights and cache. C tokens, A places and R prior positions of the row; int32."""
+    """What a prefill reads besides weights and cache. C tokens, A places and R prior positions of the row; int32."""
 
     tokens: _Array  # [C]
     positions: _Array  # [C], in the sequence

@@ -27,7 +27,7 @@ from areal_jax.rollout.decode.weights import PreparedWeights
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores, Tree
 
-SIZES = (256, 1024)  # tokens of rows, beside the context; several sequences share a row of the largest at most
+SIZES = (256, 1024)  # tokens of rows, besides the context; several sequences share a row of the largest at most
 _BLOCK_TOKENS = 16  # of the scratch cache: a sequence begins at a block
 _KINDS = (1, MOST_ALTERNATIVES)
 
@@ -40,7 +40,7 @@ class Program(NamedTuple):
 
 
 class ScoredPlaces(NamedTuple):
-    """Which tokens of a row predict scored ones, int32 [C]; those from `wanted` on are padding."""
+    """Which tokens of a row predict scored ones, int32 [C]; from `wanted` on it is padding."""
 
     sources: np.ndarray
     targets: np.ndarray

@@ -29,7 +29,7 @@ from areal_jax.rollout.http.server.texts import Texts
 _BACKLOG = 1024  # connections that wait to be accepted
 _SHUTDOWN_S = 5.0  # for open connections at the end
 _START_S = 30.0
-_REQUESTS_PER_CONNECTION = 0.75  # open answers: the other connections are for those who ask how the server is
+_REQUESTS_PER_CONNECTION = 0.75  # open answers: the other connections are for health checks
 
 
 @dataclasses.dataclass(frozen=True)

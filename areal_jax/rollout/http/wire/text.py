@@ -77,7 +77,7 @@ class AnswerText:
 
 
 def _whole(text: str) -> int:
-    """Characters before those at the end that more tokens may complete."""
+    """Characters of the text, without an end that more tokens may complete."""
     end = len(text)
     while end > len(text) - _PARTS and text[:end].endswith(_UNFINISHED):
         end -= 1
