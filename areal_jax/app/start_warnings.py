@@ -10,7 +10,7 @@ import jax
 from ml_collections import config_dict
 
 _DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
-_BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log.md
+_BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log/
 
 
 def print_warnings(config: config_dict.ConfigDict) -> None:
