@@ -43,6 +43,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.garbage import space_full_collections
     from areal_jax.app.memory import return_freed_memory
+    from areal_jax.config.kinds import SERVER, find_server, resolve
 
     return_freed_memory()  # before jax is imported
     space_full_collections()
@@ -60,7 +61,10 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
         has_finished = serve_exports(command.config, process, interrupts)
         return ExitCode.FINISHED if has_finished else code_of_stopped_server()
-    return _serve(command, process, interrupts)
+    launch = find_server(command.config.rollout.server).launch
+    assert launch is not None  # require_role
+    code: int = resolve(launch.serve, SERVER)(command.config, process, interrupts)
+    return code
 
 
 def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
@@ -81,36 +85,6 @@ def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts)
         return ExitCode.STOPPED
     print(f'report: {process.workdir}/report.html', flush=True)
     return judge_training(report)
-
-
-def _serve(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
-    from areal_jax.app.extras import API_KEY, require_serving
-    from areal_jax.app.roles import await_controller, keep_name
-
-    config = command.config
-    if config.rollout.server == 'vllm':
-        from areal_jax.app.vllm_server import describe_command
-
-        await_controller(process, config, config.distributed.command_deadline_s)
-        program = describe_command(config, process.workdir, process.name, index=process.index, host=process.host)
-        os.execv(program[0], program)
-    require_serving()
-    with keep_name(process, config) as heartbeat:  # shows the launcher that this process is alive
-        await_controller(process, config, config.distributed.command_deadline_s)
-
-        from areal_jax.app.serve import serve_model
-        from areal_jax.native.blocks import keep_blocks
-        from areal_jax.rollout.http.server.thread import bind
-
-        keep_blocks()
-        serve_model(
-            config,
-            bind(process.host, 0),
-            api_key=os.environ.get(API_KEY, ''),
-            interrupts=interrupts,
-            heartbeat=heartbeat,
-        )
-    return code_of_stopped_server()
 
 
 def _parse_process(values: flags.FlagValues) -> RoleProcess:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from ml_collections import config_dict
 
-from areal_jax.config.cluster import ENGINES, LEARNER, STARTED_SERVERS, parse_engines, parse_learner
+from areal_jax.config.cluster import ENGINES, LEARNER, parse_engines, parse_learner
+from areal_jax.config.kinds import find_server
 from areal_jax.config.ranges import ConfigError
 
 VISIBLE = 'CUDA_VISIBLE_DEVICES'
@@ -47,7 +48,7 @@ def share_gpus(config: config_dict.ConfigDict, gpus: Sequence[str]) -> dict[str,
     if not gpus:
         return {}
     learner, engines = parse_learner(config.cluster.learner), parse_engines(config.cluster.engines)
-    has_engines = config.rollout.server in STARTED_SERVERS
+    has_engines = find_server(config.rollout.server).launch is not None
     own = engines.devices if has_engines else 0
     if learner.devices + own > len(gpus):
         beside = f' and {ENGINES}={str(engines)!r} needs {own}' if own else ''

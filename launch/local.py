@@ -7,7 +7,6 @@ If this process is killed, all others end.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -20,12 +19,12 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.app.command_line import parse_train_command
 from areal_jax.app.ending import RESUME, end_command
-from areal_jax.app.vllm_server import describe_command as describe_vllm
-from areal_jax.app.vllm_server import find_python
+from areal_jax.app.own_server import SERVERS
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
 from areal_jax.commands.help import answer
-from areal_jax.config import default_config, flatten, validate
-from areal_jax.config.cluster import ENGINES, has_roles, parse_engines
+from areal_jax.config import validate
+from areal_jax.config.cluster import has_roles, parse_engines
+from areal_jax.config.kinds import SERVER, Launch, find_server, name_launched, resolve
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry.self_test import require_path
@@ -36,22 +35,7 @@ from .programs import Server, Variables, describe_command
 from .roles import run_roles
 from .supervisor import run_together
 
-TRAINER, SERVER = 'areal_jax.main_train', 'areal_jax.main_serve'
-_STARTED = ('own', 'vllm')
-SERVERS = 'servers'  # in the workdir: config and output of the servers
-_CONFIG = 'config.py'
-_CONFIG_FILE = '''"""The config of the servers of this run, written by launch.local at every start."""
-
-from areal_jax.config import default_config
-
-inf = float('inf')
-
-
-def get_config():
-    config = default_config()
-    config.update_from_flattened_dict({values!r})
-    return config
-'''
+TRAINER = 'areal_jax.main_train'
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,23 +59,29 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.FINISHED
     lock = files.DirectoryLock(workdir / SERVERS)
     try:
-        if config.rollout.server == 'own':
-            write_config(config, workdir / SERVERS / _CONFIG)
+        if prepare := _find_launch(config).prepare:
+            resolve(prepare, SERVER)(config, workdir)
         return run_together(trainer, plan_servers(config, workdir, visible), Heartbeats(workdir), variables)
     finally:
         lock.release()
 
 
 def require_startable(config: config_dict.ConfigDict) -> None:
-    """Raises ConfigError for a run that one trainer and servers of this machine cannot make."""
-    if config.rollout.server not in _STARTED:
+    """Raises UserError for a run that one trainer and servers of this machine cannot make."""
+    launch = _find_launch(config)
+    validate(config)
+    if launch.require:
+        resolve(launch.require, SERVER)()
+
+
+def _find_launch(config: config_dict.ConfigDict) -> Launch:
+    kind = find_server(config.rollout.server)
+    if kind.launch is None:
         raise ConfigError(
             f'rollout.server={config.rollout.server!r}: launch.local starts servers of this project or vLLM; use '
-            "rollout.server='own' or 'vllm', or start the trainer alone with python -m areal_jax.main_train"
+            f'rollout.server={name_launched()}, or start the trainer alone with python -m areal_jax.main_train'
         )
-    validate(config)
-    if config.rollout.server == 'vllm':
-        find_python()  # raises if it is missing
+    return kind.launch
 
 
 def plan_servers(
@@ -99,43 +89,18 @@ def plan_servers(
 ) -> list[Server]:
     """One server for each of cluster.engines; `variables` are added to the environment of 'engine-0' and so on."""
     directory = workdir / SERVERS
-    command = _plan_own(workdir) if config.rollout.server == 'own' else _plan_vllm(config, workdir)
+    launch = _find_launch(config)
+    command = resolve(launch.plan, SERVER)(config, workdir)
     return [
         Server(
             str(number),
             [sys.executable, '-m', *command, f'--name={number}'],
             functools.partial(pathlib.Path, directory, f'{number}.log'),
             variables.get(f'engine-{number}', {}),
-            registers=config.rollout.server == 'own',
+            registers=launch.registers_at_start,
         )
         for number in range(parse_engines(config.cluster.engines).count)
     ]
-
-
-def _plan_own(workdir: pathlib.Path) -> list[str]:
-    """Servers of this project start from the model of the config.
-
-    They get a config file of their own and no overrides: they would refuse those that only a trainer reads.
-    """
-    return [SERVER, f'--config={workdir / SERVERS / _CONFIG}', '--port=0', f'--workdir={workdir}']
-
-
-def write_config(config: config_dict.ConfigDict, path: pathlib.Path) -> None:
-    """The config file of the servers, each of which is one engine."""
-    default = dict(flatten(default_config()))
-    values = {
-        path: value
-        for path, value in flatten(config.copy_and_resolve_references())
-        if path not in default or value != default[path]
-    }
-    values[ENGINES] = str(dataclasses.replace(parse_engines(config.cluster.engines), count=1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, _CONFIG_FILE.format(values=values))
-
-
-def _plan_vllm(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
-    """vLLM starts from a version that the trainer has published."""
-    return [word for word in describe_vllm(config, workdir, '')[2:] if word != '--name=']
 
 
 def _define_flags() -> flags.FlagValues:

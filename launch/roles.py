@@ -21,8 +21,8 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.app.interrupt import Wakeups
 from areal_jax.app.roles import require_roles
-from areal_jax.app.vllm_server import find_python
 from areal_jax.config.cluster import list_roles
+from areal_jax.config.kinds import SERVER, find_server, resolve
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry.self_test import require_usable
@@ -78,7 +78,7 @@ def plan_roles(
 
     Raises ConfigError where they need more GPUs than there are.
     """
-    shared = share_gpus(config, gpus)
+    shared, launch = share_gpus(config, gpus), find_server(config.rollout.server).launch
     given = re.sub(rf'--{_HOST_DEVICES}=\d+ ?', '', (environment or {}).get('XLA_FLAGS', '')).strip()
     planned = []
     for entry in list_roles(config):
@@ -89,7 +89,7 @@ def plan_roles(
             variables = {'XLA_FLAGS': flags} if entry.devices and not gpus else {}
             if visible := shared.get(f'{entry.role}-{index}'):
                 variables = {VISIBLE: visible}
-            registers = entry.role != 'engine' or config.rollout.server == 'own'
+            registers = entry.role != 'engine' or (launch is not None and launch.registers_at_start)
             planned.append(RoleCommand(entry.role, index, command, variables, registers))
     return planned
 
@@ -112,8 +112,9 @@ def run_roles(
     if dry_run:
         print(*(describe_command(role.command, role.variables) for role in planned), sep='\n')
         return ExitCode.FINISHED
-    if config.rollout.server == 'vllm':
-        find_python()  # raises if it is missing
+    launch = find_server(config.rollout.server).launch
+    if launch and launch.require:
+        resolve(launch.require, SERVER)()
     from areal_jax.app.workdir import holds_run  # here: it imports the report, which --help does not need
 
     if holds_run(workdir) != resume:

@@ -96,7 +96,7 @@ MUTATIONS = [
     ),
     Mutation(
         'go on writing in a block that others read',
-        'areal_jax/rollout/cache_table.py',
+        'areal_jax/rollout/blocks.py',
         '        return self.prefix.tail, self.own[0]',
         '        self.own[0] = self.blocks[len(self.prefix.whole)] = self.prefix.tail\n        return None',
         'tests/rollout/test_scheduler.py',

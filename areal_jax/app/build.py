@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.kinds import find_channel, find_server
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
@@ -51,7 +52,7 @@ def build_allocation(config: TrackedConfig) -> Allocation:
 
 def uses_servers(config: TrackedConfig) -> bool:
     """Whether answers come from other processes."""
-    return config.rollout.server != 'in_process'
+    return not find_server(config.rollout.server).in_process
 
 
 def build_lora(config: TrackedConfig) -> Lora | None:
@@ -111,7 +112,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         strategy=config.cluster.strategy,
         dtype=learner.dtype,
         publish_dtype=policy.publication.dtype,
-        publishes_files=not supervised and config.publication.channel == 'files',
+        publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
         loss_scale=learner.loss_scale,
         objective=loss.objective,
         advantage=policy.loss.advantage,

@@ -1,17 +1,15 @@
-"""Builds the engines of a run, their decode backends, and the channel that brings them weights."""
+"""Builds the engines of a run and their decode backends."""
 
 from __future__ import annotations
 
 import functools
-import pathlib
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from areal_jax.app.build import count_cache_blocks, cuts_softmax
-from areal_jax.app.export import build_companions, separates_head
-from areal_jax.app.model import Model
+from areal_jax.app.channels import PlacedChannel
 from areal_jax.app.start_warnings import print_passed_over
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
@@ -19,8 +17,6 @@ from areal_jax.control.events import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
-from areal_jax.publication.device import DeviceChannel
-from areal_jax.publication.files import FilesChannel, VersionWriter
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.decode.backend import JaxDecodeBackend, share_backend
 from areal_jax.rollout.decode.parallel import weight_shardings
@@ -32,26 +28,6 @@ from areal_jax.sharding.placement import Place
 from areal_jax.telemetry.numerals import format_bytes
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights
-
-
-def build_channel(
-    config: TrackedConfig,
-    workdir: pathlib.Path,
-    model: Model,
-    allocation: Allocation,
-    writers: Sequence[VersionWriter] = (),
-) -> DeviceChannel | FilesChannel:
-    """`writers` are the other processes of the learner."""
-    verify = config.publication.verify
-    if config.publication.channel == 'device':
-        # engines that share a device decode with the copy that the channel holds there
-        return DeviceChannel(allocation.engines[0][0] if allocation.engine_shares(0) else None, verify=verify)
-    directory = pathlib.Path(config.publication.directory or workdir / 'publication')
-    companions = build_companions(workdir, model)
-    return FilesChannel(
-        directory, model.decoder.config, verify=verify, companions=companions, writers=writers,
-        separate_head=separates_head(config),
-    )  # fmt: skip
 
 
 def place_of(decoder: Decoder, devices: EngineDevices) -> Place:
@@ -147,7 +123,7 @@ def build_engines(
     allocation: Allocation,
     backends: Mapping[EngineDevices, JaxDecodeBackend],
     evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend],
-    channel: DeviceChannel | FilesChannel,
+    channel: PlacedChannel,
     published: PublishedWeights,
     clock: LoopClock,
     log: EventLog,
@@ -193,7 +169,7 @@ def compile_engines(
     return programs
 
 
-def restore_ring(ring: VersionRing, channel: DeviceChannel | FilesChannel, saved: Mapping[str, Params]) -> None:
+def restore_ring(ring: VersionRing, channel: PlacedChannel, saved: Mapping[str, Params]) -> None:
     """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
     for version, weights in sorted(saved.items(), key=lambda item: int(item[0])):
         copy = jax.device_put(jax.tree.map(np.asarray, weights), jax.local_devices()[0])

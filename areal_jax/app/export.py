@@ -20,6 +20,7 @@ from areal_jax.app.model_card import FILE as CARD
 from areal_jax.app.model_card import ExportedModel, render_card
 from areal_jax.app.workdir import Values
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
+from areal_jax.config.kinds import find_server
 from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json
@@ -119,9 +120,10 @@ def separates_head(config: TrackedConfig) -> bool:
     On a CPU vllm 0.32 keeps a packed copy of the head. Its reload_weights packs the tensors that it reads anew, and
     reads none for a head which is the embedding, so that later versions would be served with the head of the first.
     """
-    server = config.rollout.server
-    external = server == 'external' and any(url.startswith('vllm') for url in config.rollout.urls)
-    return (server == 'vllm' or external) and jax.default_backend() == 'cpu'
+    kind = find_server(config.rollout.server)
+    named = {url.partition('+')[0] for url in config.rollout.urls}
+    clients = [client for client in kind.clients if client.name in named or not kind.takes_urls]
+    return any(client.packs_tied_head for client in clients) and jax.default_backend() == 'cpu'
 
 
 def build_companions(workdir: pathlib.Path, model: Model) -> HfCompanions:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
+from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.ranges import ConfigError
 from areal_jax.installation import describe_install
 
@@ -48,8 +49,9 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
     if c.task.name == 'jsonl' and c.task.answer == 'math' and c.loss.objective != 'sft':
         yield 'math_verify', "task.answer='math'", ''
-    if c.rollout.server != 'in_process' and c.loss.objective != 'sft':
-        yield 'aiohttp', f'rollout.server={c.rollout.server!r}', ", or --config.rollout.server='in_process'"
+    if c.loss.objective != 'sft':
+        for module in find_server(c.rollout.server).modules:
+            yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'
     if c.model.source == 'gguf':
         yield 'gguf', "model.source='gguf'", ''
 

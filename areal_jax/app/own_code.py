@@ -13,6 +13,7 @@ import numpy as np
 from ml_collections import config_dict
 
 from areal_jax import files
+from areal_jax.config.kinds import CHANNEL, SERVER
 from areal_jax.learning.advantages import own_advantages
 from areal_jax.plugins import is_own, load_function, source_file
 from areal_jax.types import Prompt, Trajectory, TrajectoryGroup
@@ -59,7 +60,7 @@ def _own_functions(config: config_dict.ConfigDict) -> Iterator[tuple[str, str]]:
     """(field, spec)."""
     fields = ['task.name', 'telemetry.hook']
     if config.loss.objective != 'sft':
-        fields += ['task.reward', 'rollout.workflow', 'loss.advantage']
+        fields += ['task.reward', 'rollout.workflow', 'loss.advantage', SERVER, CHANNEL]
     for field in fields:
         section, _, name = field.partition('.')
         spec = config[section][name]

@@ -25,6 +25,7 @@ from areal_jax.app.starts import MODEL, SCHEDULE, TASK, Start, data_files, diges
 from areal_jax.app.task import build_verifier
 from areal_jax.app.workdir import Report, sample_digest
 from areal_jax.config.cluster import parse_learner
+from areal_jax.config.kinds import find_server
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.replay import EndOfLogError, ReplayClock
 from areal_jax.control.events import truncate_events
@@ -129,7 +130,7 @@ def require_replayable(run: RecordedRun) -> None:
     values, where = run.config, run.name
     if values.get('loss', {}).get('objective') == 'sft':
         raise UserError(f'{where}: supervised training has no event log; the same command repeats it')
-    if (server := values.get('rollout', {}).get('server')) != 'in_process':
+    if not find_server(server := values.get('rollout', {}).get('server', '')).in_process:
         raise UserError(
             f'{where} has rollout.server={server!r}: the tokens of servers come from outside and are not in the log, '
             "so only runs with rollout.server='in_process' are replayed"

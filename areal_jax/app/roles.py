@@ -13,6 +13,7 @@ from ml_collections import config_dict
 from areal_jax.code_version import read_code_version
 from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import LEARNER, Role, list_roles
+from areal_jax.config.kinds import find_server, name_launched
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.registry.entries import Entry, FencedError
@@ -64,10 +65,10 @@ def require_roles(config: config_dict.ConfigDict) -> None:
             "loss.objective='sft' has neither engines nor a controller: start python -m areal_jax.main_train in each "
             'process'
         )
-    if config.rollout.server == 'in_process':
+    if find_server(config.rollout.server).in_process:
         raise ConfigError(
-            "rollout.server='in_process': engines of a run in roles are servers; use rollout.server='own' or 'vllm' "
-            "with publication.channel='files', or start python -m areal_jax.main_train"
+            f'rollout.server={config.rollout.server!r}: engines of a run in roles are servers; use rollout.server='
+            f"{name_launched()} with publication.channel='files', or start python -m areal_jax.main_train"
         )
     if config.telemetry.profile_steps:
         raise ConfigError(

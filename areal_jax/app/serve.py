@@ -25,6 +25,7 @@ from areal_jax.app.text_model import describe_loading, describe_source
 from areal_jax.code_version import __version__
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
+from areal_jax.config.kinds import OWN_CLIENT
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.events import EventLog
@@ -41,7 +42,7 @@ from areal_jax.registry.entries import FencedError
 from areal_jax.registry.heartbeat import Heartbeat
 from areal_jax.rollout.decode.scoring import JaxScoring
 from areal_jax.rollout.http.server.descriptors import raise_limit
-from areal_jax.rollout.http.server.heartbeat import KIND, reachable
+from areal_jax.rollout.http.server.heartbeat import reachable
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
@@ -211,7 +212,7 @@ class _Server:
             self.clock.post_signal(signal.SIGTERM, stop)
 
         heartbeat.on_fenced = end
-        heartbeat.update(address=reachable(self.url), kind=KIND, details=describe_facts(self._facts))
+        heartbeat.update(address=reachable(self.url), kind=OWN_CLIENT.name, details=describe_facts(self._facts))
         self._heartbeat = heartbeat
 
     async def _program(self, stop: Event) -> None:

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,36 +22,24 @@ from areal_jax.app.served import EndedBy, Servers, ServersBeside
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.declarations import SECTIONS
+from areal_jax.config.kinds import SERVER, ServerKind, find_server, resolve
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER, ServerLanes, evaluation_lanes, server_lanes
-from areal_jax.rollout.http.clients.address import DIALECTS, open_address
-from areal_jax.rollout.http.clients.connection import Connection
-from areal_jax.rollout.http.clients.engine import ServerEngine
-from areal_jax.rollout.http.clients.own import OwnEngine
+from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
 from areal_jax.rollout.servers.fit import LogprobsMode, ServerFacts, require_fit
 from areal_jax.rollout.servers.mismatch import MismatchWatch
 from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.rollout.servers.probe import Score
-from areal_jax.rollout.servers.registry import ServerEntry, read_registry
+from areal_jax.rollout.servers.registry import ServerEntry, read_address, read_registry
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
 from areal_jax.rollout.servers.settings import ProbeSettings, ServerSettings
 from areal_jax.types import PublishedWeights, Work
 
-OWN = 'own'  # kind of an entry in the registry
-# what servers, and launch.local, read of the config of the run
-_OF_SERVERS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    'own': {
-        'rollout': ('slots', 'decode_steps', 'block_tokens', 'cache_tokens', 'prefill_buckets', 'attention'),
-        'server': tuple(SECTIONS['server']),
-        'cluster': ('engines',),
-    },
-    'vllm': {'cluster': ('engines',)},
-}
 _CONTROL_CALLS = 4  # at the same time, to one server
 _PROBE_TOKENS = 16
 _PROBE_SLACK = 4.0  # the largest of 16 differences against their mean, which is what max_mismatch bounds
@@ -111,10 +99,11 @@ def build_servers(
     async def score(version: int, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray | None:
         return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
 
-    _note_read(config, _OF_SERVERS.get(config.rollout.server, {}))
+    kind = find_server(config.rollout.server)
+    _note_read(config, kind)
     ended_by = EndedBy(stop)
     builder = _PoolBuilder(
-        config, clock, supervisor, vocab_size, published, score, _find_reader(config, workdir), ended_by.note
+        config, clock, supervisor, vocab_size, published, score, _find_reader(config, kind, workdir), ended_by.note
     )
     settings, first = build_server_settings(config, probe_prompt), find_first_beside(config)
     is_beside = lambda entry: entry.index is not None and entry.index >= first
@@ -184,10 +173,12 @@ class ClientMaker:
         name_lanes: Callable[[int], ServerLanes] = server_lanes,
     ):
         rollout, server = config.rollout, config.server
-        self._kind, self._kv_policy = rollout.server, rollout.kv_policy
+        self._named, self._kv_policy = rollout.server, rollout.kv_policy
+        kind = find_server(rollout.server)
+        self._clients = {client.name: client for client in kind.clients}
         self._clock, self._log, self._supervisor = clock, log, supervisor
         self._api_key = os.environ.get(API_KEY, '')
-        slots = min(server.max_streams, server.max_requests) if self._kind == OWN else rollout.slots
+        slots = min(server.max_streams, server.max_requests) if kind.limits_streams else rollout.slots
         self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens)
         self._needs = find_needs(config)
         self._name_lanes = name_lanes
@@ -211,39 +202,30 @@ class ClientMaker:
         return self._numbers.setdefault(entry.name, wanted)
 
     def _make(self, entry: ServerEntry, lanes: ServerLanes) -> ServerEngine:
-        if entry.kind == OWN:
-            connection = Connection(entry.url, self._api_key, entry.holder)
-            return OwnEngine(
-                lanes, connection, self._clock, self._log,
-                locate=_locate, limits=self._limits, kv_policy=self._kv_policy,
-            )  # fmt: skip
-        dialect, connection = open_address(f'{entry.kind}+{entry.url}', self._api_key)
-        return ServerEngine(lanes, dialect, connection, self._clock, self._log, locate=_locate, limits=self._limits)
+        parts = ClientParts(entry, lanes, self._clock, self._log, _locate, self._limits, self._api_key, self._kv_policy)
+        engine: ServerEngine = resolve(self._clients[entry.kind].connect, SERVER)(parts)
+        return engine
 
     def _require_kind(self, entry: ServerEntry) -> None:
-        expected = DIALECTS if self._kind == 'external' else (self._kind,)
-        if entry.kind not in expected:
+        if entry.kind not in self._clients:
             raise UserError(
                 f'the server {entry.name} at {entry.url} is of the kind {entry.kind!r}, and rollout.server='
-                f'{self._kind!r}: stop it, or set rollout.server={entry.kind!r}'
+                f'{self._named!r}: stop it, or set rollout.server={entry.kind!r}'
             )
 
 
-def _note_read(config: TrackedConfig, used: Mapping[str, Sequence[str]]) -> None:
+def _note_read(config: TrackedConfig, kind: ServerKind) -> None:
     """The run uses these fields, though not this process."""
-    for section, fields in used.items():
-        for field in fields:
-            getattr(getattr(config, section), field)
+    for path in kind.reads:
+        section, _, field = path.partition('.')
+        for name in (field,) if field else SECTIONS[section]:
+            getattr(getattr(config, section), name)
 
 
-def _find_reader(config: TrackedConfig, workdir: pathlib.Path) -> Callable[[], Sequence[ServerEntry]]:
-    if config.rollout.server != 'external':
+def _find_reader(config: TrackedConfig, kind: ServerKind, workdir: pathlib.Path) -> Callable[[], Sequence[ServerEntry]]:
+    if not kind.takes_urls:
         return functools.partial(read_registry, workdir)
-    entries = []
-    for address in config.rollout.urls:
-        open_address(address)  # raises for an invalid address
-        kind, _, url = address.partition('+')
-        entries.append(ServerEntry(address, 1, url.rstrip('/'), kind, 0))
+    entries = [read_address(address, kind.clients) for address in config.rollout.urls]
     return lambda: entries
 
 

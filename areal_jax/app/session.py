@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import jax
 
 from areal_jax.app import build
+from areal_jax.app.channels import ChannelParts, PlacedChannel, build_channel
 from areal_jax.app.engines import (
     build_backends,
-    build_channel,
     build_engines,
     build_evaluation_backends,
     compile_engines,
@@ -27,7 +27,6 @@ from areal_jax.lanes import LEARNER
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.programs import AHEAD
 from areal_jax.models.weights import Params
-from areal_jax.publication.device import DeviceChannel
 from areal_jax.publication.files import FilesChannel
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.rollout.decode.backend import JaxDecodeBackend
@@ -42,7 +41,7 @@ from areal_jax.types import PublishedWeights, Work
 class Session(OwnLearner, LoopRun):
     """See LoopRun. The parts are attributes for tests."""
 
-    _channel: DeviceChannel | FilesChannel
+    _channel: PlacedChannel
     _backends: Mapping[EngineDevices, JaxDecodeBackend] = {}  # of this process, as are the next ones
     _evaluation_backends: Mapping[EngineDevices, JaxDecodeBackend] = {}
 
@@ -53,8 +52,9 @@ class Session(OwnLearner, LoopRun):
         self.allocation = build.build_allocation(self.config)
         return build.build_device_rates(self.config, self.allocation)
 
-    def _build_channel(self) -> DeviceChannel | FilesChannel:
-        return build_channel(self.config, self.workdir, self._model, self.allocation, self.learner.writers)
+    def _build_channel(self) -> PlacedChannel:
+        parts = ChannelParts(self.config, self.workdir, self._model, self.allocation, self.learner.writers)
+        return build_channel(parts)
 
     def _restore_ring(self, ring: VersionRing, saved: Mapping[str, Params]) -> None:
         restore_ring(ring, self._channel, saved)

@@ -16,6 +16,7 @@ from areal_jax.app import build
 from areal_jax.app.memory import memory_limit_bytes
 from areal_jax.app.text_model import read_shape
 from areal_jax.config import TrackedConfig
+from areal_jax.config.kinds import find_channel
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning import trees
 from areal_jax.models.decoder import Decoder
@@ -178,7 +179,7 @@ def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
     if not allocation.engine_shares(0):
         return _in_use(config)
     held, pinned = _held_versions(config), _in_use(config) - 2
-    if config.publication.channel == 'files':
+    if not find_channel(config.publication.channel).shares_copy:
         return max(held, engines) + pinned * engines
     held += pinned
     return held + (allocation.learner.size > 1)  # a learner on one device makes its copy where the engines decode

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 import jax
 from ml_collections import config_dict
 
+from areal_jax.config.kinds import find_server
+
 _DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
 _BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log/
 
@@ -36,7 +38,7 @@ def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[str]:
     """What the platform (of jax.default_backend()) computes slowly, or does not keep of the config without a flag."""
-    if platform == 'cpu' and c.publication.dtype == 'bfloat16' and c.rollout.server == 'in_process':
+    if platform == 'cpu' and c.publication.dtype == 'bfloat16' and find_server(c.rollout.server).in_process:
         yield (
             f"publication.dtype='bfloat16' on a CPU: a step of one row takes about {_BFLOAT16_COST} times as long as "
             "in float32, and more where the processor has no instructions for it; use publication.dtype='float32', or "

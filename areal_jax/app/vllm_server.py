@@ -20,9 +20,11 @@ from ml_collections import config_dict
 
 from areal_jax.addresses import find_free_port, join_address
 from areal_jax.app.ending import code_of_stopped_server, end_command
-from areal_jax.app.interrupt import Wakeups
+from areal_jax.app.interrupt import Interrupts, Wakeups
+from areal_jax.app.roles import RoleProcess, await_controller
 from areal_jax.code_version import read_code_version
 from areal_jax.config.cluster import parse_engines
+from areal_jax.config.kinds import VLLM_CLIENT
 from areal_jax.errors import UserError
 from areal_jax.installation import find_clone
 from areal_jax.publication.versions import keep_while_read, list_versions
@@ -30,7 +32,6 @@ from areal_jax.registry.entries import Registration
 from areal_jax.rollout.servers.registry import describe_server
 
 PYTHON = 'AREAL_JAX_VLLM_PYTHON'  # environment variable
-KIND = 'vllm'  # which client speaks to it
 _MADE = '.venv-vllm/bin/python'  # in a clone, by launch/vllm_environment.sh
 _LOOK_S = 1.0
 _ANSWER_S = 5.0  # for its health
@@ -83,6 +84,18 @@ def describe_command(
         *([f'--tensor={tensor}'] if tensor > 1 else []),
         *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
     ]
+
+
+def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
+    """This process becomes an engine of a run in roles: the program of this module takes its place."""
+    await_controller(process, config, config.distributed.command_deadline_s)
+    program = describe_command(config, process.workdir, process.name, index=process.index, host=process.host)
+    os.execv(program[0], program)
+
+
+def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
+    """The words after `python -m` of a server beside a trainer; it starts from a version that was published."""
+    return [word for word in describe_command(config, workdir, '')[2:] if word != '--name=']
 
 
 def find_python() -> str:
@@ -159,7 +172,7 @@ def _await_answer(server: subprocess.Popen[bytes], url: str, wakeups: Wakeups) -
 
 def _serve(server: subprocess.Popen[bytes], url: str, values: flags.FlagValues, wakeups: Wakeups) -> int:
     """Registered: a heartbeat for each answer, until it ends or a stop comes."""
-    entry = describe_server(values.name, url, KIND, index=values.index, code=read_code_version())
+    entry = describe_server(values.name, url, VLLM_CLIENT.name, index=values.index, code=read_code_version())
     registration = Registration(pathlib.Path(values.workdir), entry)
     print(f'vLLM serves on {url}', flush=True)
     try:

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 from ml_collections import config_dict
 
+from areal_jax.config.kinds import find_server
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import suggest
 
@@ -21,7 +22,6 @@ LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.stra
 AXES = ('data', 'fsdp', 'context', 'tensor')  # of the learner's mesh
 MOST_ENGINES = 1024  # each has a thread
 Role: TypeAlias = Literal['controller', 'learner', 'engine', 'exporter']
-STARTED_SERVERS = ('own', 'vllm')  # of rollout.server: those that a launcher starts, as engines
 _MOST_DEVICES = 2**31 - 1
 _HOSTS = re.compile(r'\s*hosts\s*=\s*([^\s,x]*)\s*x\s*(.*)', re.DOTALL)
 _FORMER = {
@@ -180,7 +180,7 @@ def list_roles(config: config_dict.ConfigDict) -> list[RoleCount]:
     """The processes of a run in roles, in the order in which they are started. Does not validate the config."""
     learner = parse_learner(config.cluster.learner)
     roles = [RoleCount('controller', 1, 0), RoleCount('learner', learner.processes, learner.devices_per_process)]
-    if config.rollout.server in STARTED_SERVERS:
+    if find_server(config.rollout.server).launch:
         engines = parse_engines(config.cluster.engines)
         roles.append(RoleCount('engine', engines.count, engines.tensor))
     if config.run.export_every:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.config.cluster import STARTED_SERVERS, parse_engines, parse_learner
+from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
+from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
 from areal_jax.plugins import is_own
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
@@ -88,11 +89,11 @@ def _evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def _evaluation_engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     own, engines = c.evaluation.engines, parse_engines(c.cluster.engines).count
-    if parse_learner(c.cluster.learner).hosts is None or c.rollout.server not in STARTED_SERVERS:
+    if parse_learner(c.cluster.learner).hosts is None or find_server(c.rollout.server).launch is None:
         yield (
             f'evaluation.engines={own} with rollout.server={c.rollout.server!r} and cluster.learner='
             f"{c.cluster.learner!r}: servers are set aside in runs in roles; use cluster.learner='hosts=1 x ...' and "
-            "rollout.server='own' or 'vllm', or evaluation.engines=0"
+            f'rollout.server={name_launched()}, or evaluation.engines=0'
         )
     elif own >= engines:
         yield (
@@ -104,18 +105,20 @@ def _evaluation_engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """What engines in other processes cannot do."""
     rollout, setting = c.rollout, f'rollout.server={c.rollout.server!r}'
-    if rollout.urls and rollout.server != 'external':
+    kind = find_server(rollout.server)
+    if rollout.urls and not kind.takes_urls:
         yield f"rollout.urls={tuple(rollout.urls)} with {setting} would not be used; use rollout.server='external'"
-    if rollout.server == 'in_process':
+    if kind.in_process:
         return
-    if rollout.server == 'external' and not rollout.urls:
-        yield f"{setting} needs rollout.urls: 'sglang+http://host:port' or 'vllm+http://host:port' of each server"
+    if kind.takes_urls and not rollout.urls:
+        addresses = ' or '.join(f"'{client.name}+http://host:port'" for client in kind.clients)
+        yield f'{setting} needs rollout.urls: {addresses} of each server'
     if c.run.clock == 'virtual':
         yield (
             f"run.clock='virtual' with {setting}: servers answer in real time; use run.clock='real', or "
             "rollout.server='in_process'"
         )
-    if c.publication.channel != 'files':
+    if not find_channel(c.publication.channel).reaches_processes:
         yield (
             f'publication.channel={c.publication.channel!r} with {setting}: it reaches engines in the process of the '
             "trainer only, and servers load weights from disk; use publication.channel='files'"
@@ -132,14 +135,12 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'staleness.schedule={c.staleness.schedule!r} with {setting}: servers do not go back to an earlier version '
             f"of the weights; use staleness.schedule='natural', {without}"
         )
-    if rollout.server == 'own':
-        return
-    if rollout.kv_policy != 'recompute':
+    if rollout.kv_policy != 'recompute' and not kind.keeps_kv:
         yield (
             f'rollout.kv_policy={rollout.kv_policy!r} with {setting}: these servers are paused to load weights, which '
             "ends answers and their KV; use rollout.kv_policy='recompute', or rollout.server='own'"
         )
-    if rollout.top_k > 0 or rollout.top_p < 1:
+    if (rollout.top_k > 0 or rollout.top_p < 1) and not kind.gives_sampling_logprobs:
         yield (
             f'rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} with {setting}: these servers give no '
             "log-probs of the part of the softmax that is sampled; use top_k=0 and top_p=1, or rollout.server='own'"
@@ -150,12 +151,19 @@ def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """What engines with weights in 8 bits do not take; the fix is always to leave them as published."""
     if c.rollout.weights != 'int8':
         return
-    for path, value, fix, why in (
-        ('rollout.server', c.rollout.server, 'in_process', 'servers decode with the weights that they load'),
-        ('publication.dtype', c.publication.dtype, 'float32', 'float32 is what is quantized'),
-        ('lora.rank', c.lora.rank, 0, 'adapters are not quantized'),
+    server = c.rollout.server
+    for path, value, fix, fits, why in (
+        (
+            *('rollout.server', server, IN_PROCESS.name, find_server(server).in_process),
+            'servers decode with the weights that they load',
+        ),
+        (
+            *('publication.dtype', c.publication.dtype, 'float32', c.publication.dtype == 'float32'),
+            'float32 is what is quantized',
+        ),
+        ('lora.rank', c.lora.rank, 0, not c.lora.rank, 'adapters are not quantized'),
     ):
-        if value != fix:
+        if not fits:
             yield (
                 f"rollout.weights='int8' with {path}={value!r}: {why}; use {path}={fix!r}, or "
                 "rollout.weights='published'"
@@ -279,12 +287,13 @@ def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """No file of Hugging Face describes a plain decoder, so it stays in this process."""
     if c.model.source != 'random' or c.model.family != 'plain':
         return
-    for path, value, fix in (
-        ('run.export', c.run.export, False),
-        ('publication.channel', c.publication.channel, 'device'),
-        ('rollout.server', c.rollout.server, 'in_process'),
+    channel, server = c.publication.channel, c.rollout.server
+    for path, value, fix, asks in (
+        ('run.export', c.run.export, False, c.run.export),
+        ('publication.channel', channel, DEVICE.name, find_channel(channel).reaches_processes),
+        ('rollout.server', server, IN_PROCESS.name, not find_server(server).in_process),
     ):
-        if value != fix:
+        if asks:
             yield (
                 f"model.family='plain' cannot be written for other programs, which {path}={value!r} asks for: use "
                 f'{path}={fix!r}'

@@ -26,6 +26,7 @@ from areal_jax.config.fields import (
     Texts,
     Value,
 )
+from areal_jax.config.kinds import CHANNELS, SERVERS
 from areal_jax.config.ranges import (
     BYTES,
     COUNT,
@@ -44,7 +45,6 @@ from areal_jax.config.ranges import (
 )
 
 DTYPES = ('float32', 'bfloat16', 'float16')
-SERVERS = ('in_process', 'own', 'vllm', 'external')
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 SECTIONS: Mapping[str, Section] = {
@@ -138,7 +138,9 @@ SECTIONS: Mapping[str, Section] = {
             ('recompute', 'keep', 'wait'),
             'KV cache of unfinished answers when new weights arrive; wait: no interruption',
         ),
-        server=Choice('in_process', SERVERS, 'where answers come from: this process, or servers, see docs/serving.md'),
+        server=ChoiceOrOwn(
+            'in_process', tuple(SERVERS), 'where answers come from: this process, or servers, see docs/serving.md'
+        ),
         urls=Texts((), "external: 'sglang+http://host:port' or 'vllm+http://host:port' of each server"),
         max_retries=Integer(3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped'),
         max_mismatch=Real(None, POSITIVE, 'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else'),
@@ -245,7 +247,7 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'publication': Section(
         'How weights get to the engines',
-        channel=Choice('device', ('device', 'files'), "'device': in this process, 'files': safetensors directories"),
+        channel=ChoiceOrOwn('device', tuple(CHANNELS), "'device': in this process, 'files': safetensors directories"),
         directory=Text('', "files: where versions are written; '' = WORKDIR/publication"),
         dtype=Choice('float32', DTYPES, 'of the weights that engines decode with'),
         verify=Flag(False, 'engines recompute the digest of every leaf that they receive'),

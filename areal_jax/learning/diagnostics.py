@@ -34,19 +34,23 @@ def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGro
     return metrics
 
 
+def require_published(batches: Sequence[PackedBatch], version: int) -> None:
+    """Raises BatchError for a token of a version after `version`, which starts the update."""
+    for batch in batches:
+        newest = int(batch.policy_versions[batch.trajectory_ids >= 0].max(initial=NOT_GENERATED))
+        if newest > version:
+            raise BatchError(f'a token has policy version {newest}, but the update starts from version {version}')
+
+
 def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> Metrics:
     """Age of the trained tokens when the batch was formed (version - policy version), and how versions mix in them.
 
     Masked tokens are counted from the groups, because packing drops a minibatch that has only such tokens. Entry a of
     the histogram is the number of trained tokens of age a; it is empty if nothing is trained.
-    Raises BatchError for a token of a version that is not published yet.
     """
     trained = _join([b.loss_mask for b in batches], bool)  # [all loss tokens], as the next two
     ids = _join([b.trajectory_ids for b in batches], np.int32)
     ages = version - _join([b.policy_versions for b in batches], np.int32)
-    if (ages[ids >= 0] < 0).any():
-        newest = version - int(ages[ids >= 0].min())
-        raise BatchError(f'a token has policy version {newest}, but the update starts from version {version}')
     segments = (s for g in kept for t in g.trajectories for s in t.segments)
     generated = sum(len(s.tokens) for s in segments if s.policy_version != NOT_GENERATED)
     metrics = {

@@ -16,16 +16,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning import diagnostics, trees, truncation
+from areal_jax.learning import trees, truncation
 from areal_jax.learning.advantages import make_estimator
 from areal_jax.learning.denominators import denominator_scale
-from areal_jax.learning.diagnostics import Metrics
+from areal_jax.learning.diagnostics import Metrics, require_published
 from areal_jax.learning.finiteness import require_finite
 from areal_jax.learning.flops import work_metrics
 from areal_jax.learning.host_copies import HostCopies
 from areal_jax.learning.interchange import export_weights, match_snapshot, read_snapshot, take_snapshot
 from areal_jax.learning.layout import RowLayout
 from areal_jax.learning.likelihood import held_out_likelihood
+from areal_jax.learning.measurement import Update, measure
 from areal_jax.learning.optimizer import Optimizer
 from areal_jax.learning.passes import Passes
 from areal_jax.learning.price import UpdatePrice
@@ -185,28 +186,20 @@ class SpmdLearner:
             oldest_version=oldest,
             round_microbatches=settings.accumulate == 'scan',
         )
-        measured: dict[str, Metrics] = {
-            'data': diagnostics.data_metrics(groups, kept),
-            'ages': diagnostics.age_metrics(kept, batches, version),
-            'packing': report.metrics(),
-            'sampling': truncation.kept_mass_metrics(kept, oldest),
-            'work': work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs),
-        }
+        require_published(batches, version)
         self._copy = self._version = None
         if self._ratio:
             self._ratio.require(version, self.state)
-        engines = [trajectory.engine for group in kept for trajectory in group.trajectories]
         with preferred():
-            trained = train(self._passes, self.state, settings, batches, version, scale, engines)
-        measured['training'] = trained.metrics
-        if settings.objective != 'sft':
-            applied = trained.was_applied(len(batches))
-            measured['fates'] = diagnostics.fate_metrics(groups, kept, batches, applied, version)
+            trained = train(self._passes, self.state, settings, batches, version, scale)
+        metrics = measure(Update(groups, kept, batches, report, version, oldest, trained), settings)
+        work = work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs)
+        ratio: Metrics = {}
         if self._ratio:
             update_s = time.perf_counter() - began_s
-            measured['ratio'] = self._ratio.measure(kept, batches, trained, self.state, version, update_s)
+            ratio = self._ratio.measure(kept, batches, trained, self.state, version, update_s)
         self._version = version + 1
-        return merge(**measured)
+        return merge(measured=metrics, work=work, ratio=ratio)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Negative log-likelihood of the generated tokens, at the temperature of training; changes nothing.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from areal_jax.config.kinds import find_server
 from areal_jax.control.recording import find_edit
 from areal_jax.events import (
     AdmitEvent,
@@ -60,7 +61,7 @@ class Limits:
             max_running=int(rollout['max_running_groups']) or math.inf,
             buffer_capacity=int(config['buffer']['capacity']),
             max_admitted=int(config['run']['steps']) * batch,
-            in_process=rollout['server'] == 'in_process',
+            in_process=find_server(rollout['server']).in_process,
             group_size=int(rollout['group_size']),
             max_new_tokens=int(rollout['max_new_tokens']),
             keeps_cache=rollout['kv_policy'] == 'keep',

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from areal_jax.app.channels import ChannelParts, build_channel
 from areal_jax.app.ending import end_command
-from areal_jax.app.engines import build_channel
 from areal_jax.app.served import EndedBy, Servers
 from areal_jax.app.servers import build_server_settings, find_max_mismatch
 from areal_jax.app.session import Session
@@ -47,7 +47,7 @@ class ServedSession(Session):
 
     def _build_pool(self, task, checkpoint, snapshot):
         config, learner = self.config, self.learner
-        self._channel = build_channel(config, self.workdir, self._model, self.allocation)
+        self._channel = build_channel(ChannelParts(config, self.workdir, self._model, self.allocation))
         self._newest = published = self._channel.transfer(0, learner.publish(0))
         self._engines = self._build_engines(published)
         self.clock._prices['score'] = 0.001

@@ -22,6 +22,7 @@ from areal_jax.config import TrackedConfig, flatten
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.fields import Value
+from areal_jax.config.kinds import find_server
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import unknown_field
 from areal_jax.errors import UserError, suggest
@@ -219,7 +220,7 @@ def _require_as_given(config: config_dict.ConfigDict, wanted: Overrides) -> None
 
 
 def _require_one_process(config: config_dict.ConfigDict) -> None:
-    if config.rollout.server != 'in_process' and config.loss.objective != 'sft':
+    if not find_server(config.rollout.server).in_process and config.loss.objective != 'sft':
         raise ConfigError(
             f"rollout.server={config.rollout.server!r}: a sweep starts no servers; use rollout.server='in_process', or "
             f'start the arms one by one with python -m {name_launcher("local")}'

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_jax.config.kinds import ClientKind
+from areal_jax.errors import UserError
 from areal_jax.registry.entries import Entry, Order, read_entries
 from areal_jax.rollout.servers.fit import SAYS_NOTHING, ServerFacts
 
@@ -23,7 +26,7 @@ class ServerEntry:
     name: str
     incarnation: int  # counts the servers of this name, from 1
     url: str  # 'http://host:port'
-    kind: str  # which client speaks to it: 'own', 'vllm', 'sglang'
+    kind: str  # the name of a config.kinds.ClientKind, which speaks to it
     process: int
     is_leaving: bool = False  # it takes no further requests
     heartbeat: int | None = None  # changes while the server lives; None: it has none (rollout.urls)
@@ -56,6 +59,16 @@ def describe_facts(facts: ServerFacts) -> dict[str, object]:
 def read_registry(workdir: pathlib.Path) -> list[ServerEntry]:
     """The servers by name; those that are still being built have no address and are left out."""
     return [_read(entry) for entry in read_entries(workdir) if entry.role == ENGINE and entry.address]
+
+
+def read_address(address: str, clients: Sequence[ClientKind]) -> ServerEntry:
+    """The server of an element of rollout.urls, 'vllm+http://host:port'; raises UserError for what is no address."""
+    known = [client.name for client in clients if client.has_address]
+    found = re.fullmatch(r'(\w+)\+(https?://[^/?#\s]+)/?', address)
+    if found is None or found[1] not in known:
+        kinds = ' or '.join(f'{name}+http://host:port' for name in known)
+        raise UserError(f'{address!r} is no address of a server (rollout.urls): write {kinds}')
+    return ServerEntry(address, 1, found[2], found[1], 0)
 
 
 def _read(entry: Entry) -> ServerEntry:

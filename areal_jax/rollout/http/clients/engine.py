@@ -22,8 +22,30 @@ from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
+from areal_jax.rollout.servers.registry import ServerEntry
 from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
-from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, PublishedWeights, Segment
+from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, KvPolicy, PublishedWeights, Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientParts:
+    """What the client of one server is made of; `connect` of a config.kinds.ClientKind takes it.
+
+    Args:
+      lanes: of the engine; the first is also its name.
+      locate: the directory of published weights, as the server finds it.
+      api_key: that the server asks for; '' = none.
+      kv_policy: rollout.kv_policy.
+    """
+
+    entry: ServerEntry
+    lanes: ServerLanes
+    clock: Clock
+    log: EventLog
+    locate: Callable[[PublishedWeights], str]
+    limits: ServerLimits
+    api_key: str
+    kv_policy: KvPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,3 +342,11 @@ class ServerEngine:
     def _start(self, name: str, coroutine: Coroutine[object, object, None]) -> None:
         assert self._supervisor is not None, 'the engine was not started'
         self._supervisor.start(f'{self.name}: {name}', coroutine)
+
+
+def connect(parts: ClientParts, dialect: Dialect) -> ServerEngine:
+    """The client of a server of others that speaks `dialect`."""
+    return ServerEngine(
+        parts.lanes, dialect, Connection(parts.entry.url, parts.api_key), parts.clock, parts.log,
+        locate=parts.locate, limits=parts.limits,
+    )  # fmt: skip

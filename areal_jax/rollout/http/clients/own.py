@@ -14,7 +14,7 @@ from areal_jax.lanes import ServerLanes
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_own_call, require_fit, require_own
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
-from areal_jax.rollout.http.clients.engine import Arrival, ServerEngine
+from areal_jax.rollout.http.clients.engine import Arrival, ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import ServerLimits, read_version
@@ -121,3 +121,12 @@ class OwnEngine(ServerEngine):
             raise kind(f'{self.name}: {action}: {error}') from error
         except (NoReplyError, TimeoutError) as error:
             raise OutcomeUnknownError(f'{self.name}: {action}: {error}') from error
+
+
+def connect(parts: ClientParts) -> OwnEngine:
+    """The client of one server of this project."""
+    connection = Connection(parts.entry.url, parts.api_key, parts.entry.holder)
+    return OwnEngine(
+        parts.lanes, connection, parts.clock, parts.log,
+        locate=parts.locate, limits=parts.limits, kv_policy=parts.kv_policy,
+    )  # fmt: skip

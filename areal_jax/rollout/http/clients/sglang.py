@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.clients.connection import Connection, StatusError
 from areal_jax.rollout.http.clients.dialect import UpdateError
+from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
+from areal_jax.rollout.http.clients.engine import connect as connect_dialect
 from areal_jax.rollout.http.wire import sglang
 from areal_jax.rollout.http.wire.exchange import Answer, Call, FinishWord, Piece
 
@@ -71,3 +73,8 @@ class SglangDialect:
             if reply.status != 404:
                 break
         raise StatusError('GET', path, reply)
+
+
+def connect(parts: ClientParts) -> ServerEngine:
+    """The client of one server of this kind."""
+    return connect_dialect(parts, SglangDialect())

@@ -14,6 +14,8 @@ import numpy as np
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from areal_jax.rollout.http.clients.dialect import UpdateError
+from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
+from areal_jax.rollout.http.clients.engine import connect as connect_dialect
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.events import parse_event
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece
@@ -107,3 +109,8 @@ def _cut_by_versions(last_event: JsonObject, pieces: Sequence[Piece]) -> list[Pi
     tokens = concatenate([piece.tokens for piece in pieces], np.int32)
     logprobs = concatenate([piece.logprobs for piece in pieces], np.float32)
     return cut_by_spans(Reply(choice, 'choice'), tokens, logprobs)
+
+
+def connect(parts: ClientParts) -> ServerEngine:
+    """The client of one server of this kind."""
+    return connect_dialect(parts, VllmDialect())

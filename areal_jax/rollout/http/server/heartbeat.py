@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import urllib.parse
 
-KIND = 'own'  # which client speaks to this server
-
 
 def name_server(url: str) -> str:
     """'host-8000': unique, since no two processes of a host have one port."""

@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config.kinds import EXTERNAL
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.lanes import server_lanes
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import logprob_of
-from areal_jax.rollout.http.clients.address import open_address
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.http.clients.sglang import SglangDialect
+from areal_jax.rollout.http.clients.vllm import VllmDialect
+from areal_jax.rollout.servers.registry import read_address
 from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError
 from areal_jax.types import PublishedWeights
 from tests.rollout.decode.examples import whole_attention
@@ -86,8 +89,9 @@ class Factory:
     setting = Setting(make_clock, pace=8.0, longest=LONGEST, temperature=0.0, slack=SLOTS - 1)
 
     def __call__(self, clock, log):
-        dialect, connection = open_address(ADDRESS)
-        self.connection = CutsRepliesToUpdates(connection.url)
+        entry = read_address(ADDRESS, EXTERNAL.clients)
+        dialect = {'sglang': SglangDialect, 'vllm': VllmDialect}[entry.kind]()
+        self.connection = CutsRepliesToUpdates(entry.url)
         engine = ServerEngine(
             server_lanes(0), dialect, self.connection, clock, log,
             locate=lambda published: published.handle, limits=LIMITS,

@@ -1,0 +1,150 @@
+"""What servers and channels can do, by kind: code asks an entry of these tables and never compares names.
+
+`rollout.server` names a ServerKind, `publication.channel` a ChannelKind: one of this file, or FILE.py:FUNCTION, a
+function of the user's own without parameters that returns one (docs/design/server_pool.md has an example). A kind says
+where its functions are by name, 'package.module:function', so that the table imports neither jax nor a network library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+from areal_jax.config.ranges import ConfigError
+from areal_jax.plugins import is_own, load_function, raising_user_error
+
+SERVER, CHANNEL = 'rollout.server', 'publication.channel'
+Reference: TypeAlias = str | Callable[..., Any]  # 'package.module:function', or the function
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientKind:
+    """A protocol that this project speaks with a server."""
+
+    name: str  # `kind` of the entry in the registry; the address in rollout.urls is 'NAME+http://host:port'
+    connect: Reference  # (rollout.http.clients.wiring.Wiring) -> ServerEngine
+    has_address: bool = True  # may stand in rollout.urls
+    packs_tied_head: bool = False  # on a CPU it keeps the head of its first version where that is the embedding
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How servers of a kind are started."""
+
+    serve: Reference  # (config, process, interrupts) -> exit code: the process becomes an engine of a run in roles
+    plan: Reference  # (config, workdir) -> the words after `python -m` of a server beside a trainer
+    require: Reference | None = None  # () -> None; raises UserError where none can be started here
+    prepare: Reference | None = None  # (config, workdir) -> None: writes what the servers beside a trainer read
+    registers_at_start: bool = False  # its entry is in the registry while the server is still being built
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerKind:
+    """Where answers come from."""
+
+    name: str
+    clients: tuple[ClientKind, ...] = ()  # protocols of its servers; none: engines decode in the learner's process
+    launch: Launch | None = None  # None: no launcher of this project starts them
+    takes_urls: bool = False  # its servers are in rollout.urls, not in the registry
+    keeps_kv: bool = False  # under new weights, as rollout.kv_policy='keep' and 'wait' ask
+    gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
+    limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
+    modules: tuple[str, ...] = ('aiohttp',)  # that the clients import
+    reads: tuple[str, ...] = ()  # fields, or whole sections, of the config of the run that its servers use
+
+    @property
+    def in_process(self) -> bool:
+        """Engines decode in the process of the learner."""
+        return not self.clients
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelKind:
+    """How weights get from the learner to the engines."""
+
+    name: str
+    build: Reference  # (app.channels.ChannelParts) -> protocols.Channel
+    reaches_processes: bool  # servers can load its versions, and each process of a learner writes its own part
+    shares_copy: bool = False  # engines on the device that holds a version decode with the channel's copy
+
+
+Kind = TypeVar('Kind', ServerKind, ChannelKind)
+
+OWN_CLIENT = ClientKind('own', 'areal_jax.rollout.http.clients.own:connect', has_address=False)
+VLLM_CLIENT = ClientKind('vllm', 'areal_jax.rollout.http.clients.vllm:connect', packs_tied_head=True)
+SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:connect')
+
+IN_PROCESS = ServerKind('in_process', keeps_kv=True, gives_sampling_logprobs=True, modules=())
+OWN = ServerKind(
+    'own',
+    (OWN_CLIENT,),
+    launch=Launch(
+        'areal_jax.app.own_server:serve_engine',
+        'areal_jax.app.own_server:plan_server',
+        prepare='areal_jax.app.own_server:write_config',
+        registers_at_start=True,
+    ),
+    keeps_kv=True,
+    gives_sampling_logprobs=True,
+    limits_streams=True,
+    reads=(
+        *('rollout.slots', 'rollout.decode_steps', 'rollout.block_tokens', 'rollout.cache_tokens'),
+        *('rollout.prefill_buckets', 'rollout.attention', 'server', 'cluster.engines'),
+    ),
+)
+VLLM = ServerKind(
+    'vllm',
+    (VLLM_CLIENT,),
+    launch=Launch(
+        'areal_jax.app.vllm_server:serve_engine',
+        'areal_jax.app.vllm_server:plan_server',
+        require='areal_jax.app.vllm_server:find_python',
+    ),
+    reads=('cluster.engines',),
+)
+EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
+
+DEVICE = ChannelKind('device', 'areal_jax.app.channels:build_device', reaches_processes=False, shares_copy=True)
+FILES = ChannelKind('files', 'areal_jax.app.channels:build_files', reaches_processes=True)
+
+SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, EXTERNAL)}
+CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES)}
+
+
+def find_server(name: str) -> ServerKind:
+    """The kind that rollout.server names.
+
+    Raises UserError for a name that is neither in the table nor a function of the user's own that returns a kind.
+    """
+    return _find(SERVER, name, SERVERS, ServerKind)
+
+
+def find_channel(name: str) -> ChannelKind:
+    """The kind that publication.channel names; raises UserError as `find_server` does."""
+    return _find(CHANNEL, name, CHANNELS, ChannelKind)
+
+
+def resolve(reference: Reference, field: str) -> Callable[..., Any]:
+    """The function of a kind; `field` is the one that names the kind, for errors."""
+    return load_function(reference, field) if isinstance(reference, str) else reference
+
+
+def name_launched() -> str:
+    """ "'own' or 'vllm'": the kinds that launchers start, for errors."""
+    return ' or '.join(repr(kind.name) for kind in SERVERS.values() if kind.launch)
+
+
+def _find(field: str, name: str, table: Mapping[str, Kind], expected: type[Kind]) -> Kind:
+    if name in table:
+        return table[name]
+    if not is_own(name):
+        raise ConfigError(f'{field}={name!r} is not known; use one of {", ".join(table)}')
+    make = load_function(name, field)
+    with raising_user_error(name, field):
+        kind = make()
+    if not isinstance(kind, expected):
+        raise ConfigError(
+            f'{field}={name} returns a {type(kind).__name__}; return a {expected.__name__} of areal_jax.config.kinds'
+        )
+    return kind

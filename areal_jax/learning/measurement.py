@@ -1,0 +1,71 @@
+"""What an update reports, measured after its last step from what the steps computed anyway. numpy only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from areal_jax.learning import diagnostics, truncation
+from areal_jax.learning.by_age import metrics_by_age
+from areal_jax.learning.diagnostics import Metrics
+from areal_jax.learning.likelihood import finalize_likelihood
+from areal_jax.learning.losses import finalize_metrics, merge_metrics
+from areal_jax.learning.optimizer import step_metrics
+from areal_jax.learning.packing_report import PackingReport
+from areal_jax.learning.quantized_policy import quantization_metrics
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.update import Trained, first_logprobs
+from areal_jax.telemetry.metrics import merge
+from areal_jax.types import PackedBatch, TrajectoryGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One update: its data, how they were packed, and what its steps did."""
+
+    groups: Sequence[TrajectoryGroup]
+    kept: Sequence[TrajectoryGroup]  # those that the filter of equal rewards left
+    batches: Sequence[PackedBatch]
+    packing: PackingReport
+    version: int  # of the weights before it
+    oldest: int | None  # version whose tokens are still in the loss; None = all
+    trained: Trained
+
+
+def measure(update: Update, settings: LearnerSettings) -> Metrics:
+    """Metrics of data, packing and steps; one that is not defined (the mean over nothing) is absent."""
+    groups, kept, batches, version = update.groups, update.kept, update.batches, update.version
+    measured = {
+        'data': diagnostics.data_metrics(groups, kept),
+        'ages': diagnostics.age_metrics(kept, batches, version),
+        'packing': update.packing.metrics(),
+        'sampling': truncation.kept_mass_metrics(kept, update.oldest),
+        'training': _measure_training(update, settings),
+    }
+    if settings.objective != 'sft':
+        applied = update.trained.was_applied(len(batches))
+        measured['fates'] = diagnostics.fate_metrics(groups, kept, batches, applied, version)
+    return merge(**measured)
+
+
+def _measure_training(update: Update, settings: LearnerSettings) -> dict[str, float]:
+    trained, batches, version = update.trained, update.batches, update.version
+    results, known = trained.results, trained.known
+    metrics = step_metrics([result.step for result in results])
+    merged = merge_metrics([microbatch for result in results for microbatch in result.microbatches])
+    if results:
+        metrics['loss/value'] = merged['loss_sum'] / len(results)
+    if settings.objective == 'sft':
+        return merge(steps=metrics, likelihood=finalize_likelihood(merged))
+    before = [first_logprobs(results, batches)] if results else []
+    before += [k.proximal for k in known[1:] if k.proximal is not None]
+    compared = batches[: len(before)]
+    engines = [trajectory.engine for group in update.kept for trajectory in group.trajectories]
+    return merge(
+        steps=metrics,
+        loss=finalize_metrics(merged),
+        mismatch=diagnostics.mismatch_metrics(compared, before, version, engines),
+        quantization=quantization_metrics(compared, before, version) if settings.quantized else {},
+        by_age=metrics_by_age(settings, batches, results, known, version),
+        inside=diagnostics.inside_metrics(batches, trained.steps_applied()),
+    )
