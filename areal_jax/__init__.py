@@ -40,7 +40,7 @@ Glossary:
   interruption   new weights replace the old ones between two dispatches, in the middle of answers
   dispatch       one call of a compiled program: prefill of some prompts, or `decode_steps` tokens for every slot
   slot           a place among the answers that an engine decodes at once
-  block          a place in an engine's KV cache for `block_tokens` positions; a group shares those of its prompt
+  block          a place in an engine's KV cache for `block_tokens` positions; a group shares the blocks of its prompt
   preemption     an answer gives up its slot and its blocks because the KV cache is full; it is rebuilt later
   lane           a resource that serves in order of request: an engine, the learner, the disk
   behavior_logprobs    recorded while sampling; `sampling_logprobs` where another distribution was sampled

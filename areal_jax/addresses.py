@@ -18,7 +18,7 @@ def address_family(host: str) -> socket.AddressFamily:
 
 
 def find_free_port(host: str) -> int:
-    """A port that nobody listens at now; raises UserError for a host that is no address of this machine."""
+    """A free port; raises UserError for a host that is not an address of this machine."""
     with socket.socket(address_family(host), socket.SOCK_STREAM) as free:
         try:
             free.bind((host, 0))

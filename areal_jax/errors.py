@@ -1,4 +1,4 @@
-"""What a user can mend, and how a command ends: used by every package, it imports none of them."""
+"""What a user can mend, and how a command ends. Imports no other module of the package."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def ask_whether(near: str) -> str:
 
 
 def find_near(name: str, known: Iterable[str]) -> str:
-    """The one of the known names that is `name` misspelled or begun; '' where none is."""
+    """The known name of which `name` is a misspelling or the beginning; '' = none."""
     import difflib  # here: only a wrong name needs it, and a scorer process starts in milliseconds
 
     names = list(known)

@@ -1,7 +1,4 @@
-"""Files that are complete or absent, JSON from files that may be damaged, and the lock of a workdir.
-
-Used by every module that reads or writes a file of a run.
-"""
+"""Files that are complete or absent, JSON from files that may be damaged, and the lock of a workdir."""
 
 from __future__ import annotations
 
@@ -49,8 +46,8 @@ def read_json(path: pathlib.Path, fix: str = 'restore it or remove it', most_byt
 def read_regular(path: pathlib.Path, fix: str = 'restore it or remove it', most_bytes: int = MOST_BYTES) -> bytes:
     """The content of a regular file; never waits for a writer, as opening a pipe would, and never reads without end.
 
-    Raises FileError, which ends with `fix`, for a file that cannot be read, is none, is larger than `most_bytes`, or
-    takes too long to read. A file system that does not answer at all still blocks: the kernel lets no reader go.
+    Raises FileError, which ends with `fix`, for a path that cannot be read, is not a file, is larger than `most_bytes`,
+    or takes too long to read. A file system that does not answer at all still blocks: the kernel lets no reader go.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -194,8 +191,8 @@ def free_bytes(directory: pathlib.Path) -> int:
 class DirectoryLock:
     """Keeps other processes, also of other hosts where the file system can, from using a directory; made if missing.
 
-    The kernel releases it when this process dies, however it dies. A file system without locks is said so on stderr,
-    once; nothing keeps others out then.
+    The kernel releases it when this process dies, however it dies. On a file system without locks, stderr says so once;
+    nothing keeps others out then.
 
     Raises UserError, naming host and process, where the directory is in use.
     """

@@ -1,6 +1,6 @@
 """The names of lanes: a lane is a resource of the clock, and events name the lane that they belong to.
 
-Used by whoever declares, requests or reads lanes. `engine/K` and `publish/K` are made by the functions below.
+`engine/K` and `publish/K` are made by the functions below.
 """
 
 import dataclasses

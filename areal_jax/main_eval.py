@@ -72,7 +72,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, beside --config."""
+    """The flags of this command, besides --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_model

@@ -103,7 +103,7 @@ def _parse_process(values: flags.FlagValues) -> RoleProcess:
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, beside --config."""
+    """The flags of this command, besides --config."""
     from absl import flags
 
     values = flags.FlagValues()

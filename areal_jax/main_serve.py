@@ -90,7 +90,7 @@ def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) 
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, beside --config."""
+    """The flags of this command, besides --config."""
     from absl import flags
 
     from areal_jax.app.command_line import define_model

@@ -130,7 +130,7 @@ def _end(selected: set[str], results: Results, workdir: pathlib.Path, is_stopped
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, beside --config."""
+    """The flags of this command, besides --config."""
     from absl import flags
 
     values = flags.FlagValues()

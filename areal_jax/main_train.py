@@ -72,7 +72,7 @@ def _describe_stop(workdir: pathlib.Path) -> str:
 
 
 def _define_flags() -> flags.FlagValues:
-    """The flags of this command, beside --config."""
+    """The flags of this command, besides --config."""
     from absl import flags
 
     values = flags.FlagValues()

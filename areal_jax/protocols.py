@@ -235,7 +235,7 @@ class Learner(Protocol):
     """The trainer: plain blocking calls that the controller runs on the lane `learner`, in order."""
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
-        """Trains on one batch; `version` is that of the weights before it. Returns metrics, also for empty data."""
+        """Trains on one batch; `version` is the version before it. Returns metrics, also for empty data."""
         ...
 
     def publish(self, version: int) -> Weights:

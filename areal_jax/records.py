@@ -1,8 +1,8 @@
 """The declared shape of a JSON object: a TypedDict, checked at run time.
 
-Used by events.py for the lines of the event log. A field is declared as `name: Annotated[type, comment]`, an optional
-one as `name: NotRequired[Annotated[type, comment]]`; a literal, which names its record, needs no comment. The types are
-the JSON types: bool, int, float (which takes an int too), str, None, lists of them, unions and literals.
+A field is declared as `name: Annotated[type, comment]`, an optional one as `name: NotRequired[Annotated[type,
+comment]]`; a literal, which names its record, needs no comment. The types are the JSON types: bool, int, float (which
+takes an int too), str, None, lists of them, unions and literals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Record:
     """A TypedDict as the program can look at it."""
 
     comment: str  # the first line of the docstring
-    fields: tuple[Field, ...]  # in the order of their declaration, those of the base class first
+    fields: tuple[Field, ...]  # in the order of their declaration, the base class first
     required: frozenset[str]
     allowed: frozenset[str]  # required or optional
 

@@ -33,7 +33,7 @@ class Prompt:
     draw: int  # number of the draw, unique for ever; the lowest is served first
     tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
     task: str  # name of the task that verifies the answer
-    problem: Mapping[str, Any]  # JSON-able: whatever the task's verifier needs beside the answer
+    problem: Mapping[str, Any]  # JSON-able: whatever the task's verifier needs besides the answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +45,11 @@ class SamplingParams:
     """
 
     max_new_tokens: int  # >= 1
-    temperature: float  # > 0; 0 = greedy, whose log-probs are those of temperature 1
+    temperature: float  # > 0; 0 = greedy, with log-probs at temperature 1
     top_k: int  # 0 = off
     top_p: float  # 1.0 = off
     stop_tokens: tuple[int, ...]  # each is generated, recorded and trained like any other token; () ignores every EOS
-    min_p: float = 0.0  # least probability of a token, as a share of that of the likeliest; 0 = off
+    min_p: float = 0.0  # least probability of a token, as a share of the likeliest token's; 0 = off
     min_new_tokens: int = 0  # tokens of the answer before a stop token can be drawn, or a stop string can end it
     repetition_penalty: float = 1.0  # divides the positive logits of tokens of prompt and answer, multiplies others
     frequency_penalty: float = 0.0  # taken from the logit of a token for each time that it is in the answer
@@ -169,7 +169,7 @@ class TrajectoryGroup:
         return min(v for v in versions if v != NOT_GENERATED)
 
     def has_equal_rewards(self) -> bool:
-        """Whether all rewards are equal, as that of a group of one is: every advantage would be 0."""
+        """Whether all rewards are equal (also in a group of one): every advantage would be 0."""
         return len({trajectory.reward for trajectory in self.trajectories}) <= 1
 
 
@@ -227,7 +227,7 @@ class Work:
     amount: float = 1.0  # in the unit of the kind: tokens, steps, bytes, calls
     detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # goes into the event log as it is
     in_background: bool = False  # under the virtual clock it runs beside the lane's other work, not between it
-    # what its price may depend on beside the amount; not logged: events of decoding and prefilling say the same
+    # what its price may depend on besides the amount; not logged: events of decoding and prefilling say the same
     size: Mapping[str, float] = dataclasses.field(default_factory=dict)
     recorded: bool = False  # of a call whose result is JSON: the real clock logs it, for a replay
 

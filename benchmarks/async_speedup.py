@@ -11,11 +11,11 @@ lognormal with sigma 1 and at most 192 ('heavy').
   asynchronous   eta 2, a server on one core and the learner on the other
 
 Runs are made in turns. Speeds are trained tokens a second from the publication of version --first to the last one;
-`gain` is the median over the turns of the speed over that of the best synchronous arm, less 1, in wall seconds. There
+`gain` is the median over the turns of the speed divided by the best synchronous arm's, less 1, in wall seconds. There
 is no bar. `publication_wait_share` is the part of that time in which the learner waited for publication: it copies the
-weights, and waits while those of the version before have not left; `wait_met` where it is at most a hundredth. The copy
-takes as long whatever an update has to learn from, so that share says something for updates of a size that a run has:
---groups=8, those of its config, or more.
+weights, and waits while the version before has not left; `wait_met` where it is at most a hundredth. The copy takes as
+long whatever an update has to learn from, so that share says something for updates as large as in a run: --groups=8, as
+in its config, or more.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ DECODE_STEPS = 16  # rollout.decode_steps: tokens of an answer in a piece
 CHECK_EVERY_S, LOOK_EVERY_S = 5.0, 1.0  # ServerSettings.health_every_s, RegistryWatch.every_s
 FILE_SERVER_BYTES_S = 10e9  # that all nodes together read from the shared file system: yours will differ
 MOST_FRAME_BYTES = 1 << 30  # areal_jax/distributed/wire.py, of the command with a batch
-# of a batch of 512 groups of 16 answers of 256 tokens, sent to 64 learner processes: docs/log.md, 2026-11-23
+# of a batch of 512 groups of 16 answers of 256 tokens, sent to 64 learner processes: docs/log/, 2026-11-23
 BATCH_BYTES, BATCH_CPU_S, BATCH_TOKENS = 17.9e6, 0.092, 512 * 16 * 256
 TOKEN_BYTES = 8  # of an answer in the controller: token and log-prob
 DAY_S = 86_400
@@ -66,10 +66,10 @@ PLANS = (
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a controller and a publication cost, on this machine; seconds are those of one core."""
+    """What a controller and a publication cost, on this machine; in seconds of one core."""
 
     answer_s: float
-    piece_s: float  # of an answer, beside its tokens
+    piece_s: float  # of an answer, besides its tokens
     token_s: float
     question_s: float
     entry_s: float  # of the registry, in a look

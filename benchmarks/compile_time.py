@@ -75,7 +75,7 @@ def program(decoder: Decoder, name: str, tokens: int, attention: str) -> tuple[C
 
 
 def equations(jaxpr: Any) -> int:
-    """Of a traced program, those of its loops and calls included, each counted once."""
+    """Of a traced program, including its loops and calls, each counted once."""
     inner = (sub for equation in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(equation.params))
     return len(jaxpr.eqns) + sum(map(equations, inner))
 

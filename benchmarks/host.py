@@ -4,10 +4,10 @@
 
   loop         64, 512 and 4,096 engines that cost nothing, with 25 open requests each, event log on (side_host.py): CPU
                microseconds of the whole loop for each trajectory, from admission to publication, for engines in this
-               process and for servers. `growth` is that of the most engines over that of the fewest, turn by turn: at
-               most 1.5. `lag_ms_max` is the longest time without a look at new completions, `lag_ms_p99` what a
-               completion that comes while the loop is busy waits for it at most in 99 of 100 cases; `spell_ms_p99` the
-               time without a look that 99 of 100 stay below.
+               process and for servers. `growth` is the cost with the most engines over the cost with the fewest, turn
+               by turn: at most 1.5. `lag_ms_max` is the longest time without a look at new completions, `lag_ms_p99`
+               what a completion that comes while the loop is busy waits for it at most in 99 of 100 cases;
+               `spell_ms_p99` the time without a look that 99 of 100 stay below.
   answers      Updates of 1,048,576 tokens in answers of 1,024 through the in-process engine, 64 slots, 16 steps a
                dispatch: the longest time without a look, and bytes of the log for each generated token.
   wire         Servers behind HTTP that answer at a fixed pace (side_wire.py), 9,000 tokens in pieces of 16 or of 64:
@@ -204,7 +204,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def kept_rows(options: argparse.Namespace) -> list[Row]:
-    """With --keep, what the report has beside the rows that are measured now; raises UserError for another commit's."""
+    """With --keep, what the report has besides the rows measured now; raises UserError for another commit's."""
     if not (options.keep and options.out and options.out.exists()):
         return []
     earlier = json.loads(options.out.read_text())

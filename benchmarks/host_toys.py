@@ -1,7 +1,7 @@
 """Engines, learner, channel, stream and verifier that cost next to nothing: what is left is the host's own work.
 
-Used by side_host.py, whose docstring says what they stand for. A request is answered by one segment of fixed length; an
-engine finishes a few requests in each dispatch, oldest first.
+side_host.py says what they stand for. A request is answered by one segment of fixed length; an engine finishes a few
+requests in each dispatch, oldest first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine that always has as many requests as slots while new weights arrive; used by interruption.py.
+"""An engine that always has as many requests as slots while new weights arrive.
 
 Policies:
 

@@ -4,19 +4,19 @@
 
 An engine has as many requests as slots, with lognormal lengths, and gets new weights every two mean lengths: the time
 in which the engine, uninterrupted and full, generates two mean answers in every slot. interrupted_engine.py describes
-the policies. Speeds are tokens a second, from weights in use to weights in use; `gain` is the speed over that of
-'wait', less 1.
+the policies. Speeds are tokens a second, from weights in use to weights in use; `gain` is the speed divided by the
+speed of 'wait', less 1.
 
   h800  The real engine under the virtual clock, with a backend that decodes nothing and prices from flops and bytes
         (roofline.py): R1-distill-Qwen-1.5B on an H800, prompts of 512 tokens, answers of mean 9,000 and at most 27,648
         with sigma 0.75, for each of --slots. Shares of the peaks are published ones, once those that favour waiting
-        most (fast decode, slow prefill), once those that do least. A step also takes what one row takes longer than
-        the weights are read ('published' overhead), or nothing beside its work ('none', a lower bound: a batch that
-        gets emptier then gets as much faster as it reads less). All of it was fixed before a run, from sources that
-        benchmarks/README.md names. Judged are the cells with the published overhead, each by itself: 'recompute'
-        gains a tenth or more. Those without are shown, and `met` is null there.
+        most (fast decode, slow prefill), once those that do least. A step also takes what one row takes longer than the
+        weights are read ('published' overhead), or nothing besides its work ('none', a lower bound: a batch that gets
+        emptier then gets as much faster as it reads less). All of it was fixed before a run, from sources that
+        benchmarks/README.md names. Judged are the cells with the published overhead, each by itself: 'recompute' gains
+        a tenth or more. Those without are shown, and `met` is null there.
   cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; one
-        process, whose calls are those of the policies in turns. Reported; no bar.
+        process, which calls the policies in turn. Reported; no bar.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.logprobs --out=benchmarks/results/logprobs.json
 
 Both programs are compiled first and take turns in one process; the first call of each is thrown away. Temporary memory
-is what the compiler reserves for a program beside its arguments and results. Ratios are of medians.
+is what the compiler reserves for a program besides its arguments and results. Ratios are of medians.
 """
 
 from __future__ import annotations

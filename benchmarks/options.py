@@ -39,7 +39,7 @@ def read_buckets(options: argparse.Namespace) -> list[int]:
 
 
 def split_choices(flag: str, given: str, choices: Collection[str]) -> list[str]:
-    """The names in 'a,b'; raises UserError for one that is none of the choices."""
+    """The names in 'a,b'; raises UserError for a name that is not one of the choices."""
     names = given.split(',')
     if unknown := [name for name in names if name not in choices]:
         raise UserError(f'--{flag} has {unknown[0]!r}; there are {", ".join(choices)}')

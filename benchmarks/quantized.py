@@ -4,10 +4,10 @@
 
 SmolLM2-135M as configs/arithmetic.py loads it. Row 'step': dispatches of 1, 8 and 32 rows at position 60 through the
 decode backend, sampling included, float32 and int8 by turns; milliseconds of a step. Row 'prepare': the form for
-decoding of a version, from the published weights. Row 'mismatch': answers of 16 tokens to its held-out
-prompts, sampled by the int8 backend; |log-prob of a policy - that of the published weights| over their tokens, for the
-policy with everything in 8 bits and for policies with a part left in float32. Those parts are computed in float32 from
-numbers that were rounded to 8 bits, which is the same but for the rounding of sums.
+decoding of a version, from the published weights. Row 'mismatch': answers of 16 tokens to its held-out prompts, sampled
+by the int8 backend; |log-prob of a policy - log-prob of the published weights| over their tokens, for the policy with
+everything in 8 bits and for policies with a part left in float32. Those parts are computed in float32 from numbers that
+were rounded to 8 bits, which is the same but for the rounding of sums.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def timed(work: Callable[[], object], repeats: int) -> Run:
 
 
 def dispatches(backend: JaxDecodeBackend, weights: PreparedWeights, rows: int) -> Callable[[], None]:
-    """A dispatch of rows that stand at POSITION, over and over."""
+    """A dispatch of rows at POSITION, again and again."""
     prompt = np.full(POSITION + 1, 100, np.int32)
     decoded = [DecodeRow(request_of(prompt, row), 100, POSITION, CONTEXT, (row,)) for row in range(rows)]
     state = backend.initial_state()

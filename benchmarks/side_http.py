@@ -1,7 +1,7 @@
 """A server of any kind as a side of a comparison: started here, and asked by clients of this process.
 
-The CPU seconds that count are those of the server's processes; those of the clients, which are the same for all
-servers, are in `client_cpu_s`.
+Only the CPU seconds of the server's processes count. The clients are the same for all servers; their CPU seconds are
+in `client_cpu_s`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepare(arguments: dict[str, Any]) -> Start:
 
         def call() -> Mapping[str, float]:
             if arguments['flush']:
-                post(url + arguments['flush'])  # the prompts are those of the last call
+                post(url + arguments['flush'])  # the last call had the same prompts
             cpu_s, own_s, wall_s = children_cpu_seconds(), time.process_time(), time.monotonic()
             found = answer(url, requests, clients, arguments['temperature'])
             found['part_wall_s'] = time.monotonic() - wall_s

@@ -20,7 +20,7 @@ MEAN_LENGTHS = 2  # between two updates
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
-    """Call number i is that of policy i % 4, in the order of POLICIES."""
+    """Call number i runs policy i % 4, in the order of POLICIES."""
     decoder, weights = load_model(arguments['model'])
     load, decode_steps = Load(**arguments['load']), arguments['engine']['decode_steps']
 

@@ -34,7 +34,7 @@ def prepare(arguments: dict[str, Any]) -> Start:
 def measure_steps(
     backend: JaxDecodeBackend, weights: Weights, tokens: np.ndarray, arguments: Mapping[str, Any]
 ) -> tuple[Call, Any]:
-    """Dispatches that all begin after the prompt: the host says where a row stands, so they repeat each other."""
+    """Dispatches that all begin after the prompt: the host sets the position of a row, so they are equal."""
     context, steps = backend.context_tokens, arguments['engine']['decode_steps']
     state = prefill_all(backend, weights, backend.initial_state(), tokens[:, :-1])
     rows = [

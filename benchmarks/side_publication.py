@@ -1,7 +1,7 @@
 """A version of SmolLM2-135M through the files channel: bytes, CPU seconds of the learner's side and of an engine's.
 
-The weights lie in one process; a learner over several writes the same files, each process those of its own leaves. An
-engine reads as a server does: every leaf, with its digest computed again.
+The weights are in one process; a learner over several writes the same files, each process the files of its own leaves.
+An engine reads as a server does: every leaf, with its digest computed again.
 """
 
 from __future__ import annotations

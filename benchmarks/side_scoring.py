@@ -60,7 +60,7 @@ def over_http(url: str, asks: str, prompts: Sequence[list[int]]) -> Any:
             return await asyncio.gather(*(ask(session, body) for body in bodies))
 
     def run(watch: Stopwatch) -> dict[str, float]:
-        post(url + '/flush_cache')  # the prompts are those of the last call
+        post(url + '/flush_cache')  # the last call had the same prompts
         watch.start()
         found = asyncio.run(ask_all())
         watch.stop()

@@ -1,6 +1,6 @@
 """Our server under load while it loads new weights: what its event log says of every update.
 
-The engine, the service and the HTTP thread are those of main_serve, in this process, so that the log can be read. The
+Engine, service and HTTP thread are the same as in main_serve, but in this process, so that the log can be read. The
 clients are a process of their own and keep every slot busy.
 """
 

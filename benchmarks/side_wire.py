@@ -1,7 +1,7 @@
 """The host's loop with servers behind HTTP: what a controller pays for an answer, a piece of one and a question.
 
-The real controller, server pool, clients, real clock and event log; the servers are those of stub_servers.py, on
-another core. CPU seconds are those of this process, loop and I/O thread together.
+The real controller, server pool, clients, real clock and event log; the servers come from stub_servers.py, on
+another core. CPU seconds: this process, loop and I/O thread together.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def measure_wire(
 
         def on_step(step: StepRecord) -> None:
             if window.updates == 0:
-                clock.restart()  # its lag is that of the window
+                clock.restart()  # so that its lag covers the window alone
             if window.note_update():
                 ended.set()
 

@@ -1,8 +1,8 @@
 """Programs compared call by call: every side is a process of its own, and the parent asks them in turn.
 
 A side prepares (imports, weights, data; not measured), then answers each line of its standard input with one call's
-seconds and memory as a JSON line. Its first call also builds and compiles what a trainer needs. CPU seconds are those
-of the side's process and of all processes that it started. Standard library only: the sides run in different
+seconds and memory as a JSON line. Its first call also builds and compiles what a trainer needs. CPU seconds
+cover the side's process and all processes that it started. Standard library only: the sides run in different
 environments.
 """
 

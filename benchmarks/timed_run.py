@@ -1,4 +1,4 @@
-"""A run of main_train, with servers or without, that is timed from one update to another. Used by async_speedup.py."""
+"""A run of main_train, with servers or without, that is timed from one update to another."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Arm:
 def run_arm(
     arm: Arm, config: str, overrides: Mapping[str, object], workdir: pathlib.Path, first: int
 ) -> dict[str, Any]:
-    """From the publication of version `first` to that of the last one, as sides.py has a call.
+    """From the publication of version `first` to the publication of the last one, as sides.py has a call.
 
     Raises RuntimeError with the last words of the trainer where it fails.
     """
@@ -100,7 +100,7 @@ def started(
 
 
 def watch_cpu(trainer: subprocess.Popen[bytes], metrics: pathlib.Path, first: int, last: int) -> float:
-    """CPU seconds of all processes from the metrics of update `first` to those of `last`."""
+    """CPU seconds of all processes between the metrics of updates `first` and `last`."""
     at: dict[int, float] = {}
     while trainer.poll() is None and last not in at:
         updates = metrics.read_bytes().count(b'\n') if metrics.exists() else 0
@@ -130,7 +130,7 @@ def read_events(path: pathlib.Path, first: int) -> tuple[float, float, float]:
 def publication_wait(events: Sequence[Event], first: int) -> float:
     """Seconds that the learner did not train because of the publication of versions above `first`.
 
-    It copies the weights of a version, and hands them over when those of the version before are on their way.
+    It copies the weights of a version, and hands them over when the version before is on its way.
     """
     intervals = lane_intervals(events)
     copied = {_number(i, 'update'): i for i in intervals if i.lane == LEARNER and i.work == 'snapshot' and i.detail}

@@ -13,8 +13,8 @@ compares another config, as it is, with the same at eta 0: what asynchrony buys 
 
 Every side is a whole run in processes of its own. The sides take turns: one goes on for `--updates` updates while the
 others are stopped (SIGSTOP), after `--warm` updates of each that are not counted. An update is counted where its
-weights are in use: for ours the engine has loaded them, for the others the optimizer has stepped. CPU seconds are those
-of the process tree. Ours generates and trains at the same time, so an interval between two publications has the
+weights are in use: for ours the engine has loaded them, for the others the optimizer has stepped. CPU seconds
+cover the process tree. Ours generates and trains at the same time, so an interval between two publications has the
 generation of later answers in it; the others generate and train in turn. Answers get shorter as the policy learns:
 trained tokens a CPU second are compared.
 

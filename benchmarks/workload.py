@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 
 FIRST_TOKEN = 8  # smaller ids are special somewhere: padding, beginning or end of a text
-LIMIT = 3  # longest answer over the mean: about that of the paper's 27648 tokens to a mean of 9000
+LIMIT = 3  # longest answer over the mean: about as in the paper, 27648 tokens to a mean of 9000
 SIGMA = 0.75  # of the lognormal lengths with which arXiv 2505.24298's runs can be explained
 
 

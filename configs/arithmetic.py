@@ -3,7 +3,7 @@
     areal-train --config=configs/arithmetic.py --workdir=runs/arithmetic
 
 Task: reasoning-gym's chain_sum, basic_arithmetic and products with one digit; the last integer must be right and the
-answer must end within 16 tokens. Held-out problems are split off by expression. Measured runs are in docs/log.md.
+answer must end within 16 tokens. Held-out problems are split off by expression. Measured runs are in docs/log/.
 """
 
 from ml_collections import config_dict

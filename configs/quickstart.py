@@ -2,7 +2,7 @@
 
     bash launch/quickstart.sh
 
-The reward is the share of steps that are right before the first wrong one. Measured runs are in docs/log.md.
+The reward is the share of steps that are right before the first wrong one. Measured runs are in docs/log/.
 """
 
 from ml_collections import config_dict

@@ -3,7 +3,7 @@
     python -m areal_jax.main_train --config=configs/tiny_cpu.py --workdir=runs/tiny
 
 Task: four letters out of two ('abbb=' -> 'bbba'), reward = share of places that agree, the end among them.
-The runs that this was tuned on, with hardware and seeds, are in docs/log.md.
+The runs that this was tuned on, with hardware and seeds, are in docs/log/.
 """
 
 from ml_collections import config_dict

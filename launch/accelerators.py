@@ -1,4 +1,4 @@
-"""TPU slices by generation: accelerator types, topologies, hosts. Used by jobset.py and ray/.
+"""TPU slices by generation: accelerator types, topologies, hosts.
 
 The names are those in the sources of Ray 2.60.0 (python/ray/_private/accelerators/tpu.py), Tunix and SGLang-JAX;
 none has been tried on Google Cloud from here. Compare them with the provider's tables before you pay for a slice.
@@ -90,7 +90,7 @@ def define_accelerators(values: flags.FlagValues) -> None:
 
 
 def find_accelerator(values: flags.FlagValues, prefix: str) -> str | Slice:
-    """What the flags with this prefix name, 'gpu', 'cpu' or a slice; those of engines default to the learner's.
+    """What the flags with this prefix name, 'gpu', 'cpu' or a slice; engines default to the learner's.
 
     Raises UserError for what is unknown, and for a slice without a topology.
     """

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and which process of a run gets which. Used by local.py and roles.py."""
+"""The GPUs of this machine, and which process of a run gets which."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_gpus(environment: Mapping[str, str], devices: pathlib.Path = pathlib.Pa
 
 
 def share_gpus(config: config_dict.ConfigDict, gpus: Sequence[str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of each process, 'learner-0', 'engine-1': the learner's first, then those of each engine.
+    """CUDA_VISIBLE_DEVICES of each process, 'learner-0', 'engine-1': the learner's first, then each engine's.
 
     Engines that share the learner's first device see that one. Nothing where there are no GPUs.
 

@@ -19,7 +19,7 @@ class Signs:
     """What one look at the registry has shown, by the numbers of processes."""
 
     registered: Collection[int]
-    silent: Collection[int]  # their heartbeat has not changed for PATIENCE_S, those of earlier ones too
+    silent: Collection[int]  # their heartbeat has not changed for PATIENCE_S; includes earlier incarnations
 
 
 class Heartbeats:

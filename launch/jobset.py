@@ -80,7 +80,7 @@ def _require_names(values: flags.FlagValues) -> None:
 
 
 def _find_hardware(values: flags.FlagValues, prefix: str, role: RoleCount, hosts: int, field: str) -> Hardware:
-    """What the pods of a role run on; flags of engines that are not given are those of the learner.
+    """What the pods of a role run on; an engine flag that is not given defaults to the learner's.
 
     Args:
       hosts: processes that share one slice of TPUs.

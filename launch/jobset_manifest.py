@@ -1,4 +1,4 @@
-"""The JobSet of a run as a dictionary and as YAML, for jobset.x-k8s.io/v1alpha2. Used by jobset.py.
+"""The JobSet of a run as a dictionary and as YAML, for jobset.x-k8s.io/v1alpha2.
 
 Who restarts whom: a pod that ends with a code other than 0 fails its Job. After the codes of _FINAL the JobSet ends;
 after any other the Job alone is made again: the controller, one engine, or all learner processes.
@@ -60,7 +60,7 @@ class Image:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All that a JobSet has beside the run itself."""
+    """All that a JobSet has besides the run itself."""
 
     name: str
     image: Image

@@ -39,7 +39,7 @@ TRAINER = 'areal_jax.main_train'
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, start, wait; returns the exit code, that of the trainer."""
+    """Parse, start, wait; returns the exit code of the trainer."""
     answer(COMMAND, argv[1:])
     values = _define_flags()
     config = parse_train_command(argv, values).config

@@ -1,4 +1,4 @@
-"""Looks at pages of areal_jax.main_report in a headless Chromium without network. Used by launch/test_page.sh.
+"""Looks at pages of areal_jax.main_report in a headless Chromium without network. launch/test_page.sh calls it.
 
 Says what was checked, one line a page; exit code 1 where a check fails.
 """

@@ -1,4 +1,4 @@
-"""A program under a keeper, and a server that is started again when it dies. Used by supervisor.py."""
+"""A program under a keeper, and a server that is started again when it dies."""
 
 from __future__ import annotations
 

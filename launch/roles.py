@@ -1,4 +1,4 @@
-"""A run in roles on this machine: which commands, and who starts whom again. Used by local.py.
+"""A run in roles on this machine: which commands, and who starts whom again.
 
 An engine is started again alone. The learner processes are one program, which a lost one ends for all. The controller
 goes on from its checkpoint, with learners that start anew. So whenever the controller or a learner is lost, all of them
@@ -72,7 +72,7 @@ def plan_roles(
     """The commands of all roles.
 
     Args:
-      words: of the command line of main_role, beside those that say which role.
+      words: of the command line of main_role, besides those that say which role.
       environment: of this process; its XLA_FLAGS are extended. Virtual devices exist where jax computes on the CPU.
       gpus: of this machine, which the processes share out; see gpus.py.
 
@@ -219,7 +219,7 @@ class _Roles:
         if controller in (ExitCode.FINISHED, ExitCode.NOTHING_TRAINED):
             return controller
         if not any(codes.values()):
-            return None  # a learner that was let go waits for nobody
+            return None  # a learner that was let go waits for no other process
         cause, is_final = find_cause(codes)
         now = time.monotonic()
         self._lost_s = self._lost_s or now

@@ -20,7 +20,7 @@ from .cluster_run import STEADY_S, ClusterRun, render_overrides, require_shared
 from .slurm_layout import Component, Layout, NodeKind
 
 FOLDER = 'slurm'  # in the workdir: the sbatch file, and a folder with logs for each start of the job
-SWEEP_FOLDER = '.slurm'  # in that of a sweep, which may hold no visible entries beside its arms
+SWEEP_FOLDER = '.slurm'  # inside a sweep's workdir, which may hold no visible entries but its arms
 SWEEP = 'areal_jax.main_sweep'
 UNSAFE = re.compile(r'[\s\\"\'$#]')  # what the value of an option may not have in an #SBATCH line, which # ends
 _REQUEUE_S = 15  # of --grace_s: to kill the roles that do not save in time, and to have the job queued again

@@ -1,4 +1,4 @@
-"""Which role runs on which node of a SLURM job, on which GPUs, and how many nodes that takes. Used by slurm.py."""
+"""Which role runs on which node of a SLURM job, on which GPUs, and how many nodes that takes."""
 
 from __future__ import annotations
 

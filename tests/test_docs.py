@@ -10,8 +10,12 @@ import pytest
 from areal_jax.config.declarations import FIELDS, SECTIONS
 
 ROOT = pathlib.Path(__file__).parent.parent
-OTHERS = {'log.md', 'prose.md', 'report.md'}  # say what was, or are made by a run
-PAGES = [page for page in (ROOT / 'README.md', *ROOT.glob('docs/**/*.md')) if page.name not in OTHERS]
+LOG = sorted(ROOT.glob('docs/log/20*.md'), reverse=True)  # a page a month, which says what was
+PAGES = [
+    page
+    for page in (ROOT / 'README.md', *ROOT.glob('docs/**/*.md'))
+    if page not in LOG and page.name != 'report.md'  # made by a run
+]
 OF_A_RUN = ('runs/', 'tensorboard/', 'checkpoints/', 'plots/', 'export/', 'mlruns/')  # folders that a run leaves
 FILE = r'[\w./*-]+\.(?:py|md|sh|svg|png)|[\w.-]+(?:/[\w.-]+)*/'
 
@@ -32,6 +36,11 @@ def resolve(name: str, page: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
+def broken_links(text: str, page: pathlib.Path) -> list[str]:
+    links = re.findall(r'\]\((?!\w+:)([^)#]+)(?:#[^)]*)?\)', text)
+    return [link for link in links if not (page.parent / link).exists()]
+
+
 def faults(text: str, page: pathlib.Path) -> list[str]:
     """What the text names and nobody has."""
     wrong = []
@@ -40,8 +49,7 @@ def faults(text: str, page: pathlib.Path) -> list[str]:
             paths = resolve(match[1], page)
             known = [path for path in paths if not match[2] or match[2] in names_in(path)]
             wrong += [] if known or code.startswith(OF_A_RUN) else [code]
-    for link in re.findall(r'\]\(([^)#:]+)\)', text):
-        wrong += [] if (page.parent / link).exists() else [link]
+    wrong += broken_links(text, page)
     for name in re.findall(r'(?<![\w./])(?:--config\.)?(\w+\.\w+)(?![\w/(]|\.\w)', text):
         section, _, field = name.partition('.')
         known = [
@@ -61,6 +69,17 @@ def test_what_a_page_names_exists(page):
     assert faults(page.read_text(), page) == []
 
 
+@pytest.mark.parametrize('page', LOG, ids=lambda page: page.name)
+def test_links_of_the_log_resolve(page):
+    assert broken_links(page.read_text(), page) == []
+
+
+def test_the_index_of_the_log_has_every_entry():
+    titles = [title for page in LOG for title in re.findall(r'^## (.+)$', page.read_text(), re.MULTILINE)]
+    index = (ROOT / 'docs' / 'log' / 'index.md').read_text()
+    assert re.findall(r'^ - (.+)$', index, re.MULTILINE) == titles
+
+
 @pytest.mark.parametrize(
     ('text', 'found'),
     [
@@ -68,8 +87,9 @@ def test_what_a_page_names_exists(page):
         ('`control/gates.py`', ['control/gates.py']),
         ('`tests/test_house.py::test_one_version`, `files.py:sync`', []),
         ('`tests/test_house.py::test_two_versions`', ['tests/test_house.py::test_two_versions']),
-        ('[a note](docs/log.md)', []),
+        ('[a note](docs/log/index.md), [elsewhere](https://example.org/a.md), [above](#here)', []),
         ('[a note](docs/nothing.md)', ['docs/nothing.md']),
+        ('[a note](docs/nothing.md#part)', ['docs/nothing.md']),
         ('`run.steps`, --config.learner.layers=list, `task.verifier_*`', []),
         ('`mesh.fsdp=4` is gone, `rollout.engines=2` too', ['rollout.engines']),
         ('python -m areal_jax.main_report, python -m tests.chaos', []),

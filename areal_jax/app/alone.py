@@ -1,6 +1,6 @@
 """The seconds that generation and training would take if each had the cores to itself.
 
-Measured on intervals of the lanes during which the other side was idle. Used by loop_run.py and rebuild.py.
+Measured on intervals of the lanes during which the other side was idle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the evaluation beside training, and brings its rows to file, metrics and terminal. Used by loop_run.py."""
+"""Builds the evaluation beside training, and brings its rows to file, metrics and terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_beside(
     observer: StepObserver,
     lost: Event | None = None,
 ) -> EvaluationBeside:
-    """`problems` are those of the evaluations before and after; the first of them are used here.
+    """`problems`: of the evaluations before and after training; the first of them are used here.
 
     `make_evaluator` lacks problems, pool, verifier, samples and version, which this evaluation has its own of.
     `lost`: see EvaluationBeside.

@@ -203,7 +203,7 @@ def build_gate(config: TrackedConfig) -> StalenessGate:
 
 
 def build_schedule(config: TrackedConfig) -> Schedule | None:
-    """None for staleness.schedule='natural'; raises ConfigError for a schedule or a file of one that is none."""
+    """None for staleness.schedule='natural'; raises ConfigError for an invalid schedule, or an invalid file of one."""
     text = config.staleness.schedule
     try:
         return parse_schedule(text, config.run.seed)

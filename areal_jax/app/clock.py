@@ -1,4 +1,4 @@
-"""Builds the clock of a run with its lanes. Used by loop_run.py; control/clocks/ has the clocks."""
+"""Builds the clock of a run with its lanes. control/clocks/ has the clocks."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class CommandLineError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """What a command was asked to do, beside its own flags."""
+    """What a command was asked to do, besides its own flags."""
 
     config: config_dict.ConfigDict  # of the file, overrides applied, valid
     source: str  # FILE or FILE:ARGUMENT: as given, or package:configs/tiny_cpu.py for the name tiny_cpu
@@ -125,7 +125,7 @@ def call_in_file(source: str, function: str, purpose: str) -> object:
     """What a function of FILE returns, called without argument, or with ARGUMENT for FILE:ARGUMENT.
 
     Args:
-      purpose: what is said of the function where the file lacks it: 'which returns the config'.
+      purpose: describes the function if the file lacks it: 'which returns the config'.
 
     Raises CommandLineError that names the file and, where there is one, the line.
     """

@@ -21,7 +21,7 @@ EVENT = '/jax/core/compile/backend_compile_duration'
 
 
 class CompilationCounter:
-    """Programs compiled since the counter was made, but for those of the thread `AHEAD`, which nobody waits for.
+    """Counts XLA compilations, except in the background thread `AHEAD`, which nothing waits for.
 
     Use it as a context manager: it listens while inside.
     """
@@ -50,8 +50,8 @@ class CompilationCounter:
 def use_compilation_cache(config: TrackedConfig) -> Iterator[None]:
     """Inside, jax keeps compiled programs in run.compilation_cache; where that is '', jax's own setting stays.
 
-    Programs that took 0.1 s are kept, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise: jax keeps those
-    of a second, which few programs of a small model on a CPU take.
+    Programs that took 0.1 s are kept, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise: by default jax
+    keeps programs that took 1 s, and few programs of a small model on a CPU take that long.
 
     Raises ConfigError if the directory cannot be written.
     """

@@ -73,7 +73,7 @@ class NoCompilations:
 def build_controller_run(config: config_dict.ConfigDict, process: RoleProcess, **settings: Any) -> ControllerRun:
     """A run whose learner and engines are other processes; it always goes on from what is in the workdir.
 
-    `settings` are those of Run.
+    `settings`: see Run.
     """
     kind = RunKind(
         require_startable=_require_startable,
@@ -213,8 +213,8 @@ class RemoteSite:
     # The report and the export.
 
     def find_final_weights(self) -> tuple[None, str]:
-        """They are in the files of the last version and in the last checkpoint; the digest is that of the export, ''
-        where there is none."""
+        """They are in the files of the last version and in the last checkpoint; the digest is the export's, '' without
+        one."""
         context = self._context
         if not self._exports:
             return None, ''

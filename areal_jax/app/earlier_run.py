@@ -1,7 +1,4 @@
-"""The weights of another run: described by its config.json, held by one of its checkpoints.
-
-Used by model.py for model.source='run', and by export.py.
-"""
+"""The weights of another run: described by its config.json, held by one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -81,8 +78,8 @@ class EarlierRun:
           cut: maps a tree of shapes to the tree of their shardings.
           announce: hears of the bytes read, and of all.
 
-        Raises ConfigError where their names or shapes are not those of the decoder, and CheckpointError for a
-        checkpoint that is damaged.
+        Raises ConfigError if their names or shapes differ from the decoder's weights, and CheckpointError for a
+        damaged checkpoint.
         """
         lora = self.config.lora
         adapters = Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None

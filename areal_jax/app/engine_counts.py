@@ -1,4 +1,4 @@
-"""What the engines did since the last update, counted from events for its metrics. Used by observer.py."""
+"""What the engines did since the last update, counted from events for its metrics."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def build_backends(
 ) -> dict[EngineDevices, JaxDecodeBackend]:
     """The compiled programs of all devices on which engines decode; engines on the same ones share them."""
     backends = {devices: build_backend(config, decoder, devices) for devices in allocation.by_devices()}
-    print_passed_over('rollout.attention', next(iter(backends.values())).passed_over)  # those of others are the same
+    print_passed_over('rollout.attention', next(iter(backends.values())).passed_over)  # equal for all backends
     return backends
 
 
@@ -113,7 +113,7 @@ def describe_caches(
 
 
 def _describe_cache(backends: Mapping[EngineDevices, DecodeBackend]) -> str:
-    backend = next(iter(backends.values()))  # those of other devices are equal
+    backend = next(iter(backends.values()))  # all backends have equal programs
     return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions, {format_bytes(backend.state_bytes)}'
 
 

@@ -16,7 +16,7 @@ _MOST_FLAGS = 8  # named in a sentence
 
 
 class Environment(TypedDict):
-    """What the bits of a result depend on, beside config, seed and data."""
+    """What the bits of a result depend on, besides config, seed and data."""
 
     commit: str | None  # of this program
     versions: Mapping[str, str]  # of Python and packages

@@ -1,7 +1,4 @@
-"""A model on its own, measured on a task: engines, verifier and evaluator of a run, without a learner.
-
-Used by main_eval.py and by programs that evaluate without a command line.
-"""
+"""A model on its own, measured on a task: engines, verifier and evaluator of a run, without a learner."""
 
 from __future__ import annotations
 
@@ -72,7 +69,8 @@ def evaluate_model(
 ) -> Results | None:
     """Answers evaluation.problems held-out problems greedily and evaluation.samples times; writes and returns scores.
 
-    The noise is that of the evaluations of a run with this config and seed, so equal weights give equal answers.
+    The sampling noise equals the noise of evaluations of a run with this config and seed, so equal weights give equal
+    answers.
 
     Args:
       config: as an experiment file gives it, overrides applied; what could not be trained may pass.
@@ -113,7 +111,7 @@ class _Evaluation:
             undo.push(self)
             lock = files.DirectoryLock(workdir)
             self._parts.callback(lock.release)
-            self.workdir.require_usable()  # nobody else has begun meanwhile
+            self.workdir.require_usable()  # no other evaluation may have started meanwhile
             undo.callback(self.workdir.discard)
             check = interrupts.check if interrupts else lambda: None
             self._start = StartProgress(self.config.telemetry.progress, check=check)

@@ -1,6 +1,6 @@
-"""The config of an evaluation: that of a run, with the model and the benchmark of the command line.
+"""The config of an evaluation: the config of a run, with model and benchmark from the command line.
 
-Used by evaluate.py and main_eval.py; imports no jax.
+Imports no jax.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WITHOUT_TRAINING = {
 def adapt_config(
     config: config_dict.ConfigDict, model: str | None, overrides: Collection[str]
 ) -> config_dict.ConfigDict:
-    """A copy whose model.source and model.path name `model` (None: those of the config), without parts of training.
+    """A copy whose model.source and model.path name `model` (None = unchanged), without the fields of training.
 
     Raises ConfigError for a path that is no model, and for one that the command line gives twice.
     """

@@ -1,7 +1,4 @@
-"""The directory of one evaluation: what may be there before, and what a resumed one must have in common with it.
-
-Used by evaluate.py.
-"""
+"""The directory of one evaluation: what may be there before, and what a resumed one must have in common with it."""
 
 from __future__ import annotations
 

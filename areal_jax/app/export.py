@@ -1,7 +1,6 @@
 """Exports the weights of a run as a directory that transformers, vLLM and SGLang load, with tokenizer and model card.
 
-Used by main_export.py for a checkpoint of any run, and by own_learner.py when a run has finished. publication/export.py
-writes.
+From a checkpoint of any run, or from the learner of a run that has just finished. publication/export.py writes.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def write_export(
 
 
 def separates_head(config: TrackedConfig) -> bool:
-    """Whether versions hold a head of their own beside the embedding that is the head.
+    """Whether published versions also store lm_head although it is tied to the embedding.
 
     On a CPU vllm 0.32 keeps a packed copy of the head. Its reload_weights packs the tensors that it reads anew, and
     reads none for a head which is the embedding, so that later versions would be served with the head of the first.
@@ -185,8 +184,8 @@ def _token_ids(model: Model) -> dict[str, int]:
 def _generation_config(values: Values, model: Model) -> dict[str, object]:
     """Where generation ends, and for a run by rewards how its answers were sampled.
 
-    Of a file of the original model the token ids are kept. Its sampling parameters are kept by supervised training, and
-    replaced by those of a run by rewards, whose policy is defined by them.
+    If the original model has such a file, its token ids are kept. Supervised training also keeps its sampling
+    parameters. A run by rewards writes its own, because they define its policy.
     """
     ours, original = _token_ids(model), _read_original(model)
     ids = {name: value for name, value in original.items() if name.endswith('_token_id')}

@@ -1,7 +1,7 @@
 """The exporter of a run in roles: writes checkpoints as Hugging Face directories beside training.
 
-Used by main_role.py where run.export_every asks for it. It computes on the CPU, and nothing waits for it: the
-controller writes the final weights itself (finished_export.py).
+It runs if run.export_every is set. It computes on the CPU, and nothing waits for it: the controller writes the final
+weights itself (finished_export.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Optional packages: refuses a config that needs a missing one, with the pip command that installs it.
 
-Used by command_line.py and run.py before anything is built.
+This is checked before anything is built.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The export of a finished run: where it lies, what it holds, and writing it from a process without jax.
+"""The export of a finished run: where it is, what it holds, and writing it from a process without jax.
 
 export.py writes it in the process that has the weights.
 """

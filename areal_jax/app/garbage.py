@@ -1,4 +1,4 @@
-"""How often a command lets Python search all its objects for circles of references that nothing refers to.
+"""Limits full garbage collections to 1% of the run time.
 
 The commands call it; areal_jax.train and a program of its own keep Python's setting.
 """
@@ -20,7 +20,7 @@ class FullCollections:
     A full collection holds up every thread for a time that grows with all objects of the process: 1.6 s with 102,400
     open requests. Python starts one whenever a quarter of the objects is new. In a run most of them are open requests,
     which come and go without circles, so that with 4,096 engines the collections took a third of the loop's CPU
-    (docs/log.md). Objects that only a circle keeps are found later than before, but within 100 durations of a
+    (docs/log/). Objects that only a circle keeps are found later than before, but within 100 durations of a
     collection: 6 s in a process with jax. Collections of new objects, which take milliseconds, stay as they are.
     """
 

@@ -1,6 +1,6 @@
 """Requests to stop a run: what a run expects of them, and signals as such requests, for every long-running command.
 
-run_thread.py has those of a program that calls the library.
+run_thread.py has the requests of a program that calls the library.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Wakeups:
         os.close(self._sender)
 
     def wait(self, timeout_s: float | None, file: int | None = None) -> tuple[list[signal.Signals], bool]:
-        """(those of SIGNALS that came, whether `file` can be read); ([], False) also when a child has ended."""
+        """(the SIGNALS that arrived, whether `file` can be read); ([], False) also when a child has ended."""
         watched = [self._receiver] if file is None else [self._receiver, file]
         ready, _, _ = select.select(watched, [], [], timeout_s)
         numbers = os.read(self._receiver, 64) if self._receiver in ready else b''
@@ -168,7 +168,7 @@ def ignore_signals() -> None:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Does nothing: whoever reads the descriptor handles the signal."""
+    """Does nothing: the reader of the descriptor handles the signal."""
 
 
 def _leave_terminal() -> None:

@@ -1,4 +1,4 @@
-"""Builds the learner of one process from a config and a model. Used by run.py and processes.py."""
+"""Builds the learner of one process from a config and a model."""
 
 from __future__ import annotations
 

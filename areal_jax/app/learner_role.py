@@ -1,7 +1,7 @@
 """A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
 
-Used by main_role.py. It ends with ExitCode.FINISHED when the controller lets it go, and with STOPPED when a peer is
-lost: then all learner processes are started again together.
+It ends with ExitCode.FINISHED when the controller lets it go, and with STOPPED when a peer is lost: then all learner
+processes are started again together.
 """
 
 from __future__ import annotations

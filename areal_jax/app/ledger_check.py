@@ -1,4 +1,4 @@
-"""Holds the token ledger of a run against what its loop still has. Used by loop_run.py when the loop has ended."""
+"""Holds the token ledger of a run against what its loop still has. It runs once, when the loop has ended."""
 
 from __future__ import annotations
 

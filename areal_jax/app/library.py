@@ -32,9 +32,9 @@ _one_at_a_time = threading.Lock()
 
 
 def train(config: ConfigSource, workdir: FilePath, resume: bool = False) -> Report:
-    """Trains to the end and returns the content of report.json. The weights are those of main_train for this config.
+    """Trains to the end and returns the content of report.json. The weights equal those that main_train trains.
 
-    A report whose `optimizer_steps` has `applied` 0 is that of a run which trained nothing (exit code 3 of main_train).
+    If the report's `optimizer_steps` has `applied` 0, the run trained nothing (exit code 3 of main_train).
 
     Args:
       config: as `areal_jax.config.default_config()` returns it, or the path of a config file, 'mine.py' or

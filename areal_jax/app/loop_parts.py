@@ -85,7 +85,7 @@ class Generation(NamedTuple):
     ring: VersionRing | None  # earlier versions, of a schedule in lock-step
     newest: PublishedWeights
     pool: Pool
-    engines: Sequence[LocalEngine] = ()  # those of this process
+    engines: Sequence[LocalEngine] = ()  # in this process
     servers: Servers | None = None
 
 

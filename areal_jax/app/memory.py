@@ -35,7 +35,7 @@ def memory_limit_bytes() -> int:
 
 
 def _cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGROUP_ROOT) -> list[int]:
-    """Limits of the cgroup of this process (version 1 or 2) and of those around it."""
+    """Limits of the cgroup of this process (version 1 or 2) and of its parents."""
     limits = []
     lines = processes.read_text().splitlines() if processes.exists() else []
     for line in lines:

@@ -1,6 +1,6 @@
 """The model of a run: its decoder, its weights from the place that model.source names, and its tokenizer.
 
-Used by own_learner.py and processes.py; formats/ reads the files, text_model.py has what needs no jax.
+formats/ reads the files, text_model.py has what needs no jax.
 """
 
 from __future__ import annotations

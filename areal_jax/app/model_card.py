@@ -1,4 +1,4 @@
-"""The README.md of an exported model: how to load it, and what is known of the run that made it. Used by export.py."""
+"""The README.md of an exported model: how to load it, and what is known of the run that made it."""
 
 from __future__ import annotations
 

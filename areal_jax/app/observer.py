@@ -1,7 +1,7 @@
 """The metrics of every update, from its step record and the events since the last one.
 
-Used by app/loop_run.py: the controller calls `on_step`, the event log `on_event`. Metrics of the trained tokens come
-from the learner and are passed on; this module counts events of the loop.
+The controller calls `on_step`, the event log `on_event`. Metrics of the trained tokens come from the learner and are
+passed on; this module counts events of the loop.
 """
 
 from __future__ import annotations

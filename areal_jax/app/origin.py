@@ -1,4 +1,4 @@
-"""Which kind of model a path names. Used by evaluation_config.py; reads no weights and imports no jax."""
+"""Which kind of model a path names. Reads no weights and imports no jax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP = re.compile(r'step_(\d{8,})(_\d+)?$')
 def choose_source(name: str) -> tuple[Source, str]:
     """(model.source, model.path) of RUN | CHECKPOINT | HF_DIR | GGUF, also of 'package:NAME/FILE'.
 
-    Raises ConfigError for a path that is none of them.
+    Raises ConfigError for any other path.
     """
     if name.startswith(PACKAGE):
         return 'gguf', name
@@ -58,7 +58,7 @@ def _choose_file(path: pathlib.Path) -> tuple[Source, str]:
 
 
 def _is_config_of_run(path: pathlib.Path) -> bool:
-    """Whether config.json is that of a run, which has sections; a Hugging Face one is left to its reader."""
+    """Whether config.json belongs to a run: it has sections. A Hugging Face config is left to its reader."""
     try:
         content = files.read_json(path)
     except files.FileError:

@@ -1,6 +1,6 @@
 """The user's own functions that a config names: loaded before a run writes anything, and noted in its workdir.
 
-Used by run.py. areal_jax/plugins.py loads them.
+areal_jax/plugins.py loads them.
 """
 
 from __future__ import annotations

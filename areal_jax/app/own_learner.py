@@ -163,7 +163,7 @@ class OwnSite:
     def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
         """Compiles what trains and what generates side by side: XLA compiles a program on one core for the most part.
 
-        The learner's programs are compiled on a thread of their own, in their order; so are those of its followers.
+        The learner's programs are compiled on a thread of their own, in order; followers do the same.
         Where an evaluation comes before training, they are compiled beside it.
         """
         start = self._context.start
@@ -190,7 +190,7 @@ class OwnSite:
             print(f'compiled {programs} programs of the learner', flush=True)
 
     def _trains_later(self, version: int) -> bool:
-        """Whether the learner's programs are compiled after others that are needed first: those of an evaluation."""
+        """Whether the learner's programs are compiled after others that an evaluation needs first."""
         config = self._config
         if config.loss.objective == 'sft':
             return False

@@ -36,7 +36,7 @@ def get_config():
 def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
     """This process becomes an engine of a run in roles; returns its exit code."""
     require_serving()
-    with keep_name(process, config) as heartbeat:  # whoever started this process sees whether it lives
+    with keep_name(process, config) as heartbeat:  # shows the launcher that this process is alive
         await_controller(process, config, config.distributed.command_deadline_s)
 
         from areal_jax.app.serve import serve_model  # here: jax and aiohttp take seconds

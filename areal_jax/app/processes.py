@@ -1,6 +1,6 @@
 """A run of several processes, as its config says: process 0 drives the loop, the others follow its learner's commands.
 
-Used by main_train.py and own_learner.py. Reads the section `distributed`; distributed/ does the work.
+Reads the section `distributed`; distributed/ does the work.
 """
 
 from __future__ import annotations

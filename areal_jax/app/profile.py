@@ -1,4 +1,4 @@
-"""A trace of some updates by jax's profiler, in WORKDIR/profile (telemetry.profile_steps). Used by run.py."""
+"""A trace of some updates by jax's profiler, in WORKDIR/profile (telemetry.profile_steps)."""
 
 from __future__ import annotations
 

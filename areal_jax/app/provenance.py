@@ -53,6 +53,6 @@ def hardware() -> Hardware:
 
 
 def describe_hardware(devices: Sequence[str]) -> Hardware:
-    """The same with these accelerators, which may be those of other processes."""
+    """The same with these accelerators, which may belong to other processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return {'cores': cores, 'machine': platform.machine(), 'devices': list(devices)}

@@ -1,6 +1,6 @@
 """Uploads an export to the Hugging Face Hub, with all that can be refused checked before anything is exported.
 
-Used by main_export.py. The token is the one of `hf auth login` or of HF_TOKEN, and is never printed.
+The token is the one of `hf auth login` or of HF_TOKEN, and is never printed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Destination:
 def open_destination(repo: str, *, private: bool = False, revision: str | None = None) -> Destination:
     """Checks name, login and rights; makes and writes nothing.
 
-    Raises PushError for a missing package, a name that is none, HF_HUB_OFFLINE, a missing or refused token, one that
+    Raises PushError for a missing package, an invalid name, HF_HUB_OFFLINE, a missing or refused token, one that
     may only read, an owner that it may not write for, and a public repository where `private` is set.
     """
     if importlib.util.find_spec('huggingface_hub') is None:

@@ -1,4 +1,4 @@
-"""The report of a workdir, made again: of a run that finished, was stopped or was killed. Used by main_report.py."""
+"""The report of a workdir, made again: of a run that finished, was stopped or was killed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a replay needs of a run: read from its workdir, or from one compressed file that `pack` makes of it.
-
-Used by replay.py and main_check_log.py.
-"""
+"""What a replay needs of a run: read from its workdir, or from one compressed file that `pack` makes of it."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class RecordedRun:
     parts: Mapping[str, bytes]  # contents by name in the workdir
     events: Sequence[Event]
     starts: Sequence[Start]
-    config: Mapping[str, Any]  # that of the last start
+    config: Mapping[str, Any]  # of the last start
     weights_sha256: str | None  # of the last version; None: the run has not finished
     own_code: Digests
 

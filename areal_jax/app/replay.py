@@ -1,7 +1,7 @@
 """Replay: a run of the real clock once more, from its config and its log, with every event and weight compared.
 
-Used by main_replay.py. Each start of the program is replayed as it was: the first from update 0, the others from the
-checkpoints that the replay itself writes at the same events. control/clocks/replay.py has the clock.
+Each start of the program is replayed as it was: the first from update 0, the others from the checkpoints that the
+replay itself writes at the same events. control/clocks/replay.py has the clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the roles of a run have in common: which there are, and whether this process is one of them. Needs no jax.
-
-Used by main_role.py, main_serve.py, controller_run.py and learner_role.py.
-"""
+"""What the roles of a run have in common: which there are, and whether this process is one of them. Needs no jax."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Program(Protocol):
     """What a run does once it is built."""
 
     def run(self) -> bool:
-        """Makes all updates (True), or those up to a requested stop, which is saved (False)."""
+        """Makes all updates (True), or the updates up to a requested stop, which is saved (False)."""
         ...
 
     def report(self) -> tuple[Report, Tree]:

@@ -1,4 +1,4 @@
-"""What the config.json of another run says of its model. Used by earlier_run.py and text_model.py; needs no jax."""
+"""What the config.json of another run says of its model. Needs no jax."""
 
 from __future__ import annotations
 

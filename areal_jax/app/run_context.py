@@ -95,7 +95,7 @@ class RunContext:
       resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
       source: where the config came from, for the report.
       overrides: the fields that the command line sets; one that the run does not use is refused.
-      interrupts: asks the run to stop; None = nobody does.
+      interrupts: asks the run to stop; None = it is never asked.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class RunContext:
         return self.interrupts.deferred(request, 'finishing the update under way, then saving', abandon)
 
     def ends_process(self) -> bool:
-        """Whether the process ends with the run, as that of a command does."""
+        """Whether the process ends with the run, as it does for a command."""
         return self.interrupts is not None and self.interrupts.ends_process
 
     def read_checkpoint(self) -> Checkpoint | None:

@@ -47,7 +47,7 @@ class RunEntry:
 
     path: pathlib.Path
     name: str  # relative to the directory that is listed
-    group: str  # that of its sweep, relative as well; '' for none
+    group: str  # name of its sweep, relative as well; '' for none
     kind: str = ''  # 'rl', 'sft' or 'evaluation'; '' where the config cannot be read
     state: str = DAMAGED
     reason: str = ''  # why it failed, or what is damaged

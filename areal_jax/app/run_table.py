@@ -68,7 +68,7 @@ def render_runs(
     now: float,
     width: int | None,
 ) -> str:
-    """A line for each run, those of a sweep under its name.
+    """A line for each run; the runs of a sweep are listed under its name.
 
     Args:
       defaults: of the config; they shorten the lines of runs that have little in common.

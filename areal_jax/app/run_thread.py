@@ -1,4 +1,4 @@
-"""A run in a thread of its own, and KeyboardInterrupt in its caller as a request to stop it. Used by library.py.
+"""A run in a thread of its own, and KeyboardInterrupt in its caller as a request to stop it.
 
 The thread of the run has no running event loop, so the run may be called from a notebook. And KeyboardInterrupt never
 comes in the middle of a save or of a clean-up: Python raises it in the main thread, which only waits.
@@ -75,8 +75,8 @@ def call_in_thread(function: Callable[[CallerInterrupts], _Result], name: str) -
     """Calls `function` in a new thread, waits until it has ended, and returns or raises what it does.
 
     A KeyboardInterrupt meanwhile is noted in the argument of `function`, and raised here when `function` returns or
-    raises KeyboardInterrupt. An exception comes without the frames of the run: whoever keeps it (a notebook does) would
-    keep the weights. The text of its traceback is added as a note, except to a UserError.
+    raises KeyboardInterrupt. An exception comes without the frames of the run: a program that keeps it (a notebook
+    does) would keep the weights. The text of its traceback is added as a note, except to a UserError.
     """
     interrupts = CallerInterrupts()
     outcome: concurrent.futures.Future[_Result] = concurrent.futures.Future()

@@ -1,7 +1,4 @@
-"""Scores of the evaluations before, after and beside training: written to the workdir and printed.
-
-Used by loop_run.py and beside.py.
-"""
+"""Scores of the evaluations before, after and beside training: written to the workdir and printed."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from areal_jax.telemetry.facts import DURING, EVALUATIONS, EvaluationScores, Ver
 
 class Scores:
     """The scores of one run by phase, 'before' and 'after', and by version; a resumed run also has its earlier
-    attempts' scores, but for those of versions after `step`, which it makes again.
+    attempts' scores, except for versions after `step`, which it evaluates again.
     """
 
     def __init__(self, workdir: pathlib.Path, *, resume: bool, step: int = 0):
@@ -59,7 +56,7 @@ class Scores:
 
 
 def evaluation_row(scores: EvaluationScores | None, version: int) -> dict[str, float]:
-    """The scores of a version as metrics, under the names of those measured beside training; none without scores."""
+    """The scores of a version as metrics, under the names of evaluation beside training; none without scores."""
     if scores is None:
         return {}
     row: dict[str, float] = {names.EVALUATION_VERSION: version, names.GREEDY_ACCURACY: mean_greedy(scores)}

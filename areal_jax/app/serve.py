@@ -1,4 +1,4 @@
-"""A model behind HTTP: one engine of this process, its service and the thread of HTTP. Used by main_serve.py."""
+"""A model behind HTTP: one engine of this process, its service and the thread of HTTP."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def serve_model(
       model: see evaluate.evaluate_model; None = what config.model says.
       api_key: that clients must send; '' = none.
       heartbeat: of a server of a run, which is in its registry from its start and gets its address there when it
-        serves. The config is that of the run, of which a server reads a part, and `model` may be a version that the run
-        has published.
+        serves. The config is the run's, of which a server reads a part; `model` may be a version that the run has
+        published.
 
     Raises UserError for what the user can mend.
     """

@@ -61,5 +61,5 @@ class Servers:
             supervisor.start('registry of evaluation', self.beside.watch.run())
 
     def note_update(self, step: int, metrics: Line) -> None:
-        """Takes engines out of service whose log-probs are not those of the learner."""
+        """Takes an engine out of service if its log-probs differ from the learner's."""
         self.mismatches.note_update(metrics)

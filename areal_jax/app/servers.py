@@ -1,6 +1,6 @@
 """Builds the pool of servers that answer in other processes, for rollout.server other than 'in_process'.
 
-Used by loop_run.py. The servers are in a registry in the workdir or in rollout.urls; here each gets its client.
+The servers are in a registry in the workdir or in rollout.urls; here each gets its client.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def find_max_mismatch(config: TrackedConfig) -> float:
 
 
 def find_needs(config: TrackedConfig) -> ServerFacts:
-    """What the answers of this run mean; log-probs of temperature 1 are those of either softmax."""
+    """What a server must match to answer for this run; at temperature 1 both kinds of log-probs are equal."""
     rollout = config.rollout
     mode: LogprobsMode | None = None if rollout.temperature == 1.0 else 'processed'
     return ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, mode)

@@ -1,6 +1,6 @@
 """Where the learner of a run is, and what its loop needs of that place. Nothing here imports jax.
 
-own_learner.py has the learner of this process, controller_run.py that of other processes.
+own_learner.py: in this process. controller_run.py: in other processes.
 """
 
 from __future__ import annotations

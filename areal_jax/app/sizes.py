@@ -48,8 +48,8 @@ class Sizes:
 def require_room(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError, with the sizes and the fields to lower, for a run that exceeds 95% of a memory.
 
-    On accelerators that is the memory of one device, on a CPU that of the machine or of its cgroup. What programs use
-    while they run (activations) is counted for the inputs of the layers only, so a run that passes may still not fit.
+    On accelerators, the limit is the memory of one device; on a CPU, the memory of the machine or its cgroup. Of the
+    activations only the inputs of the layers are counted, so a run that passes may still not fit.
     """
     _require_room(*_measure_devices(config), config)
 
@@ -175,7 +175,7 @@ def _prepared_weights(config: TrackedConfig, devices: EngineDevices, matrices: i
 
 
 def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
-    """Whole copies of the weights on a device where engines decode, beside the learner's copy of the newest."""
+    """Copies of the weights on an engine's device, not counting the learner's."""
     if not allocation.engine_shares(0):
         return _in_use(config)
     held, pinned = _held_versions(config), _in_use(config) - 2

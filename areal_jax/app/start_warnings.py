@@ -1,7 +1,4 @@
-"""Warnings on stderr before the first update: values that are probably a mistake, attention backends that fail here.
-
-Used by own_learner.py and learner_role.py.
-"""
+"""Warnings on stderr before the first update: values that are probably a mistake, attention backends that fail here."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ml_collections import config_dict
 from areal_jax.config.kinds import find_server
 
 _DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
-_BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log.md
+_BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log/
 
 
 def print_warnings(config: config_dict.ConfigDict) -> None:

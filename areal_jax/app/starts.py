@@ -53,11 +53,11 @@ def note_start(
     weights: pathlib.Path | None,
     environment: Environment | None = None,
 ) -> None:
-    """Adds the start whose first event is `seq`; those whose events were cut off the log are dropped.
+    """Adds the start whose first event is `seq`; starts whose events were cut off the log are dropped.
 
     Args:
       weights: the file or directory that the run begins from; None = drawn by config and seed.
-      environment: None = that of this process.
+      environment: None = the environment of this process.
     """
     path = workdir / FILE
     before = read_starts(path.read_bytes(), str(path)) if seq and path.exists() else []
@@ -90,7 +90,7 @@ def read_starts(content: bytes, name: str) -> list[Start]:
 
 
 def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
-    """The files that a config names, but for those of the model, by field."""
+    """The files that a config names, by field, except the files of the model."""
     found = {}
     if values['task']['path']:
         found[TASK] = pathlib.Path(values['task']['path'])

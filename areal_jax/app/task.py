@@ -1,6 +1,6 @@
 """Builds the task of a run: its problems or demonstrations, and the verifier of its answers.
 
-Used by loop_run.py and sft.py; tasks/ has the implementations.
+tasks/ has the implementations.
 """
 
 from __future__ import annotations

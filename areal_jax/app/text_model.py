@@ -1,6 +1,6 @@
 """What the host side needs of a model: its shape, its tokenizer and where its weights are. Needs no jax.
 
-Used by model.py, which adds decoder and weights, and by a controller that has no learner.
+model.py adds decoder and weights.
 """
 
 from __future__ import annotations

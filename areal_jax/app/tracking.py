@@ -1,4 +1,4 @@
-"""The tracker of a run, built from its config, and what a finished run tells it. Used by run.py."""
+"""The tracker of a run, built from its config, and what a finished run tells it."""
 
 from __future__ import annotations
 

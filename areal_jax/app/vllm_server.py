@@ -2,8 +2,8 @@
 --publication=DIR [...].
 
 It starts from the newest published version, waiting for the first one, and is in the registry of the run while it
-answers. AREAL_JAX_VLLM_PYTHON names the interpreter that has vLLM; without it a clone takes that of .venv-vllm,
-which launch/vllm_environment.sh makes.
+answers. AREAL_JAX_VLLM_PYTHON names the interpreter that has vLLM; without it a clone takes the interpreter of
+.venv-vllm, which launch/vllm_environment.sh makes.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def find_python() -> str:
 
 
 def build_command(python: str, directory: pathlib.Path, port: int, values: flags.FlagValues) -> list[str]:
-    """Log-probs are those after the temperature, and requests and replies are token ids."""
+    """Log-probs are taken after the temperature; requests and replies are token ids."""
     return [
         *(python, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(directory), '--served-model-name', 'm'),
         *('--dtype', values.dtype, '--max-model-len', str(values.context_tokens)),
@@ -125,7 +125,7 @@ def build_command(python: str, directory: pathlib.Path, port: int, values: flags
 
 
 def build_environment(given: Mapping[str, str]) -> Mapping[str, str]:
-    """What is set already wins; modules of this project are none of vLLM's."""
+    """Values that are set already win; vLLM must not import modules of this project."""
     kept = {name: value for name, value in given.items() if name not in ('PYTHONPATH', 'XLA_FLAGS')}
     return _ENVIRONMENT | kept
 

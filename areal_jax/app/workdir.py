@@ -46,7 +46,7 @@ _RESTORE = 'restore the file as the run wrote it, or start anew in another --wor
 
 
 def holds_run(workdir: pathlib.Path) -> bool:
-    """Whether a run has begun there, so that it can be resumed."""
+    """Whether a run has started there, so that it can be resumed."""
     return (workdir / CONFIG).exists()
 
 
@@ -164,7 +164,7 @@ def sample_digest(source: pathlib.Path) -> str:
     """SHA-256 over name, size and 256 evenly spaced blocks of 4 KiB of a file, or of each safetensors in a directory.
 
     Blocks are enough: other weights differ in nearly every one, and reading 60 GB at every start would take minutes.
-    For a checkpoint, the digest is that of its table of contents, which holds the checksum of every array.
+    For a checkpoint, the digest covers its table of contents, which holds the checksum of every array.
     """
     if (source / CONTENTS).is_file():
         return hashlib.sha256((source / CONTENTS).read_bytes()).hexdigest()
@@ -186,7 +186,7 @@ def _holds_updates(workdir: pathlib.Path) -> bool:
 
 
 def _read_config(workdir: pathlib.Path) -> Values:
-    """By 'section.field'; empty where no run has begun."""
+    """By 'section.field'; empty if no run has started."""
     path = workdir / CONFIG
     return dict(flatten(files.read_json(path, _RESTORE))) if path.exists() else {}
 

@@ -1,6 +1,6 @@
 """Builds the workflow of a run: one turn, or an own one, rollout.workflow='FILE.py:FUNCTION'.
 
-Used by loop_run.py. The function gets what it has parameters for: pool, sampling, seed, tokenizer, encode, decode.
+The function gets what it has parameters for: pool, sampling, seed, tokenizer, encode, decode.
 """
 
 from __future__ import annotations

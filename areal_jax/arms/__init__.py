@@ -10,6 +10,7 @@
     series.py      the metrics of every update, in the form of a run
     training.py    from configs to results
 
-Shapes beside those of the package: U updates of a run, C updates of a call of the program, and of the answers
-B groups, G answers of a group, P tokens of a prompt, A tokens of an answer. All of them are the same for every answer.
+Shapes, in addition to those in areal_jax/__init__.py: U updates of a run, C updates of a call of the program; for the
+answers: B groups, G answers of a group, P tokens of a prompt, A tokens of an answer. All of them are the same for every
+answer.
 """

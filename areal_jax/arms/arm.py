@@ -1,4 +1,4 @@
-"""Arms, what those of one program may differ in, and the sentence for one that cannot be a part of it."""
+"""Arms: what arms of one program may differ in, and the sentence for an arm that cannot join it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Log-probs of the answers of whole groups: what learning/forward.py computes, for rows that all have one form.
 
 A row is a group, its prompt once and then its answers, so that what a token sees and which token predicts it are known
-when the program is compiled: nothing is gathered, and no answer is compared with another. Used by update.py. Shapes:
-E groups, P tokens of a prompt, G answers of A tokens, C = A - 1 of which are read; H heads, K key-value heads, D head
-size.
+when the program is compiled: nothing is gathered, and no answer is compared with another. Shapes: E groups, P tokens of
+a prompt, G answers of A tokens, C = A - 1 of which are read; H heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers to the prompts of a batch under given weights: all have A tokens, and the noise of a single run.
 
-Used by program.py. A prompt is read once for all answers of its group. Shapes: B, G, P, A as in __init__.py; C = A - 1
-tokens of an answer are read again; N = B * G answers; T = P + G * C places that an answer can see.
+A prompt is read once for all answers of its group. Shapes: B, G, P, A as in __init__.py; C = A - 1 tokens of an answer
+are read again; N = B * G answers; T = P + G * C places that an answer can see.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
 
 
 class Answers(NamedTuple):
-    """Of a batch, or with leading axes those of several."""
+    """Answers of a batch, or of several batches with leading axes."""
 
     tokens: jax.Array  # int32 [B, G, A]
     behavior_logprobs: jax.Array  # float32 [B, G, A]

@@ -13,7 +13,7 @@ from areal_jax.tasks.tokenizer import Tokenizer
 
 
 class Problems(NamedTuple):
-    """Of one run, or with a leading axis those of all arms. The group b of update u has the draw number u * B + b."""
+    """Problems of one run, or of all arms with a leading axis. Group b of update u has the draw number u * B + b."""
 
     prompts: Array  # int32 [U, B, P]
     truths: Array  # int32 [U, B, A]

@@ -26,7 +26,7 @@ MOST_SIDE_BY_SIDE = 4  # arms in one vmap: what they compute between two product
 
 
 class State(NamedTuple):
-    """Of one arm, or with a leading axis that of all."""
+    """State of one arm, or of all arms with a leading axis."""
 
     params: Tree
     optimizer: Tree

@@ -1,6 +1,6 @@
 """The metrics of every update of an arm, under the names and in the file of a run.
 
-Absent are those of what a program of arms does not have: seconds of a clock, engines, packing.
+Metrics of parts that a program of arms does not have are absent: seconds of a clock, engines, packing.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _ADVANTAGES = tuple(ESTIMATORS)
 
 
 class Constants(NamedTuple):
-    """Numbers of one arm, or with a leading axis those of all."""
+    """Numbers of one arm, or of all arms with a leading axis."""
 
     seed: Array  # uint32 [2], high and low word
     delay: Array  # int32, versions between a batch and the weights before its update

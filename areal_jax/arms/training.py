@@ -1,7 +1,6 @@
 """From the configs of arms to the metrics and weights of each: `train_arms(arms)`.
 
-Used by benchmarks and studies. Draws weights and prompts as single runs with these configs would, compiles one program,
-and runs it to the last update.
+Draws weights and prompts as single runs with these configs would, compiles one program, and runs it to the last update.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One update of one arm: a batch becomes rewards, advantages, minibatches and optimizer steps.
 
-The arithmetic is that of a single run (learning/), with arrays in the place of what a single run decides on the host.
-Used by program.py, under a vmap over arms. Shapes: B, G, P, A as in __init__.py; M minibatches of at most E groups
-each; N = G * A loss tokens of a group.
+The arithmetic equals a single run's (learning/), with arrays in place of what a single run decides on the host.
+It runs under a vmap over arms. Shapes: B, G, P, A as in __init__.py; M minibatches of at most E groups each; N = G * A
+loss tokens of a group.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _denominator_scale(setting: Setting, constants: Constants, kept: jax.Array) 
 def _recompute(setting: Setting, constants: Constants, params: Tree, rows: Rows) -> jax.Array:
     """float32 [M, E, N]: log-probs under the weights before the update, where a later step needs them, else 0."""
     zeros = jnp.zeros_like(rows['behavior_logprobs'])
-    first = 0 if setting.epochs > 1 else 1  # the first step computes those of its own minibatch
+    first = 0 if setting.epochs > 1 else 1  # the first step computes the log-probs of its own minibatch
     if not setting.recomputes or first == setting.minibatches:
         return zeros
     prompts, answers = (rows[name][first:].reshape(-1, *rows[name].shape[2:]) for name in ('prompts', 'answers'))

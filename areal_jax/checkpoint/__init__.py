@@ -1,6 +1,6 @@
 """Checkpoints: weights, optimizer and run state of a step on the disk; every process writes its own shards.
 
-Used by app/ (save, resume, `model.source='run'`) and by whoever wants the arrays of a run: `read`.
+`read` gives the arrays of a run to any program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How orbax writes a numpy array, in every process. Used by checkpoint/trees.py; imports orbax, which takes 1 s."""
+"""How orbax writes a numpy array, in every process. Imports orbax, which takes 1 s."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LocalNumpyHandler(type_handlers.NumpyHandler):
     """Writes the arrays in whichever process it runs.
 
     Orbax's own handler takes numpy arrays to be equal in all processes: only process 0 writes them, and the others
-    report nothing (orbax-checkpoint 0.12.8). The arrays are not copied, because nobody changes them meanwhile, and not
+    report nothing (orbax-checkpoint 0.12.8). The arrays are not copied, because nothing changes them meanwhile, and not
     compressed: float32 weights hardly shrink, and the CPU time is needed for decoding.
     """
 

@@ -1,7 +1,6 @@
-"""Trees of arrays by the names of their leaves, the pieces of which those on the disk consist, and how regions of them
-are read. Nothing here imports jax.
+"""Trees of arrays by the names of their leaves: which pieces are stored on the disk, and how regions are read.
 
-Used by checkpoint/store.py, and by distributed/, which tells other processes what to read; shards.py writes the pieces.
+Nothing here imports jax. shards.py writes the pieces; distributed/ tells other processes which to read.
 """
 
 from __future__ import annotations

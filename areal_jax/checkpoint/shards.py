@@ -1,7 +1,4 @@
-"""Writes the arrays of a step to the disk: each process the parts that it holds; pieces.py reads them again.
-
-Used by checkpoint/store.py and by the other processes of a run; uses checkpoint/trees.py.
-"""
+"""Writes the arrays of a step to the disk: each process the parts that it holds; pieces.py reads them again."""
 
 from __future__ import annotations
 

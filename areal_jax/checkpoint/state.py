@@ -1,7 +1,7 @@
 """The state of the host side as one JSON value, exact to the bit, and back.
 
-Used by app/ when a run saves and resumes. Every `encode_*` has a `decode_*` that gives an equal value. A float32 is
-written as the shortest decimal of its float64, which is exact; NaN and infinity are spelled as Python's json does.
+Every `encode_*` has a `decode_*` that gives an equal value. A float32 is written as the shortest decimal of its
+float64, which is exact; NaN and infinity are spelled as Python's json does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 FORMAT = 3
 _NUMBER = (int, float)
 
-# what a run state must have beside 'format'; further keys are carried as they are
+# what a run state must have besides 'format'; further keys are carried as they are
 SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'version': int,  # updates trained
     'clock_s': _NUMBER,

@@ -1,6 +1,6 @@
 """Checkpoints on the disk: a step has its arrays and its run state, or does not exist; the newest ones are kept.
 
-Used by app/; uses checkpoint/shards.py for the arrays.
+shards.py writes the arrays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONTENTS = 'contents.json'
 DIRECTORY = 'checkpoints'  # of a workdir: holds the steps
 _ARRAYS, _RUN_STATE = 'arrays', 'run_state.json'
 _OVERHEAD_BYTES = 1 << 20  # more than orbax's own metadata of a step takes
-_ROOM = 1.2  # checkpoints that must fit on the disk beside those that are kept; with less room only the newest stays
+_ROOM = 1.2  # checkpoints that must fit on the disk besides those that are kept; with less room only the newest stays
 
 
 class Follower(Protocol):
@@ -69,7 +69,7 @@ class _IntactStep(NamedTuple):
 
 
 class CheckpointStore:
-    """Steps `step_00000012/` of `arrays/`, `run_state.json` and `contents.json` (what lies where, checksums).
+    """Steps `step_00000012/` of `arrays/`, `run_state.json` and `contents.json` (what is where, checksums).
 
     Every process writes its own shards below `arrays/`; the directory must be one that all of them see. A step appears
     under its name only when all of it is on the disk; a step saved again gets a suffix `_1`, `_2`. Calls block: on the
@@ -174,8 +174,8 @@ class CheckpointStore:
     def read_latest(self, part: str) -> tuple[pathlib.Path, Any]:
         """(directory, arrays) of the newest step of which `part` is intact, 'params' for instance; see `restore`.
 
-        For those who read the checkpoints of another run: a newer step that is damaged is named on stderr, and nothing
-        is changed on the disk.
+        For reading the checkpoints of another run: a newer step that is damaged is named on stderr, and nothing is
+        changed on the disk.
 
         Raises CheckpointError where there is no step, or none that is intact.
         """
@@ -191,7 +191,7 @@ class CheckpointStore:
         return found.path, found.arrays
 
     def _newest_intact(self, part: str | None = None) -> tuple[_IntactStep | None, list[tuple[pathlib.Path, str]]]:
-        """The newest step whose arrays (only those of `part`) are intact, and all newer ones: (path, the damage)."""
+        """The newest step whose arrays (of `part` only) are intact, and all newer steps: (path, the damage)."""
         damaged: list[tuple[pathlib.Path, str]] = []
         for step, _, path in reversed(self._saves()):
             try:
@@ -307,7 +307,7 @@ class CheckpointStore:
 def read_named(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of a step, of the newest step in a directory of steps, or of the newest of a workdir, by name.
 
-    Raises CheckpointError where there is none, or it is damaged.
+    Raises CheckpointError if it is missing or damaged.
     """
     given = pathlib.Path(directory).absolute()
     if (given / CONTENTS).is_file():

@@ -1,8 +1,7 @@
 """Arrays in orbax trees: one directory each, written by one process and opened by any.
 
-Used by checkpoint/shards.py. Orbax writes the directory and its metadata, and any orbax reads it again; tensorstore,
-on which orbax is built, writes and reads the arrays. Importing orbax and jax takes seconds, so the functions do it,
-and who only reads needs neither.
+Orbax writes the directory and its metadata, and any orbax reads it again; tensorstore, on which orbax is built, writes
+and reads the arrays. Importing orbax and jax takes seconds, so the functions do it, and who only reads needs neither.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _T = TypeVar('_T')
 
 
 def write_trees(directory: pathlib.Path, trees: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Writes each {key: array} to `directory/0000`, `directory/0001`, ...; takes no memory beside the arrays.
+    """Writes each {key: array} to `directory/0000`, `directory/0001`, ...; takes no memory besides the arrays.
 
     Of `trees` no more than two are held at a time, so that an iterator may let them go.
     """
@@ -64,7 +63,7 @@ def _write_trees(directory: pathlib.Path, trees: Iterable[Mapping[str, np.ndarra
 
     handlers = [
         (np.ndarray, LocalNumpyHandler()),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, but without it orbax warns at every save
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # never used, but without it orbax warns at every save
     ]
     alone = _this_process_alone()
     handler = ocp.PyTreeCheckpointHandler(

@@ -109,7 +109,7 @@ class Flag:
     name: str  # '--workdir', or 'FILE' for an argument
     metavar: str  # of its value; '' for a flag without one
     meaning: str
-    default: str  # '' where there is none
+    default: str  # '' = none
     required: bool = False
     choices: tuple[str, ...] = ()
     is_repeated: bool = False
@@ -189,7 +189,7 @@ def _is_required(command: Command, name: str) -> bool:
 
 
 def _show(default: object) -> str:
-    """A default as the command line would give it; '' where there is none."""
+    """A default as the command line would give it; '' = none."""
     if isinstance(default, bool):
         return 'on' if default else 'off'
     if default == sys.executable:

@@ -161,7 +161,7 @@ def _render_flags(command: Command) -> str:
 
 
 def _render_values(command: Command) -> list[str]:
-    """What completes the values of a command's flags and arguments; '@file' and '@directory' stand for paths."""
+    """What completes the values of a command's flags and arguments; '@file' and '@directory' mean paths."""
     flags = [(flag.name, _values_of(flag)) for flag in list_flags(command) if flag.name.startswith('--')]
     arguments = [('', f'@{flag.kind or "file"}') for flag in list_flags(command) if not flag.name.startswith('--')]
     return [f"    '{command.program} {name}') echo '{values}' ;;" for name, values in [*flags, *arguments] if values]

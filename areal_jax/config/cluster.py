@@ -1,7 +1,7 @@
 """What `cluster.learner` and `cluster.engines` say: the mesh and the processes of the learner, and who decodes where.
 
 Parsed without jax, so that `config.validate` can refuse a layout before a device is touched; `sharding/allocation.py`
-then chooses the devices. `list_roles` says which processes a run has, for whoever starts them.
+then chooses the devices. `list_roles` says which processes a launcher starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORMER = {
 
 @dataclasses.dataclass(frozen=True)
 class LearnerLayout:
-    """The sizes of the learner's mesh, and over how many processes it lies."""
+    """The sizes of the learner's mesh, and over how many processes it is spread."""
 
     data: int = 1  # replicas
     fsdp: int = 1  # shards of parameters, optimizer state and batch rows
@@ -92,7 +92,7 @@ class EnginesLayout:
 
     @property
     def devices(self) -> int:
-        """Devices beside the learner's."""
+        """Devices besides the learner's."""
         return 0 if self.shared else self.count * self.tensor
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ def has_roles(config: config_dict.ConfigDict) -> bool:
 
 
 def describe_former(fields: Mapping[str, object]) -> str | None:
-    """One sentence on what replaces fields of earlier configs, 'mesh.fsdp': 4 and so on; None where there are none."""
+    """The replacement of removed fields such as mesh.fsdp, as one sentence; None if the config has none of them."""
     named = {path: value for path, value in fields.items() if path in _FORMER}
     if not named:
         return None

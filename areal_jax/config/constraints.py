@@ -171,7 +171,7 @@ def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Answers that give no training signal, or a biased one that nobody has asked for."""
+    """Answers that give no training signal, or an unintended, biased one."""
     if c.rollout.group_size < 2 and is_own(c.loss.advantage):
         if c.learner.filter_equal_rewards:
             yield (

@@ -46,7 +46,7 @@ class ServerKind:
     name: str
     clients: tuple[ClientKind, ...] = ()  # protocols of its servers; none: engines decode in the learner's process
     launch: Launch | None = None  # None: no launcher of this project starts them
-    takes_urls: bool = False  # its servers are those of rollout.urls, and not those of the registry
+    takes_urls: bool = False  # its servers are in rollout.urls, not in the registry
     keeps_kv: bool = False  # under new weights, as rollout.kv_policy='keep' and 'wait' ask
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots

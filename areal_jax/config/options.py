@@ -1,6 +1,6 @@
 """Options on the command line: --config.task.options.digits=3 sets a key of a free section, declared or not.
 
-Used by app/command_line.py; fields.Options says what an option may hold.
+fields.Options says what an option may hold.
 """
 
 from __future__ import annotations

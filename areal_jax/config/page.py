@@ -31,7 +31,7 @@ def render() -> str:
 
 
 def find_fields(words: Sequence[str]) -> list[str]:
-    """The fields that match each of the words, those with the first as their name, or in it, first.
+    """The fields that match each of the words; fields whose name is or contains the first word come first.
 
     Args:
       words: 'staleness.eta' or 'staleness' is that field or section alone; others match in name, rule or meaning.

@@ -1,4 +1,4 @@
-"""Ranges of numbers, with the error for a number outside. Used by the fields of the config and by model shapes."""
+"""Ranges of numbers, with the error for a number outside."""
 
 from __future__ import annotations
 

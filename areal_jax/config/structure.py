@@ -1,7 +1,4 @@
-"""Sections and fields of a config against the declared ones: unknown names, with the nearest known one, and types.
-
-Used by `config.validate` and by the command line.
-"""
+"""Sections and fields of a config against the declared ones: unknown names, with the nearest known one, and types."""
 
 from __future__ import annotations
 

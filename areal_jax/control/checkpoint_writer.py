@@ -1,4 +1,4 @@
-"""Writes checkpoints, one at a time, on the lane `disk` while the loop goes on; used by the controller."""
+"""Writes checkpoints, one at a time, on the lane `disk` while the loop goes on."""
 
 from __future__ import annotations
 

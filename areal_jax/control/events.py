@@ -1,7 +1,6 @@
 """The writer of the event log: one JSON line per event, handed to the system at once, so that it survives any death.
 
-Used by everything that runs on the host's loop: controller, clocks, pool, engines, evaluator. The schema is
-areal_jax/events.py.
+The schema is areal_jax/events.py.
 """
 
 from __future__ import annotations

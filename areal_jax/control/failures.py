@@ -1,4 +1,4 @@
-"""Ends a run whose verifications fail again and again. Used by the controller and the evaluator."""
+"""Ends a run whose verifications fail again and again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The filter of finished groups: one that teaches nothing is dropped before it reaches the buffer, and refilled.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), used by the controller where `task.filter` asks for it.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2); `task.filter` selects it.
 `learner.filter_equal_rewards` is the other filter: it leaves a group out of a batch whose place it has used.
 """
 

@@ -1,7 +1,6 @@
 """The event log of a run as the script of its replay: what comes next, and the first event that differs.
 
-Used by clocks/replay.py, app/replay.py and report/log_rules.py. A log has one start of the program after another; each
-is replayed by itself.
+A log has one start of the program after another; each is replayed by itself.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def find_edit(event: Event, before: Event | None) -> str:
     """What shows that a line was lost, added, moved or changed, as the end of a sentence; '' for nothing.
 
     Args:
-      before: the event of the line above; None = there is none.
+      before: the event of the line above; None = this is the first line.
     """
     due = before['seq'] + 1 if before else 0
     fields = cast(Mapping[str, object], event)

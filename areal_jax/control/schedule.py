@@ -1,7 +1,4 @@
-"""Schedules of controlled staleness, for study: which version generates the batch of each update.
-
-Used by lock_step.py; app/build.py parses `staleness.schedule` with it.
-"""
+"""Schedules of controlled staleness, for study: which version generates the batch of each update."""
 
 from __future__ import annotations
 
@@ -83,7 +80,7 @@ class VersionRing:
         return self.weights(self.version_for(generated_update))
 
     def earlier(self) -> list[PublishedWeights]:
-        """All versions held but the newest, ascending: what a checkpoint needs beside the learner's weights."""
+        """All versions held but the newest, ascending: what a checkpoint needs besides the learner's weights."""
         return [self._weights[version] for version in sorted(self._weights)[:-1]]
 
 

@@ -24,7 +24,7 @@ class SlotDemand:
         self._pool, self._not_begun, self._slots, self._group_size = pool, not_begun, slots, group_size
 
     def open_answers(self) -> int:
-        """Requests of training that are decoded or wait, those of groups that were just admitted included."""
+        """Training requests that decode or wait, including groups that were just admitted."""
         return self._pool.open_requests() + self._not_begun()
 
     def wanted_answers(self) -> int:

@@ -1,8 +1,8 @@
 """How the learner processes of a run find each other: WORKDIR/registry/learner.json. Needs no jax.
 
 Every start of the learners together is an attempt. Each process registers; process 0 waits until all are alive, and
-then invites exactly those, by their incarnations. So nobody joins with what is left of an earlier attempt, whatever the
-executor that starts them. Used by app/learner_role.py.
+then invites exactly those, by their incarnations. So no process of an earlier attempt joins, whichever executor starts
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Attempt:
 
 
 def read_attempt(workdir: pathlib.Path) -> Attempt | None:
-    """The newest; None where there is none, or none that is whole."""
+    """The newest; None if there is none, or no complete one."""
     with contextlib.suppress(files.FileError, KeyError, TypeError, ValueError):
         fields = files.read_json(workdir / REGISTRY / FILE)
         return Attempt(int(fields['attempt']), str(fields['coordinator']), tuple(map(str, fields['members'])))
@@ -53,7 +53,7 @@ def lead_attempt(workdir: pathlib.Path, own: Entry, count: int, host: str, deadl
       own: the entry of this process.
       host: the address of this machine at which the others reach it.
 
-    Raises LostPeerError that names those who have not come within the deadline.
+    Raises LostPeerError that names the processes that have not come within the deadline.
     """
     before = read_attempt(workdir)
     number = 1 if before is None else before.number + 1

@@ -3,7 +3,7 @@
     body        length of the header (4 bytes), the header, the arrays; each part begins at a multiple of 8 bytes
     header      {'value': ..., 'arrays': [[dtype, shape, first byte], ...]}
 
-In `value` null, numbers and strings stand for themselves and a JSON array for a list. An object has one key, the kind:
+In `value`, null, numbers and strings are themselves and a JSON array is a list. An object has one key, the kind:
 dict, tuple, array, scalar, groups (group_columns.py) or the name of a record. Reading runs no code of the sender and
 makes no object of a type that is not listed here. Decoded arrays are views of the body.
 """
@@ -34,7 +34,7 @@ _Unpack = Callable[..., Any]
 
 
 class CodecError(ValueError):
-    """A value that cannot travel, or bytes that are none."""
+    """A value that cannot be encoded, or bytes that cannot be decoded."""
 
 
 def _pack_stored(leaf: StoredArray) -> tuple[Any, ...]:

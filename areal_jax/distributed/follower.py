@@ -1,7 +1,7 @@
 """A process that holds a learner and executes the commands of another one, in the order of sending.
 
-Threads of their own write checkpoints and publications, so that commands go on meanwhile. Used by app/; uses peers.py.
-The other process runs leader.py, if it has a learner itself, or remote_learner.py.
+Threads of their own write checkpoints and publications, so that commands go on meanwhile. The other process runs
+leader.py, if it has a learner itself, or remote_learner.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def follow(
         if listener is None:
             return False
         peer.relay_to = [listener.connect(address, _RELAY_S).connection for address in children]
-        if has_parent:  # executes what comes from there as if the leader had sent it
+        if has_parent:  # executes what the parent sends as if the leader had sent it
             peer.read_also(listener.accept(_RELAY_S).connection)
         return True
 

@@ -195,8 +195,8 @@ class Listener:
 def connect(address: str, key: bytes, hello: Hello, deadline_s: float) -> Met:
     """A connection to the role that listens at 'host:port'.
 
-    Raises LostPeerError where nobody answers within `deadline_s`, WrongKeyError where it has another key, and WireError
-    where it is of another config or code version.
+    Raises LostPeerError if no answer comes within `deadline_s`, WrongKeyError if the peer has another key, and
+    WireError if it has another config or code version.
     """
     host, _, port = address.rpartition(':')
     own = _open(host.strip('[]'), int(port), hello, deadline_s)

@@ -1,8 +1,8 @@
 """Opens the connections between process 0 and the followers of a run without a controller of its own.
 
 Process 0 listens; jax's collectives only carry its address and the path of the key, because jax.distributed does not
-say who takes part. Used by app/processes.py; uses handshake.py. Plain sockets carry everything after that: unlike a
-broadcast of jax, they show at once that a process is gone.
+say who takes part. Plain sockets carry everything after that: unlike a broadcast of jax, they show at once that a
+process is gone.
 """
 
 from __future__ import annotations

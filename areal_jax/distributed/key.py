@@ -18,7 +18,7 @@ _BEING_WRITTEN_S = 5.0  # how long a file that is too short may belong to somebo
 
 
 class KeyFileError(UserError):
-    """A key file that others could read, or that is none; the message names the file and the fix."""
+    """A key file that other users could read, or an invalid one; the message names the file and the fix."""
 
 
 def key_path(workdir: pathlib.Path) -> pathlib.Path:
@@ -26,7 +26,7 @@ def key_path(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def load_key(path: pathlib.Path) -> bytes:
-    """The key of the run; made by whoever comes first.
+    """The key of the run; the first process makes it.
 
     Raises KeyFileError for a file of another owner, of another mode than 600, or with other content.
     """
@@ -46,7 +46,7 @@ def _make(path: pathlib.Path) -> None:
         os.link(partial, path)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links: nobody reads a key that is too short
+    except OSError:  # a file system without links; a key that is too short is never read
         _write_new(path, content)
     finally:
         partial.unlink()

@@ -2,8 +2,8 @@
 
 A program over a mesh that spans processes is a collective: it hangs on all of them if one process leaves it out or
 starts it in another order. So every process holds a learner of the same settings, and process 0 drives its own only
-through `CommandLeader`. If a process is lost or exceeds the deadline, all others end with one sentence. Used by
-app/processes.py; uses peers.py. The followers run follower.py.
+through `CommandLeader`. If a process is lost or exceeds the deadline, all others end with one sentence. The followers
+run follower.py.
 """
 
 from __future__ import annotations

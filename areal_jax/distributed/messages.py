@@ -1,7 +1,7 @@
 """What the processes of a run send each other, and how a failure of one is raised in another. jax-free.
 
-Used by peers.py, leader.py, follower.py and remote_learner.py; codec.py turns messages into bytes. Each message belongs
-to a lane: the other end executes the commands of one lane in the order of sending, and lanes go on beside each other.
+codec.py turns messages into bytes. Each message belongs to a lane: the other end executes the commands of one lane in
+the order of sending, and the lanes run concurrently.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Peer:
         self._received: dict[str, queue.Queue[Message | None]] = {lane: queue.Queue() for lane in LANES}
         self._closing, self._lock = False, threading.Lock()
         self.lost = ''  # why it is, in one sentence
-        self.relay_to: list[Connection] = []  # who gets from here what the process at the other end wants passed on
+        self.relay_to: list[Connection] = []  # children in the relay tree: they get its large commands
         threading.Thread(target=self._read, name=f'peer {name}', daemon=True).start()
 
     def answer(self, lane: str, number: int, answer: Answer) -> None:
@@ -82,12 +82,12 @@ class Peer:
         """The next message of the lane. Raises queue.Empty when none came in time, CommandError for a lost peer."""
         message = self._received[lane].get(timeout=timeout_s)
         if message is None:
-            self._received[lane].put(None)  # for whoever asks next
+            self._received[lane].put(None)  # for the next caller
             raise CommandError(self.lost or f'{self.name} has ended')
         return message
 
     def read_also(self, connection: Connection) -> None:
-        """Takes messages of the process that another one passes on; its end is no loss."""
+        """Also takes messages that a parent in the relay tree passes on; the end of that connection is no loss."""
         threading.Thread(target=self._read_relayed, args=(connection,), name='relay', daemon=True).start()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@
     controller           Peers([('learner k', connect(address, key, hello, deadline_s).connection), ...])
                          RemoteLearner(peers), RemoteChannel(peers, directory)
 
-Results are those of learner process 0, the first of the peers. Weights and optimizer state stay where they are:
+Results come from learner process 0, the first of the peers. Weights and optimizer state stay where they are:
 `publish` and `save` return descriptions, and the processes write their own parts when they are told to.
 """
 
@@ -162,7 +162,7 @@ class RemotePartWriter:
 
 
 class _Request:
-    """One command beside the others, whose failure is told in a sentence."""
+    """One command, concurrent with the others; a failure is reported in one sentence."""
 
     def __init__(self, peers: Peers, index: int):
         self._peers, self._index = peers, index
@@ -187,7 +187,7 @@ class _Request:
 
 
 def result_of(answers: Sequence[Answer], names: Sequence[str], command: str) -> Any:
-    """The result of the first process; raises its error, or else that of the first process that failed alone."""
+    """The result of the first process. Raises its error, or else the error of the first process that failed alone."""
     if (failure := answers[0].failure) is not None:
         raise_failure(failure, f'{names[0]} failed at the command {command!r}')
     require_done(answers, names, command, names[0])

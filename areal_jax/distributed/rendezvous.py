@@ -1,4 +1,4 @@
-"""The processes of a run find each other, and wait until each has built its part. Used by app/processes.py.
+"""The processes of a run find each other, and wait until each has built its part.
 
 The state of a process, 'built' or 'ended', goes through the key-value store of jax's coordination service. Reading it
 is no collective, so a process that ended early is named instead of waited for.

@@ -1,4 +1,4 @@
-"""Authenticated frames between two processes of a run, over one socket. Used by peers.py; key.py has the key.
+"""Authenticated frames between two processes of a run, over one socket. key.py has the key.
 
     connect     client: MAGIC, 32 random bytes            server: MAGIC, 32 random bytes, proof of the key
                 client: proof of the key                  both: a frame with its Hello
@@ -32,7 +32,7 @@ _MAGIC = b'areal-jax wire 1'
 _RELAYED = 1 << 63
 _RANDOM_BYTES, _DIGEST_BYTES = 32, hashlib.sha256().digest_size
 _PREFIX = struct.Struct(f'!QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s')
-_HANDSHAKE_S = 30.0  # for each step of a handshake: nobody who keeps silent holds a place for longer
+_HANDSHAKE_S = 30.0  # for each step of a handshake: a silent peer holds a place no longer
 _LEAST_WAIT_S = 1e-3
 _KEEPALIVE = {'TCP_KEEPIDLE': 10, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 6}  # a machine that is gone is noticed in 40 s
 
@@ -132,7 +132,7 @@ def too_large(size: int, limit: int) -> str:
 
 
 def send_all(connections: Sequence[Connection], frame: Frame, deadline_s: float) -> dict[int, str]:
-    """Sends one frame to all at the same time; returns what became of those, by index, that it did not reach.
+    """Sends one frame to all at the same time; returns the reason, by index, for each one that it did not reach.
 
     Raises WireError, with nothing sent, for a frame above the limit.
     """

@@ -40,7 +40,7 @@ class AnsweredProblem:
     """All answers to one problem, as a line of the file has them."""
 
     draw: int
-    finished_s: float  # seconds of evaluating until the last of its answers, those of earlier attempts included
+    finished_s: float  # seconds of evaluation until its last answer, including earlier attempts
     answers: tuple[Answer, ...]  # the greedy one, then the samples
 
 

@@ -1,7 +1,7 @@
 """Evaluation beside training: every so many updates, under the weights of that version, while the loop goes on.
 
-Used by app/beside.py; the engines keep the weights of the version until its answers are done (rollout/pinned.py). The
-state of training knows nothing of it.
+The engines keep the weights of the version until its answers are done (rollout/pinned.py). The state of training knows
+nothing of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a model scores on a set of problems: pass@k, maj@k, and intervals by bootstrap over the problems.
 
-Used by results.py. Numbers only: nothing here knows of prompts, engines or files.
+Numbers only: nothing here knows of prompts, engines or files.
 """
 
 from __future__ import annotations

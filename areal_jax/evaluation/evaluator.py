@@ -1,7 +1,6 @@
 """Accuracy on held-out problems, sampled and greedy, under the weights that the engines hold.
 
-Used by app/loop_run.py before the first and after the last update, with the run's pool and verifier, and by
-app/evaluate.py for a model on its own.
+It scores a run before the first and after the last update, with the run's pool and verifier, or a model on its own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
 from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
 
-SEED_OFFSET = 1_000_003  # noise of the evaluation is not that of any training draw
+SEED_OFFSET = 1_000_003  # evaluation shares its noise with no draw of training
 Deliver = Callable[[int, int, Answer], None]  # (index of the problem, column, answer); column 0 is the greedy answer
 
 
@@ -80,7 +79,7 @@ class Evaluator:
     async def answer_all(self, phase: str, stop: Event, deliver: Deliver, most_open: int | None = None) -> bool:
         """Delivers each answer as soon as it is verified; False if `stop` came before the last.
 
-        The answers to a problem are begun one after the other, so engines share the prefill of its prompt.
+        The answers to a problem start one after the other, so engines share the prefill of its prompt.
 
         Args:
           phase: names the evaluation in the event log.

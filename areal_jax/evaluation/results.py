@@ -1,4 +1,4 @@
-"""The numbers of an evaluation: scores with intervals, and counts of what happened. Used by app/evaluate.py."""
+"""The numbers of an evaluation: scores with intervals, and counts of what happened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Scores(TypedDict):
     """What answers come to, as `Tally.scores` returns it."""
 
     problems: int
-    samples: int  # of each problem, beside the greedy answer
+    samples: int  # of each problem, besides the greedy answer
     metrics: dict[str, Metric]  # 'greedy', 'avg@4', 'pass@1', 'maj@4', ...
     interval: dict[str, str | int | float]  # how low and high were made
     labels: dict[str, int]  # answers by label of the verdict
@@ -94,7 +94,7 @@ class Tally:
         self.seconds = max(self.seconds, problem.finished_s)
 
     def scores(self, seed: int) -> Scores:
-        """The scores of all problems, whatever the order in which they were added; `seed` is that of the bootstrap."""
+        """The scores of all problems, whatever the order in which they were added; `seed` seeds the bootstrap."""
         rows = np.array([self._rows[draw] for draw in sorted(self._rows)])
         intervals = bootstrap_intervals(rows, seed)
         return {

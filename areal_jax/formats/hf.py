@@ -29,7 +29,7 @@ class HasShape(Protocol):
 
 
 class WeightsError(UserError, ValueError):
-    """Tensors that are not those of the model; the message names them."""
+    """Tensors do not match the model; the message names them."""
 
 
 @dataclasses.dataclass(frozen=True)

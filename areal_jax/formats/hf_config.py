@@ -1,7 +1,7 @@
 """Hugging Face's config.json, read into a ModelConfig and written from one.
 
-Reads both spellings: that of transformers 4 (rope_theta, rope_scaling, torch_dtype) and that of transformers 5
-(rope_parameters, dtype, layer_types). A field that is absent has the default of transformers 5.23 for the family, see
+Reads both spellings: transformers 4 (rope_theta, rope_scaling, torch_dtype) and transformers 5 (rope_parameters, dtype,
+layer_types). A field that is absent has the default of transformers 5.23 for the family, see
 models/families.py. `hf_directory` and `hf_export` use it, and app/ to know a model before its weights are read.
 """
 

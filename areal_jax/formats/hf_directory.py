@@ -40,7 +40,7 @@ def load_hf(
 ) -> tuple[ModelConfig, Params]:
     """Config and weights of a local directory: config.json and model.safetensors, or several files with their index.
 
-    Host memory beside the arrays: this process's shards of one leaf, and a block of 16 MiB. (A leaf is one tensor in
+    Host memory besides the arrays: this process's shards of one leaf, and a block of 16 MiB. (A leaf is one tensor in
     list form and that tensor of all layers in stacked form.) Every process of a run calls this function and reads the
     rows that its devices hold; it drops the columns that they do not hold after reading.
 
@@ -72,7 +72,7 @@ def load_hf_weights(
     layers: str = 'list',
     announce: Announce = announce_nothing,
 ) -> Params:
-    """The weights of `load_hf`, for a directory whose config is known; dtype None = that of the files.
+    """The weights of `load_hf`, for a directory whose config is known; dtype None = as in the files.
 
     `announce` hears of the bytes of the files.
     """

@@ -24,7 +24,7 @@ from areal_jax.formats.safetensors_file import write_tensors
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, leaf_at
 
-# what belongs to a model beside its config and weights: tokenizer, chat template, its makers' sampling parameters
+# what belongs to a model besides its config and weights: tokenizer, chat template, its makers' sampling parameters
 COMPANIONS = (
     'tokenizer.json',
     'tokenizer_config.json',
@@ -45,7 +45,7 @@ _Planned = dict[str, jax.ShapeDtypeStruct]  # the tensors of a file by name
 
 @dataclasses.dataclass(frozen=True)
 class HfCompanions:
-    """What a directory holds beside config and weights. Producer: app/export.py."""
+    """What a directory holds besides config and weights. Producer: app/export.py."""
 
     source: pathlib.Path | None = None  # where the weights came from: its COMPANIONS and special token ids are kept
     token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'bos_token_id'..., if no source has them
@@ -85,7 +85,7 @@ class HfFiles:
     ) -> None:
         """Writes one file of weights into an existing directory; fetches, transposes and casts one tensor at a time.
 
-        `fetch(path)` is the leaf on the host; None = that of `params`. `note` gets the bytes of each tensor as it is
+        `fetch(path)` returns a leaf on the host; None = from `params`. `note` gets the bytes of each tensor as it is
         written.
 
         Raises OSError, SafetensorsError for a dtype that the format lacks, and HfError for values that the dtype of
@@ -126,10 +126,10 @@ def plan_hf_files(
 
     Args:
       params: nested dict of float arrays in list form, without adapters.
-      dtype: of the files; None = that of the arrays.
+      dtype: of the files; None = as the arrays have it.
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
       file_of: leaves, given by their paths, with equal numbers share a file, in place of `file_bytes`.
-      companions: None = nothing beside config and weights.
+      companions: None = nothing besides config and weights.
       separate_head: a head that is the embedding is written as a tensor of its own too, and config.json says so.
 
     Raises HfError for a config that the family cannot have, and WeightsError for adapters.

@@ -1,4 +1,4 @@
-"""Advantages: the rewards of an update become one number per trajectory. Used by learner.py. numpy only.
+"""Advantages: the rewards of an update become one number per trajectory. numpy only.
 
 The named estimators see one group at a time. An own one, loss.advantage='FILE.py:FUNCTION', sees a whole update:
 function(rewards, groups) -> advantages, all [trajectories], where `groups` numbers the group of each trajectory.

@@ -1,7 +1,7 @@
 """Load balance: rows are placed such that the devices that share a micro-batch finish at about the same time.
 
 All rows have one shape, but they differ in how many of their places are used and in how many pairs of tokens attention
-computes. Used by packing.py and rows.py. numpy only.
+computes. numpy only.
 """
 
 from __future__ import annotations

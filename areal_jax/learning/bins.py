@@ -1,4 +1,4 @@
-"""Bin packing with one capacity or two: which items share a bin. Used by packing.py. numpy only."""
+"""Bin packing with one capacity or two: which items share a bin. numpy only."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def spread_remainder(
 
     Args:
       bins: as packed, indices of items.
-      capacities: ascending; the last is that of `bins`.
+      capacities: ascending; the last is the capacity of `bins`.
     """
     left_over = len(bins) % bins_per_batch
     if not left_over:

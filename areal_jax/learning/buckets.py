@@ -1,7 +1,4 @@
-"""The shapes to which micro-batches may be trimmed, so that a light one costs less. numpy only.
-
-Used by packing.py, packing_report.py and layout.py.
-"""
+"""The shapes to which micro-batches may be trimmed, so that a light one costs less. numpy only."""
 
 from __future__ import annotations
 
@@ -38,9 +35,7 @@ def tail_buckets(row_tokens: int, row_loss_tokens: int, n: int) -> tuple[RowShap
 
 
 def smaller_rows(full: RowShape, sizes: Sequence[int]) -> tuple[RowShape, ...]:
-    """The shapes of rows of so many tokens each: their loss tokens are as large a share as those of `full`, or up to 7
-    more.
-    """
+    """Shapes of rows with `sizes` tokens: the share of loss tokens is that in `full`, rounded up to a multiple of 8."""
     share = lambda tokens: -(-full.loss_tokens * tokens // full.tokens)
     return tuple(RowShape(tokens, min(full.loss_tokens, -(-share(tokens) // 8) * 8)) for tokens in sizes)
 

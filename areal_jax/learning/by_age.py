@@ -1,6 +1,6 @@
 """The ratios of an update by the age of its tokens: effective sample size, clip share, KL. numpy only.
 
-Used by update.py. Made from the log-probs that the steps of the update have computed anyway: no pass of its own.
+Made from the log-probs that the steps of the update have computed anyway: no pass of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def metrics_by_age(
       clip fraction          share of the tokens whose r = π_θ / π_prox is clipped
       kl                     mean of k - 1 - log k,   k = π_θ / π_behav
 
-    The sums over all ranges are those of the metrics loss/... of the same names, to rounding: a test holds it.
+    Summed over all ranges, they equal the metrics loss/... of the same names, to rounding; a test checks it.
 
     Args:
       results: of the steps, whose number i is of batch i % len(batches).

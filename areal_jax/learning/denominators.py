@@ -1,6 +1,6 @@
 """Denominators: what the sum over the loss tokens of a minibatch is divided by. numpy only.
 
-Used by train_step.py (weights of tokens) and learner.py (scale for groups that were left out).
+They weight the tokens of a train step, and scale it for groups that were left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def denominator_scale(groups: Sequence[TrajectoryGroup], kept: Sequence[Trajecto
     """The factor for denominators that count all `groups` of the update, not only the `kept` ones.
 
     It is the ratio of the loss tokens of both ('token_mean') or of their sequences ('sequence_mean'). Every minibatch
-    gets the same factor; if there is only one minibatch, its denominator is exactly that of all groups. Loss,
+    gets the same factor; if there is only one minibatch, its denominator is exactly the one of all groups. Loss,
     'loss/value' and gradient norm shrink by the factor. Returns 1 if no group is kept.
     """
     whole, part = (_count_loss(side, aggregation) for side in (groups, kept))

@@ -1,6 +1,6 @@
-"""What an update reports of its data beside the loss: rewards, ages of tokens, mismatch. numpy only.
+"""What an update reports of its data besides the loss: rewards, ages of tokens, mismatch. numpy only.
 
-Used by learner.py and update.py. A metric that is not defined (the mean over no tokens) is absent.
+A metric that is not defined (the mean over no tokens) is absent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The directions that optimizers step in, before clipping, schedule and learning rate. Used by optimizer.py.
+"""The directions that optimizers step in, before clipping, schedule and learning rate.
 
 A direction is an optax transformation of gradients. Each entry of DIRECTIONS says which settings it reads, so that a
 config field that nothing reads can be refused.

@@ -1,7 +1,6 @@
 """Trajectories in the form in which the learner reads them, after a check of what no kernel would notice. numpy only.
 
-Used by packing.py. A trajectory whose last loss token is token t needs t places in a row: that token is predicted and
-never read.
+A trajectory whose last loss token is token t needs t places in a row: that token is predicted and never read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Refuses weights and optimizer state that hold NaN or infinity, with the same verdict on every process.
 
-A learner asks before the first update, before a save and after a restore; whoever only generates, of what it loaded.
+A learner checks before the first update, before a save and after a restore; an engine or server checks what it loads.
 """
 
 from __future__ import annotations

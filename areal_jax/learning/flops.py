@@ -1,4 +1,4 @@
-"""The work of an update in floating-point operations that the model needs, for its utilisation. Used by learner.py.
+"""The work of an update in floating-point operations that the model needs, for its utilisation.
 
 PaLM (arXiv 2204.02311), appendix B, counts per token of a training pass
 
@@ -12,7 +12,7 @@ L layers, H query heads of width D, T tokens of the sequence. What is special he
     a group share, which is read once. A sliding window bounds T. As in PaLM, the causal mask does not halve T.
   - LoRA needs no gradient of the frozen weights: 4 N for them, 6 for every weight of an adapter.
   - Not counted: what `learner.remat` computes again, padding, and passes that only compute log-probs (proximal with
-    several optimizer steps, reference). So the utilisation is that of the model, not of the hardware.
+    several optimizer steps, reference). So this is the utilisation by the model (MFU), not by the hardware.
 """
 
 from __future__ import annotations

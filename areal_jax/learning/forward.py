@@ -1,4 +1,4 @@
-"""The forward pass: packed rows on a mesh become log-probs of their loss tokens. Used by train_step.py.
+"""The forward pass: packed rows on a mesh become log-probs of their loss tokens.
 
 Dense layers see one flat stream of tokens. On a mesh the stream is ordered by device, so that flattening moves no data:
 [R, T], with R sharded over data and fsdp and T over context, is viewed as

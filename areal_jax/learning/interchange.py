@@ -1,7 +1,6 @@
 """Weights and optimizer state in interchange form, one leaf per layer, and back to the learner's own form.
 
-Used by learner.py for publication (`export_weights`), saving (`take_snapshot`) and restoring (`match_snapshot`,
-`read_snapshot`).
+`export_weights` is for publication, `take_snapshot` for saving, `match_snapshot` and `read_snapshot` for restoring.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The rows of a learner on its mesh: which shapes they have, how groups are packed into them, where they are placed.
-
-Used by learner.py (groups to batches) and passes.py (batches to micro-batches); uses packing.py, buckets.py and the
-self-check of the attention backends.
-"""
+"""The rows of a learner on its mesh: which shapes they have, how groups are packed into them, where they are placed."""
 
 from __future__ import annotations
 
@@ -89,7 +85,7 @@ class RowLayout:
             yield trim(one, tail_bucket(one, self._buckets))
 
     def join_logprobs(self, logprobs: Sequence[jax.Array]) -> np.ndarray:
-        """float32 [M, R, N] from one array per micro-batch, whose N is that of its bucket; 0 where it was trimmed."""
+        """float32 [M, R, N] from one array per micro-batch with the N of its bucket; 0 where it was trimmed."""
         settings = self._settings
         whole = np.zeros((len(logprobs), settings.rows_per_microbatch, settings.row_loss_tokens), np.float32)
         for row, part in zip(whole, jax.device_get(list(logprobs)), strict=True):

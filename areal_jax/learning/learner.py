@@ -1,6 +1,6 @@
 """The trainer that the controller drives: groups of one update in, weights of the next version out.
 
-Used by the controller (in one process) and by distributed/ (in several). The commands are here; layout.py packs rows,
+The controller calls it in a single process, distributed/ in several. The commands are here; layout.py packs rows,
 update.py makes the optimizer steps, programs.py compiles, interchange.py converts weights for engines and checkpoints.
 """
 
@@ -128,7 +128,7 @@ class SpmdLearner:
         self._may_compile.set()
 
     def wait_traced(self) -> None:
-        """Returns when the thread that compiles ahead has traced its programs: from then on it holds up nobody."""
+        """Waits until the background thread has finished tracing. Compilation, which follows, does not hold the GIL."""
         if self._ahead is not None:
             self._is_traced.wait()
 
@@ -163,7 +163,7 @@ class SpmdLearner:
         return self._price
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
-        """Trains on one batch with `n_minibatches * epochs` optimizer steps; `version` is that of the weights before.
+        """Trains on one batch with `n_minibatches * epochs` optimizer steps; `version` is the version before it.
 
         If there is nothing to train (no group, none with a signal, all tokens too old), weights and optimizer state do
         not change by a bit. Metrics are floats, except for the histogram of token ages, which is a list; a metric that
@@ -205,7 +205,7 @@ class SpmdLearner:
         """Negative log-likelihood of the generated tokens, at the temperature of training; changes nothing.
 
         Returns:
-          {'nll': nats per token, absent where there are none, 'tokens': their number}; independent of the packing.
+          {'nll': nats per token, absent if there are no tokens, 'tokens': their number}; independent of the packing.
 
         Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a likelihood that is no number.
         """
@@ -225,7 +225,7 @@ class SpmdLearner:
         return self._logprobs([TrajectoryGroup(0, (trajectory,))])
 
     def _logprobs(self, groups: Sequence[TrajectoryGroup]) -> np.ndarray:
-        """float32 [tokens] of the generated tokens; those of a trajectory are in their order."""
+        """float32 [tokens], one for each generated token; the tokens of a trajectory are in order."""
         ones = [np.ones(len(group.trajectories), np.float32) for group in groups]
         batches, _ = self._layout.pack(groups, ones, n_minibatches=1)
         if not batches:

@@ -1,7 +1,4 @@
-"""The objective of supervised training: the negative log-likelihood of given answers.
-
-Used by train_step.py (the loss), learner.py (held-out answers) and update.py (metrics).
-"""
+"""The objective of supervised training: the negative log-likelihood of given answers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Arrays are [R, N] (learning/__init__.py) or of any other common shape, written [...]. Metrics are sums (`*_sum`,
 `*_count`) and maxima (`*_max`): `merge_metrics` joins the metrics of all micro-batches of an update, `finalize_metrics`
-turns them into means. Used by train_step.py and update.py.
+turns them into means.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The optimizer: gradients become new weights. The learning rate is an argument, so no value of it recompiles.
 
-Used by train_step.py; directions.py has the update rule of each optimizer.
+directions.py has the update rule of each optimizer.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def step_metrics(steps: Sequence[Mapping[str, SupportsFloat]]) -> dict[str, floa
 
 
 def mean_step_metrics(made: float, skipped: float, grad_norms: float, last_rate: float) -> dict[str, float]:
-    """The same from the number of steps, those skipped among them, the sum of their norms and the last rate."""
+    """The same from the number of steps (including skipped ones), the sum of their norms and the last rate."""
     metrics = {'update/optimizer_steps': made - skipped, 'update/skipped_steps': skipped}
     if made > skipped:
         metrics['update/grad_norm'] = grad_norms / (made - skipped)

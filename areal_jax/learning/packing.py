@@ -1,8 +1,8 @@
 """Packing: groups of trajectories become rows of a fixed shape, without padding to the longest. numpy only.
 
 In shared-prompt packing the prompt of a group is written once per row, and each of the group's answers in that row sees
-it. Used by layout.py; uses examples.py (what is packed), bins.py (which examples share a row), balance.py (which rows
-share a micro-batch) and rows.py (writes them).
+it. examples.py says what is packed, bins.py which examples share a row, balance.py which rows share a micro-batch;
+rows.py writes them.
 """
 
 from __future__ import annotations

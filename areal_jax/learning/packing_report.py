@@ -1,4 +1,4 @@
-"""How well the rows of an update are filled. Used by packing.py; its metrics are reported by learner.py. numpy only."""
+"""How well the rows of an update are filled. numpy only."""
 
 from __future__ import annotations
 

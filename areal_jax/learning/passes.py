@@ -1,6 +1,6 @@
 """Passes of the model over one minibatch: an optimizer step, or log-probs of given weights.
 
-Used by update.py and learner.py. layout.py cuts and places the rows, programs.py holds what runs on the devices.
+layout.py cuts and places the rows, programs.py holds what runs on the devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an update costs before it is made, in tokens. numpy only: a controller without a learner counts too.
-
-Used by learner.py and by distributed/remote_learner.py.
-"""
+"""What an update costs before it is made, in tokens. numpy only: a controller without a learner counts too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The compiled programs of one learner, by name; train_step.py defines them.
-
-Used by state.py, passes.py and learner.py.
-"""
+"""The compiled programs of one learner, by name; train_step.py defines them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Proximal log-probs, the centre of the trust region. Their kind is chosen by config, never by data.
-
-Used by train_step.py.
-"""
+"""Proximal log-probs, the centre of the trust region. Their kind is chosen by config, never by data."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def loglinear_logprobs(
     After "A-3PO", arXiv 2512.06547, whose α is (v_prox - v) / (v_θ - v): here the proximal policy is version V, the
     weights before the update, and the policy in training is V + 1. A token of the current version (e = 0) has
     proximal = behavior exactly; one of age e = 1 has the mean of behavior and policy; with growing age the proximal
-    log-prob approaches that of the policy.
+    log-prob approaches policy.
 
     Args:
       policy_logprobs, behavior_logprobs: float [...].

@@ -1,4 +1,4 @@
-"""Adam that computes its moments in float32 and stores them in fewer bits. Used by optimizer.py."""
+"""Adam that computes its moments in float32 and stores them in fewer bits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def scale_by_adam(b1: float, b2: float, eps: float, moment_dtype: str) -> optax.
 def quantize(values: jax.Array, noise: jax.Array, *, signed: bool) -> tuple[jax.Array, jax.Array]:
     """int8 codes in the shape of float32 `values` and the float32 scale of each block: its largest magnitude.
 
-    A block is up to 256 neighbours on the last axis. The code is the fourth root of value / scale in 127 levels beside
+    A block is up to 256 neighbours on the last axis. The code is the fourth root of value / scale in 127 levels and
     a sign, or in 255 (stored minus 128) for values that are never negative: steps of 3% or 1.6% at the scale, and 8 or
     9 decades below it. Rounding is stochastic and unbiased: `noise` (integers in [0, 2^16)) picks the lower or the
     upper code. A positive second moment is never rounded to 0, because Adam divides by its root.

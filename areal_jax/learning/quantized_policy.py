@@ -1,8 +1,8 @@
 """How far a policy in 8 bits, which generated, is from the one whose weights were published. numpy only.
 
-μ is the policy of the engines, whose log-probs answers carry, and π_u that of the learner for the same version u.
+μ is the policy of the engines, whose log-probs answers carry; π_u is the learner's policy of the same version u.
 Tokens of the version n that is trained have log π_n from the passes of the update, so that nothing is computed for
-this. Used by update.py.
+this.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def quantization_metrics(
 ) -> dict[str, float]:
     """Divergence, effective sample size and share of the importance ratio, {} without tokens of the version.
 
-    The share is the mean square of log π_n - log μ of tokens of version n, by that of all generated tokens: what of the
-    ratio of behavior and proximal policy was there before an update moved the weights.
+    The share is the mean square of log π_n - log μ over tokens of version n, divided by the mean square over all
+    generated tokens: the part of the behavior-to-proximal ratio that existed before any update moved the weights.
 
     Args:
       logprobs: per batch float32 [M, R, N] of the weights of `version`.

@@ -1,4 +1,4 @@
-"""Measures the split of the importance ratio in every update, on a sample of its answers. Used by learner.py.
+"""Measures the split of the importance ratio in every update, on a sample of its answers.
 
 ratio_split.py has the arithmetic, weight_ring.py the weights of earlier versions. It only reads the state of the
 learner: an update trains the same weights with it and without it, bit for bit.
@@ -40,7 +40,7 @@ class RatioSampler:
         self._keep_s = 0.0  # wall seconds since the last update
 
     def keep(self, version: int, state: LearnerState) -> None:
-        """The weights of `state` are those of `version`."""
+        """Keeps the weights of `state`, which are version `version`."""
         began_s = time.perf_counter()
         self._ring.add(version, self._passes.working(state))
         self._keep_s += time.perf_counter() - began_s

@@ -6,12 +6,12 @@ For token a, generated at version u by the engine's policy μ and trained at wei
          total             mismatch of              drift of the j-th update              inside the update
                           engine and learner
 
-π_j is the learner's forward pass under its own weights of version j, at the temperature of training. So the mismatch is
-that of the engine's program and of the rounding of publication, and the drift that of the updates alone; every other
-measure of stale tokens has only their sum. numpy only; used by ratio_sampler.py, which runs the passes.
+π_j is the learner's forward pass under its own weights of version j, at the temperature of training. So the mismatch
+comes from the engine's program and the rounding of publication, and the drift from the updates alone; every other
+measure of stale tokens has only their sum. numpy only; ratio_sampler.py runs the passes.
 
-The versions of the chain come from the packed batch, those of the mismatch from the segments of the answer: a stamp
-that is wrong in one of them breaks the identity, which is measured (`ratio/identity_error`).
+The chain takes its versions from the packed batch, the mismatch from the segments of the answer: a wrong version in one
+of them breaks the identity, which is measured (`ratio/identity_error`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Parts:
     mismatch: np.ndarray
     drift: np.ndarray  # of all updates together
     inside: np.ndarray
-    by_update: np.ndarray  # float64 [n - u_min, tokens], the term j of the sum; 0 where it is none of the token's
+    by_update: np.ndarray  # float64 [n - u_min, tokens], term j of the sum; 0 if the token has no such term
 
     @property
     def error(self) -> float:
@@ -143,7 +143,7 @@ def _collect(
             groups.append(TrajectoryGroup(group.draw, tuple(own)))
             trajectories += own
     places = np.flatnonzero((ids != PADDING) & np.isin(ids, wanted))
-    places = places[np.argsort(ids[places], kind='stable')]  # tokens of a trajectory stand in their order in a row
+    places = places[np.argsort(ids[places], kind='stable')]  # tokens of a trajectory are in order in a row
     generated = [trajectory.loss_mask for trajectory in trajectories]
     cut = lambda arrays, dtype: concatenate([a[m] for a, m in zip(arrays, generated, strict=True)], dtype)
     pick = lambda arrays, dtype: _flat(arrays, dtype)[places]

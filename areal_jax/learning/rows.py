@@ -1,7 +1,7 @@
 """Rows: what they are made of, and how they are written into the arrays of a batch. numpy only.
 
 A row holds units. A unit holds one answer with its prompt, or several answers that share one prompt; each answer is an
-example. Used by examples.py and packing.py.
+example.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NextTokenForm:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One trajectory with what the loss needs beside its tokens."""
+    """One trajectory with what the loss needs besides its tokens."""
 
     form: NextTokenForm
     prompt_tokens: int

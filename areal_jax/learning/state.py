@@ -1,4 +1,4 @@
-"""What a learner keeps on its mesh between commands. Used by learner.py and passes.py; placed by programs.py."""
+"""What a learner keeps on its mesh between commands. programs.py places it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LearnerState:
     params: Tree  # trained weights, float32
     frozen: Tree  # all other weights, in settings.dtype; empty without adapters
     optimizer: Tree  # see optimizer.Optimizer
-    gradients: Tree = None  # float32 sums over micro-batches; None with accumulate='scan', and while nobody trains
+    gradients: Tree = None  # float32 sums over micro-batches; None with accumulate='scan', and between updates
     reference: Tree = None  # the trained weights at the start, in settings.dtype; None without a KL penalty
 
     @property

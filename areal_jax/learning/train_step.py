@@ -1,6 +1,6 @@
 """The programs of one learner as jitted functions: passes with gradients, the optimizer step, copies and casts.
 
-Used by programs.py, which compiles them, and passes.py, which prepares their arguments; uses forward.py and losses.py.
+programs.py compiles them, passes.py prepares their arguments.
 """
 
 from __future__ import annotations

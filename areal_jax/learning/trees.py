@@ -1,6 +1,6 @@
 """Trees of arrays: which leaves of the weights are trained, and the working copy that a pass computes with.
 
-Used by all of learning/ and distributed/; walks nested dicts by path and knows nothing of the model.
+It walks nested dicts by path and knows nothing of the model.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def train(
         index, first = number % len(batches), number == 0
         rows, denominator = training_rows(batches[index], settings.aggregation, known[index])
         results.append(passes.step(state, rows, denominator * scale, version, first))
-        if first and settings.recomputes:  # the weights before the update are those of the first pass
+        if first and settings.recomputes:  # the first pass uses the weights before the update
             known[0] = KnownLogprobs(first_logprobs(results, batches), known[0].reference)
     return Trained(results, known)
 

@@ -1,4 +1,4 @@
-"""The trained weights of the last published versions, on the host. Used by ratio_split.py."""
+"""The trained weights of the last published versions, on the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The layer of the decoder as Flax modules, whose parameters are the rows of the table of weights.
 
-`decoder` builds a layer once, under nnx.eval_shape, and merges the static graph with weights inside jax.jit: nobody
-else sees nnx. Activations are [T, d] or [d, T], see `activations`. T tokens, H heads, K kv heads, D head_dim, d model
+`decoder` builds a layer once, under nnx.eval_shape, and merges the static graph with weights inside jax.jit: nothing
+else uses nnx. Activations are [T, d] or [d, T], see `activations`. T tokens, H heads, K kv heads, D head_dim, d model
 width.
 """
 

@@ -61,8 +61,8 @@ class Decoder:
         leading axis of layers, and scans over that axis: the time to compile does not grow with depth.
       remat: which intermediates of a layer are saved for the backward pass, see REMAT.
       lora: adds adapters to the projections it names.
-      tokens: 'rows' has activations [T, d], 'columns' [d, T], see `activations`. Results differ by rounding alone;
-        those of 'int8_rows' are of weights and activations in 8 bits, see `quantized`.
+      tokens: 'rows' has activations [T, d], 'columns' [d, T], see `activations`. Results differ by rounding alone.
+        'int8_rows' computes with weights and activations in 8 bits, see `quantized`.
 
     Raises ValueError for an unknown `layers`, `remat` or `tokens`.
     """
@@ -117,7 +117,7 @@ class Decoder:
     def init(self, seed: int, scale: float = 1.0, embedding_scale: float = 1.0) -> Params:
         """Random weights: each leaf is a function of (seed, its path in list form, its scale) alone, see families.Init.
 
-        `scale` multiplies the standard deviation of every matrix, `embedding_scale` that of embedding and positions.
+        `scale` multiplies the standard deviation of every matrix, `embedding_scale` only of embedding and positions.
         """
         params = self.complete({}, seed, scale, embedding_scale)
         return stack_layers(params) if self.layers == 'stacked' else params

@@ -118,7 +118,7 @@ class Family:
     context_tokens: int
     n_kv_heads: int | None  # None = as many as query heads
     head_dim: int | None  # None = d_model / query heads
-    # which biases the attention has: none; those of q, k and v; all or none, by the field attention_bias
+    # which biases the attention has: none; q, k and v; all or none, by the field attention_bias
     attention_bias: Literal['none', 'qkv', 'field'] = 'none'
     qk_norm: bool = False
     windows: Literal['none', 'all', 'some'] = 'none'  # layers that may have a sliding window

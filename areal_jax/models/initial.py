@@ -1,4 +1,4 @@
-"""Draws initial weights from the table of weights. Used by `decoder`."""
+"""Draws initial weights from the table of weights."""
 
 from __future__ import annotations
 

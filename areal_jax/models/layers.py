@@ -1,9 +1,8 @@
 """The two forms of a tree of weights: one subtree per layer, or one subtree with all layers stacked.
 
-The list form is the interchange form: {'layers': {'0': {...}, '1': {...}}}. The stacked form has the same leaves with
-a leading axis of layers: {'layers': {...}}. The conversions change no bit. They take numpy and jax arrays, inside
-jax.jit and outside, and trees that contain a tree of weights (the moments of an optimizer). Used by the decoder, the
-learner and whoever reads or writes its weights.
+The list form is the interchange form: {'layers': {'0': {...}, '1': {...}}}. The stacked form has the same leaves with a
+leading axis of layers: {'layers': {...}}. The conversions change no bit. They take numpy and jax arrays, inside jax.jit
+and outside, and trees that contain a tree of weights (the moments of an optimizer).
 """
 
 from __future__ import annotations

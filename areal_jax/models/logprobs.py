@@ -49,7 +49,7 @@ def logprob_of(
     """log softmax(logits / temperature)[target], float32 [...], for logits [..., V] and target int [...].
 
     `temperature` is a scalar or [...]; it is part of the policy. 0 means greedy, whose log-probs are taken at 1. `sums`
-    are those of logits / temperature where they are known.
+    are the sums of logits / temperature if already computed.
     """
     sums = sum_blocks(scale_logits(logits, temperature)) if sums is None else sums
     chosen = jnp.take_along_axis(jnp.moveaxis(logits, -1, 0), target[None], axis=0)[0]
@@ -113,7 +113,7 @@ def rank_tokens(
 ) -> Ranking:
     """`token_logprobs` of the targets and of the `most` likeliest tokens, without logits [N, V]; forward only.
 
-    The log-prob of a target is that of the entry of `ids` which names it, bit for bit. Other arguments as there.
+    If `ids` contains a target, the two log-probs are equal bit for bit. Other arguments: see `token_logprobs`.
     """
     if chunk is None:
         chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
@@ -128,7 +128,7 @@ def rank_tokens(
         inside = (column >= 0) & (column < len(columns))
         found = jnp.take_along_axis(z, jnp.where(inside, column, 0)[:, None], axis=-1)[:, 0]
         own, places = jax.lax.top_k(z, min(most, len(columns)))
-        # what was found before stands first: of equal values top_k takes the first, so the smaller id
+        # earlier candidates come first: of equal values top_k takes the first, so the smaller id
         values, order = jax.lax.top_k(jnp.concatenate([values, own], axis=1), most)
         ids = jnp.take_along_axis(jnp.concatenate([ids, places + first], axis=1), order, axis=1)
         return new_top, total, jnp.where(inside, found, chosen), values, ids

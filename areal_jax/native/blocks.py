@@ -1,4 +1,4 @@
-"""Memory that XLA frees is given to it again: the settings of blocks.h for this process. Used by commands."""
+"""Memory that XLA frees is given to it again: the settings of blocks.h for this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The library of kernels: compiled once for a machine, with the C++ compiler that is found, and registered with XLA.
 
-Used by models/activations.py and rollout/decode/attention/native.py. There is no compiled code in the package: which
-instructions a machine has is known on the machine alone, and where there is no compiler the same work is done by XLA.
+There is no compiled code in the package: which instructions a machine has is known on the machine alone, and where
+there is no compiler the same work is done by XLA.
 """
 
 from __future__ import annotations

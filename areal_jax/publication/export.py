@@ -36,7 +36,7 @@ def export_hf(
       dtype: of the files: float32, bfloat16 or float16.
       file_bytes: more bytes of weights than this become several files with `model.safetensors.index.json`; None =
         FILE_BYTES.
-      companions: tokenizer, chat template and so on; None = nothing beside config and weights.
+      companions: tokenizer, chat template and so on; None = nothing besides config and weights.
       announce: hears of the bytes written, and of all.
 
     Raises PublicationError for an unknown `dtype` or one that cannot hold the values, a source that is the directory

@@ -113,7 +113,7 @@ class FilesChannel:
         try:
             manifest: dict[str, Mapping[str, object]] = {**self._parts.write(directory, version, copy)}
         finally:
-            written = [writer.written() for writer in self._writers]  # also then: nobody writes any more
+            written = [writer.written() for writer in self._writers]  # also on failure: then no thread writes any more
         for outcome in written:
             if isinstance(outcome, str):
                 raise PublicationError(outcome)
@@ -187,7 +187,7 @@ def load_version(
 
 
 def _require_published(published: PublishedWeights, held: int, manifest: Manifest) -> None:
-    """Raises PublicationError where the manifest of the directory is that of other weights."""
+    """Raises PublicationError if the manifest in the directory describes other weights."""
     found = manifest_hash(manifest)
     if found != published.manifest_hash or held != published.version:
         raise PublicationError(

@@ -92,7 +92,7 @@ def _sum_shards(leaves: Sequence[np.ndarray | jax.Array]) -> np.ndarray:
     """uint32 [leaves, 3], see `_shard_sums`: one program for each shard on the device that holds it, added on the host.
 
     One program over all devices would be a collective, which the lane of publication may not run beside the learner's.
-    What lies in the host's memory is summed without a program, which would wait for the learner's.
+    Arrays in host memory are summed without a program, which would wait for the learner's.
     """
     sums, rows, launched = np.zeros((len(leaves), 3), np.uint32), [], []
     for row, leaf in enumerate(leaves):

@@ -1,10 +1,8 @@
 """One version of the weights on the disk, written by several processes: each whole leaves in a file of its own.
 
-    begin       one process makes the hidden directory, once there is room
-    write       every process writes the file of its leaves, and says their digests
-    finish      the first one writes everything else, and gives the directory its name
-
-Used by files.py in a run whose process 0 publishes, and by distributed/follower.py.
+begin       one process makes the hidden directory, once there is room
+write       every process writes the file of its leaves, and says their digests
+finish      the first one writes everything else, and gives the directory its name
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from areal_jax.types import Tree
 
 
 class PartWriter:
-    """The part of this process. `directory` is that of all versions; `copy` the version.
+    """Writes the part of this process. `directory` holds all versions; `copy` is the version.
 
     It is a tree of SharedLeaf, or in a learner of one process of arrays.
 
@@ -80,7 +78,7 @@ class PartWriter:
     def finish(
         self, directory: str, version: int, copy: Tree, manifest: Mapping[str, Mapping[str, Any]]
     ) -> tuple[str, str]:
-        """(manifest hash, path) of the version, which gets its name; `manifest` is that of all processes together.
+        """(manifest hash, path) of the version, which gets its name; `manifest` covers all processes.
 
         Raises PublicationError for a leaf that no process wrote, and a failed write.
         """

@@ -1,6 +1,6 @@
 """The versions on a disk: the names of their directories, and a lock that keeps one from removal while it is read.
 
-Used by files.py, which writes, reads and collects versions. Nothing here imports jax.
+Nothing here imports jax.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def version_path(directory: pathlib.Path, version: int) -> pathlib.Path:
 
 
 def parse_version(path: pathlib.Path) -> int | None:
-    """The version that the name of a directory stands for; None for any other name."""
+    """The version in the name of a directory; None for any other name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 

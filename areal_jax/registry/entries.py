@@ -5,8 +5,8 @@
 Each start writes a file of its own under a name that it does not share, so nothing is ever replaced by another process
 and no lock is needed. The incarnation is one more than the highest there is; two processes that start at the same time
 may count alike, and then the larger token wins. The highest (incarnation, token) of a name is its holder: every reader
-comes to the same one, and it never goes back. A holder removes the files of those before it, which is how they learn
-that they have lost the name. The time of change of the file is the heartbeat.
+comes to the same one, and it never goes back. A holder removes the files of earlier holders, which learn from this that
+they have lost the name. The time of change of the file is the heartbeat.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Entry:
     name: str  # 'engine-3'
     incarnation: int  # counts the holders of the name, from 1
     token: str  # random, eight hexadecimal digits
-    address: str = ''  # 'http://host:port', 'host:port'; '' = nobody calls it
+    address: str = ''  # 'http://host:port', 'host:port'; '' = takes no calls
     kind: str = ''  # of an engine: which client speaks to it
     role: str = ''  # with `index`, where it is one process of a run in roles
     index: int | None = None
@@ -69,13 +69,13 @@ class FencedError(UserError):
 
 
 class Registration:
-    """The entry of this process, which takes the name from whoever had it.
+    """The entry of this process, which takes the name from its earlier holder.
 
-    Raises UserError for a name that is none of a file, FencedError where another process took it at the same time.
+    Raises UserError for a name that no file can have, FencedError if another process took it at the same time.
     """
 
     def __init__(self, workdir: pathlib.Path, entry: Entry):
-        """`entry` without incarnation and token; host and process are those of this one."""
+        """`entry` has no incarnation or token yet; its host and process id are set here."""
         for _ in self.steps(workdir, entry):
             pass
 
@@ -99,7 +99,7 @@ class Registration:
         self.remove_earlier()
 
     def remove_earlier(self) -> None:
-        """Tells those before that they have lost the name. Raises FencedError where this process has lost it."""
+        """Tells earlier holders that they have lost the name. Raises FencedError where this process has lost it."""
         for order in list_orders(self._directory).get(self.entry.name, []):
             if order < self.entry.order:
                 file_of(self._directory, self.entry.name, order).unlink(missing_ok=True)
@@ -167,7 +167,7 @@ def list_orders(directory: pathlib.Path) -> dict[str, list[Order]]:
 
 
 def read_entry(path: pathlib.Path) -> Entry | None:
-    """The entry in a file; None for one that is gone, that is not whole, or that another process's name stands in.
+    """The entry in a file; None if it is gone, incomplete, or holds another process's name.
 
     Unknown fields are ignored.
     """

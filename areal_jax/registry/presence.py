@@ -1,7 +1,7 @@
 """Which processes of a registry are alive, and waits for those that shall come.
 
-A heartbeat is a change of its entry, seen twice by one reader on its own clock: no clock is compared with that of
-another machine, and the rest of a dead process is never taken for a living one.
+A heartbeat is a change of its entry, seen twice by one reader on its own clock: no clocks of two
+machines are compared, and the rest of a dead process is never taken for a living one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def await_living(
       what: of whom a process that waits says that it does: 'learner 0 of attempt 2'.
       fix: what to do where they do not come.
 
-    Raises LostPeerError that names those who have not come within the deadline.
+    Raises LostPeerError that names the processes that have not come within the deadline.
     """
     presence, began = Presence(workdir), time.monotonic()
     reported = began

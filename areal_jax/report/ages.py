@@ -1,4 +1,4 @@
-"""Ages of the trained tokens over a run, in publications and in optimizer steps. Used by report.py."""
+"""Ages of the trained tokens over a run, in publications and in optimizer steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def token_age(metrics: Metrics) -> contents.MeanMax:
 
 
 def token_age_steps(metrics: Metrics) -> contents.StepAge:
-    """Age of the trained tokens in optimizer steps, with the part of it that lies inside their own update."""
+    """Age of the trained tokens in optimizer steps, and how much of it is inside their own update."""
     weighted = lambda name: aggregates.weighted_mean(metrics, name, names.TOKENS_TRAINED)
     return {
         'mean': weighted(names.STEP_AGE_MEAN),

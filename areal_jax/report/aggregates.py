@@ -1,4 +1,4 @@
-"""Sums, means and extremes of metrics over all updates of a run. Used by report.py."""
+"""Sums, means and extremes of metrics over all updates of a run."""
 
 from __future__ import annotations
 

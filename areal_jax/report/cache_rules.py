@@ -24,7 +24,7 @@ class Dispatch:
     version: int
     tokens: int  # that are delivered to answers
     positions: int | None  # that its rows see; None = not comparable
-    known: int = 0  # of `tokens`, those of answers whose share is known
+    known: int = 0  # the part of `tokens` in answers whose share is known
     seen: int = 0  # positions of these, without prompts
     prompts: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # tokens of these
     open: int = 0  # answers whose share is not known yet
@@ -76,8 +76,8 @@ class _Computing:
     engine: str
     begins_empty: bool  # nothing is in the cache: every prompt is computed
     waiting: set[str] = dataclasses.field(default_factory=set)  # requests that have not decoded since
-    own: int = 0  # tokens of answers that have begun
-    computed: int = 0  # tokens, of answers that have begun and their prompts
+    own: int = 0  # tokens of started answers
+    computed: int = 0  # tokens of started answers and their prompts
     computed_new: int = 0  # of prompts of answers that have not
     computed_own: int | None = 0  # of `computed`, without prompts; None: before version 8 of the log
     begun: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # requests by prompt
@@ -193,7 +193,7 @@ class CacheRules:
             if request in self._answers:
                 self._answers[request].forget_cache()
 
-    # Dispatches: each event stands beside a run of the engine's lane.
+    # Dispatches: each event belongs to a run of the engine's lane.
 
     def _prefill(self, event: PrefillEvent) -> Iterator[str]:
         name, rebuilt = event['engine'], event.get('rebuilt', 0)

@@ -1,4 +1,4 @@
-"""Warnings of a report: what in the numbers of a run a reader should know before trusting them. Used by report.py."""
+"""Warnings of a report: what in the numbers of a run a reader should know before trusting them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class UnfinishedFacts(Protocol):
 
 
 def describe_unfinished(steps: int, facts: UnfinishedFacts, ended: str) -> str:
-    """Where an unfinished run stands, how it `ended` unless it is still running, and what its report lacks."""
+    """How far an unfinished run has come, how it `ended` unless it is still running, and what its report lacks."""
     how = ended if facts.running is None else f'it is still running ({facts.running})'
     if facts.running == '':
         how = f'{ended} or is still running'

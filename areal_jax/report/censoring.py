@@ -1,4 +1,4 @@
-"""Lengths and rewards of what was generated, trained, masked and dropped, side by side. Used by report.py.
+"""Lengths and rewards of what was generated, trained, masked and dropped, side by side.
 
 If the answers that leave the loop are longer or better than those that are trained, the policy learns from a biased
 sample of what it does. An answer counts for each fate with the share of its tokens that have met it.

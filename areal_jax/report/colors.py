@@ -49,7 +49,7 @@ def order_shades(count: int) -> list[str]:
 
 @functools.cache
 def dark_colors() -> dict[str, str]:
-    """What a dark page has in place of each colour of this module, those of `order_shades` up to 24 values included."""
+    """The colour on a dark page for each colour of this module, including `order_shades` of up to 24 values."""
     places = {index / max(1, count - 1) for count in range(1, 25) for index in range(count)}
     ordered = {shade_at(_LIGHTEST * place): shade_at(_DARKEST + (1 - _DARKEST) * place) for place in places}
     return {color.lower(): other for color, other in {**ordered, **_ON_DARK}.items()}

@@ -1,7 +1,4 @@
-"""Runs side by side: the config fields that differ, and every number of their reports in one table.
-
-Used by comparison_page.py (compare.html) and main_report.py (the terminal).
-"""
+"""Runs side by side: the config fields that differ, and every number of their reports in one table."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Comparison:
     headline: Table
     caveats: Items
     differences: Table | Text  # of the configs
-    tables: Sequence[tuple[str, Table]]  # title and numbers, those of no run left out
+    tables: Sequence[tuple[str, Table]]  # title and numbers, without numbers that no run has
 
 
 def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:

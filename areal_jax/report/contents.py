@@ -63,7 +63,7 @@ class MeanMax(TypedDict):
 
 
 class StepAge(MeanMax):
-    """In optimizer steps, those of a token's own update included."""
+    """In optimizer steps, including the steps of a token's own update."""
 
     inside_mean: float | None  # the part inside the update of a token
     inside_max: float | None
@@ -237,7 +237,7 @@ class Bias(TypedDict):
 
 
 class Censoring(TypedDict):
-    spreads: Mapping[str, Spread]  # generated, trained, filtered, masked, unused, dropped; without those of no answer
+    spreads: Mapping[str, Spread]  # generated, trained, filtered, masked, unused, dropped; without fates of no answer
     length_bias: Bias | None  # None where nothing was left out, as the next
     reward_bias: Bias | None  # without what a filter of rewards leaves out
 
@@ -313,7 +313,7 @@ class ServerRow(TypedDict):
     engine: str
     url: str  # where it served last
     starts: int  # times that it registered
-    tokens: int  # received, those of evaluations and probes included
+    tokens: int  # received, including evaluations and probes
     failures: int  # times that it was taken out of service
     last_failure: str  # why, the last time; '' = never
 

@@ -1,7 +1,6 @@
 """The evaluations beside training in a report: their scores by version, and what they cost generation.
 
-Used by report.py and parts.py; plots.py and figures.py draw it. Scores come from evaluations.json, costs from the
-event log.
+plots.py and figures.py draw it. Scores come from evaluations.json, costs from the event log.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ def curve_ends(
 def evaluation_points(report: Report) -> dict[Kind, list[tuple[int, Interval]]]:
     """Held-out scores by version, ascending: before training, beside it and after it; a kind without any is left out.
 
-    With evaluations beside training all are on their problems and samples, else on those of the report's accuracy.
+    If the run evaluated beside training, all scores are on the problems and samples of those evaluations, else on the
+    problems and samples of the report's accuracy.
     """
     curve, ends = report['evaluation_curve'], report['evaluation_curve_ends'] or report['accuracy']
     found: dict[Kind, list[tuple[int, Interval]]] = {}
@@ -71,7 +71,7 @@ def evaluation_lane_share(events: Sequence[Event]) -> float | None:
 
 
 def evaluation_cache_bytes(events: Sequence[Event]) -> int | None:
-    """Bytes of the slots that the engines have for evaluation, KV cache included; None where there are none."""
+    """Bytes of the slots that the engines have for evaluation, KV cache included; None = no such slots."""
     by_engine = {event['engine']: event['bytes'] for event in events if event['kind'] == 'evaluation_slots'}
     return sum(by_engine.values()) if by_engine else None
 

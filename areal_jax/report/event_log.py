@@ -1,7 +1,4 @@
-"""The reader of the event log: every line is checked against the schema of areal_jax/events.py.
-
-Used by report.py, app/loop_run.py and app/rebuild.py once a run has ended.
-"""
+"""The reader of the event log: every line is checked against the schema of areal_jax/events.py."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def parse_events(content: bytes, name: str) -> list[Event]:
 
 
 def outside_evaluation(events: Iterable[Event]) -> Iterator[Event]:
-    """The events of training: those not between `evaluate` start and done, in the order of the log."""
+    """The events of training, not between `evaluate` start and done, in the order of the log."""
     evaluating = False
     for event in events:
         if event['kind'] == 'evaluate':

@@ -1,6 +1,6 @@
 """What the engines did: tokens generated, prefilled and rebuilt with their seconds, pauses of requests, preemptions.
 
-Used by report.py; RequestPauses also by app/observer.py. Made from the events of training.
+Made from the events of training.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def work_rows(work: contents.EngineWork) -> list[tuple[str, str, str]]:
         'prompts prefilled': work['prefilled'],
         'rebuilt after an interruption or a preemption': work['rebuilt'],
     }
-    seconds = lambda kind: format_number(kind['seconds'] or None)  # those of servers are not known here
+    seconds = lambda kind: format_number(kind['seconds'] or None)  # None: unknown for servers
     return [(name, str(kind['tokens']), seconds(kind)) for name, kind in kinds.items() if kind]
 
 

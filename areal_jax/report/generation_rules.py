@@ -106,7 +106,7 @@ class GenerationRules:
         yield from self._compare(dispatch)
 
     def _settle(self, answer: Answer, tokens: int) -> Iterator[str]:
-        """The answer got so many tokens of its last dispatch; 0 = none, or nobody knows."""
+        """The answer got so many tokens of its last dispatch; 0 = none, or unknown."""
         dispatch, answer.last = answer.last, None
         assert dispatch is not None
         dispatch.open -= 1
@@ -118,7 +118,7 @@ class GenerationRules:
         yield from self._compare(dispatch)
 
     def _compare(self, dispatch: Dispatch) -> Iterator[str]:
-        """Once the tokens of all its answers are known: whether they are those of the dispatch."""
+        """Compares the tokens of a dispatch with the tokens of its answers, once all of them are known."""
         if dispatch.open or not self._single_turn:
             return
         rest, unknown = dispatch.tokens - dispatch.known, len(dispatch.ended)

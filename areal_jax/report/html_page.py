@@ -1,6 +1,6 @@
 """The report of a run as a page of HTML to look into (report.html): a headline, then the detail in the order of it.
 
-The texts and tables are those of report.md; the charts are drawn from the same report, metrics and events.
+Texts and tables are the same as in report.md; the charts are drawn from the same report, metrics and events.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Intervals of the lanes: when each was occupied with what, and for how many seconds of the window.
 
-Used by limit.py, slots.py, generation.py, timeline.py and app/alone.py. Made from the events run_start and run_done.
+Made from the events run_start and run_done.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def event_intervals(events: Sequence[Event], kind: str) -> list[tuple[Event, Lan
 
 
 def of_training(intervals: Iterable[LaneInterval]) -> list[LaneInterval]:
-    """Without those of evaluations beside training, which overlap the others under the virtual clock."""
+    """Without intervals of evaluation beside training, which overlap the others under the virtual clock."""
     return [i for i in intervals if i.work not in EVALUATION_WORK and i.lane != EVALUATION_REWARD]
 
 

@@ -1,7 +1,4 @@
-"""The ledger of draws: the state of every draw, and whether each only moved forward.
-
-Used by report.py (groups), caveats.py (conservation) and timeline.py (size of the buffer).
-"""
+"""The ledger of draws: the state of every draw, and whether each only moved forward."""
 
 from __future__ import annotations
 

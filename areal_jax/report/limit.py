@@ -1,6 +1,6 @@
 """Where the time of an update went, the shortest time that was possible, and the reason for the gap between them.
 
-Used by the report; uses the intervals of the event log and what only the program knows (telemetry/facts.py).
+It takes the intervals of the event log and what only the program knows (telemetry/facts.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rules that every event log keeps, checked line by line: what the loop promises, as its log shows it.
 
-Used by main_check_log.py. ledger.py has the rule of draws: each is in exactly one state and only moves forward.
+ledger.py has the rule of draws: each is in exactly one state and only moves forward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
-        """From a resolved config, nested by section; raises KeyError or TypeError for what is none."""
+        """From a resolved config, nested by section; raises KeyError or TypeError for any other mapping."""
         schedule, batch = config['staleness']['schedule'], int(config['learner']['groups_per_update'])
         rollout = config['rollout']
         delay = _DELAY.fullmatch(schedule)

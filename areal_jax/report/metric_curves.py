@@ -161,7 +161,7 @@ def smoothing_window(points: int) -> int:
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Of each value and those before it, `window` of them where there are so many."""
+    """Of each value and the values before it, `window` in all if there are so many."""
     sums = [0.0, *itertools.accumulate(values)]
     starts = (max(0, end - window) for end in range(1, len(sums)))
     return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]

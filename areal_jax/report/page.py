@@ -1,4 +1,4 @@
-"""The report of a run as a page of Markdown (report.md). Used by report.py."""
+"""The report of a run as a page of Markdown (report.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the pages of a report say: texts and tables, made once from report.json's content.
 
-Used by page.py (report.md), html_page.py (report.html) and comparison.py; app/sft_report.py uses two of its sentences.
+page.py (report.md), html_page.py (report.html) and comparison.py show them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A paragraph; `code` stands between backticks."""
+    """A paragraph; code is between backticks."""
 
     text: str
 

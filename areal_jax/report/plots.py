@@ -1,4 +1,4 @@
-"""Plots of a run: reward, accuracy while training, age of the trained tokens, requests in slots. Used by report.py."""
+"""Plots of a run: reward, accuracy while training, age of the trained tokens, requests in slots."""
 
 from __future__ import annotations
 

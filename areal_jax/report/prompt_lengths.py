@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 Key: TypeAlias = tuple[bool, int]  # whether it is a problem of an evaluation, draw
 _Check: TypeAlias = Callable[[Mapping[Key, int]], str]
-_MOST_SUMS = 20_000  # of `can_sum`; beyond, nothing is said
+_MOST_SUMS = 20_000  # of `can_sum`; above it, the rule is not checked
 
 
 class PromptLengths:

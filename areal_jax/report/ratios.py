@@ -1,4 +1,4 @@
-"""Importance ratios over a run: by age, and split by cause. Used by report.py; made from the metrics of the updates.
+"""Importance ratios over a run: by age, and split by cause. Made from the metrics of the updates.
 
 Intervals take the updates as clusters: tokens of one update share weights, prompts and groups.
 """

@@ -1,7 +1,6 @@
 """The report of a run: report.json, and with it report.md, report.html, timeline.json and the plots.
 
-Used by app/loop_run.py when a run has finished and by app/rebuild.py for any workdir. Made from events.jsonl,
-metrics.jsonl and the facts of the run.
+Made from events.jsonl, metrics.jsonl and the facts of the run.
 """
 
 from __future__ import annotations

@@ -136,6 +136,6 @@ def _read_reply(event: RunDoneEvent) -> tuple[float, str]:
     try:
         reply = json.loads(event['reply'])
         score = Score(to_reward(reply['reward']), reply.get('label', 'ok'))
-    except (KeyError, TypeError, ValueError, OverflowError):  # `error` instead of a reward, or what is none
+    except (KeyError, TypeError, ValueError, OverflowError):  # `error` instead of a reward, or an invalid one
         return 0.0, 'error'
     return float(score), score.label

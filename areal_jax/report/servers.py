@@ -1,7 +1,4 @@
-"""The servers that a run generated with: where each was, what it delivered, how often it failed.
-
-Used by report.py and parts.py.
-"""
+"""The servers that a run generated with: where each was, what it delivered, how often it failed."""
 
 from __future__ import annotations
 

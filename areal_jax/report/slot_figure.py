@@ -1,4 +1,4 @@
-"""The timeline of the slots as Bokeh figures to zoom and pan, drawn with WebGL where there is. Used by html_page.py."""
+"""The timeline of the slots as Bokeh figures to zoom and pan, drawn with WebGL where there is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VERSIONS = 8  # of a long run that are shown first
 _LABELS = 25  # publications with a label, in the widest view
 _ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
 _HEIGHTS = (180, 760)  # pixels of all slots
-_BORDERS = 48, 12  # pixels beside both figures, so that they stand above each other
+_BORDERS = 48, 12  # pixels beside both figures, so that they are aligned
 _WEIGHTS, _INTERRUPT, _PREEMPT, _PREFILL = '#000000', VERMILION, '#B5578F', '#8A8F98'
 _PAUSES, _PUBLISHED, _REBUILDS = 'pause for new weights (swap)', 'weights published', 'prefill that rebuilds answers'
 

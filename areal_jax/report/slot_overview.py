@@ -1,4 +1,4 @@
-"""The whole run as a strip above the timeline of the slots, with a box on it to move. Used by slot_figure.py.
+"""The whole run as a strip above the timeline of the slots, with a box on it to move.
 
 The strip is one picture, so that its cost does not grow with the run.
 """

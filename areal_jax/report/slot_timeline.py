@@ -1,4 +1,4 @@
-"""What happened in the slots of the engines, for the timeline of report.html. Used by slot_figure.py.
+"""What happened in the slots of the engines, for the timeline of report.html.
 
 Work of an engine as a whole (the pause for new weights) is drawn over all of its slots; a prefill is drawn in the slot
 in which its request is decoded next, an interruption or a preemption in the slot in which it was decoded last.
@@ -32,7 +32,7 @@ class Interval:
     start: float  # clock seconds
     end: float
     request: str  # of a swap ''
-    version: int  # of the weights; of a prefill that of the decoding that follows
+    version: int  # of the weights; for a prefill: of the decoding that follows
     detail: str
 
 

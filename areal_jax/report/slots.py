@@ -1,7 +1,7 @@
 """Spans of the slots: which request a slot of an engine decoded when, and with which policy version.
 
-Used by plots.py (slots.png) and timeline.py. Made from the events `decode` (or `evaluation_decode`, of the slots for
-evaluation beside training) and the intervals of the engines' lanes.
+Made from the events `decode` (or `evaluation_decode`, of the slots for evaluation beside training) and the intervals of
+the engines' lanes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Confidence intervals: of shares, of means of clustered scores, of paired gains. Used by report.py."""
+"""Confidence intervals: of shares, of means of clustered scores, of paired gains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _wilson_ends(share: float, n: float, z: float) -> tuple[float, float]:
 
 
 def mean_interval(scores: Sequence[float]) -> Interval:
-    """Interval of the mean of one score per problem: Wilson where every score is 0 or 1, else that of `score_interval`.
+    """Interval of the mean of one score per problem: Wilson if every score is 0 or 1, else `score_interval`.
 
     Raises:
         ValueError: no scores.
@@ -57,7 +57,7 @@ def mean_interval(scores: Sequence[float]) -> Interval:
 
 
 def score_interval(clusters: Sequence[Sequence[float]]) -> Interval:
-    """`clustered_share_interval` where every score lies in [0, 1], else `cluster_interval`, as for penalties below 0.
+    """`clustered_share_interval` if every score is in [0, 1], else `cluster_interval`, as for penalties below 0.
 
     Raises:
         ValueError: no scores.

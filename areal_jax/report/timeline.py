@@ -1,4 +1,4 @@
-"""The event log as a Chrome trace (timeline.json), which Perfetto (ui.perfetto.dev) opens. Used by report.py."""
+"""The event log as a Chrome trace (timeline.json), which Perfetto (ui.perfetto.dev) opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of every token that was generated, as the report tells it. Used by report.py; see token_ledger.py."""
+"""What became of every token that was generated, as the report tells it. See token_ledger.py."""
 
 from __future__ import annotations
 

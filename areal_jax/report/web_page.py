@@ -31,7 +31,7 @@ _TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """An entry of a legend; a click on it hides the glyphs of the figure whose name is that of the key."""
+    """An entry of a legend; a click on it hides the glyphs that have the name of the key."""
 
     label: str
     color: str
@@ -107,7 +107,7 @@ def describe_missing_library(file: str) -> str:
 def render_web_page(
     title: str, head: Sequence[Block | None], sections: Sequence[Section], state: tuple[str, Tone] | None = None
 ) -> str:
-    """The page; `head` stands above the links to the sections, `state` of the run beside the title."""
+    """The page; `head` is above the links to the sections, `state` of the run beside the title."""
     from bokeh.document import Document
     from bokeh.embed import components
     from bokeh.resources import Resources
@@ -170,7 +170,7 @@ def _template() -> jinja2.Template:
 
 
 def _mark_code(text: str) -> markupsafe.Markup:
-    """Escaped; what stands between backticks is code."""
+    """Escaped; text between backticks is code."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r'`([^`]+)`', r'<code>\1</code>', str(escape(text))))

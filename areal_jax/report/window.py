@@ -1,7 +1,4 @@
-"""The measured window: the clock seconds over which rates and lane seconds of a run are taken.
-
-Used by report.py, limit.py, lanes.py and app/alone.py.
-"""
+"""The measured window: the clock seconds over which rates and lane seconds of a run are taken."""
 
 from __future__ import annotations
 

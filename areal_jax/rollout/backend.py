@@ -38,8 +38,8 @@ class PrefillPiece:
     """Consecutive tokens of one sequence whose keys and values are to be computed."""
 
     tokens: np.ndarray  # int32 [n], n >= 1
-    start: int  # position of the first; the cache holds those before it
-    blocks: Sequence[int]  # position p lies in blocks[p // block_tokens]; they hold start + n positions or more
+    start: int  # position of the first; the cache holds the earlier ones
+    blocks: Sequence[int]  # position p is in blocks[p // block_tokens]; they hold start + n positions or more
 
     @property
     def span(self) -> Span:

@@ -93,7 +93,7 @@ class CachedSequence:
 
     prefix: Prefix | None  # None: the prompt has one token
     own: list[int]  # blocks behind the whole ones of the prefix
-    blocks: list[int]  # position p lies in blocks[p // block_tokens]
+    blocks: list[int]  # position p is in blocks[p // block_tokens]
     has_tail: bool = False  # own[0] is the tail of the prefix itself
     is_attached: bool = False  # it reads the prefix: whole blocks are shared, and the tail is its own or copied
     is_logged: bool = False  # a prefill event has named the request
@@ -145,7 +145,7 @@ class PrefixIndex:
         self._prefixes.move_to_end(prefix.key)
 
     def give_back_tail(self, prefix: Prefix) -> bool:
-        """Takes the tail over from the sequence that had it; False where nobody will look for the prefix again."""
+        """Takes the tail over from the sequence that had it; False if the prefix will not be needed again."""
         if self._prefixes.get(prefix.key) is not prefix:
             return False
         prefix.lent = False
@@ -171,7 +171,7 @@ class PrefixIndex:
         return True
 
     def clear(self, open_keys: Iterable[PrefixKey]) -> None:
-        """Forgets every prefix; `open_keys` are those of the open requests from now on."""
+        """Forgets every prefix; `open_keys` are the keys of the open requests from now on."""
         for prefix in list(self._prefixes.values()):
             self._drop(prefix)
         self._open = collections.Counter(open_keys)

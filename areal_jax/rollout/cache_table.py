@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache hold which positions of the requests in slots; used by scheduler.py.
+"""Which blocks of the KV cache hold which positions of the requests in slots.
 
 A request's sequence begins with the prefix of its group: its prompt without the last token, which the first request in
 need of it computes for all. Whole blocks of the prefix are shared, the block in which it ends is copied for each
@@ -50,7 +50,7 @@ class CacheTable:
         self.prefixes.close(self._key(running))
 
     def clear(self, version: int, requests: Iterable[RunningRequest]) -> None:
-        """Forgets every prefix; `requests` are those that are open, and `version` is that of new prefixes."""
+        """Forgets every prefix; `requests` are the open requests, `version` is the version of new prefixes."""
         self.version = version
         self.prefixes.clear(map(self._key, requests))
 
@@ -151,7 +151,7 @@ class CacheTable:
         return self.version if version is None else version, running.prompt_key
 
     def _blocks_for(self, running: RunningRequest) -> int:
-        """Blocks that hold the tokens of a request and those of the next dispatch."""
+        """Blocks that hold the tokens of a request and of its next dispatch."""
         positions = min(len(running) - 1 + self._steps, running.limit - 1)
         return -(-positions // self._block_tokens)
 

@@ -1,5 +1,4 @@
-"""The open requests of a pool with their indices: by id, by group and by engine; used by pool.py and
-servers/placement.py.
+"""The open requests of a pool with their indices: by id, by group and by engine.
 
 Every operation takes constant time in the number of open requests, and O(log engines) to keep the engines ranked.
 """

@@ -3,7 +3,7 @@
 app/ builds it around a decode backend (backend.py), pool.py drives it; the dispatches are in stream.py. A dispatch is
 never preempted. New weights interrupt decoding between two dispatches: the engine delivers what was generated under the
 old weights, swaps, and rebuilds the KV cache of unfinished answers ('recompute') or keeps it ('keep'). Under 'wait' it
-interrupts none: no answer begins until those that have begun have ended, and then it swaps.
+interrupts none: no new answer starts until the running ones have ended, and then it swaps.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class LocalEngine:
       kv_policy: 'recompute' rebuilds the KV of unfinished answers under new weights (the paper), 'keep' keeps it, and
         'wait' lets them end under the weights before.
       decode_steps: tokens per slot in one dispatch.
-      evaluation: the backend whose slots serve requests that are pinned to a version; None = there are none.
+      evaluation: the backend whose slots serve requests that are pinned to a version; None = no such requests.
       every_dispatches: see PinnedRequests.
-      decode_text: the text of tokens, for requests with stop strings; None = there are none.
+      decode_text: the text of tokens, for requests with stop strings; None = no such requests.
       failure: what a log-prob does that is NaN, infinite or above 0.
     """
 
@@ -147,9 +147,9 @@ class LocalEngine:
         self._staged = await self._fetch(published, work, self._backend)
 
     async def swap(self, version: int, kv_policy: KvPolicy | None = None) -> float:
-        """`kv_policy` is for this swap alone, None = that of the engine; returns during a pause, too.
+        """`kv_policy` is for this swap alone, None = the engine's; returns during a pause, too.
 
-        A pause ends a wait: then answers that have begun are recomputed.
+        A pause ends a wait: then running answers are recomputed.
 
         Raises RuntimeError where this version is not the one staged last.
         """

@@ -17,10 +17,10 @@ from areal_jax.types import GenerationRequest
 
 
 class PinnedRequests:
-    """A coroutine beside that of training, on the same lane: the lane runs the dispatches of both in turn.
+    """A coroutine in addition to the one of training, on the same lane, which runs the dispatches of both in turn.
 
     While training has requests, at most one of `every_dispatches` consecutive dispatches is one of these. Several
-    versions may be pinned; requests are served in their order, and slots hold those of one version at a time.
+    versions may be pinned; requests are served in their order, and slots hold one version at a time.
 
     Args:
       engine: name of the engine, and of its lane.
@@ -118,7 +118,7 @@ class PinnedRequests:
                 self._dispatches_of_training = 0
                 await stream.run(step, self._weights[version])
 
-    # Pauses, as those of training.
+    # Pauses, as for training.
 
     def pause(self) -> None:
         """No dispatch begins from now on."""

@@ -48,7 +48,7 @@ class PooledGeneration:
 class Pool:
     """Routes requests: the samples of a group share an engine, and with it a prefill; a new group goes to the engine
     with the fewest outstanding tokens. Requests that are pinned to a version have a ledger of their own, so they do not
-    change where those of training go. Implements protocols.Pool.
+    change where training requests go. Implements protocols.Pool.
 
     Args:
       requirements: what every engine must be able to do; raises EngineError, naming the engine, where one cannot.
@@ -90,7 +90,7 @@ class Pool:
             for entry in ledger.entries():
                 if version in (None, entry.version):
                     self._engines[entry.engine].cancel(entry.request_id)
-                    ledger.close(entry)  # also where nobody iterates any more
+                    ledger.close(entry)  # also if the iteration was abandoned
 
     async def load_weights(self, published: PublishedWeights) -> float:
         """All engines fetch at the same time; each swaps as soon as its weights are there."""

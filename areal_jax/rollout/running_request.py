@@ -92,7 +92,7 @@ class RunningRequest:
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sampled: np.ndarray | None = None) -> None:
         """Adds n >= 1 tokens of one version to the segment under way.
 
-        `tokens` int32 [n]; `logprobs` and `sampled`, those of the distribution that was sampled, float32 [n].
+        `tokens` int32 [n]; `logprobs`, and `sampled` under the distribution that was sampled, float32 [n].
         Raises RuntimeError where the segment under way has another version.
         """
         if len(self) > self._delivered and self._version != version:

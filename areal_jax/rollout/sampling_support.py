@@ -25,7 +25,7 @@ class SamplingError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSupport:
-    """What the programs of a backend take beside temperature and stop tokens. Producer: the backend."""
+    """What the programs of a backend take besides temperature and stop tokens. Producer: the backend."""
 
     vocab_size: int
     cuts: bool  # top_k, top_p and min_p

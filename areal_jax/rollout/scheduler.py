@@ -27,7 +27,7 @@ class PlannedPiece:
 
     target: Prefix | CachedSequence
     piece: PrefillPiece
-    is_rebuilt: bool  # it belongs to an answer that has begun
+    is_rebuilt: bool  # it belongs to an answer with tokens
 
     @property
     def is_of_prompt(self) -> bool:
@@ -112,7 +112,7 @@ class Scheduler:
         """None where there is no request.
 
         Args:
-          only_begun: no answer begins; waiting requests whose answer has begun get slots.
+          only_begun: no new answer starts; waiting requests that already have tokens get slots.
         """
         self._give_blocks()
         self._admit(only_begun)

@@ -28,7 +28,7 @@ class ScoringError(UserError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScoringRequest:
-    """Tokens whose log-probs are wanted. Two are never equal: whoever asked can end it, whatever it is called."""
+    """Tokens whose log-probs are wanted. Two are never equal, so one can be ended even if another has its name."""
 
     name: str  # several may have one
     tokens: np.ndarray  # int32 [n], n >= 2

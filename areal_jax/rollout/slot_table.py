@@ -1,4 +1,4 @@
-"""Which request is in which slot of an engine, and which requests wait for one; used by scheduler.py."""
+"""Which request is in which slot of an engine, and which requests wait for one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SlotTable:
         self._waiting[running.request_id] = running
 
     def next_waiting(self, *, only_begun: bool = False) -> RunningRequest | None:
-        """The first of the queue, or of those whose answer has begun, where it may have a slot now.
+        """The first request of the queue, or of those that already have tokens, if it may have a slot now.
 
         Requests in slots all ask for one version: one of another waits until all slots are free.
         """

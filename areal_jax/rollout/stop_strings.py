@@ -8,7 +8,7 @@ import numpy as np
 
 DecodeText = Callable[[np.ndarray], str]  # text of consecutive tokens, int32 [n]
 _UNFINISHED = '\N{REPLACEMENT CHARACTER}'  # what a part of a character decodes to
-_MARGIN = 8  # characters at the start of a text that may look otherwise when more tokens stand before it
+_MARGIN = 8  # characters at the start of a text that may change when more tokens precede it
 
 
 def find_stop(answer: np.ndarray, examined: int, strings: Sequence[str], decode: DecodeText) -> tuple[int, str] | None:

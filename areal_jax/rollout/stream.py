@@ -1,7 +1,7 @@
 """One set of decoding slots: the requests in and before them, their KV cache, and the dispatches that serve them.
 
 LocalEngine has a stream for training, and pinned.py one for evaluation beside it. A stream runs one dispatch at a time;
-scheduler.py plans it, and with which weights it runs is said by the owner of the stream.
+scheduler.py plans it, and the owner of the stream chooses its weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LogprobError(UserError, ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class LogprobFailure:
-    """What an engine does where a log-prob is none that a policy can have."""
+    """What an engine does with a log-prob that no policy can have."""
 
     ends_run: bool  # else the request fails alone
     fix: str  # what the error advises
@@ -72,11 +72,11 @@ EVALUATION = Kinds('evaluation_prefill', 'evaluation_decode', in_background=True
 
 @dataclasses.dataclass
 class StreamTotals:
-    """Of all dispatches since the start; seconds are those of the clock, from request to completion."""
+    """Of all dispatches since the start, in seconds of the clock from request to completion."""
 
     decoded_tokens: int = 0
     decoded_s: float = 0.0
-    prefilled_tokens: int = 0  # of answers that had not begun
+    prefilled_tokens: int = 0  # of answers without tokens
     prefilled_s: float = 0.0
     rebuilt_tokens: int = 0  # of interrupted or preempted answers and their prompts, computed again
     rebuilt_s: float = 0.0
@@ -253,7 +253,7 @@ class DecodeStream:
     def _require_sound(
         self, output: DecodeOutput, current: Sequence[RunningRequest | None], version: int
     ) -> Sequence[RunningRequest | None]:
-        """The requests whose log-probs are those of a policy, by row; None where there is none.
+        """The requests with sound log-probs, by row; None in other rows.
 
         Refuses a diverged or broken model here, before equal rewards or a filter can hide it.
         """
@@ -315,11 +315,11 @@ class DecodeStream:
 
 
 def _seen_positions(span: Span) -> int:
-    """Over the tokens of the span: itself and those before it."""
+    """Over the tokens of the span: each token and the tokens before it."""
     return (span.stop - span.start) * (span.start + 1 + span.stop) // 2
 
 
 def _tail_copies(requests: Sequence[RunningRequest]) -> tuple[list[int], list[int]]:
-    """Blocks, and beside them those to which they are copied, so that each request can go on after its prefix."""
+    """(source, target) blocks. Each request appends to its own copy of the last block of a shared prefix."""
     pairs = [pair for running in requests if running.cached is not None and (pair := running.cached.tail_copy)]
     return [source for source, _ in pairs], [target for _, target in pairs]

@@ -1,6 +1,6 @@
 """Which devices are the learner's and which each engine's, as `cluster.learner` and `cluster.engines` say.
 
-Used by app/ alone, which hands the mesh to the learner and its devices to each engine; config/cluster.py has the sizes.
+app/ hands the mesh to the learner and its devices to each engine; config/cluster.py has the sizes.
 """
 
 from __future__ import annotations

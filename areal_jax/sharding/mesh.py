@@ -1,6 +1,6 @@
 """The device mesh of the learner.
 
-Used by allocation.py and by whoever trains without engines; config/cluster.py declares its axes and parses its sizes.
+config/cluster.py declares its axes and parses its sizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Arrays onto a mesh and back, also where the mesh spans several processes.
-
-Used by the learner (its rows and weights), by checkpoints (regions and shards) and by publication (`move_to`).
-"""
+"""Arrays onto a mesh and back, also where the mesh spans several processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From the logical axes of weights to the axes of the mesh, one table per strategy.
 
-models/families.py declares the logical axes of each weight; callers pass them as WeightAxes. Used by the
-learner, by the readers of weights and by the estimate of memory; `cluster.strategy` chooses the table.
+models/families.py declares the logical axes of each weight; callers pass them as WeightAxes. `cluster.strategy` chooses
+the table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which tokens of a row each device of the axis `context` holds, so that all compute equally much attention.
 
-Used by the learner's forward pass. Under a causal mask the last token of a segment attends to all others and the first
-to none. So a row of T tokens is split into 2 * context blocks, and device c holds blocks c and 2 * context - 1 - c, one
-early and one late (arXiv 2407.21783, section 3.3.2). "Slice order" is the order of a row's tokens device after device.
+Under a causal mask the last token of a segment attends to all others and the first to none. So a row of T tokens is
+split into 2 * context blocks, and device c holds blocks c and 2 * context - 1 - c, one early and one late (arXiv
+2407.21783, section 3.3.2). "Slice order" is the order of a row's tokens device after device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A study of staleness: its plan, its arms, their results held against the plan, and the page. Used by main_sweep.py.
+"""A study of staleness: its plan, its arms, their results held against the plan, and the page.
 
 plan.py says what is decided before any result is seen. stages.py makes arms of it. Lock-step arms train as programs of
 arms/, a process each (programs.py, train_program.py), natural ones as runs of main_train, a process each. score.py

@@ -8,7 +8,7 @@ from areal_jax.learning.advantages import group_normalized
 
 
 def shuffled_advantages(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Advantages [n] of answers with each other's rewards [n]: those of a group move on by one answer.
+    """Advantages [n] of answers with each other's rewards [n]: within a group, rewards are shifted by one answer.
 
     The answers of a group are drawn independently, so what one gets says nothing about it.
     """

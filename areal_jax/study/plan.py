@@ -80,10 +80,10 @@ class Controls:
 class Margins:
     """What counts as a difference, and as none. Scores are shares of right symbols."""
 
-    score: float  # two scores are equal where the 90% interval of their difference lies within +- this
+    score: float  # two scores are equal where the 90% interval of their difference is within +- this
     confidence: float  # of intervals of differences; Holm over the lags of a comparison
     power: float  # of the smallest difference that the seeds show
-    slow: float  # throughput of the baseline eta is at most this share of that of the next one
+    slow: float  # throughput at the baseline eta is at most this share of the throughput at the next eta
     flat: float  # throughput beyond `flat_from` changes by at most this share
     flat_from: float  # eta
 

@@ -1,4 +1,4 @@
-"""What a study runs as processes beside single runs: programs of many arms, and the scoring of runs.
+"""What a study runs as processes besides single runs: programs of many arms, and the scoring of runs.
 
 A job has a directory of its own with the list of its arms, which the process reads. Nothing here imports jax.
 """
@@ -21,7 +21,7 @@ from areal_jax.arms import arm as arms_of
 
 LIST = 'arms.json'  # in the directory of a job: {'arms': {name: arguments of main_train}}
 SCORE = 'score.json'  # in the workdir of a run
-PROGRAMS = 'programs'  # directory of the jobs, in that of the study
+PROGRAMS = 'programs'  # directory of the jobs, inside the study's
 
 
 @dataclasses.dataclass(frozen=True)

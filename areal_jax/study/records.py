@@ -54,7 +54,7 @@ Records: TypeAlias = Sequence[Record]
 def read_records(arms: Mapping[Factors, Arm], programs: Iterable[Program] = ()) -> list[Record]:
     """Of all arms, finished or not; a damaged file makes its arm unfinished.
 
-    An arm without a reason of its own has that of its program.
+    An arm without a reason of its own gets the reason of its program.
     """
     reasons = {arm.workdir: program.read_state().reason for program in programs for arm in program.arms}
     return [_read(factors, arm, reasons.get(arm.workdir, '')) for factors, arm in arms.items()]
@@ -67,7 +67,7 @@ def select(records: Iterable[Record], **wanted: object) -> list[Record]:
 
 
 def by_seed(records: Iterable[Record], read: Callable[[Record], float | None]) -> dict[int, float]:
-    """One number of each record by its seed; those without one are left out."""
+    """One number of each record by its seed; records without it are left out."""
     found = {record.factors.seed: read(record) for record in records}
     return {seed: value for seed, value in found.items() if value is not None}
 

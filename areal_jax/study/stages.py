@@ -13,7 +13,7 @@ from areal_jax.study.plan import Overrides, Plan
 from areal_jax.study.programs import PROGRAMS, Program, Scoring, make_programs
 
 CONTROLS, KNEE, PILOT, LOCK_STEP, NATURAL = STAGES = ('controls', 'knee', 'pilot', 'lock_step', 'natural')
-CACHE = 'compiled'  # directory of compiled programs, in that of the study
+CACHE = 'compiled'  # directory of compiled programs, inside the study's
 KNOWN, ZERO_RATE, SAME_A, SAME_B, SHUFFLED = 'known', 'zero_rate', 'same_a', 'same_b', 'shuffled'
 RATE = 'optimizer.learning_rate'
 Rates = Mapping[str, float]  # learning rate of each method
@@ -28,13 +28,13 @@ class Factors:
     seed: int
     lag: int | None = None  # of a lock-step arm
     eta: float | None = None  # of a natural one
-    rate: float | None = None  # None = that of the config
+    rate: float | None = None  # None = as in the config
     factor: float = 1.0  # rate / knee
     variant: str = ''  # of a control, or of the natural part
 
     @property
     def name(self) -> str:
-        """Of the arm and of its directory, which is in that of the stage."""
+        """Names the arm, and its directory inside the stage's directory."""
         where = f'lag{self.lag}' if self.lag is not None else f'eta{self.eta:g}'
         rate = '' if self.rate is None else f'_rate{self.rate:.3g}'
         return f'{self.variant and self.variant + "_"}{where}_{self.method}{rate}_seed{self.seed}'
@@ -42,7 +42,7 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Arms that run before those of the next stage."""
+    """Arms that run before the arms of the next stage."""
 
     name: str
     arms: Mapping[Factors, Arm]

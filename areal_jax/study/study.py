@@ -1,4 +1,4 @@
-"""Runs a study stage by stage, as far as it has not run yet, and writes its page. Used by main_sweep.py."""
+"""Runs a study stage by stage, as far as it has not run yet, and writes its page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Study:
       command: with the config file, which has get_config() and get_study().
       form: one of FORMS.
       workdir: of the study; an earlier, unfinished one of the same plan goes on.
-      jobs: programs and runs at a time; None = those of the plan.
+      jobs: programs and runs at a time; None = as the plan says.
 
     Raises UserError for a plan with an arm that cannot run, and for a directory that holds anything else.
     """
@@ -146,7 +146,7 @@ class Study:
         return runner.is_stopping
 
     def _require_same(self) -> None:
-        """Raises ConfigError where the directory holds anything but this study, begun or not; writes nothing."""
+        """Raises ConfigError where the directory holds anything but this study, started or not; writes nothing."""
         path, another = self._workdir / RECORD, 'give another --workdir'
         if not path.exists():
             there = [entry.name for entry in self._workdir.iterdir()] if self._workdir.is_dir() else []

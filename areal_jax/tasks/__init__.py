@@ -1,1 +1,1 @@
-"""Tasks: streams of prompts, and the verification of answers. Used by app/, which hands both to the controller."""
+"""Tasks: streams of prompts, and the verification of answers."""

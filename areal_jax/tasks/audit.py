@@ -1,6 +1,6 @@
 """A second comparison for a small share of the scored answers: disagreements are kept with their texts to be read.
 
-Used by verifier.py for the kind of answers 'math'. It changes no reward.
+It is for the kind of answers 'math'. It changes no reward.
 """
 
 from __future__ import annotations

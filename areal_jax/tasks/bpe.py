@@ -1,4 +1,4 @@
-"""Byte-level BPE of the library tokenizers, from the vocabulary of a GGUF file. Used by tokenizer.py."""
+"""Byte-level BPE of the library tokenizers, from the vocabulary of a GGUF file."""
 
 from __future__ import annotations
 

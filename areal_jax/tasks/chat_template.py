@@ -1,4 +1,4 @@
-"""Chat templates: from the messages of a conversation to the text of its prompt. Used by the tokenizers."""
+"""Chat templates: from the messages of a conversation to the text of its prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RENDERER = pathlib.Path(__file__).with_name('template_renderer.py')
 _LARGEST_SOURCE = 2**18  # characters; the templates of known models have less than 2**15
 # Limits of the output in characters: per call, per conversation, and per character of the messages.
 _CHARACTERS, _CHARACTERS_EACH, _CHARACTERS_PER_CHARACTER = 2**20, 2**14, 16
-_MEMORY_BYTES = 2**30  # beside input and output, whose bounds are above
+_MEMORY_BYTES = 2**30  # besides input and output, whose bounds are above
 _CPU_SECONDS, _CONVERSATIONS_PER_CPU_SECOND = 10, 500  # one takes about 50 microseconds
 _WALL_SECONDS_PER_CPU_SECOND = 30  # the process may have to wait for the CPU
 
@@ -43,14 +43,14 @@ class ChatTemplate:
     """A jinja2 template that came with the weights, from outside.
 
     It runs in jinja2's sandbox, in a process that is started for each call of `render` and ends with it. That process
-    has at most `cpu_seconds` of CPU time and one more for every 500 conversations, 1 GiB of memory beside its input
+    has at most `cpu_seconds` of CPU time and one more for every 500 conversations, 1 GiB of memory besides its input
     and output, and it may write 2**20 characters, and for each conversation 2**14 and 16 times the length of its
     messages. So a template that loops, allocates or recurses without end costs seconds and an error, never this
     process. A call takes about 0.1 s, a conversation about 50 microseconds.
 
     Args:
       source: of the template, in jinja2.
-      values: what it sees beside messages and add_generation_prompt=True, e.g. bos_token; JSON-able.
+      values: what it sees besides messages and add_generation_prompt=True, e.g. bos_token; JSON-able.
       place: the file that it comes from, for errors.
 
     Raises TokenizerError for a source that cannot be parsed.

@@ -1,4 +1,4 @@
-"""Any data set of the package reasoning-gym by name: its questions, and its own scorer. Used by reasoning_gym.py.
+"""Any data set of the package reasoning-gym by name: its questions, and its own scorer.
 
 A data set is named 'countdown' or with options of its own, 'countdown:min_numbers=3:max_numbers=4'. A problem holds all
 that the data set's scorer needs: the options, and the item's metadata as gym_items.py writes it.
@@ -70,7 +70,7 @@ def list_problems(datasets: Sequence[DatasetName], size: int) -> list[Problem]:
 
 
 def extract_answer(text: str) -> str:
-    """What stands between the last <answer> and </answer>, or the whole text; without blanks around it."""
+    """The text between the last <answer> and </answer>, or the whole text; without blanks around it."""
     tagged = _TAGGED.findall(text)
     return (tagged[-1] if tagged else text).strip()
 

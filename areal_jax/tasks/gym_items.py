@@ -1,8 +1,8 @@
 """Makes items of data sets of reasoning-gym in processes of its own, and writes them as JSON and back.
 
-Used by gym_datasets.py. `python -m areal_jax.tasks.gym_items` reads lines [number, name, options, indices] and writes a
-line [number, item] for each item. Some data sets follow the order of a set or the
-global generator of `random`, which a process of its own can fix: an item is a function of its options and index alone.
+`python -m areal_jax.tasks.gym_items` reads lines [number, name, options, indices] and writes a line [number, item] for
+each item. Some data sets follow the order of a set or the global generator of `random`, which a process of its own can
+fix: an item is a function of its options and index alone.
 """
 
 from __future__ import annotations

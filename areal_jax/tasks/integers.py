@@ -1,4 +1,4 @@
-"""Reads the final integer out of an answer's text. Used by the scorers of jsonl.py and reasoning_gym.py."""
+"""Reads the final integer out of an answer's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of JSON lines that a user wrote: read line by line, every fault named by file and line. Used by the tasks."""
+"""Files of JSON lines that a user wrote: read line by line, every fault named by file and line."""
 
 from __future__ import annotations
 

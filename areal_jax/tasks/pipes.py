@@ -1,8 +1,7 @@
 """The pipes to a worker process: lines out and in on an event loop, and a close that is safe from any thread.
 
-Used by tasks/process.py. If a descriptor is closed while a loop still watches it, or just before a coroutine reads it,
-its number may already belong to a file of another worker. So while a coroutine uses the pipes, only the thread of its
-loop closes them.
+If a descriptor is closed while a loop still watches it, or just before a coroutine reads it, its number may already
+belong to a file of another worker. So while a coroutine uses the pipes, only the thread of its loop closes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One worker process: a request out, its reply back, and a kill that always works.
 
-Used by tasks/verifier.py. The coroutines run on the I/O loop of the clock, everything else on the host's thread. The
-pipes are in tasks/pipes.py.
+The coroutines run on the I/O loop of the clock, everything else on the host's thread. The pipes are in tasks/pipes.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The worker of a verifier in a replay: no process, since its replies are in the event log. Used by app/replay.py."""
+"""The worker of a verifier in a replay: no process, since its replies are in the event log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks by name: those of this package, and own ones, 'FILE.py:FUNCTION' or 'MODULE:FUNCTION'.
+"""The tasks by name: tasks of this package, and your own, 'FILE.py:FUNCTION' or 'MODULE:FUNCTION'.
 
 app/ builds the task that `task.name` selects. areal_jax/plugins.py loads the builder of an own one.
 """
@@ -88,7 +88,7 @@ def _make_own_task(
 
 
 def _require_options(name: str, build: Builder, options: Mapping[str, object]) -> None:
-    """Raises TaskError for an option that the builder does not take, and for a parameter that nobody gives."""
+    """Raises TaskError for an option that the builder does not take, and for a parameter without a value."""
     parameters = list(inspect.signature(build).parameters.values())[1:]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

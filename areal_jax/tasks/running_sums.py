@@ -73,7 +73,7 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> fl
 
 
 def _draw_lists(length: int, count: int) -> list[tuple[int, ...]]:
-    rng = random.Random(0)  # the problems are the same in every run; their order is that of the stream
+    rng = random.Random(0)  # the problems are the same in every run; the stream orders them
     found: dict[tuple[int, ...], None] = {}
     while len(found) < count:
         found[tuple(rng.randint(1, 9) for _ in range(length))] = None

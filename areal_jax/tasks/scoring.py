@@ -1,6 +1,6 @@
 """One call of a scorer: its reward, or the reason why there is none.
 
-Used by verifier.py (inline scoring) and scorer_process.py (worker processes), so both follow the same rules.
+Inline scoring and worker processes call the same function, so both follow the same rules.
 """
 
 from __future__ import annotations

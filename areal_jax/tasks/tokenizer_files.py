@@ -1,4 +1,4 @@
-"""Writes a byte-level BPE tokenizer as the files from which transformers makes the same one. Used by tokenizer.py."""
+"""Writes a byte-level BPE tokenizer as the files from which transformers makes the same one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Verification: from an answer's tokens to its reward, inline or in worker processes.
 
-Used by the controller between generation and the buffer, and by the evaluator. Worker processes (process.py) are asked
-through `clock.call`.
+Worker processes (process.py) are asked through `clock.call`.
 """
 
 from __future__ import annotations
@@ -258,7 +257,7 @@ class ProcessVerifier:
         if not slot.worker.is_ready:
             start = Work('reward', 0.0, {**detail, 'worker': 'start'}, recorded=True)
             await self._clock.call(self._lane, slot.worker.become_ready, start, self._start_deadline_s)
-            slot.worker.is_ready = True  # also that of a replay, which has no process
+            slot.worker.is_ready = True  # also in a replay, where the worker has no process
         ask = functools.partial(slot.worker.ask, request)
         work = Work('reward', 1.0, detail, recorded=True)
         return await self._clock.call(self._lane, ask, work, self._deadline_s)

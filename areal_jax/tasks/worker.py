@@ -56,7 +56,7 @@ class _Output:
         self._head, self._n_bytes = b'', 0
 
     def read(self) -> bool:
-        """Take one chunk; False where there is none now."""
+        """Take one chunk; False if none is ready."""
         try:
             chunk = os.read(self._descriptor, _CHUNK_BYTES)
         except BlockingIOError:

@@ -1,7 +1,4 @@
-"""Ranges of ages, for metrics by age: 0, 1, 2, 3-4, 5-8, 9-16, ..., so that their number stays small at any age.
-
-Used by learning/ (which range a token is in) and report/ (the order of the ranges).
-"""
+"""Ranges of ages, for metrics by age: 0, 1, 2, 3-4, 5-8, 9-16, ..., so that their number stays small at any age."""
 
 from __future__ import annotations
 
@@ -21,6 +18,6 @@ def range_label(number: int) -> str:
 
 
 def first_age(label: str) -> int:
-    """The lowest age of a range, by which ranges are sorted; 0 for a text that is none."""
+    """The lowest age of a range, by which ranges are sorted; 0 for any other text."""
     first = label.split('-')[0]
     return int(first) if first.isdecimal() else 0

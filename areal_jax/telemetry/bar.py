@@ -1,6 +1,6 @@
 """A bar with the time left, at the bottom of a terminal. What is printed meanwhile appears above it.
 
-There is none in a pipe, a file, a notebook, a terminal without cursor movement (TERM=dumb), or where CI is set.
+There is no bar in a pipe, a file, a notebook, a terminal without cursor movement (TERM=dumb), or where CI is set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What devices can do at most, and what part of it a run uses. Used by app/observer.py and app/sft.py.
+"""What devices can do at most, and what part of it a run uses.
 
-Peaks are those of dense matrices (no structured sparsity) with products of bfloat16 or float16 summed in float32. Where
+Peaks hold for dense matrices (no structured sparsity) with products of bfloat16 or float16 summed in float32. Where
 a run computes in float32, jax multiplies in TF32 on NVIDIA GPUs and in one pass of bfloat16 on TPUs by default
 (docs.jax.dev, "Matmul precision"), and the second column is that.
 """

@@ -142,7 +142,7 @@ def read_scores(path: pathlib.Path) -> dict[str, EvaluationScores]:
 
 
 def read_curve(path: pathlib.Path) -> list[VersionScores]:
-    """The evaluations beside training in an evaluations.json, by version; no file is none.
+    """The evaluations beside training in an evaluations.json, by version; empty without the file.
 
     Raises FileError for a file that holds something else.
     """

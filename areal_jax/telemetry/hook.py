@@ -1,4 +1,4 @@
-"""Hands every row of metrics to a function of the user's own, in a thread of its own. Used by app/run.py.
+"""Hands every row of metrics to a function of the user's own, in a thread of its own.
 
     def function(row: Mapping[str, float], step: int, workdir: pathlib.Path) -> None
 

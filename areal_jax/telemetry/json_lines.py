@@ -1,7 +1,4 @@
-"""Files of one JSON object a line, which survive the death of their writer.
-
-Used by metrics.py (metrics.jsonl) and by report/event_log.py (events.jsonl).
-"""
+"""Files of one JSON object a line, which survive the death of their writer."""
 
 from __future__ import annotations
 

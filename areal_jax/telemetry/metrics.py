@@ -107,7 +107,7 @@ class MetricsWriter:
 def read_metrics(path: pathlib.Path | str) -> list[Line]:
     """The lines of a metrics.jsonl as dicts; a torn last line is left out, no file is an empty list.
 
-    Raises FileError for a line that is no JSON object, holds what is no metric, or is not of the update after that of
+    Raises FileError for a line that is no JSON object, holds what is no metric, or does not follow the update of
     the line before.
     """
     path = pathlib.Path(path)

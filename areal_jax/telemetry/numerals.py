@@ -1,4 +1,4 @@
-"""Numbers as text for people: used by progress.py, report/ and app/."""
+"""Numbers as text for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress on the terminal: one line per update, and what the program does before the first one. Used by app/."""
+"""Progress on the terminal: one line per update, and what the program does before the first one."""
 
 from __future__ import annotations
 

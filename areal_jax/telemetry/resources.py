@@ -1,4 +1,4 @@
-"""Memory and processor time of the process and its workers, measured while the run runs. Used by app/."""
+"""Memory and processor time of the process and its workers, measured while the run runs."""
 
 from __future__ import annotations
 

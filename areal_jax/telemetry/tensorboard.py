@@ -1,4 +1,4 @@
-"""Writes TensorBoard's event files in the thread of the caller. Used by metrics.py.
+"""Writes TensorBoard's event files in the thread of the caller.
 
 The writers of TensorBoard packages use a queue and a thread, which block when the disk is full.
 """

@@ -168,7 +168,7 @@ class TokenLedger:
         return {names.LEDGER_GENERATED: self.generated, **{f'{names.LEDGER}{fate}': n for fate, n in fates.items()}}
 
     def require_closed(self, rest: Mapping[int, int]) -> None:
-        """Raises LedgerError unless the tokens without a fate are those of `rest`, by policy version.
+        """Raises LedgerError unless the tokens without a fate equal `rest`, by policy version.
 
         Args:
           rest: tokens of all groups that the loop still has, when no engine decodes.

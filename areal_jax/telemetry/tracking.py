@@ -1,6 +1,6 @@
 """Feeds a tracker (trackers.py) with a run: config, rows, evaluations, end. Whatever it does, the run goes on.
 
-Rows go over in a thread, as those of telemetry.hook do. WORKDIR/tracker.json keeps the token by which a resumed run
+Rows are sent in a thread, as in telemetry.hook. WORKDIR/tracker.json keeps the token by which a resumed run
 finds itself in the tracker, and the last step sent.
 """
 
@@ -29,7 +29,7 @@ def read_token(workdir: pathlib.Path, kind: str, project: str) -> str:
 
 
 class TrackerFeed(RowThread):
-    """Sends one row after another, each once, those of an earlier attempt that the tracker lacks first.
+    """Sends one row after another, each once; first the rows of an earlier attempt that the tracker lacks.
 
     A row that the tracker does not take waits for the next one, so that a tracker out of reach for a while misses
     none. What it has not taken when the run ends is counted, and a resumed run sends it.

@@ -1,7 +1,4 @@
-"""The values of metrics: numbers, lists of counts, None for what was not finite.
-
-Used by whoever reads metrics of an update: progress.py while the run runs, report/ and app/rebuild.py from the file.
-"""
+"""The values of metrics: numbers, lists of counts, None for what was not finite."""
 
 from __future__ import annotations
 

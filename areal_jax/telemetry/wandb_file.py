@@ -1,6 +1,6 @@
 """Reads which steps an offline file of wandb holds: a killed run loses what wandb has not written yet.
 
-The format is that of LevelDB's log, after a header of 7 bytes: blocks of 32 KiB with records, in parts.
+The format is LevelDB's log, after a header of 7 bytes: blocks of 32 KiB with records, in parts.
 """
 
 from __future__ import annotations

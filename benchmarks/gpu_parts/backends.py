@@ -31,7 +31,7 @@ _CASES: dict[str, dict[str, Any]] = {
     'bfloat16, slices': {'dtype': 'bfloat16', 'head_dim': 64, 'slices': True},
 }
 _PLAIN = ('bfloat16, heads of 64', 'float32, heads of 64')  # of the backends in plain JAX: enough
-# the heads of Qwen2.5-1.5B and -7B and of SmolLM2; tables as long as those of the check
+# the heads of Qwen2.5-1.5B and -7B and of SmolLM2; tables as long as in the check
 _PAGED_CASES = {
     'bfloat16, 12 on 2 heads of 128': Demand(12, 2, 128, 64, check.TABLE_BLOCKS, 'bfloat16', windows=False),
     'bfloat16, 28 on 4 heads of 128': Demand(28, 4, 128, 64, check.TABLE_BLOCKS, 'bfloat16', windows=False),

@@ -1,4 +1,4 @@
-"""The numbers of one part: kept on disk as soon as they are there, with the error of what fails. Used by every part."""
+"""The numbers of one part: kept on disk as soon as they are there, with the error of what fails."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_parts.decode SLOTS CONTEXT [--tiny] OUT
 
-The programs are those of a run (rollout/decode/backend.py), with weights and cache in bfloat16.
+The programs are the ones that a run uses (rollout/decode/backend.py), with weights and cache in bfloat16.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Sequence
 
 _SETUP = pathlib.Path(__file__).parents[2] / 'setup.py'
-# What a run with random weights imports, beside what jax itself needs; launch/gpu_wheels.sh has what these import.
+# What a run with random weights imports, besides what jax itself needs; launch/gpu_wheels.sh has what these import.
 NEEDED = (
     *('jax', 'flax', 'optax', 'chex', 'orbax-checkpoint', 'tensorstore', 'ml-collections', 'absl-py', 'psutil'),
     'pytest',

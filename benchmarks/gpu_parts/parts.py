@@ -1,7 +1,7 @@
 """Runs parts one after the other as processes, each with a time limit, and all within one limit. Standard library only.
 
-Used by benchmarks/gpu.py. A part writes its numbers as JSON into the file named by its last argument. A part that
-fails, hangs or writes nothing has its error in the result; the parts after it run all the same.
+A part writes its numbers as JSON into the file named by its last argument. A part that fails, hangs or writes nothing
+has its error in the result; the parts after it run all the same.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _has_members(group: int) -> bool:
 
 
 def _read(path: pathlib.Path) -> tuple[Any, str | None]:
-    """(numbers, None), or (None, why there are none)."""
+    """(numbers, None), or (None, the reason)."""
     try:
         return json.loads(path.read_text()), None
     except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@
 
 Task: token_reversal, whose prompts have 17 tokens. The vocabulary has the size of the shape's, so random weights answer
 with random tokens up to the limit, the rewards are 0, and every update trains with advantages of 0: the arithmetic is
-that of any run, the weights stay as they are.
+the same as in any run, and the weights do not change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is measured on a GPU and what it is measured against: model shapes, work, operations, bytes, peak rates.
 
-Used by train.py, decode.py and run.py. No arrays: everything here is arithmetic.
+No arrays: everything here is arithmetic.
 """
 
 from __future__ import annotations

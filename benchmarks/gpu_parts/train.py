@@ -259,7 +259,7 @@ def _optimizer(name: str) -> Optimizer:
 
 
 def _groups(case: TrainCase) -> list[TrajectoryGroup]:
-    """Every other answer is rewarded; log-probs are those of uniform answers, near those of random weights."""
+    """Every other answer is rewarded; log-probs are of uniform answers, close to what random weights give."""
     workload = case.workload
     answers = tuple(answer for group in workload.answers() for answer in group)
     uniform = -float(np.log(case.model.vocab_size))

@@ -2,7 +2,7 @@
 
     python -m areal_jax.main_sweep --config=configs/sweeps/tiny.py --workdir=runs/sweep_tiny --jobs=2
 
-The clock is virtual, so every arm repeats bit for bit on one machine, and the differences are those of eta.
+The clock is virtual, so every arm repeats bit for bit on one machine, and differences come from eta alone.
 """
 
 from ml_collections import config_dict

@@ -33,7 +33,7 @@ class RoleActor:
 
     Args:
       cwd: paths of the config are relative to it.
-      host: address of the role; '' for that of the node.
+      host: address of the role; '' = the node's.
       logs: a folder that all nodes share.
       restarts: most restarts in a row.
     """

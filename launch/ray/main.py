@@ -36,7 +36,7 @@ _SECONDS, _CORES = ('wait_s', 'grace_s'), ('cpus', 'controller_cpus')  # flags
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, place, supervise; returns the exit code, that of the controller."""
+    """Parse, place, supervise; returns the exit code of the controller."""
     answer(COMMAND, argv[1:])
     values = _define()
     command = parse_command(argv, values)

@@ -31,7 +31,7 @@ class PlacedGroup:
 
     Args:
       logs: folder of the logs of all roles.
-      host: address of all roles; '' for that of each one's node.
+      host: address of all roles; '' = each one's node.
     """
 
     def __init__(self, group: Group, *, logs: str, host: str, restarts: int):

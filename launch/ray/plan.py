@@ -66,7 +66,7 @@ def plan_groups(run: ClusterRun, values: flags.FlagValues) -> list[Group]:
 
 
 def _plan(run: ClusterRun, role: RoleCount, indices: range, values: flags.FlagValues, prefix: str, asks: str) -> Group:
-    """The group of the processes with these indices; flags of engines that are not given are those of the learner."""
+    """The group of the processes with these indices; an engine flag that is not given defaults to the learner's."""
     name = role.role if role.role == 'learner' else f'{role.role}-{indices[0]}'
     processes, bundle = _processes(run, role.role, role.count, indices), {_CPUS: values.cpus}
     found = find_accelerator(values, prefix)

@@ -1,4 +1,4 @@
-"""Reserves the bundles of a group on a thread: Ray blocks while it looks for a slice of TPUs. Used by placement.py."""
+"""Reserves the bundles of a group on a thread: Ray blocks while it looks for a slice of TPUs."""
 
 from __future__ import annotations
 

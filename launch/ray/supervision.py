@@ -1,4 +1,4 @@
-"""Keeps the groups of a run on a Ray cluster until its controller ends: lost ones are placed anew. Used by main.py."""
+"""Keeps the groups of a run on a Ray cluster until its controller ends: lost ones are placed anew."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Runs the arms of a sweep, each as a process of its own, and makes one table of them. Used by main_sweep.py."""
+"""Runs the arms of a sweep, each as a process of its own, and makes one table of them."""

@@ -2,8 +2,8 @@
 
     python -m areal_jax.app.sweep.arm_process PID COMMAND...
 
-PID is that of the sweep. A module of its own, because the sweep has threads: between fork and exec of such a process no
-Python should run. On systems other than Linux an arm outlives a sweep that is killed.
+PID: the process id of the sweep. It is a module of its own because the sweep has threads: no Python should run between
+fork and exec of a process with threads. On systems other than Linux an arm outlives a sweep that is killed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The arms of a sweep: what get_sweep() of an experiment file names, each as a command of its own, all of them valid.
 
-Nothing here imports jax, so a mistake is reported at once. Used by main_sweep.py.
+Nothing here imports jax, so a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Overrides: TypeAlias = Mapping[str, Value]
 class Arm:
     """One run of a sweep."""
 
-    name: str  # also of its workdir, in that of the sweep
+    name: str  # also of its workdir, a directory in the sweep's workdir
     workdir: pathlib.Path
     overrides: Overrides  # 'section.field' -> value
     arguments: tuple[str, ...]  # of main_train
@@ -74,7 +74,7 @@ class Group:
 
 
 def read_arms(command: CommandLine, workdir: pathlib.Path) -> list[Arm]:
-    """All arms, in the order of get_sweep(); fields that the command line sets are those of every arm.
+    """All arms, in the order of get_sweep(); a field that the command line sets is set in every arm.
 
     Raises UserError, which names arm, field, value and fix, for the first arm that could not run.
     """
@@ -123,8 +123,8 @@ def group_arms(arms: Sequence[Arm]) -> list[Group]:
     """Arms by config without the seed, in the order of the first arm of each.
 
     An arm whose config and seed another one has already is one of a second group, so that the two are compared. A
-    group has the name of its arms without 'seed1' and the like where they have that in common, else that of its first
-    arm.
+    group is named after its arms without 'seed1' and the like if what remains is equal for all of them, else after its
+    first arm.
     """
     found: dict[tuple[str, int], list[Arm]] = {}
     for arm in arms:

@@ -1,6 +1,6 @@
 """The directory of a sweep: sweep.json, a workdir for each arm, and how far each arm has come, as the files say.
 
-Used by main_sweep.py, runner.py and results.py; imports no jax.
+Imports no jax.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ArmState:
 
 
 def require_same_sweep(workdir: pathlib.Path, source: str, arms: Sequence[Arm]) -> None:
-    """Raises ConfigError where the directory holds anything but this sweep, begun or not; writes nothing.
+    """Raises ConfigError where the directory holds anything but this sweep, started or not; writes nothing.
 
     Workdirs of arms that were started one by one, without sweep.json, are of this sweep.
     """

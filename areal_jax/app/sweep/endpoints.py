@@ -1,7 +1,4 @@
-"""What is compared between the arms of a sweep: curves over updates, tokens and seconds, and one number per endpoint.
-
-Used by results.py and plots.py.
-"""
+"""What a sweep compares between its arms: curves over updates, tokens and seconds, and one number per endpoint."""
 
 from __future__ import annotations
 

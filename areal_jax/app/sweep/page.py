@@ -1,7 +1,4 @@
-"""The page of a sweep, results.md: unfinished arms first, then means over seeds, paired differences, and every arm.
-
-Used by main_sweep.py.
-"""
+"""The page of a sweep, results.md: unfinished arms first, then means over seeds, paired differences, and every arm."""
 
 from __future__ import annotations
 

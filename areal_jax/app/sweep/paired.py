@@ -1,7 +1,7 @@
 """Statistics of arms that share seeds: paired differences, corrections for several arms, what the pairing buys.
 
 A seed is the unit: the runs of one seed have prompts, initial weights and sampling noise in common, so the difference
-between two arms is taken seed by seed. Used by comparison.py.
+between two arms is taken seed by seed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.report.statistics import CONFIDENCE, cluster_interval
 
-LEAST_R = 0.3  # below it, pairing is said to buy nothing
+LEAST_R = 0.3  # below it, the page says that pairing buys nothing
 BOOTSTRAP_SEEDS = 5  # with fewer, a bootstrap interval is hardly more than the range of the differences
 _RESAMPLES = 9999
 _SAME = 1 - 1e-12  # from here on, differences are equal but for rounding

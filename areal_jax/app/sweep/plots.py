@@ -120,7 +120,7 @@ def _plot_endpoints(results: Results, path: pathlib.Path) -> bool:
 
 
 def _draw_endpoint(axes: Axes, results: Results, endpoint: Endpoint, looks: Mapping[str, Look]) -> None:
-    """A row a group, so that names of any length stand beside each other."""
+    """A row a group, so that names of any length fit."""
     seeds: dict[int, list[tuple[float, int]]] = {}
     for row, group in enumerate(results.groups):
         for result in group.arms:

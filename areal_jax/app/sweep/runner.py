@@ -1,7 +1,4 @@
-"""Runs arms as processes, so many at a time, until all have ended or the sweep is told to stop.
-
-Used by main_sweep.py.
-"""
+"""Runs arms as processes, so many at a time, until all have ended or the sweep is told to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of a sweep as files for other programs: results.csv and differences.csv. Used by main_sweep.py.
+"""The tables of a sweep as files for other programs: results.csv and differences.csv.
 
 results.csv has a row for each arm, unfinished ones too, and for each group the rows mean, low and high. Numbers have
 all their digits; what is not known is empty.

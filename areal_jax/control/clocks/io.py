@@ -1,4 +1,4 @@
-"""The I/O loop of a clock: an ordinary asyncio event loop in a thread of its own. Used by `LoopClock.call`.
+"""The I/O loop of a clock: an ordinary asyncio event loop in a thread of its own.
 
 Any asyncio library works here unchanged, its timers included, and independently of how long the host's loop or a lane
 is busy. The thread starts with the first call. All calls share the loop, so they can share connections, locks and

@@ -1,4 +1,4 @@
-"""Lanes: the resources whose use a clock serializes, and the intervals of work on them. Used by the clocks alone."""
+"""Lanes: the resources whose use a clock serializes, and the intervals of work on them."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ class LoopClock(abc.ABC):
     def inbox(self, name: str, *, may_idle: bool = False) -> Inbox[Any]:
         """Where other threads put items for the program.
 
-        From then on the real clock takes a program that waits and does nothing for an idle one, where it `may_idle`:
-        a server that nobody asks is none that has stalled, and a run that waits for the words of a server is.
+        From then on the real clock counts a program that waits and does nothing as idle if `may_idle`: a server without
+        requests has not stalled, but a run that waits for a server's reply has.
         Under the virtual clock only the program itself may put items: the time of others would not be repeatable.
         """
         self._takes_arrivals, self._may_idle = True, self._may_idle or may_idle
@@ -270,7 +270,7 @@ class LoopClock(abc.ABC):
     def _write_completion(
         self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
     ) -> None:
-        """Logs that a completion is released: that of the interval, a deadline or a signal."""
+        """Logs the release of a completion: of an interval, a deadline or a signal."""
         self.log.write(kind, lane, **fields)
 
     def _expire(self, deadline: Deadline) -> None:

@@ -1,6 +1,6 @@
 """The real clock: a thread per lane; completions, deadlines, signals and arrivals from outside enter through one FIFO.
 
-Used by runs with run.clock=real. What it shares with the other clocks is in loop.py.
+Selected by run.clock=real. What it shares with the other clocks is in loop.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The replay clock: work runs inline, and completions are released in the order that a log of the real clock has.
 
-Used by app/replay.py. What it shares with the other clocks is in loop.py.
+What it shares with the other clocks is in loop.py.
 """
 
 from __future__ import annotations

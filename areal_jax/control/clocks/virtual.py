@@ -1,6 +1,6 @@
 """The virtual clock: work runs inline, and time, an integer in nanoseconds, advances only at completions.
 
-Used by runs with run.clock=virtual and by most tests. What it shares with the other clocks is in loop.py.
+Selected by run.clock=virtual; most tests use it. What it shares with the other clocks is in loop.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VirtualClock(LoopClock):
         self._prices = dict(prices)
         self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event] | Callable[[], None]]] = []
         self._background: dict[str, Lane] = {}  # by the lane beside which it runs
-        self._thread = threading.get_ident()  # that of the program
+        self._thread = threading.get_ident()  # the program's thread
         self._held: Interval | None = None  # a call past its modelled end
         self._held_until_s = 0.0  # wall time
         super().__init__(lanes, log)

@@ -111,8 +111,8 @@ def packed_rows_attention(
 def tile_tokens(row_tokens: int) -> int:
     """Tokens at whose multiples a segment must start for a result that does not depend, bit for bit, on the others.
 
-    That is the side of the tiles of 'blocked' on a CPU; elsewhere the largest side of those of 'pallas', whose smaller
-    ones divide it.
+    On a CPU: the tile side of 'blocked'. Elsewhere: the largest tile side of 'pallas', which is a multiple of its
+    smaller ones.
     """
     return blocked.tile_tokens(row_tokens) if local_device()[0] == 'cpu' else pallas.MAX_BLOCK
 

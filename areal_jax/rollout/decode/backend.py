@@ -33,7 +33,7 @@ from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.types import Tree
 
 MOST_PROGRAMS = 16
-_OTHER_PROGRAMS = 2  # beside those of buckets: initial state, copy
+_OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy
 
 
 @dataclasses.dataclass(frozen=True)

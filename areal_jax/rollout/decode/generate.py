@@ -1,6 +1,6 @@
 """The traced program of `generate`: steps of decoding for the rows of a batch, until none is live or they are done.
 
-Used by backend.py. Shapes: B rows, S declared steps, M blocks of a table row, H heads, K key-value heads, D head size.
+Shapes: B rows, S declared steps, M blocks of a table row, H heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Rows:
     """What a step changes.
 
     A row that has ended is computed along with the others until the dispatch ends, and its position grows: so the rows
-    stay in the descending order of their positions. It writes to the padding block, and nobody reads its results. The
+    stay in the descending order of their positions. It writes to the padding block, and its results are never read. The
     native attention needs no order of the rows, and reads nothing for one that has ended.
     """
 
@@ -55,10 +55,10 @@ _Carry = tuple[jax.Array, Cache, _Rows, Outputs]  # the first is the number of t
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """The program for one decoder; its batch is that of the arguments.
+    """The program for one decoder; it has the batch of its arguments.
 
     Args:
-      over_heads: makes the attention of all heads of one that is given those of a device.
+      over_heads: turns attention over the heads of one device into attention over all heads.
       steps: the most of one call, S.
       filtered: whether rows may use top_k, top_p or min_p.
       adjusted: whether logits of rows may be adjusted, see adjustments.py.

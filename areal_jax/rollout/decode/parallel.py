@@ -1,9 +1,9 @@
 """Tensor parallel decoding: an engine over several devices, each with a part of heads, MLP and vocabulary.
 
-Used by backend.py, and by app/, which brings weights to the engine cut as `weight_shardings` says. Attention needs no
-exchange between devices, because heads are independent: each device writes and reads the keys and values of its own
-heads, and XLA adds one sum over devices behind attention and one behind the MLP. The rows of a dispatch are on every
-device. Shapes: T tokens, H heads, K key-value heads, D head size.
+app/ brings weights to the engine, sharded as `weight_shardings` says. Attention needs no exchange between devices,
+because heads are independent: each device writes and reads the keys and values of its own heads, and XLA adds one sum
+over devices behind attention and one behind the MLP. The rows of a dispatch are on every device. Shapes: T tokens, H
+heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations

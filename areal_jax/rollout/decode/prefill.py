@@ -1,10 +1,10 @@
 """Prefill: keys and values of pieces of sequences, packed into one row.
 
-Used by backend.py. The host packs pieces into a declared bucket (`pack_pieces`); `prefill_pieces` is traced once for
-each bucket. Matrix products run over the C tokens of the bucket, which stand end to end. With attention in C++ every
-token reads the cache in place, as in decoding. Elsewhere the learner's attention runs over a row with places for the
-tokens in which every piece starts at a tile of the kernel, so that its result does not depend on the others. Before the
-places the row has what the cache holds of the pieces' sequences, the prior:
+The host packs pieces into a declared bucket (`pack_pieces`); `prefill_pieces` is traced once for each bucket. Matrix
+products run over the C tokens of the bucket, which are concatenated. With attention in C++ every token reads the cache
+in place, as in decoding. Elsewhere the learner's attention runs over a row with places for the tokens in which every
+piece starts at a tile of the kernel, so that its result does not depend on the others. Before the places the row has
+what the cache holds of the pieces' sequences, the prior:
 
     keys     [ prior of piece 0 | prior of piece 1 | ... ][ piece 0, gap | piece 1, gap | ... | padding ]
     queries                                               [ piece 0, gap | piece 1, gap | ... | padding ]
@@ -39,7 +39,7 @@ _Array = TypeVar('_Array', np.ndarray, jax.Array)
 
 
 class PackedPieces(NamedTuple, Generic[_Array]):
-    """What a prefill reads beside weights and cache. C tokens, A places and R prior positions of the row; int32."""
+    """What a prefill reads besides weights and cache. C tokens, A places and R prior positions of the row; int32."""
 
     tokens: _Array  # [C]
     positions: _Array  # [C], in the sequence
@@ -49,7 +49,7 @@ class PackedPieces(NamedTuple, Generic[_Array]):
     sources: _Array  # [A], index of the token at a place
     prior_blocks: _Array  # [prior / block_tokens], the blocks that are read
     tables: _Array  # [prior / block_tokens + C], the blocks of the pieces' sequences, one behind the other
-    starts: _Array  # [C], where those of a token's sequence begin
+    starts: _Array  # [C], where the blocks of a token's sequence begin in `tables`
     segments: _Array  # [R + A]: the ids of the row; < 0 = padding
     row_positions: _Array  # [R + A], in the sequence
     wanted: _Array  # [], tokens of the pieces; the others are padding
@@ -262,7 +262,7 @@ def prefill_pieces(
 ) -> Cache:
     """The cache with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence.
 
-    `over_heads` makes the attention of all heads of one that is given those of a device.
+    `over_heads` turns attention over the heads of one device into attention over all heads.
     """
     given = PackedPieces(*map(jnp.asarray, packed))
     attend = over_heads(attend_pieces(attention, given))
@@ -277,7 +277,7 @@ def attend_pieces(attention: CacheAttention, packed: PackedPieces[jax.Array]) ->
 
 
 def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]) -> Attend:
-    """Every token reads the blocks of its sequence: no row is put together, nothing is computed for gaps or padding."""
+    """Each token attends directly to its sequence's cache blocks, without gathering rows or computing padding."""
     tokens = len(packed.tokens)
     lengths = jnp.where(jnp.arange(tokens) < packed.wanted, packed.positions + 1, 0)
 

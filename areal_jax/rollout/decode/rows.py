@@ -1,6 +1,6 @@
 """The rows of a dispatch as arrays of a declared batch, filled on the host.
 
-Used by backend.py; generate.py reads them. Shapes: B rows of the batch, M blocks of the longest sequence.
+generate.py reads them. Shapes: B rows of the batch, M blocks of the longest sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = Any  # numpy on the host, jax.Array on the device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows by descending position; those of padding come last."""
+    """Rows by descending position; rows of padding come last."""
 
     token: Array  # int32 [B], the next input; its keys and values are not in the cache yet
     position: Array  # int32 [B], of that token

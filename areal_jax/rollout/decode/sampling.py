@@ -1,7 +1,7 @@
 """Sampling: from logits to the next token and its behaviour log-prob, with noise that depends on the request alone.
 
-Used by backend.py. The key of a token is folded from (seed, draw, sample, index of the token in the trajectory), so the
-noise does not depend on the slot, the other requests of the batch, the engine or interruptions.
+The key of a token is folded from (seed, draw, sample, index of the token in the trajectory), so the noise does not
+depend on the slot, the other requests of the batch, the engine or interruptions.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def sample_tokens(
     Tokens are drawn from softmax(logits / temperature), or, with `changed_logits`, from theirs: of `cut_support` it is
     the truncated and renormalised part, of `adjust_logits` any other. The learner can compute the log-probs of the full
     softmax only. Without `changed_logits` the others are None. Temperature 0 takes the argmax and records the log-probs
-    of temperature 1. `sums` are those of logits / temperature where they are known.
+    of temperature 1. `sums`: of logits / temperature, if already computed.
     """
     sums = sum_blocks(scale_logits(logits, temperature)) if sums is None else sums
     if changed_logits is None:

@@ -1,6 +1,6 @@
 """The compiled passes that score sequences: packed as for a prefill, through the decoder, to log-probs.
 
-Sequences stand end to end in one row, as in prefill.py, and each reads its own tokens alone: its numbers do not depend
+Sequences are concatenated in one row, as in prefill.py, and each reads its own tokens alone: its numbers do not depend
 on the others, bit for bit where attention runs in C++, else to rounding. Their keys and values live in a scratch cache
 inside the program, one layer at a time. Only tokens that predict a scored one reach the head, whose logits exist for a
 part of the vocabulary at a time. A program is declared for each row of SIZES that the context allows, and for one
@@ -27,7 +27,7 @@ from areal_jax.rollout.decode.weights import PreparedWeights
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores, Tree
 
-SIZES = (256, 1024)  # tokens of rows, beside the context; several sequences share a row of the largest at most
+SIZES = (256, 1024)  # tokens of rows, besides the context; several sequences share a row of the largest at most
 _BLOCK_TOKENS = 16  # of the scratch cache: a sequence begins at a block
 _KINDS = (1, MOST_ALTERNATIVES)
 
@@ -40,7 +40,7 @@ class Program(NamedTuple):
 
 
 class ScoredPlaces(NamedTuple):
-    """Which tokens of a row predict scored ones, int32 [C]; those from `wanted` on are padding."""
+    """Which tokens of a row predict scored ones, int32 [C]; from `wanted` on it is padding."""
 
     sources: np.ndarray
     targets: np.ndarray

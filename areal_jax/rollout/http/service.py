@@ -51,7 +51,7 @@ class Delivery:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Submission:
-    """One answer to generate. Two are never equal: whoever submitted one can end it, whatever it is called."""
+    """One answer to generate. Two are never equal, so one can be ended even if another has its name."""
 
     request: GenerationRequest
     streams: bool  # deliver after every dispatch
@@ -70,10 +70,10 @@ class Action:
 
 @dataclasses.dataclass
 class WeightsDirectory:
-    """Weights to load: PublishedWeights.handle of an update. `digest` is set by whoever loads them."""
+    """Weights to load: PublishedWeights.handle of an update. The loader sets `digest`."""
 
     path: str
-    label: str = ''  # weight version that was asked for; '' = that is said later
+    label: str = ''  # weight version that was asked for; '' = given later
     digest: str = ''  # hash of their manifest; '' = the directory has none
 
 
@@ -235,7 +235,7 @@ class GenerationService:
             self._scorer.cancel([one for one in scored if one.name in wanted or one.group in wanted])
 
     async def withdraw(self, submissions: Collection[Submission]) -> None:
-        """Ends those of these submissions that are open; others that have their names go on."""
+        """Ends the submissions that are still open; other requests with the same names go on."""
         for submission in submissions:
             name = submission.request.request_id
             if self._open.get(name, self._door.get(name)) is submission:
@@ -295,11 +295,11 @@ class GenerationService:
         self._staged = version, directory
 
     async def swap(self, label: str | None, *, kv_policy: KvPolicy | None = None, cancel: bool = False) -> None:
-        """Decodes with the staged weights from the next dispatch on; returns when it does, or stands with them.
+        """Decodes with the staged weights from the next dispatch on; returns when it does, or is idle with them.
 
         Args:
-          label: their weight version; None = that of the weights before.
-          kv_policy: of requests that are being decoded; None = that of the engine.
+          label: their weight version; None = unchanged.
+          kv_policy: of requests that are being decoded; None = the engine's.
           cancel: end all open requests first.
         """
         self._require_no_update()

@@ -35,7 +35,7 @@ class EvaluationLog(EventLog):
 
 
 class EvaluatedPool:
-    """Requests of a version go to the servers for evaluation, all others to those of training.
+    """Requests of a version go to the servers for evaluation, all others to the servers for training.
 
     Implements protocols.Pool. One version is pinned at a time.
 

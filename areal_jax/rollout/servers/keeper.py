@@ -1,8 +1,8 @@
 """Keeps one engine in another process at the newest version: brings it into service and back after it failed.
 
-pool.py starts one keeper for each engine. The commit of a version has three parts: the engine stages the weights
-while it decodes, swaps them in between two dispatches, and acknowledges by telling what it holds. After an outcome that
-is not known nothing is sent to the engine but the question what it holds.
+pool.py starts one keeper for each engine. The commit of a version has three parts: the engine stages the weights while
+it decodes, swaps them in between two dispatches, and acknowledges with the version that it holds. If the outcome of a
+call is unknown, the keeper sends only one request: which version do you hold?
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Takes an engine out of service whose log-probs are not those of the learner, which measures them in every update."""
+"""Takes an engine out of service if its log-probs differ from the learner's, which measures this in every update."""
 
 from __future__ import annotations
 

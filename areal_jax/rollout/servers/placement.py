@@ -154,7 +154,7 @@ class Placement:
                 self._move(moving, str(error), is_failure=True)
             return
         reason = generation.finish_reason
-        if reason is None or reason == 'cancelled':  # by the engine: whoever cancels here ends this coroutine too
+        if reason is None or reason == 'cancelled':  # by the engine: a caller that cancels here ends this coroutine too
             self._move(moving, 'the engine gave it back', is_failure=not moving.taken_here)
         else:
             member.failed_requests = 0

@@ -72,7 +72,7 @@ class ServerPool:
     def start(self) -> None:
         self._supervisor.start('pool: watch for an engine', self._watch_for_engine())
 
-    # Engines: called by whoever knows of servers (registry_watch.py).
+    # Engines: registry_watch.py calls these.
 
     def join(self, engine: RemoteEngine, incarnation: int, url: str) -> None:
         """Takes in an engine; a later incarnation replaces an earlier one, and an earlier one is ignored."""

@@ -1,4 +1,4 @@
-"""What the pool asks of an engine in another process beside protocols.RolloutEngine, and how such an engine fails.
+"""What the pool asks of an engine in another process besides protocols.RolloutEngine, and how such an engine fails.
 
 The clients of rollout/http/ implement it, pool.py drives it. Every other exception is a bug and ends the run.
 """

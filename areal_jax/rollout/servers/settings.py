@@ -12,10 +12,10 @@ class ProbeSettings:
     """The request that an engine answers before it gets work."""
 
     prompt_tokens: np.ndarray  # int32 [P]
-    max_difference: float  # of one token, between its log-probs and those of the learner
+    max_difference: float  # of one token, between its log-probs and the learner's
     max_mean: float  # the same on average: what an engine must keep to that was taken out for its mismatch
     new_tokens: int = 16
-    temperature: float = 0.0  # that of the learner's log-probs; 0 = greedy, for those of temperature 1
+    temperature: float = 0.0  # of the learner's log-probs; 0 = greedy, with log-probs at temperature 1
     again_s: float = 60.0  # from a failed probe to the next
 
 

@@ -1,1 +1,1 @@
-"""What a text comes to and whether it equals the gold answer: one module a kind of `task.answer`. Used by tasks/."""
+"""What a text comes to and whether it equals the gold answer: one module a kind of `task.answer`."""

@@ -1,4 +1,4 @@
-"""The kind 'exact': the final answer is the gold character for character. Used by tasks/jsonl.py."""
+"""The kind 'exact': the final answer is the gold character for character."""
 
 from __future__ import annotations
 

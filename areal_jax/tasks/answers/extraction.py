@@ -1,7 +1,7 @@
 r"""Finds the final answer in a text: in \boxed{}, after '####', after 'answer is', else the last line.
 
-Used by the modules of the kinds of answers, for the answers of a model and for the gold of a file alike. Each search
-takes time linear in the text, because a policy may generate any text.
+The same searches read the answers of a model and the gold of a file. Each search takes time linear in the text, because
+a policy may generate any text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def final_text(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> Iterator[str]:
-    r"""What stands in the last \boxed{}, after the last '####', after the last 'answer is' or 'answer:', in this order.
+    r"""The text in the last \boxed{}, after the last '####', after the last 'answer is' or 'answer:', in this order.
 
     Each reaches to the end of its line but for a box, which ends at its brace. Empty ones are left out.
     """

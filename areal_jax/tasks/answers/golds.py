@@ -1,8 +1,8 @@
 """Finds gold answers that math-verify cannot parse, in processes of its own: one of them may compute without end.
 
-Used by tasks/jsonl.py when a file is loaded. `python -m areal_jax.tasks.answers.golds` reads one JSON text a line and
-writes true or false for each. The parser takes about 20 ms, so a numeral is not sent, and of golds that differ in their
-numerals alone only the first is.
+It runs when a file is loaded. `python -m areal_jax.tasks.answers.golds` reads one JSON text a line and writes true or
+false for each. The parser takes about 20 ms, so a numeral is not sent, and of golds that differ in their numerals alone
+only the first is.
 """
 
 from __future__ import annotations

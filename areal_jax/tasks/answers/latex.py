@@ -1,4 +1,4 @@
-r"""A normal form of mathematics in LaTeX by text alone: what votes and the audit compare. Used by mathematics.py.
+r"""A normal form of mathematics in LaTeX by text alone: what votes and the audit compare.
 
 It removes what changes the look and not the meaning: blanks, \left and \right, fonts, dollar, percent and degree signs,
 a leading 'x =', a full stop. It knows no algebra: '1+x' is not 'x+1'. A text that is a number becomes that number.
@@ -32,7 +32,7 @@ def normalise(text: str) -> str:
 
 
 def is_number(normal_form: str) -> bool:
-    """Whether a normal form is that of a number."""
+    """Whether a normal form is a number."""
     return re.fullmatch(r'-?[0-9]+(?:/[0-9]+)?', normal_form) is not None
 
 

@@ -1,4 +1,4 @@
-r"""The kind 'math': final answers are equal as mathematics, by the package math-verify. Used by tasks/jsonl.py.
+r"""The kind 'math': final answers are equal as mathematics, by the package math-verify.
 
 `score` runs in a worker process alone: the package may compute without end ('9^{9^{9^9}}'), and its own timeouts are
 signals of the main thread that cannot stop C code. They are off here: the kill of the worker at

@@ -1,4 +1,4 @@
-"""The kind 'normalised': final answers are the same up to case, blanks, quotes and an article. Used by tasks/jsonl.py.
+"""The kind 'normalised': final answers are the same up to case, blanks, quotes and an article.
 
 The normal form of a text:
 

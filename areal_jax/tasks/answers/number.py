@@ -1,8 +1,8 @@
 r"""The kind 'number': answers are rational numbers, compared exactly.
 
-Used by tasks/jsonl.py and, for whole texts, by the comparison of `audit`. A number may have a sign (also '−'), a
-currency sign, thousands separators (1,234 or LaTeX's 1{,}234), decimals, an exponent (1.5e3, 3 \times 10^5), and may be
-a fraction (3/4, \frac{3}{4}, ½) or a mixed number (1 1/2). Units are ignored, and so is the percent sign: 50% is 50.
+A number may have a sign (also '−'), a currency sign, thousands separators (1,234 or LaTeX's 1{,}234), decimals, an
+exponent (1.5e3, 3 \times 10^5), and may be a fraction (3/4, \frac{3}{4}, ½) or a mixed number (1 1/2). Units are
+ignored, and so is the percent sign: 50% is 50.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read_gold(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The number that an answer comes to, '-7/2' or '36'; the text itself where there is none."""
+    """The number that an answer comes to, '-7/2' or '36'; the text itself if there is none."""
     return _normal_form(read_answer(text)) or text
 
 

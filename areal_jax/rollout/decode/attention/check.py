@@ -1,7 +1,7 @@
 """The check of a decode attention at start-up, on the device, in the dtype and with the heads and blocks of the run.
 
-Used by the backend when it chooses one. Kernels were written without a device at hand, and one that reads a wrong page
-or a masked position would decode on, only worse.
+It runs when the backend chooses one. Kernels were written without a device at hand, and one that reads a wrong page or
+a masked position would decode on, only worse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_jax.rollout.decode.attention.contract import CacheAttention
 
 TABLE_BLOCKS = 4  # of the tables of the check, which an implementation for one length of table must have
 _ROWS = 8
-_FREE_BLOCKS = 2  # beside those of the rows: they hold NaN like all that belongs to no sequence
+_FREE_BLOCKS = 2  # not used by any row: they hold NaN, like all that belongs to no sequence
 # largest error relative to the largest value; a wrong page, head or mask gives 0.1 and more
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
 _ALLOWED_FLOAT32_ON_CPU = 1e-4

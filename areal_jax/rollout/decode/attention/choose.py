@@ -1,7 +1,4 @@
-"""The implementations of CacheAttention: on which hardware each runs, what it can compute, and how one is chosen.
-
-Used by the backend, through check.py.
-"""
+"""The implementations of CacheAttention: on which hardware each runs, what it can compute, and how one is chosen."""
 
 from __future__ import annotations
 

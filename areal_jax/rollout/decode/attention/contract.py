@@ -1,7 +1,7 @@
 """The interface of attention over a cache of blocks; each kind of hardware has its implementation and layout.
 
-Used by the programs of backend.py, inside jax.jit. Shapes: B rows, H heads, K key-value heads, D head size, T tokens
-of a block, M blocks of a table row, N written tokens, C listed blocks.
+Implementations run inside jax.jit. Shapes: B rows, H heads, K key-value heads, D head size, T tokens of a block, M
+blocks of a table row, N written tokens, C listed blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CacheAttention(Protocol):
 
         Args:
           q: [B, H, D].
-          tables: int32 [B, M]; position p of row b lies in block tables[b, p // T].
+          tables: int32 [B, M]; position p of row b is in block tables[b, p // T].
           lengths: int32 [B], descending; 0 = a row of padding, for which any finite result is right.
           window: number of last positions that are seen; None = all.
 

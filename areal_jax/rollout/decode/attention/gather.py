@@ -1,6 +1,6 @@
 """Attention over blocks in its plainest form: every block of the table is gathered and all scores are masked.
 
-The reference for the other implementations, and what runs where there is none for the hardware. Shapes as in
+The reference for the other implementations; it runs on hardware that has none of its own. Shapes as in
 contract.py, with S = M * T positions of a table row.
 """
 

@@ -52,7 +52,7 @@ class NativeAttention:
         lengths: jax.Array,
         window: int | None,
     ) -> jax.Array:
-        """`attend` for rows that may share a table: that of row b begins at starts[b], int32 [B], of `tables`, [M]."""
+        """`attend` for rows that may share a table: row b's begins at starts[b], int32 [B], in `tables`, [M]."""
         attend = jax.ffi.ffi_call(library.ATTEND, jax.ShapeDtypeStruct(q.shape, q.dtype))
         return attend(q, *layer, tables, starts, lengths, window=window or 0)
 

@@ -29,8 +29,8 @@ _PART_TOKENS = 512  # of a sequence in one program: a few long sequences must fi
 class PallasGpuAttention:
     """contract.CacheAttention; keys and values of a layer are [K, blocks, T, D], D padded to a power of two.
 
-    A token with a NaN or infinity in its key or value gets a key of NaN and a value of zeros: whoever sees the token
-    gets NaN, and nobody else does.
+    A token with a NaN or infinity in its key or value gets a key of NaN and a value of zeros: a query that attends
+    to the token gets NaN, and no other query does.
 
     Args:
       head_dim: D of the model.

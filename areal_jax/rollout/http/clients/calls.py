@@ -40,7 +40,7 @@ def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *
 
 
 def make_own_call(request: GenerationRequest, generated: np.ndarray, wire_id: str) -> Call:
-    """The same for a server of our own: its noise is that of the request in a run, whatever was generated before."""
+    """The same for a server of our own: it uses the noise of the request in a run, whatever was generated before."""
     sampling = request.sampling
     parameters = CallSampling(
         max_new_tokens=sampling.max_new_tokens - len(generated),

@@ -37,7 +37,7 @@ class Reply:
 
     status: int
     text: str
-    content: object  # decoded JSON; None where the text is none
+    content: object  # decoded JSON; None if the text is not JSON
 
     def message(self) -> str:
         """The sentence of an error body, in whichever place this server has it; else the text."""
@@ -54,13 +54,13 @@ class Reply:
 
 
 class Connection:
-    """Requests to one server, any number at the same time. Deadlines are those of the clock's calls.
+    """Requests to one server, any number at the same time. The clock's calls have the deadlines.
 
     Args:
       url: 'http://host:port'.
       api_key: sent as a bearer token; '' = none.
       holder: the one process that requests are meant for, by its entry in the registry; another one at the same address
-        answers 409. '' = whoever answers.
+        answers 409. '' = any process.
     """
 
     def __init__(self, url: str, api_key: str = '', holder: str = ''):
@@ -122,7 +122,7 @@ class Connection:
 
 
 async def _close_at_end(session: aiohttp.ClientSession) -> None:
-    """Closes what nobody has closed when the loop ends, which cancels its tasks."""
+    """Closes what is still open when the loop ends, which cancels its tasks."""
     try:
         await asyncio.get_running_loop().create_future()
     finally:

@@ -58,7 +58,7 @@ class Dialect(Protocol):
         ...
 
     async def resume(self, connection: Connection) -> None:
-        """Ends a pause; nothing where there is none."""
+        """Ends a pause, if there is one."""
         ...
 
     async def update(self, connection: Connection, directory: str, version: str) -> None:

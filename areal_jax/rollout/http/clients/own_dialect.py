@@ -12,7 +12,7 @@ from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece
 
 
 class OwnDialect(VllmDialect):
-    """Implements dialect.Dialect, and what our servers do beside it; all methods raise NoReplyError and StatusError."""
+    """Implements dialect.Dialect and what our servers do besides; all methods raise NoReplyError and StatusError."""
 
     async def stream(
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]

@@ -121,7 +121,7 @@ class Server:
 
 
 def read_version(name: str) -> int:
-    """The version that a server's name of its weights stands for; NOT_GENERATED where the name is none of ours."""
+    """The version in a server's name of its weights; NOT_GENERATED if this project did not make the name."""
     return int(name) if name.isascii() and name.isdigit() else NOT_GENERATED
 
 

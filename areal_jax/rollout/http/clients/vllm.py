@@ -40,7 +40,7 @@ class VllmDialect:
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
     ) -> FinishWord:
         """Delivers at the end, which tells the versions of all tokens, or where the stream is cut off: what came until
-        then is right, as long as nobody else gives the server weights.
+        then is right as long as no other client loads weights into the server.
         """
         pieces: list[Piece] = []
         last: JsonObject = {}

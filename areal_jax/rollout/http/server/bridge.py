@@ -37,7 +37,7 @@ from areal_jax.tasks.chat_template import TokenizerError
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
 
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}
-_ID_BYTES = 16  # random, of an id that the server finds: nobody ends a request whose id he can not guess
+_ID_BYTES = 16  # random, of an id that the server makes: a client cannot end a request whose id it cannot guess
 Result = TypeVar('Result')
 
 
@@ -97,7 +97,7 @@ class Bridge:
         return exchange
 
     def withdraw(self, submissions: Sequence[Submission]) -> None:
-        """Ends what is open of these submissions; nobody waits for it."""
+        """Ends the submissions that are still open, without waiting for their end."""
         self._inbox.put(Action('withdraw', lambda service: service.withdraw(submissions), lambda result, error: None))
 
     def withdraw_scoring(self, requests: Sequence[ScoringRequest]) -> None:
@@ -143,7 +143,7 @@ class Bridge:
             raise RequestError(call.prompt_field, f'{call.prompt_field} has no token ids: {error}') from error
 
     def _with_texts(self, call: Call, tokenized: Call) -> Call:
-        """The tokenized call with the texts that it echoes: as they were sent, or those of token ids."""
+        """The tokenized call with the texts that it echoes: as they were sent, or decoded from token ids."""
         texts = [
             given if isinstance(given, str) else self.texts.spell(cast(np.ndarray, ids))
             for given, ids in zip(call.prompts, tokenized.prompts, strict=True)

@@ -12,7 +12,7 @@ _PERIOD_S = 60.0
 
 
 class OncePerMinute(logging.Filter):
-    """Lets the first record of a kind pass, and one a minute that says how many it stands for."""
+    """Lets the first record of a kind pass, then one a minute that says how many it counts for."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         super().__init__()

@@ -2,7 +2,7 @@
 
 aiohttp has bounds for none of it. A connection is held against a deadline while a head of a request is to come and
 while what was written is not read, and one for which no answer is being made is closed where another one needs its
-place, the longest silent first. So whoever only connects can keep nobody out.
+place, the longest silent first. So clients that only connect keep no others out.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ async def read_body(request: web.Request) -> object:
         raise RequestError(
             '', f'the body is larger than {limits.body_bytes} bytes: send less at once', TOO_LONG_BODY
         ) from None
-    except (web.RequestPayloadError, HttpProcessingError) as error:  # chunks or compression that are none
+    except (web.RequestPayloadError, HttpProcessingError) as error:  # invalid chunks or compression
         reason = ' '.join(str(error).split())[:200]
         raise RequestError(
             'body', f'the body can not be read ({reason}): send it plain, or as its headers say'
@@ -138,7 +138,7 @@ def _require_meant(request: web.Request, holder: str) -> None:
 
 def _has_key(request: web.Request, api_key: str) -> bool:
     given = request.headers.get('Authorization', '')
-    # surrogates stand for bytes that are no UTF-8, in headers as in environment variables
+    # surrogates represent bytes that are not UTF-8, in headers as in environment variables
     encode = lambda text: text.encode('utf-8', 'surrogateescape')
     return hmac.compare_digest(encode(given), encode(f'Bearer {api_key}'))
 

@@ -84,7 +84,7 @@ async def _ask(bridge: Bridge, request: ScoringRequest) -> Scored | None:
 
 
 def _describe(call: Call, answer: Answer, with_answers: bool) -> ScoringRequest:
-    """Prompt tokens at temperature 1, generated ones at that of the request, as their own log-probs."""
+    """Prompt tokens at temperature 1, generated ones at the request's temperature, as their own log-probs."""
     prompt = len(answer.prompt_tokens)
     first = call.scored_from(answer.index) if answer.index % call.n == 0 else prompt
     generated = answer.tokens if with_answers else np.zeros(0, np.int32)

@@ -29,7 +29,7 @@ from areal_jax.rollout.http.server.texts import Texts
 _BACKLOG = 1024  # connections that wait to be accepted
 _SHUTDOWN_S = 5.0  # for open connections at the end
 _START_S = 30.0
-_REQUESTS_PER_CONNECTION = 0.75  # open answers: the other connections are for those who ask how the server is
+_REQUESTS_PER_CONNECTION = 0.75  # open answers: the other connections are for health checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class HttpThread:
 
     Args:
       listener: a bound socket, see `bind`.
-      api_key: '' = nobody is asked for one.
+      api_key: '' = none is asked for.
       on_death: called on this thread where the loop ends by an error.
     """
 
@@ -143,7 +143,7 @@ class HttpThread:
 
 
 def _complain(log: logging.Logger, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """Takes what goes wrong on the loop where nobody waits for it."""
+    """Handles errors on the loop that no coroutine awaits."""
     error = context.get('exception')
     exception = error if isinstance(error, BaseException) else None
     log.error('on the loop of HTTP: %s', context.get('message', ''), exc_info=exception)

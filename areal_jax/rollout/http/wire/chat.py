@@ -79,7 +79,7 @@ def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes
 
 
 def _read_format(fields: Fields) -> None:
-    """The format that is none."""
+    """Takes the fields of the format; answers are plain text alone."""
     for field in ('response_format', 'modalities'):
         given = fields.take(field)
         if given not in (None, {'type': 'text'}, ['text']):

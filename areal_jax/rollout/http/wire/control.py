@@ -83,7 +83,7 @@ def read_update(body: object) -> str:
 
 
 def read_finish(body: object) -> str | None:
-    """The weight version; None = that of the weights before."""
+    """The weight version; None = unchanged."""
     fields = Fields(body)
     label = fields.take_text('weight_version') or None
     fields.finish()

@@ -63,7 +63,7 @@ class CallSampling:
     presence_penalty: float = 0.0  # 0 = off; of the answer, as the next
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
-    stop_tokens: tuple[int, ...] = ()  # that end an answer beside the model's EOS ids
+    stop_tokens: tuple[int, ...] = ()  # that end an answer besides the model's EOS ids
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False  # the model's EOS ids do not end an answer
     seed: int | None = None
@@ -104,7 +104,7 @@ class Call:
     sample: int = 0  # of the first answer
 
     def prompt_start(self, answer: int) -> int:
-        """Of the list of log-probs of an answer's prompt; the length of the prompt where there is none."""
+        """Of the list of log-probs of an answer's prompt; without a list, the length of the prompt."""
         prompt = answer // self.n
         start = self.prompt_starts[prompt] if self.prompt_starts else -1
         length = len(self.prompts[prompt])

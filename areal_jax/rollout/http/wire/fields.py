@@ -83,7 +83,7 @@ class WatchedObject(dict[str, object]):
 class Fields:
     """The fields of one JSON object; each is taken once, and `finish` refuses the rest.
 
-    null stands for a field that is absent. `path` is the name of the object for errors: 'sampling_params'.
+    null means that a field is absent. `path` is the name of the object for errors: 'sampling_params'.
     """
 
     def __init__(self, values: object, path: str = ''):
@@ -216,7 +216,7 @@ class Fields:
             self.take(field, description='Has no influence on the answer.')
 
     def finish(self) -> None:
-        """Refuses what nobody took; null is not a value."""
+        """Refuses fields that were not taken; null is not a value."""
         if self._notes is not None:
             self._notes.closed = True
         for field, value in self._values.items():

@@ -222,6 +222,6 @@ def _finish_word(finish: Finish | None) -> str | None:
 
 
 def token_ids_prompt(fields: Fields, field: str) -> np.ndarray | None:
-    """A prompt of ids that stands in place of a template; None where there is none."""
+    """A prompt of ids in place of a template; None = none given."""
     ids = fields.take_token_ids(field)
     return np.array(ids, np.int32) if ids else None

@@ -32,7 +32,7 @@ def _either(*schemas: JsonObject) -> JsonObject:
 
 
 _TEXTS = _either(_TEXT, _list(_TEXT, least=1))
-# what parsers look at themselves, by the path of the field; OBJECT stands for the objects inside
+# what parsers look at themselves, by the path of the field; OBJECT means the objects inside
 OBJECT: JsonObject = {'$object': True}
 _RAW: dict[str, JsonObject] = {
     'text': _TEXTS,
@@ -103,7 +103,7 @@ def _fill(schema: object, content: JsonObject) -> JsonObject:
 
 
 def _allow_null(schema: JsonObject) -> JsonObject:
-    """null stands for a field that is absent."""
+    """null means that a field is absent."""
     plain = {name: value for name, value in schema.items() if name not in ('description', 'default')}
     if not plain or None in schema.get('enum', ()):
         return schema

@@ -109,7 +109,7 @@ def render_error(message: str, status: int, field: str = '') -> JsonObject:
 
 
 def meta_info(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
-    """What SGLang says of an answer beside its text and ids."""
+    """What SGLang says of an answer besides its text and ids."""
     return _meta_facts(call, answer, info) | _token_lists(call, answer, info, 0)
 
 

@@ -17,7 +17,7 @@ _WINDOW = 64  # tokens, above which the oldest are not decoded again
 class AnswerText:
     """Turns the tokens of one answer into the text that they add.
 
-    Text that may be the beginning of a stop string is held back until it is clear that it is none. The work is in
+    Text that may be the beginning of a stop string is held back until it is clear that it is not one. The work is in
     proportion to the new tokens, not to the answer.
 
     Args:
@@ -77,7 +77,7 @@ class AnswerText:
 
 
 def _whole(text: str) -> int:
-    """Characters before those at the end that more tokens may complete."""
+    """Characters of the text, without an end that more tokens may complete."""
     end = len(text)
     while end > len(text) - _PARTS and text[:end].endswith(_UNFINISHED):
         end -= 1
