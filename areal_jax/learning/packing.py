@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.columns import Column
 from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
@@ -43,6 +44,7 @@ def pack(
     buckets: Sequence[RowShape] = (),
     vocab_size: int | None = None,
     row_trajectories: int | None = None,
+    columns: Sequence[Column] = (),
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
@@ -63,13 +65,14 @@ def pack(
         With 'first_fit', the rows of an incomplete last micro-batch are repacked into more rows of a smaller shape if
         their items fit one.
       vocab_size, row_trajectories: a token id is below it; most in a row in mode 'ordinary'. None = not bounded.
+      columns: what else is packed of each loss token.
 
     Raises BatchError for what must not be learned from (`_require_sound`) or does not fit a row, and ValueError for an
     unknown mode or fill and for rows that the shards cannot share evenly.
     """
     require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
-    examples_of = make_examples(groups, advantages, capacity, vocab_size)
+    examples_of = make_examples(groups, advantages, capacity, vocab_size, columns)
     batches, reports = [], []
     for members in split_minibatches([sum(e.size[1] for e in group) for group in examples_of], n_minibatches):
         units = [unit for g in members for unit in _units(examples_of[g], mode, capacity)]
@@ -79,7 +82,7 @@ def pack(
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
         if round_microbatches:
             placement = _round_up(placement)
-        batch = empty_batch(len(placement), rows_per_microbatch, row_tokens, row_loss_tokens)
+        batch = empty_batch(len(placement), rows_per_microbatch, row_tokens, row_loss_tokens, columns)
         write_rows(batch, rows, placement, oldest_version)
         if batch.loss_mask.any():
             batches.append(batch)
@@ -88,7 +91,9 @@ def pack(
     return batches, total_report(reports)
 
 
-def empty_batch(microbatches: int, rows: int, row_tokens: int, row_loss_tokens: int) -> PackedBatch:
+def empty_batch(
+    microbatches: int, rows: int, row_tokens: int, row_loss_tokens: int, columns: Sequence[Column] = ()
+) -> PackedBatch:
     """A batch of padding: nothing to read, nothing to train."""
     places, loss_places = (microbatches, rows, row_tokens), (microbatches, rows, row_loss_tokens)
     return PackedBatch(
@@ -103,6 +108,7 @@ def empty_batch(microbatches: int, rows: int, row_tokens: int, row_loss_tokens: 
         advantages=np.zeros(loss_places, np.float32),
         policy_versions=np.zeros(loss_places, np.int32),
         trajectory_ids=np.full(loss_places, PADDING, np.int32),
+        columns={c.name: np.full((*loss_places, *c.shape), c.fill, c.dtype) for c in columns},
     )
 
 

@@ -29,7 +29,8 @@ def _segments(draw):
     length = draw(st.integers(1, 4))
     logprobs = draw(hnp.arrays(np.float32, length, elements=st.floats(width=32)))
     cut = draw(st.none() | hnp.arrays(np.float32, length, elements=st.floats(width=32)))
-    return Segment(draw(hnp.arrays(np.int32, length, elements=_INT32)), logprobs, draw(_INT32), cut)
+    columns = {} if cut is None else {'sampling_logprobs': cut}
+    return Segment(draw(hnp.arrays(np.int32, length, elements=_INT32)), logprobs, draw(_INT32), columns)
 
 
 _prompts = st.builds(
@@ -92,10 +93,10 @@ def test_keys_beyond_the_schema_are_carried():
 
 def test_decoded_arrays_have_the_types_of_the_contract_even_when_empty():
     prompt = records.decode_prompt({'draw': 0, 'tokens': [], 'task': 't', 'problem': {}})
-    record = {'tokens': [1], 'behavior_logprobs': [-1], 'policy_version': 0, 'sampling_logprobs': []}
+    record = {'tokens': [1], 'behavior_logprobs': [-1], 'policy_version': 0, 'sampling_logprobs': [-1]}
     segment = records.decode_segment(record)
     assert (prompt.tokens.dtype, segment.tokens.dtype) == (np.int32, np.int32)
-    assert (segment.behavior_logprobs.dtype, segment.sampling_logprobs.dtype) == (np.float32, np.float32)
+    assert (segment.behavior_logprobs.dtype, segment.columns['sampling_logprobs'].dtype) == (np.float32, np.float32)
 
 
 @pytest.mark.parametrize('key', ['format', *records.SCHEMA])

@@ -35,14 +35,14 @@ def test_segments_carry_what_was_generated_since_the_last_one():
     for tokens, version in (((4, 5), 0), ((6,), 0), ((7,), 1)):
         if version:
             one.flush()
-        one.extend(*chunk(*tokens), version, sampled=np.array(tokens, np.float32))
+        one.extend(*chunk(*tokens), version, {'sampling_logprobs': np.array(tokens, np.float32)})
     one.finish('stop')
     one.flush()  # nothing is left
     assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    segments = list(one._segments)
+    segments = list(one._undelivered)
     assert [s.tokens.tolist() for s in segments] == [[4, 5, 6], [7]]
     assert [s.behavior_logprobs.tolist() for s in segments] == [[-4, -5, -6], [-7]]
-    assert [s.sampling_logprobs.tolist() for s in segments] == [[4, 5, 6], [7]]
+    assert [s.columns['sampling_logprobs'].tolist() for s in segments] == [[4, 5, 6], [7]]
     assert [s.policy_version for s in segments] == [0, 1]
     assert {s.tokens.dtype for s in segments} == {np.dtype(np.int32)}
     assert {s.behavior_logprobs.dtype for s in segments} == {np.dtype(np.float32)}
