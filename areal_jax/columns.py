@@ -18,8 +18,8 @@ import numpy as np
 from areal_jax.errors import UserError
 
 ColumnArrays = Mapping[str, np.ndarray]  # by name: [n, *shape] for n tokens
-NAME = re.compile(r'[a-z][a-z0-9_]*')
-# arrays and JSON fields that stand beside the columns: packed and trained rows, segments, choices of a reply
+# arrays and JSON fields beside the columns: of packed and trained rows, segments and choices of a reply. Two that vLLM
+# has and this program does not fill, routed_experts and sampling_mask, are free
 TAKEN = frozenset({
     'tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets', 'loss_mask', 'behavior_logprobs',
     'advantages', 'policy_version', 'policy_versions', 'trajectory_ids', 'recomputed_logprobs', 'reference_logprobs',
@@ -105,7 +105,7 @@ def declare(column: Column) -> Column:
         return column
     if known is not None:
         raise column.error(f'is declared twice, as {column} and as {known}', 'give the new one another name')
-    if not NAME.fullmatch(column.name) or column.name in TAKEN:
+    if not re.fullmatch('[a-z][a-z0-9_]*', column.name) or column.name in TAKEN:
         why = 'is the name of something else' if column.name in TAKEN else 'has no name in the form of a_name_2'
         raise column.error(why, 'give it another name')
     try:

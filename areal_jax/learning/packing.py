@@ -44,7 +44,7 @@ def pack(
     buckets: Sequence[RowShape] = (),
     vocab_size: int | None = None,
     row_trajectories: int | None = None,
-    columns: Sequence[Column] = (),
+    columns: Sequence[Column] = (),  # packed beside the fields of a PackedBatch
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
@@ -65,7 +65,6 @@ def pack(
         With 'first_fit', the rows of an incomplete last micro-batch are repacked into more rows of a smaller shape if
         their items fit one.
       vocab_size, row_trajectories: a token id is below it; most in a row in mode 'ordinary'. None = not bounded.
-      columns: what else is packed of each loss token.
 
     Raises BatchError for what must not be learned from (`_require_sound`) or does not fit a row, and ValueError for an
     unknown mode or fill and for rows that the shards cannot share evenly.
@@ -80,8 +79,7 @@ def pack(
         costs = np.array([row.cost(cost) for row in rows])  # [rows]
         shares = np.array([row.share(capacity) for row in rows])  # [rows]
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
-        if round_microbatches:
-            placement = _round_up(placement)
+        placement = _round_up(placement) if round_microbatches else placement
         batch = empty_batch(len(placement), rows_per_microbatch, row_tokens, row_loss_tokens, columns)
         write_rows(batch, rows, placement, oldest_version)
         if batch.loss_mask.any():

@@ -39,13 +39,9 @@ def kept_mass_metrics(groups: Sequence[TrajectoryGroup], oldest_version: int | N
     segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version >= oldest]
     if not any(map(_is_cut, segments)):
         return {}
-    mass = np.exp(np.concatenate([_log_kept_mass(segment) for segment in segments]))
+    drawn = np.concatenate([SAMPLING_LOGPROBS.of(s.columns, s.behavior_logprobs) for s in segments])
+    mass = np.exp(np.concatenate([s.behavior_logprobs for s in segments]).astype(np.float64) - drawn)
     return {'sampling/kept_mass_mean': float(mass.mean()), 'sampling/kept_mass_min': float(mass.min())}
-
-
-def _log_kept_mass(segment: Segment) -> np.ndarray:
-    behavior = segment.behavior_logprobs
-    return behavior.astype(np.float64) - SAMPLING_LOGPROBS.of(segment.columns, behavior)
 
 
 def _is_cut(segment: Segment) -> bool:

@@ -98,12 +98,9 @@ class RunningRequest(SegmentIterator):
         if len(self) > self._delivered and self._version != version:
             raise RuntimeError(f'request {self.request_id}: flush version {self._version} before {version}')
         own = {column.name: columns[column.name] for column in self._known if column.name in columns}
-        for column in self._known:
-            if column.needed and column.name not in own:
-                raise column.error(
-                    f'is missing in tokens of {self.engine} for request {self.request_id}', 'use another engine or '
-                    'sampling parameters that do without',
-                )  # fmt: skip
+        if missing := [column for column in self._known if column.needed and column.name not in own]:
+            fault = f'is not known of tokens that {self.engine} generated for request {self.request_id}'
+            raise missing[0].error(fault, 'use another engine, or sampling parameters that do without it')
         if own.keys() != self._columns.keys():
             self.flush()
             self._columns = {name: GrowingArray(values[:0]) for name, values in own.items()}
