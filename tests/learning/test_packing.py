@@ -339,11 +339,14 @@ def test_a_few_full_rows_are_spread_over_a_short_last_microbatch():
 def test_what_is_trimmed_is_padding():
     (batch,), _ = _pack([group([1, 2], [[3, 4], [5], [6, 7, 8]])])
     fields = batch.fields() | {'extra': batch.advantages}
+    column = np.arange(12).reshape(1, 1, 6, 2)
     shape = tail_buckets(5, 6, 1)[0]
     trimmed = trim(fields, shape)
     assert {name: x.shape for name, x in trimmed.items()} == {
         name: (1, 1, 5 if name in ('tokens', 'positions', 'segment_ids', 'parent_ids') else 6) for name in fields
     }
+    cut = trim(fields | {'column': np.pad(column, ((0, 0), (0, 0), (0, 3), (0, 0)))}, shape)['column']
+    np.testing.assert_array_equal(cut, column)  # the place of a token, not its entry
     same = PackedBatch(**{name: x for name, x in trimmed.items() if name != 'extra'})
     assert _read_back(same) == _read_back(batch)
     for short in ((4, 6), (5, 5)):
