@@ -333,6 +333,13 @@ MUTATIONS = [
         'tests/checkpoint/test_state.py',
     ),
     Mutation(
+        'leave the columns of a token out of its row',
+        'areal_jax/learning/rows.py',
+        'self._row.columns[name][place] = values',
+        'pass',
+        'tests/test_columns.py',
+    ),
+    Mutation(
         'train with a cut softmax unasked',
         'areal_jax/learning/learner.py',
         "if settings.truncated_sampling == 'refuse':",

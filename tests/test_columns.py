@@ -256,7 +256,10 @@ def test_an_array_that_is_not_as_declared_is_refused_where_it_is_made(places, na
         Piece(np.ones(2, np.int32), np.zeros(2, np.float32), '0', {name: values})
 
 
-@pytest.mark.parametrize('values', [[[1, 2]], [[1, 2], [3]], [[1, 2], [3, 0.5]], [[1, 2], None], 7, [[1, 2**40]] * 2])
+@pytest.mark.parametrize(
+    'values',
+    [[[1, 2]], [[1, 2], [3]], [[1, 2], [3, 0.5]], [[1, 2], None], 7, *([one] * 2 for one in ([1, 2**40], [1, 2.0]))],
+)
 def test_lists_that_are_not_as_declared_are_refused(places, values):
     with pytest.raises(ColumnError, match="column 'places'"):
         PLACES.read(values, 2)

@@ -53,15 +53,12 @@ def test_other_columns_begin_a_segment_and_one_that_is_needed_is_missed(monkeypa
     monkeypatch.setattr(columns, 'DECLARED', dict(columns.DECLARED))
     columns.declare(columns.Column('pair', 'int32', shape=(2,)))
     one, pair = running(), np.array([[1, 2]], np.int32)
-    for token, given in (
-        (4, {}),
-        (5, {'pair': pair}),
-        (6, {'pair': -pair, 'sampling_logprobs': np.ones(1, np.float32)}),
-    ):
+    unasked = {'pair': -pair, 'sampling_logprobs': np.ones(1, np.float32)}  # the request has the full softmax
+    for token, given in ((4, {}), (5, {'pair': pair}), (6, unasked), (7, {})):
         one.extend(*chunk(token), 0, given)
     one.flush()
     found = [(s.tokens.tolist(), {n: a.tolist() for n, a in s.columns.items()}) for s in one._undelivered]
-    assert found == [([4], {}), ([5, 6], {'pair': [[1, 2], [-1, -2]]})]  # the request has the full softmax
+    assert found == [([4], {}), ([5, 6], {'pair': [[1, 2], [-1, -2]]}), ([7], {})]
     with pytest.raises(columns.ColumnError, match=r"'sampling_logprobs' is not known of .* engine/0 .* request 0/0/0"):
         running(top_k=2).extend(*chunk(4), 0)
 
