@@ -277,7 +277,8 @@ def test_lists_come_back_as_they_were(places):
 
 
 def test_one_place_declares_each_column_and_few_others_name_it():
-    """Who fills it, who reads it, and the glossary."""
+    """Who fills it, who reads it, which servers give it, and the glossary."""
     package = pathlib.Path(areal_jax.__file__).parent
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'sampling_logprobs' in p.read_text().lower()}
-    assert names == {'columns.py', 'rollout/decode/generate.py', 'learning/truncation.py', '__init__.py'}
+    used = {'columns.py', 'rollout/decode/generate.py', 'learning/truncation.py'}
+    assert names == used | {'config/kinds.py', 'config/constraints.py', '__init__.py'}
