@@ -175,7 +175,7 @@ def a_cut_softmax_has_its_logprobs_where_they_are_declared(make):
         (one,) = bench.collect(0, top_k=2)
         await bench.end_of(one)
         for segment in one.segments:
-            assert len(segment.columns['sampling_logprobs']) == len(segment.tokens)
+            assert len(segment.columns.get('sampling_logprobs', ())) == len(segment.tokens) > 0
 
     bench = Bench(make)
     assert 'behavior' in bench.engine.capabilities.logprobs
