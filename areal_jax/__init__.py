@@ -43,7 +43,8 @@ Glossary:
   block          a place in an engine's KV cache for `block_tokens` positions; a group shares the blocks of its prompt
   preemption     an answer gives up its slot and its blocks because the KV cache is full; it is rebuilt later
   lane           a resource that serves in order of request: an engine, the learner, the disk
-  behavior_logprobs    recorded while sampling; `sampling_logprobs` where another distribution was sampled
+  column         what else is known of each token, an array by name: routed experts, masks; declared once (columns.py)
+  behavior_logprobs    recorded while sampling; the column `sampling_logprobs` where another distribution was sampled
   proximal_logprobs    under the weights before the update: the centre of the trust region
   policy_logprobs      under the weights that are being trained: differentiated
   reference_logprobs   under the weights at the start: for the KL penalty

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from areal_jax.columns import Column, ColumnArrays, check, cut
+
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
 Tree = Any
 Weights = Tree  # on any device; only learning/, publication/ and the backend of an engine look inside
@@ -85,8 +87,10 @@ class Segment:
     tokens: np.ndarray  # int32 [n], n >= 1
     behavior_logprobs: np.ndarray  # float32 [n], recorded while sampling, of the full softmax; 0 for environment tokens
     policy_version: int  # version whose logits the tokens were sampled from; NOT_GENERATED for environment tokens
-    # float32 [n], of the distribution that was sampled (SamplingParams.changes_softmax); None = equal to the above
-    sampling_logprobs: np.ndarray | None = None
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # what else is known of each token
+
+    def __post_init__(self) -> None:
+        check(self.columns, (len(self.tokens),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +154,11 @@ class Trajectory:
         spans = [np.full(len(s.tokens), s.policy_version, np.int32) for s in self.segments]
         return concatenate([prompt, *spans], np.int32)
 
+    def column(self, column: Column) -> np.ndarray:
+        """[T, *shape], the fill value where not generated."""
+        own = [column.of(s.columns, s.behavior_logprobs) for s in self.segments]
+        return np.concatenate([column.blank(len(self.prompt.tokens)), *own])
+
     @property
     def answer_tokens(self) -> np.ndarray:
         """int32 [A]: everything after the prompt."""
@@ -194,11 +203,16 @@ class PackedBatch:
     advantages: np.ndarray  # float32 [M, R, N]
     policy_versions: np.ndarray  # int32 [M, R, N]
     trajectory_ids: np.ndarray  # int32 [M, R, N], trajectory of the loss token in the update, -1 = padding
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # those that are packed, [M, R, N, *shape]
 
     def microbatch(self, index: int) -> PackedBatch:
         """The micro-batch `index`, leaves [R, ...]."""
-        values = {f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)}
-        return PackedBatch(**values)
+        values = {name: array[index] for name, array in self.fields().items()}
+        return PackedBatch(**values, columns=cut(self.columns, index))
+
+    def fields(self) -> dict[str, np.ndarray]:
+        """The arrays by name, without the columns."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != 'columns'}
 
 
 @dataclasses.dataclass(frozen=True)

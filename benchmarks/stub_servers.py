@@ -38,7 +38,7 @@ class Shape:
     def events(self, version: str) -> list[bytes]:
         """An answer under these weights."""
         prompt = np.zeros(1, np.int32)
-        call = Call((prompt,), 'token_ids', (CallSampling(self.pieces * self.tokens),), ('',), logprobs=('behavior',))
+        call = Call((prompt,), 'token_ids', (CallSampling(self.pieces * self.tokens),), ('',), logprobs=True)
         answer, found = Answer('', prompt), []
         for number in range(self.pieces):
             piece = Piece(

@@ -44,8 +44,8 @@ MUTATIONS = [
     Mutation(
         'tag tokens with the version before',
         'areal_jax/rollout/stream.py',
-        'output.logprobs[row, :count], version, sampled)',
-        'output.logprobs[row, :count], max(0, version - 1), sampled)',
+        'output.logprobs[place], version, cut(output.columns, place))',
+        'output.logprobs[place], max(0, version - 1), cut(output.columns, place))',
         'tests/control/test_controller.py',
     ),
     Mutation(
@@ -321,16 +321,23 @@ MUTATIONS = [
     Mutation(
         'forget the cut softmax where segments are joined',
         'areal_jax/control/episode.py',
-        'cut = np.concatenate([first.sampling_logprobs, second.sampling_logprobs])',
-        'cut = first.sampling_logprobs',
+        'join([first.columns, second.columns])',
+        'first.columns',
         'tests/control/test_episode.py',
     ),
     Mutation(
         'forget the cut softmax in a checkpoint',
         'areal_jax/checkpoint/state.py',
-        'sampling_logprobs=None if cut is None else np.array(cut, np.float32)',
-        'sampling_logprobs=None',
+        'columns={n: find(n).read(record[n], len(tokens)) for n in sorted(further) if record[n] is not None}',
+        'columns={}',
         'tests/checkpoint/test_state.py',
+    ),
+    Mutation(
+        'leave the columns of a token out of its row',
+        'areal_jax/learning/rows.py',
+        'self._row.columns[name][place] = values',
+        'pass',
+        'tests/test_columns.py',
     ),
     Mutation(
         'train with a cut softmax unasked',

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'errors', 'event_fields', 'installation', 'lanes', 'types'},
+    {'columns', 'errors', 'event_fields', 'installation', 'lanes', 'types'},
     {'addresses', 'code_version', 'files', 'plugins', 'protocols', 'records', 'server_events'},
     {'config', 'events'},
     {'tasks', 'control', 'sharding', 'telemetry', 'native', 'registry'},
@@ -34,6 +34,7 @@ JAX_FREE = [
     'files',
     'installation',
     'plugins',
+    'columns',
     'types',
     'protocols',
     'code_version',

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.control.clocks.lanes import Lane
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
@@ -145,7 +146,8 @@ class ToyBackend:
         shape = steps, len(rows)
         cut = np.zeros(shape, np.float32)
         read = steps * sum(-(-(row.position + steps) // self.block_tokens) * self.block_tokens for row in rows)
-        output = DecodeOutput(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, bool), cut, read)
+        arrays = (np.zeros(shape, dtype) for dtype in (np.int32, np.float32, bool))
+        output = DecodeOutput(*arrays, {SAMPLING_LOGPROBS.name: cut}, read)
         new = _donate(state)
         for index, row in enumerate(rows):
             request = row.request
@@ -203,7 +205,7 @@ class ToyLearner:
             for t in g.trajectories
         ]
         segments = [s for g in groups for t in g.trajectories for s in t.segments]
-        content += [(s.sampling_logprobs.tolist(),) for s in segments if s.sampling_logprobs is not None]
+        content += [(values.tolist(),) for s in segments for values in s.columns.values()]
         self.w = int.from_bytes(hashlib.sha256(repr((self.w, content)).encode()).digest()[:6], 'big')
         ages = [version - v for g in groups for t in g.trajectories for v in t.policy_versions.tolist() if v >= 0]
         return {

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.columns import declared, find
 from areal_jax.control.episode import Episode, RunningGroup
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
@@ -142,23 +143,23 @@ def decode_trajectory(record: Mapping[str, object]) -> Trajectory:
 
 
 def encode_segment(segment: Segment) -> JsonObject:
+    own = segment.columns
     return {
         'tokens': np.asarray(segment.tokens, np.int32).tolist(),
         'behavior_logprobs': np.asarray(segment.behavior_logprobs, np.float32).tolist(),
         'policy_version': int(segment.policy_version),
-        'sampling_logprobs': None
-        if segment.sampling_logprobs is None
-        else np.asarray(segment.sampling_logprobs, np.float32).tolist(),
+        **{c.name: own[c.name].tolist() if c.name in own else None for c in declared() if c.saved},
     }
 
 
 def decode_segment(record: Mapping[str, object]) -> Segment:
-    cut = _take(record, 'sampling_logprobs', (list, type(None)), 'segment')
+    tokens = np.array(_take(record, 'tokens', list, 'segment'), np.int32)
+    further = record.keys() - {'tokens', 'behavior_logprobs', 'policy_version'}
     return Segment(
-        tokens=np.array(_take(record, 'tokens', list, 'segment'), np.int32),
+        tokens=tokens,
         behavior_logprobs=np.array(_take(record, 'behavior_logprobs', list, 'segment'), np.float32),
         policy_version=_take(record, 'policy_version', int, 'segment'),
-        sampling_logprobs=None if cut is None else np.array(cut, np.float32),
+        columns={n: find(n).read(record[n], len(tokens)) for n in sorted(further) if record[n] is not None},
     )
 
 

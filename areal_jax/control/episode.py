@@ -9,6 +9,7 @@ import dataclasses
 
 import numpy as np
 
+from areal_jax.columns import join
 from areal_jax.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
 
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
@@ -25,9 +26,9 @@ class Episode:
     engine: str = ''  # the engine of the last request; a resumed episode prefers it
 
     def append(self, segment: Segment) -> None:
-        """Adds the segment; joins it to the last one if both have the same version and the same kinds of log-probs."""
+        """Adds the segment; joins it to the last one if both have the same version and the same columns."""
         last = self.segments[-1] if self.segments else None
-        if last and last.policy_version == segment.policy_version and _cut(last) == _cut(segment):
+        if last and last.policy_version == segment.policy_version and last.columns.keys() == segment.columns.keys():
             segment = join_segments(self.segments.pop(), segment)
         self.segments.append(segment)
 
@@ -91,17 +92,10 @@ class RunningGroup:
 
 
 def join_segments(first: Segment, second: Segment) -> Segment:
-    """Two segments of the same policy version and the same kinds of log-probs as one."""
-    cut = None
-    if first.sampling_logprobs is not None and second.sampling_logprobs is not None:
-        cut = np.concatenate([first.sampling_logprobs, second.sampling_logprobs])
+    """Two segments of the same policy version and the same columns as one."""
     return Segment(
         np.concatenate([first.tokens, second.tokens]),
         np.concatenate([first.behavior_logprobs, second.behavior_logprobs]),
         first.policy_version,
-        cut,
+        join([first.columns, second.columns]),
     )
-
-
-def _cut(segment: Segment) -> bool:
-    return segment.sampling_logprobs is not None

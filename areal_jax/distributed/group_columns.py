@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.columns import join
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, concatenate
 
 _TIMES = ('admitted_s', 'finished_s', 'consumed_s')
@@ -41,11 +42,16 @@ def join_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         'segments': _integers(len(trajectory.segments) for trajectory in trajectories),
         'length': _integers(len(segment.tokens) for segment in segments),
         'version': _integers(segment.policy_version for segment in segments),
-        'cut': np.array([segment.sampling_logprobs is not None for segment in segments], bool),
         'tokens': concatenate([segment.tokens for segment in segments], np.int32),
         'behavior': concatenate([segment.behavior_logprobs for segment in segments], np.float32),
-        'sampling': concatenate([s.sampling_logprobs for s in segments if s.sampling_logprobs is not None], np.float32),
+        'columns': {name: _join_column(name, segments) for name in sorted({n for s in segments for n in s.columns})},
     }
+
+
+def _join_column(name: str, segments: Sequence[Segment]) -> dict[str, np.ndarray]:
+    """Which segments have the column, and its values in those."""
+    held = np.array([name in segment.columns for segment in segments], bool)
+    return {'held': held, **join([{'values': s.columns[name]} for s in segments if name in s.columns])}
 
 
 def split_groups(columns: Mapping[str, Any]) -> list[TrajectoryGroup]:
@@ -78,17 +84,21 @@ def _split_prompts(columns: Mapping[str, Any]) -> Iterator[Prompt]:
 
 
 def _split_segments(columns: Mapping[str, Any]) -> Iterator[Segment]:
-    lengths, cut = columns['length'], columns['cut']
-    sampling = iter(_pieces(columns['sampling'], lengths[cut]))
+    lengths = columns['length']
+    own: list[dict[str, np.ndarray]] = [{} for _ in lengths]
+    for name, column in columns['columns'].items():
+        held = np.flatnonzero(column['held'])
+        for index, values in zip(held.tolist(), _pieces(column['values'], lengths[held]), strict=True):
+            own[index][name] = values
     of_each = zip(
         _pieces(columns['tokens'], lengths),
         _pieces(columns['behavior'], lengths),
         columns['version'].tolist(),
-        cut.tolist(),
+        own,
         strict=True,
     )
-    for tokens, behavior, version, was_cut in of_each:
-        yield Segment(tokens, behavior, version, next(sampling) if was_cut else None)
+    for tokens, behavior, version, further in of_each:
+        yield Segment(tokens, behavior, version, further)
 
 
 def _pieces(whole: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

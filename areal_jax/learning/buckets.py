@@ -60,10 +60,13 @@ def tail_bucket(rows: Mapping[str, np.ndarray], buckets: Sequence[RowShape]) -> 
 def trim(rows: Mapping[str, np.ndarray], bucket: RowShape) -> dict[str, np.ndarray]:
     """Views of rows trimmed to the shape of the bucket.
 
-    Fields that are not in PackedBatch must be [..., N]. Raises ValueError if anything but padding would be lost.
+    Fields that are not in PackedBatch must be [..., N], columns [..., N, *shape]. Raises ValueError if anything but
+    padding would be lost.
     """
     tail_bucket(rows, [bucket])
-    return {name: x[..., : bucket.tokens if name in _TOKEN_FIELDS else bucket.loss_tokens] for name, x in rows.items()}
+    leading = (slice(None),) * (rows['segment_ids'].ndim - 1)
+    length = lambda name: bucket.tokens if name in _TOKEN_FIELDS else bucket.loss_tokens
+    return {name: array[*leading, : length(name)] for name, array in rows.items()}
 
 
 def _used(mask: np.ndarray) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.columns import Column
 from areal_jax.learning.rows import BatchError, Example, NextTokenForm
 from areal_jax.types import LARGEST_LOGPROB, Trajectory, TrajectoryGroup
 
@@ -18,6 +19,7 @@ def make_examples(
     advantages: Sequence[np.ndarray],
     capacity: tuple[int, int],
     vocab_size: int | None,
+    columns: Sequence[Column] = (),
 ) -> list[list[Example]]:
     """For each group, its trajectories that have loss tokens. Ids count all trajectories of the update, also others."""
     examples_of, next_id = [], 0
@@ -25,7 +27,7 @@ def make_examples(
         examples = []
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
             _require_sound(trajectory, group, float(advantage), vocab_size)
-            form = next_token_form(trajectory)
+            form = next_token_form(trajectory, columns)
             if len(form.targets):
                 _require_fit(trajectory, form, capacity)
                 examples.append(Example(form, len(trajectory.prompt.tokens), float(advantage), next_id))
@@ -74,7 +76,7 @@ def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[in
             )
 
 
-def next_token_form(trajectory: Trajectory) -> NextTokenForm:
+def next_token_form(trajectory: Trajectory, columns: Sequence[Column] = ()) -> NextTokenForm:
     """Aligns arrays by the token that predicts instead of the token that they describe; no other code shifts them.
 
     The first answer token is predicted by the last prompt token. Environment tokens are context: inputs, never targets.
@@ -90,4 +92,5 @@ def next_token_form(trajectory: Trajectory) -> NextTokenForm:
         targets=tokens[predicted],
         behavior_logprobs=trajectory.behavior_logprobs[predicted],
         policy_versions=trajectory.policy_versions[predicted],
+        columns={column.name: trajectory.column(column)[predicted] for column in columns},
     )

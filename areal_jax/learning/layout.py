@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.columns import declared
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.balance import decoder_cost
 from areal_jax.learning.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
@@ -48,6 +49,7 @@ class RowLayout:
         most = BACKENDS[self.attention].max_segments
         self._row_trajectories = most and most - 1  # the padding is a segment too
         self._cost = decoder_cost(config)
+        self._columns = tuple(column for column in declared() if column.packed)
 
     def pack(
         self,
@@ -76,6 +78,7 @@ class RowLayout:
             oldest_version=oldest_version,
             round_microbatches=round_microbatches,
             row_trajectories=self._row_trajectories,
+            columns=self._columns,
         )
 
     def split(self, rows: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
@@ -104,7 +107,7 @@ class RowLayout:
             sizes += [2 << i for i in range(max(settings.max_microbatches - 1, 0).bit_length())]
         for size in sizes:
             for bucket in self._buckets:
-                yield empty_batch(size, settings.rows_per_microbatch, *bucket)
+                yield empty_batch(size, settings.rows_per_microbatch, *bucket, self._columns)
 
 
 def _require_model(config: ModelConfig, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.columns import Column
 from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.balance import EMPTY, CostCoefficients, place_rows, shard_costs
@@ -43,6 +44,7 @@ def pack(
     buckets: Sequence[RowShape] = (),
     vocab_size: int | None = None,
     row_trajectories: int | None = None,
+    columns: Sequence[Column] = (),  # packed beside the fields of a PackedBatch
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
@@ -69,7 +71,7 @@ def pack(
     """
     require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
-    examples_of = make_examples(groups, advantages, capacity, vocab_size)
+    examples_of = make_examples(groups, advantages, capacity, vocab_size, columns)
     batches, reports = [], []
     for members in split_minibatches([sum(e.size[1] for e in group) for group in examples_of], n_minibatches):
         units = [unit for g in members for unit in _units(examples_of[g], mode, capacity)]
@@ -77,9 +79,8 @@ def pack(
         costs = np.array([row.cost(cost) for row in rows])  # [rows]
         shares = np.array([row.share(capacity) for row in rows])  # [rows]
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
-        if round_microbatches:
-            placement = _round_up(placement)
-        batch = empty_batch(len(placement), rows_per_microbatch, row_tokens, row_loss_tokens)
+        placement = _round_up(placement) if round_microbatches else placement
+        batch = empty_batch(len(placement), rows_per_microbatch, row_tokens, row_loss_tokens, columns)
         write_rows(batch, rows, placement, oldest_version)
         if batch.loss_mask.any():
             batches.append(batch)
@@ -88,7 +89,9 @@ def pack(
     return batches, total_report(reports)
 
 
-def empty_batch(microbatches: int, rows: int, row_tokens: int, row_loss_tokens: int) -> PackedBatch:
+def empty_batch(
+    microbatches: int, rows: int, row_tokens: int, row_loss_tokens: int, columns: Sequence[Column] = ()
+) -> PackedBatch:
     """A batch of padding: nothing to read, nothing to train."""
     places, loss_places = (microbatches, rows, row_tokens), (microbatches, rows, row_loss_tokens)
     return PackedBatch(
@@ -103,6 +106,7 @@ def empty_batch(microbatches: int, rows: int, row_tokens: int, row_loss_tokens: 
         advantages=np.zeros(loss_places, np.float32),
         policy_versions=np.zeros(loss_places, np.int32),
         trajectory_ids=np.full(loss_places, PADDING, np.int32),
+        columns={c.name: np.full((*loss_places, *c.shape), c.fill, c.dtype) for c in columns},
     )
 
 

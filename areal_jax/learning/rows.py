@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.columns import ColumnArrays
 from areal_jax.learning.balance import EMPTY, CostCoefficients, row_cost, visible_pairs
 from areal_jax.types import PackedBatch
 
@@ -30,6 +31,7 @@ class NextTokenForm:
     targets: np.ndarray  # int32 [A], the loss tokens
     behavior_logprobs: np.ndarray  # float32 [A]
     policy_versions: np.ndarray  # int32 [A]
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # those that are packed, [A, *shape]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,3 +148,5 @@ class _RowWriter:
         self._row.advantages[place] = example.advantage
         self._row.policy_versions[place] = form.policy_versions
         self._row.trajectory_ids[place] = example.trajectory_id
+        for name, values in form.columns.items():
+            self._row.columns[name][place] = values

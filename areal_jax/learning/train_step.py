@@ -47,9 +47,9 @@ class KnownLogprobs:
 def training_rows(
     batch: PackedBatch, aggregation: str, known: KnownLogprobs | None = None
 ) -> tuple[dict[str, np.ndarray], float]:
-    """A batch as the programs read it, leaves [M, R, ...], and the denominator of its minibatch."""
+    """A batch as the programs read it, leaves [M, R, ...], its columns by their names, and its denominator."""
     weights, denominator = denominator_weights(batch, aggregation)
-    rows = {name: getattr(batch, name) for name in _ROW_FIELDS}
+    rows = {name: getattr(batch, name) for name in _ROW_FIELDS} | dict(batch.columns)
     known = known or KnownLogprobs()
     zeros = np.zeros_like(batch.behavior_logprobs)
     rows['recomputed_logprobs'] = zeros if known.proximal is None else known.proximal

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.config.ranges import ConfigError
 from areal_jax.types import NOT_GENERATED, Segment, TrajectoryGroup
 
@@ -19,7 +20,7 @@ def require_full_softmax(groups: Sequence[TrajectoryGroup]) -> None:
     """Raises ConfigError where a token was drawn from a cut softmax."""
     for group in groups:
         for trajectory in group.trajectories:
-            if any(segment.sampling_logprobs is not None for segment in trajectory.segments):
+            if any(_is_cut(segment) for segment in trajectory.segments):
                 raise ConfigError(
                     f"loss.truncated_sampling='refuse', but {trajectory.engine} drew draw {group.draw}, sample "
                     f'{trajectory.sample} from a cut softmax: set rollout.top_k=0 and rollout.top_p=1, or accept the '
@@ -36,13 +37,12 @@ def kept_mass_metrics(groups: Sequence[TrajectoryGroup], oldest_version: int | N
     """
     oldest = NOT_GENERATED + 1 if oldest_version is None else max(oldest_version, NOT_GENERATED + 1)
     segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version >= oldest]
-    if all(segment.sampling_logprobs is None for segment in segments):
+    if not any(map(_is_cut, segments)):
         return {}
-    mass = np.exp(np.concatenate([_log_kept_mass(segment) for segment in segments]))
+    drawn = np.concatenate([SAMPLING_LOGPROBS.of(s.columns, s.behavior_logprobs) for s in segments])
+    mass = np.exp(np.concatenate([s.behavior_logprobs for s in segments]).astype(np.float64) - drawn)
     return {'sampling/kept_mass_mean': float(mass.mean()), 'sampling/kept_mass_min': float(mass.min())}
 
 
-def _log_kept_mass(segment: Segment) -> np.ndarray:
-    if segment.sampling_logprobs is None:
-        return np.zeros(len(segment.tokens))
-    return segment.behavior_logprobs.astype(np.float64) - segment.sampling_logprobs
+def _is_cut(segment: Segment) -> bool:
+    return SAMPLING_LOGPROBS.name in segment.columns

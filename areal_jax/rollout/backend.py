@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from areal_jax.columns import ColumnArrays, check, find
 from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, Weights
 
@@ -65,9 +66,11 @@ class DecodeOutput:
     tokens: np.ndarray  # int32 [steps, rows]
     logprobs: np.ndarray  # float32 [steps, rows], of the full softmax at the temperature
     valid: np.ndarray  # bool [steps, rows]; False from a row's stop token (itself valid) or its limit on
-    # float32 [steps, rows], of the distribution that was sampled; None = a backend that samples the full softmax only
-    sampling_logprobs: np.ndarray | None = None
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # [steps, rows, *shape], see RunningRequest.extend
     positions_read: int = 0  # of the cache by attention, over rows and steps of one layer without a window
+
+    def __post_init__(self) -> None:
+        check(self.columns, self.tokens.shape)
 
     def counts(self) -> np.ndarray:
         """int [rows]: valid tokens, the first of each row."""
@@ -75,17 +78,16 @@ class DecodeOutput:
 
     def by_row(self) -> DecodeOutput:
         """The same with arrays [rows, steps], so that the tokens of one row are contiguous."""
-        sampled = None if self.sampling_logprobs is None else np.ascontiguousarray(self.sampling_logprobs.T)
-        tokens, logprobs, valid = map(np.ascontiguousarray, (self.tokens.T, self.logprobs.T, self.valid.T))
-        return DecodeOutput(tokens, logprobs, valid, sampled, self.positions_read)
+        turn = lambda array: np.ascontiguousarray(np.swapaxes(array, 0, 1))
+        columns = {name: turn(array) for name, array in self.columns.items()}
+        return DecodeOutput(turn(self.tokens), turn(self.logprobs), turn(self.valid), columns, self.positions_read)
 
     def unsound(self) -> list[tuple[int, float]]:
         """(row, log-prob) of every valid token whose log-prob is NaN, infinite, or above 0 by more than rounding."""
         found: list[tuple[int, float]] = []
-        for logprobs in (self.logprobs, self.sampling_logprobs):
-            if logprobs is not None:
-                wrong = self.valid & ~((logprobs > -np.inf) & (logprobs <= LARGEST_LOGPROB))
-                found += [(int(row), float(logprobs[step, row])) for step, row in np.argwhere(wrong)]
+        for logprobs in (self.logprobs, *(array for name, array in self.columns.items() if find(name).is_logprob)):
+            wrong = self.valid & ~((logprobs > -np.inf) & (logprobs <= LARGEST_LOGPROB))
+            found += [(int(row), float(logprobs[step, row])) for step, row in np.argwhere(wrong)]
         return found
 
 

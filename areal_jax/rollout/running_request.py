@@ -1,4 +1,4 @@
-"""A request inside an engine of this process: what it has generated, and the iterator that delivers it.
+"""A request inside an engine of this process, and what it has generated.
 
 stream.py extends and ends it; the pool iterates over it. Work here is per dispatch and per segment: tokens stay
 in numpy arrays.
@@ -6,22 +6,23 @@ in numpy arrays.
 
 from __future__ import annotations
 
-import collections
 import functools
 import hashlib
 
 import numpy as np
 
+from areal_jax.columns import ColumnArrays, of_request
 from areal_jax.protocols import Clock
+from areal_jax.rollout.answer import SegmentIterator
 from areal_jax.rollout.blocks import CachedSequence
 from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate
 
-_NO_LOGPROBS = np.zeros(0, np.float32)
+_NO_LOGPROBS, _NO_COLUMNS = np.zeros(0, np.float32), dict[str, np.ndarray]()
 _DIGEST_BYTES = 16  # of a prompt's key: two different prompts share one with a chance of 2^-128
 
 
 class GrowingArray:
-    """A one-dimensional array with an append whose cost does not depend on the length."""
+    """An array with an append along its first axis, whose cost does not depend on the length."""
 
     def __init__(self, values: np.ndarray):
         self._array, self._length = values, len(values)
@@ -32,7 +33,7 @@ class GrowingArray:
     def extend(self, values: np.ndarray) -> None:
         end = self._length + len(values)
         if end > len(self._array):
-            grown = np.empty(2 * end, self._array.dtype)
+            grown = np.empty((2 * end, *self._array.shape[1:]), self._array.dtype)
             grown[: self._length] = self._array[: self._length]
             self._array = grown
         self._array[self._length : end] = values
@@ -43,15 +44,13 @@ class GrowingArray:
         return self._array[start : self._length]
 
 
-class RunningRequest:
-    """One request from its arrival to its end; iterate for its segments. Implements protocols.Generation."""
+class RunningRequest(SegmentIterator):
+    """One request from its arrival to its end."""
 
     def __init__(self, request: GenerationRequest, clock: Clock, engine: str, limit: int):
         """`limit` is the number of tokens, prompt included, at which the request ends with the reason 'length'."""
-        self.request, self.engine, self.limit, self._clock = request, engine, limit, clock
-        self.request_id = request.request_id
-        self.finish_reason: EngineFinish | None = None
-        self.error: Exception | None = None  # why it ended without a reason
+        super().__init__(request, clock, engine)
+        self.limit = limit
         self.streams = False  # every dispatch delivers, however short the segments are
         self.matched: int | str | None = None  # the stop token or string that ended it; None = none has
         self.cached: CachedSequence | None = None  # its part of the KV cache; cache_table.py keeps it and the next two
@@ -64,9 +63,8 @@ class RunningRequest:
         self._delivered = len(self._given)  # tokens that are not part of the segment under way
         self._version = 0  # of the segment under way
         self._logprobs = GrowingArray(_NO_LOGPROBS)  # of the segment under way, as the next
-        self._sampling_logprobs = GrowingArray(_NO_LOGPROBS)  # empty where the full softmax is sampled
-        self._segments: collections.deque[Segment] = collections.deque()
-        self._news = clock.event(f'segments of request {self.request_id}')
+        self._columns: dict[str, GrowingArray] = {}
+        self._known = of_request(request.sampling)
 
     def __len__(self) -> int:
         return len(self._given) if self._tokens is None else len(self._tokens)
@@ -89,56 +87,48 @@ class RunningRequest:
         key = hashlib.blake2b(salt.encode()).digest() if salt else b''
         return hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES, key=key).digest()
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sampled: np.ndarray | None = None) -> None:
-        """Adds n >= 1 tokens of one version to the segment under way.
+    def extend(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, columns: ColumnArrays = _NO_COLUMNS
+    ) -> None:
+        """Adds n >= 1 tokens of one version to the segment under way; other columns than its own begin a new one.
 
-        `tokens` int32 [n]; `logprobs`, and `sampled` under the distribution that was sampled, float32 [n].
-        Raises RuntimeError where the segment under way has another version.
+        `tokens` int32 [n]; `logprobs` float32 [n]; `columns` may have more than the request needs.
+        Raises RuntimeError where the segment under way has another version, ColumnError for a column that is missing.
         """
         if len(self) > self._delivered and self._version != version:
             raise RuntimeError(f'request {self.request_id}: flush version {self._version} before {version}')
+        own = {column.name: columns[column.name] for column in self._known if column.name in columns}
+        if missing := [column for column in self._known if column.needed and column.name not in own]:
+            fault = f'is not known of tokens that {self.engine} generated for request {self.request_id}'
+            raise missing[0].error(fault, 'use another engine, or sampling parameters that do without it')
+        if own.keys() != self._columns.keys():
+            self.flush()
+            self._columns = {name: GrowingArray(values[:0]) for name, values in own.items()}
         if self._tokens is None:
             self._tokens = GrowingArray(self._given)
             self._given = self._given[:0]
         self._version = version
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
-        if self.request.sampling.changes_softmax:
-            assert sampled is not None, 'the backend samples the full softmax only'
-            self._sampling_logprobs.extend(sampled)
+        for name, values in own.items():
+            self._columns[name].extend(values)
 
     def flush(self) -> None:
         """Delivers the segment under way."""
         if len(self) == self._delivered:
             return
         tokens = self.tokens[self._delivered :].copy()
-        sampled = self._sampling_logprobs.view().copy() if self.request.sampling.changes_softmax else None
-        self._segments.append(Segment(tokens, self._logprobs.view().copy(), self._version, sampled))
-        self._logprobs, self._sampling_logprobs = GrowingArray(_NO_LOGPROBS), GrowingArray(_NO_LOGPROBS)
+        columns = {name: values.view().copy() for name, values in self._columns.items()}
+        self.deliver(Segment(tokens, self._logprobs.view().copy(), self._version, columns))
+        self._logprobs, self._columns = GrowingArray(_NO_LOGPROBS), {}
         self._delivered = len(self)
-        self._news.set()
 
     def finish(self, reason: EngineFinish) -> None:
         """Delivers the segment under way and ends the iteration."""
         self.flush()
-        self.finish_reason = reason
-        self._news.set()
+        self.end(reason)
 
     def fail(self, error: Exception) -> None:
         """Delivers the segment under way; then the iteration raises the error."""
         self.flush()
-        self.error = error
-        self._news.set()
-
-    def __aiter__(self) -> RunningRequest:
-        return self
-
-    async def __anext__(self) -> Segment:
-        while not self._segments:
-            if self.finish_reason is not None:
-                raise StopAsyncIteration
-            if self.error is not None:
-                raise self.error
-            self._news.clear()
-            await self._clock.wait(self._news)
-        return self._segments.popleft()
+        super().fail(error)

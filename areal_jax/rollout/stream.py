@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.columns import cut
 from areal_jax.control.events import EventLog
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
@@ -284,8 +285,8 @@ class DecodeStream:
             if not count:
                 raise RuntimeError(f'{self._engine}: the backend has decoded nothing for {running.request_id}')
             matched, count = self._find_stop(running, output.tokens[row, :count])
-            sampled = None if output.sampling_logprobs is None else output.sampling_logprobs[row, :count]
-            running.extend(output.tokens[row, :count], output.logprobs[row, :count], version, sampled)
+            place = row, slice(count)
+            running.extend(output.tokens[place], output.logprobs[place], version, cut(output.columns, place))
             if matched is not None:
                 running.matched = matched
                 self._scheduler.end(running)

@@ -203,7 +203,7 @@ def test_the_kept_mass_is_reported(cut):
         assert 0.8 - 1e-6 <= line['sampling/kept_mass_min'] <= line['sampling/kept_mass_mean'] <= 1 + 1e-6
     assert min(line['sampling/kept_mass_mean'] for line in masses) < 0.99
     segments = [s for groups in cut.batches for g in groups for t in g.trajectories for s in t.segments]
-    mass = np.exp(np.concatenate([s.behavior_logprobs - s.sampling_logprobs for s in segments]))
+    mass = np.exp(np.concatenate([s.behavior_logprobs - s.columns['sampling_logprobs'] for s in segments]))
     assert mass.min() >= 0.8 - 1e-5  # top-p keeps at least that much
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from areal_jax import columns
 from areal_jax.checkpoint import state as records
 from areal_jax.checkpoint.state import RunStateError, decode_run_state, encode_run_state
 from areal_jax.control.episode import Episode, RunningGroup
@@ -29,7 +30,8 @@ def _segments(draw):
     length = draw(st.integers(1, 4))
     logprobs = draw(hnp.arrays(np.float32, length, elements=st.floats(width=32)))
     cut = draw(st.none() | hnp.arrays(np.float32, length, elements=st.floats(width=32)))
-    return Segment(draw(hnp.arrays(np.int32, length, elements=_INT32)), logprobs, draw(_INT32), cut)
+    columns = {} if cut is None else {'sampling_logprobs': cut}
+    return Segment(draw(hnp.arrays(np.int32, length, elements=_INT32)), logprobs, draw(_INT32), columns)
 
 
 _prompts = st.builds(
@@ -92,10 +94,23 @@ def test_keys_beyond_the_schema_are_carried():
 
 def test_decoded_arrays_have_the_types_of_the_contract_even_when_empty():
     prompt = records.decode_prompt({'draw': 0, 'tokens': [], 'task': 't', 'problem': {}})
-    record = {'tokens': [1], 'behavior_logprobs': [-1], 'policy_version': 0, 'sampling_logprobs': []}
+    record = {'tokens': [1], 'behavior_logprobs': [-1], 'policy_version': 0, 'sampling_logprobs': [-1]}
     segment = records.decode_segment(record)
     assert (prompt.tokens.dtype, segment.tokens.dtype) == (np.int32, np.int32)
-    assert (segment.behavior_logprobs.dtype, segment.sampling_logprobs.dtype) == (np.float32, np.float32)
+    assert (segment.behavior_logprobs.dtype, segment.columns['sampling_logprobs'].dtype) == (np.float32, np.float32)
+
+
+def test_a_segment_has_the_columns_that_are_saved_and_earlier_checkpoints_have_fewer(monkeypatch):
+    monkeypatch.setattr(columns, 'DECLARED', dict(columns.DECLARED))
+    for name, saved in (('kept', True), ('left', False)):
+        columns.declare(columns.Column(name, 'int32', saved=saved))
+    ones = np.ones(1, np.int32)
+    record = records.encode_segment(Segment(ones, np.zeros(1, np.float32), 0, {'kept': ones, 'left': ones}))
+    assert (list(record)[3:], record['kept']) == (['sampling_logprobs', 'kept'], [1])
+    assert {n: a.tolist() for n, a in records.decode_segment(record).columns.items()} == {'kept': [1]}
+    assert records.decode_segment({n: v for n, v in record.items() if n != 'kept'}).columns == {}
+    with pytest.raises(columns.ColumnError, match="column 'more' is not declared, only sampling_logprobs, kept, left"):
+        records.decode_segment(record | {'more': [1]})
 
 
 @pytest.mark.parametrize('key', ['format', *records.SCHEMA])

@@ -78,7 +78,7 @@ def _groups():
         for sample in range(2 + draw):
             sizes = [3, 1, 5][: sample + 1]
             segments = tuple(
-                Segment(tokens(n), floats(n), version - 1, floats(n) if version == 1 else None)
+                Segment(tokens(n), floats(n), version - 1, {'sampling_logprobs': floats(n)} if version == 1 else {})
                 for version, n in enumerate(sizes)
             )
             prompt = shared if sample else Prompt(draw, shared.tokens.copy(), 'task', {'answer': 'another'})

@@ -17,7 +17,8 @@ from tests.learning.test_learner import _learner, _weights
 def _cut(tokens, version, mass):
     """A segment whose tokens were drawn from the part of the softmax with these masses."""
     whole = segment(tokens, version)
-    return dataclasses.replace(whole, sampling_logprobs=whole.behavior_logprobs - np.log(mass).astype(np.float32))
+    cut = whole.behavior_logprobs - np.log(mass).astype(np.float32)
+    return dataclasses.replace(whole, columns={'sampling_logprobs': cut})
 
 
 _MIXED = TrajectoryGroup(
@@ -54,7 +55,7 @@ def test_the_full_softmax_is_what_is_trained_and_compared():
     whole = dataclasses.replace(
         _MIXED,
         trajectories=tuple(
-            dataclasses.replace(t, segments=tuple(dataclasses.replace(s, sampling_logprobs=None) for s in t.segments))
+            dataclasses.replace(t, segments=tuple(dataclasses.replace(s, columns={}) for s in t.segments))
             for t in _MIXED.trajectories
         ),
     )

@@ -108,7 +108,7 @@ def test_a_paused_engine_has_delivered_everything_and_goes_on_in_the_same_order(
         await rig.pass_time(0.025)
         await rig.engine.pause()
         before, dispatches = [r.tokens[3:].tolist() for r in running], len(rig.kinds('decode'))
-        delivered = [[int(t) for s in r._segments for t in s.tokens] for r in running]
+        delivered = [[int(t) for s in r._undelivered for t in s.tokens] for r in running]
         await rig.pass_time(1.0)
         assert len(rig.kinds('decode')) == dispatches
         assert [r.sample for r in rig.engine.open_requests()] == [0, 1, 2][: len(rig.engine.open_requests())]
@@ -213,9 +213,10 @@ def test_a_cut_request_has_both_logprobs_and_any_other_has_one():
     cut, whole, greedy = Rig().run(script)
     assert [segment.policy_version for segment in cut] == [0, 1]
     for segment in cut:
-        assert segment.sampling_logprobs.dtype == np.float32
-        np.testing.assert_allclose(segment.sampling_logprobs, segment.behavior_logprobs + np.log(2), rtol=1e-6)
-    assert [segment.sampling_logprobs for segment in whole + greedy] == [None] * len(whole + greedy)
+        drawn = segment.columns['sampling_logprobs']
+        assert drawn.dtype == np.float32
+        np.testing.assert_allclose(drawn, segment.behavior_logprobs + np.log(2), rtol=1e-6)
+    assert [segment.columns for segment in whole + greedy] == [{}] * len(whole + greedy)
 
 
 def test_a_greedy_request_with_a_bias_has_both_logprobs():
@@ -225,7 +226,7 @@ def test_a_greedy_request_with_a_bias_has_both_logprobs():
         return await collect(rig.engine.generate(request(0, sampling=biased)))
 
     (segment,) = Rig().run(script)
-    np.testing.assert_allclose(segment.sampling_logprobs, segment.behavior_logprobs + np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(segment.columns['sampling_logprobs'], segment.behavior_logprobs + np.log(2), rtol=1e-6)
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 2.0**-6])
@@ -239,7 +240,7 @@ def test_a_logprob_that_no_policy_has_ends_the_run_before_it_is_delivered(value,
         def broken(weights, state, rows, steps):
             state, output = generate(weights, state, rows, steps)
             if weights.version == 2:
-                getattr(output, kind)[0, 1] = value
+                (output.columns | {'logprobs': output.logprobs})[kind][0, 1] = value
             return state, output
 
         rig.backend.generate = broken

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from areal_jax import columns
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 from areal_jax.rollout.running_request import GrowingArray, RunningRequest
@@ -35,17 +36,31 @@ def test_segments_carry_what_was_generated_since_the_last_one():
     for tokens, version in (((4, 5), 0), ((6,), 0), ((7,), 1)):
         if version:
             one.flush()
-        one.extend(*chunk(*tokens), version, sampled=np.array(tokens, np.float32))
+        one.extend(*chunk(*tokens), version, {'sampling_logprobs': np.array(tokens, np.float32)})
     one.finish('stop')
     one.flush()  # nothing is left
     assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    segments = list(one._segments)
+    segments = list(one._undelivered)
     assert [s.tokens.tolist() for s in segments] == [[4, 5, 6], [7]]
     assert [s.behavior_logprobs.tolist() for s in segments] == [[-4, -5, -6], [-7]]
-    assert [s.sampling_logprobs.tolist() for s in segments] == [[4, 5, 6], [7]]
+    assert [s.columns['sampling_logprobs'].tolist() for s in segments] == [[4, 5, 6], [7]]
     assert [s.policy_version for s in segments] == [0, 1]
     assert {s.tokens.dtype for s in segments} == {np.dtype(np.int32)}
     assert {s.behavior_logprobs.dtype for s in segments} == {np.dtype(np.float32)}
+
+
+def test_other_columns_begin_a_segment_and_one_that_is_needed_is_missed(monkeypatch):
+    monkeypatch.setattr(columns, 'DECLARED', dict(columns.DECLARED))
+    columns.declare(columns.Column('pair', 'int32', shape=(2,)))
+    one, pair = running(), np.array([[1, 2]], np.int32)
+    unasked = {'pair': -pair, 'sampling_logprobs': np.ones(1, np.float32)}  # the request has the full softmax
+    for token, given in ((4, {}), (5, {'pair': pair}), (6, unasked), (7, {})):
+        one.extend(*chunk(token), 0, given)
+    one.flush()
+    found = [(s.tokens.tolist(), {n: a.tolist() for n, a in s.columns.items()}) for s in one._undelivered]
+    assert found == [([4], {}), ([5, 6], {'pair': [[1, 2], [-1, -2]]}), ([7], {})]
+    with pytest.raises(columns.ColumnError, match=r"'sampling_logprobs' is not known of .* engine/0 .* request 0/0/0"):
+        running(top_k=2).extend(*chunk(4), 0)
 
 
 def test_a_segment_has_one_version():

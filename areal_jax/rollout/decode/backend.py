@@ -273,9 +273,9 @@ class JaxDecodeBackend:
         state, outputs = generation.program(weights, state, batch, np.int32(steps))
         out = jax.device_get(outputs)
         given = lambda values: values[:steps, places]
-        sampled = None if out.sampling_logprobs is None else given(out.sampling_logprobs)
+        columns = {name: given(values) for name, values in out.columns.items()}
         read = int(out.positions_read)
-        return state, DecodeOutput(given(out.tokens), given(out.logprobs), given(out.valid), sampled, read)
+        return state, DecodeOutput(given(out.tokens), given(out.logprobs), given(out.valid), columns, read)
 
     def copy(self, state: Cache, sources: Sequence[int], targets: Sequence[int]) -> Cache:
         for start in range(0, len(sources), cache.COPIES):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.logprobs import BlockSums
 from areal_jax.models.native_layers import Read
@@ -30,7 +31,7 @@ class Outputs:
     tokens: jax.Array  # int32 [S, B]
     logprobs: jax.Array  # float32 [S, B]
     valid: jax.Array  # bool [S, B]
-    sampling_logprobs: jax.Array | None  # float32 [S, B]; None = programs that draw from the full softmax only
+    columns: dict[str, jax.Array]  # [S, B, *shape]; SAMPLING_LOGPROBS where rows may change the softmax
     positions_read: jax.Array  # int32
 
 
@@ -100,7 +101,7 @@ class Generate:
             tokens=jnp.zeros(shape, jnp.int32),
             logprobs=zeros,
             valid=jnp.zeros(shape, bool),
-            sampling_logprobs=zeros if self.filtered or self.adjusted else None,
+            columns={SAMPLING_LOGPROBS.name: zeros} if self.filtered or self.adjusted else {},
             positions_read=jnp.int32(0),
         )
 
@@ -203,11 +204,11 @@ def _record(
     positions_read: jax.Array,
 ) -> Outputs:
     tokens, logprobs, changed = sampled
-    kept = outputs.sampling_logprobs
+    new = {} if changed is None else {SAMPLING_LOGPROBS.name: changed}
     return Outputs(
         tokens=outputs.tokens.at[step].set(tokens),
         logprobs=outputs.logprobs.at[step].set(logprobs),
         valid=outputs.valid.at[step].set(live),
-        sampling_logprobs=None if kept is None or changed is None else kept.at[step].set(changed),
+        columns={name: kept.at[step].set(new[name]) for name, kept in outputs.columns.items()},
         positions_read=outputs.positions_read + positions_read,
     )

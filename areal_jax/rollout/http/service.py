@@ -208,7 +208,7 @@ class GenerationService:
 
     def _piece(self, segment: Segment) -> Piece:
         label = self._labels[segment.policy_version]
-        return Piece(segment.tokens, segment.behavior_logprobs, label, segment.sampling_logprobs)
+        return Piece(segment.tokens, segment.behavior_logprobs, label, segment.columns)
 
     async def score(self, request: ScoringRequest) -> Scored | None:
         """The scores of a sequence under the weights then in use; None where it was cancelled. Raises UserError."""

@@ -8,25 +8,21 @@ import dataclasses
 import numpy as np
 
 from areal_jax.protocols import Clock
+from areal_jax.rollout.answer import GrowingAnswer
 from areal_jax.rollout.ledger import Entry
-from areal_jax.rollout.servers.answer import GrowingAnswer
 from areal_jax.types import LARGEST_LOGPROB, EngineFinish, GenerationRequest, Segment
 
 
 class MovingRequest(GrowingAnswer):
-    """Implements protocols.Generation; `engine` is the last one that it was sent to, '' before the first."""
+    """`engine` is the last one that it was sent to, '' before the first."""
 
     def __init__(self, request: GenerationRequest, clock: Clock):
         super().__init__(request, clock)
-        self.engine = ''
         self.attempts = 0  # engines that failed it
         self.entry: Entry | None = None  # in the ledger, while an engine has it
         self.pump: asyncio.Task[None] | None = None  # takes what the engine delivers
         self.lowest_version = 0  # that the engine can generate with since it has the request
         self.taken_here = 0  # tokens from the engine that has it
-
-    def __aiter__(self) -> MovingRequest:
-        return self
 
     def take(self, segment: Segment) -> None:
         self.taken_here += len(segment.tokens)

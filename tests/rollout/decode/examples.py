@@ -115,7 +115,7 @@ class Decoding:
             sequence, valid = self.sequences[name], output.valid[:, place]
             sequence.tokens += output.tokens[valid, place].tolist()
             sequence.logprobs += output.logprobs[valid, place].tolist()
-            drawn = output.logprobs if output.sampling_logprobs is None else output.sampling_logprobs
+            drawn = output.columns.get('sampling_logprobs', output.logprobs)
             sequence.sampling_logprobs += drawn[valid, place].tolist()
             stopped = sequence.tokens[-1] in sequence.request.sampling.stop_tokens
             sequence.live = not stopped and len(sequence.tokens) < sequence.limit

@@ -128,7 +128,7 @@ class Recorder:
             before = [int(self.versions[place]) for place in places[: row.position]]
             self.occurred['block shared'] += sum(self.table.pool.count(block) > 1 for block in row.blocks)
             for step in range(count):
-                cut = output.sampling_logprobs[step, index]
+                cut = output.columns['sampling_logprobs'][step, index]
                 token, logprob = output.tokens[step, index], output.logprobs[step, index]
                 versions = [*before, *[prepared.version] * (step + 1)]
                 answer.append(Decoded(int(token), float(logprob), float(cut), versions))

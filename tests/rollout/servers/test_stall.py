@@ -10,7 +10,7 @@ from areal_jax.control.clocks.loop import StallError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.events import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.rollout.servers.answer import GrowingAnswer
+from areal_jax.rollout.answer import GrowingAnswer
 from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.rollout.servers.registry import ServerEntry
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
@@ -25,10 +25,7 @@ FOR_EVER_S = 3600.0
 
 
 class SilentAnswer(GrowingAnswer):
-    engine = 'engine/0'
-
-    def __aiter__(self):
-        return self
+    """Says nothing."""
 
 
 class SilentServer:
@@ -42,7 +39,7 @@ class SilentServer:
     def generate(self, request):
         call = self._clock.call('engine/0', lambda: asyncio.sleep(FOR_EVER_S), Work('generate'), FOR_EVER_S)
         self._supervisor.start('call', call)
-        return SilentAnswer(request, self._clock)
+        return SilentAnswer(request, self._clock, 'engine/0')
 
     def cancel(self, request_id): ...
 

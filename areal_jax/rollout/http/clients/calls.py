@@ -6,6 +6,7 @@ import hashlib
 
 import numpy as np
 
+from areal_jax.columns import of_request
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling
 from areal_jax.types import GenerationRequest, concatenate
@@ -35,7 +36,7 @@ def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *
         sampling=(parameters,),
         request_ids=(wire_id,),
         stream=streams,
-        logprobs=('behavior',),
+        logprobs=True,
     )
 
 
@@ -59,7 +60,8 @@ def make_own_call(request: GenerationRequest, generated: np.ndarray, wire_id: st
         sampling=(parameters,),
         request_ids=(wire_id,),
         stream=True,
-        logprobs=('behavior', 'sampling') if sampling.changes_softmax else ('behavior',),
+        logprobs=True,
+        columns=tuple(column.name for column in of_request(sampling) if column.published),
         draw=request.draw,
         sample=request.sample,
     )
@@ -108,7 +110,7 @@ def make_probe() -> Call:
         prompt_field='prompt',
         sampling=(CallSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True, skip_special_tokens=False),),
         request_ids=('',),
-        logprobs=('behavior',),
+        logprobs=True,
     )
 
 

@@ -271,7 +271,7 @@ class ServerEngine:
                     request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
                     self._start('abort', self._abort_call(arrival.wire_id))
                 elif len(piece.tokens):
-                    request.take(Segment(piece.tokens, piece.logprobs, version, piece.sampling_logprobs))
+                    request.take(Segment(piece.tokens, piece.logprobs, version, piece.columns))
 
     def _read_version(self, piece: Piece, sent_under: int) -> int:
         """That of a piece: no call goes on under other weights than those that it was sent under."""

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from areal_jax.protocols import Clock
-from areal_jax.rollout.servers.answer import GrowingAnswer
+from areal_jax.rollout.answer import GrowingAnswer
 from areal_jax.types import GenerationRequest
 
 
 class ServerRequest(GrowingAnswer):
-    """Implements protocols.Generation.
-
-    The iteration raises RequestFailedError after the segments that came, where the rest of the answer is lost.
-    """
+    """The iteration raises RequestFailedError after the segments that came, where the rest of the answer is lost."""
 
     def __init__(self, request: GenerationRequest, clock: Clock, engine: str):
-        super().__init__(request, clock)
-        self.engine = engine
+        super().__init__(request, clock, engine)
         self.wire_id = ''  # of the call under way
         self.vain_calls = 0  # in a row that were aborted by somebody else before their first token
-
-    def __aiter__(self) -> ServerRequest:
-        return self

@@ -6,11 +6,13 @@ The server is started with --enable-scale-out, --logprobs-mode processed_logprob
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
 
+from areal_jax.columns import join
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from areal_jax.rollout.http.clients.dialect import UpdateError
@@ -53,7 +55,7 @@ class VllmDialect:
         try:
             reason = await stream_deltas(connection, call, vocab_size, take)
         except NoReplyError:
-            deliver([Piece(piece.tokens, piece.logprobs, '') for piece in pieces])
+            deliver([dataclasses.replace(piece, version='') for piece in pieces])
             raise
         deliver(_cut_by_versions(last, pieces))
         return reason
@@ -108,7 +110,8 @@ def _cut_by_versions(last_event: JsonObject, pieces: Sequence[Piece]) -> list[Pi
     (choice,) = Reply(last_event, 'event').entries('choices', 1)
     tokens = concatenate([piece.tokens for piece in pieces], np.int32)
     logprobs = concatenate([piece.logprobs for piece in pieces], np.float32)
-    return cut_by_spans(Reply(choice, 'choice'), tokens, logprobs)
+    columns = join([piece.columns for piece in pieces])
+    return cut_by_spans(Reply(choice, 'choice'), tokens, logprobs, columns)
 
 
 def connect(parts: ClientParts) -> ServerEngine:

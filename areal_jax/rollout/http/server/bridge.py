@@ -262,7 +262,7 @@ class Exchange:
         for position, piece in enumerate(pieces):
             is_last = delivery.finish is not None and position == len(pieces) - 1
             added = text.extend(piece.tokens, _describe_finish(delivery) if is_last else None)
-            found.append(Piece(piece.tokens, piece.logprobs, piece.version, piece.sampling_logprobs, added))
+            found.append(dataclasses.replace(piece, text=added))
         return found
 
     def _finish(self, answer: Answer, delivery: Delivery) -> None:

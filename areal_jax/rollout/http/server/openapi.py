@@ -12,6 +12,7 @@ import numpy as np
 from aiohttp import web
 
 from areal_jax.code_version import __version__
+from areal_jax.columns import declared
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
 from areal_jax.rollout.http.wire import chat, completions, control, sglang, vllm
@@ -27,7 +28,7 @@ _CALL = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments':
 _FINISHES = (Finish('length'), Finish('stop', 2), Finish('stop', 'end'), Finish('abort', message='Aborted'))
 _TOLD = {
     'return_token_ids': True, 'return_prompt_token_ids': True, 'return_meta_info': True,
-    'return_sampling_logprobs': True, 'stop_token_ids': [2],
+    'stop_token_ids': [2],
 }  # fmt: skip
 _INFO_ONLY = {'return_meta_info': True}
 _TURNS = [
@@ -70,6 +71,8 @@ def _generating() -> list[Operation]:
         return Operation(path, 'post', tag, summary, parse, examples, replies, streams=True)
 
     ids, limit = [1, 2, 3], {'max_new_tokens': 8}
+    columns = [column.name for column in declared() if column.published]
+    asked, modes = {f'return_{name}': True for name in columns}, {f'{name}_mode': 'selected' for name in columns}
     return [
         generate(
             '/generate', 'SGLang', 'Answers to a prompt, whole or as events of a stream.', sglang,
@@ -77,7 +80,7 @@ def _generating() -> list[Operation]:
             {'input_ids': ids, 'sampling_params': limit, 'return_logprob': True, 'logprob_start_len': 0},
             told=[{
                 'sampling_params': limit | {'n': 2}, 'return_logprob': True, 'logprob_start_len': 0,
-                'top_logprobs_num': 1, 'return_text_in_logprobs': True, 'sampling_logprobs_mode': 'selected',
+                'top_logprobs_num': 1, 'return_text_in_logprobs': True, **modes,
             }, {'sampling_params': limit | {'n': 2}}],
         ),
         generate(
@@ -85,19 +88,22 @@ def _generating() -> list[Operation]:
             {'token_ids': ids, 'sampling_params': {'max_tokens': 8, 'logprobs': 1}},
             told=[{
                 'sampling_params': {'logprobs': 2, 'prompt_logprobs': 1, 'stop_token_ids': [2]},
-                'return_token_ids': True, 'return_sampling_logprobs': True,
+                'return_token_ids': True, **asked,
             }, {'sampling_params': {'logprobs': 0}}, {'sampling_params': {}}],
         ),
         generate(
             '/v1/completions', 'OpenAI', 'Continuations of a prompt, or the log-probs of its tokens.', completions,
             {'prompt': 'Hello', 'max_tokens': 8}, {'prompt': ids, 'echo': True, 'max_tokens': 0, 'logprobs': 1},
-            told=[{'logprobs': 1, 'prompt_logprobs': 1, **_TOLD}, {'logprobs': 0}, _INFO_ONLY],
+            told=[{'logprobs': 1, 'prompt_logprobs': 1, **_TOLD, **asked}, {'logprobs': 0}, _INFO_ONLY],
         ),
         generate(
             '/v1/chat/completions', 'OpenAI', 'The next turn of a conversation.', chat,
             {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 8},
             {'messages': _TURNS, 'tools': _TOOLS, 'stream_options': {}}, {'input_ids': ids},
-            told=[{'logprobs': True, 'top_logprobs': 1, 'prompt_logprobs': 1, **_TOLD}, {'logprobs': True}, _INFO_ONLY],
+            told=[
+                {'logprobs': True, 'top_logprobs': 1, 'prompt_logprobs': 1, **_TOLD, **asked}, {'logprobs': True},
+                _INFO_ONLY,
+            ],
         ),
     ]  # fmt: skip
 
@@ -108,7 +114,7 @@ def _reply(parse: Callable[[object], Call], render: Callable[..., object], body:
     prompt, token, number = np.array([1, 2, 3], np.int32), 5 + index, np.array([-0.5], np.float32)
     scores = TokenScores(number, np.array([[token]], np.int32), number[:, None])
     of_prompt = TokenScores(*(np.repeat(one, len(prompt) - 1, axis=0) for one in dataclasses.astuple(scores)))
-    piece = Piece(np.array([token], np.int32), number, '0', number, 'a')
+    piece = Piece(np.array([token], np.int32), number, '0', text='a')
     answers = [
         Answer(
             name, prompt, i, [piece], _FINISHES[index], '0', prompt_scores=of_prompt if index else None,

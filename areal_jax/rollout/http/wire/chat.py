@@ -88,7 +88,7 @@ def _read_format(fields: Fields) -> None:
 
 def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, whole: bool) -> JsonObject:
     choice = openai.render_choice(call, answer, part, info, whole)
-    if 'behavior' in call.logprobs:
+    if call.logprobs:
         pairs = zip(part.tokens.tolist(), part.logprobs.tolist(), strict=True)
         tops = ranked_alternatives(call, answer, len(part.tokens))
         name = lambda token: openai.token_name(token, call, info)

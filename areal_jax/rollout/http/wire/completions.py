@@ -80,7 +80,7 @@ def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, of
     choice = openai.render_choice(call, answer, part, info, whole) | {'text': text}
     if call.prompt_logprobs is not None:
         choice['prompt_logprobs'] = render_prompt_logprobs(call, answer, info)
-    if 'behavior' in call.logprobs:
+    if call.logprobs:
         tokens, values, tops = part.tokens.tolist(), part.logprobs.tolist(), _top_logprobs(call, answer, part, info)
         if call.echo and whole:
             prompt = answer.prompt_tokens.tolist()

@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 
+from areal_jax.columns import Column, ColumnArrays, check, join
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
-from areal_jax.types import LogprobKind, TokenScores, concatenate
+from areal_jax.types import TokenScores, concatenate
 
 INCARNATION = 'X-Areal-Incarnation'  # header: the one server process that a request is meant for
 
@@ -85,7 +86,8 @@ class Call:
     is_batch: bool = False  # the prompts came in a list, also where it has one entry
     stream: bool = False
     stream_usage: bool = False  # OpenAI: a last event with the usage
-    logprobs: tuple[LogprobKind, ...] = ()  # wanted in the reply
+    logprobs: bool = False  # wanted in the reply
+    columns: tuple[str, ...] = ()  # and what else of each token
     echo: bool = False  # OpenAI: the prompt is part of the text, and of the log-probs
     prompt_texts: tuple[str, ...] = ()  # one a prompt, of a tokenized call with `echo`
     alternatives: int = 0  # k likeliest tokens in the place of each generated one, and of prompt tokens with log-probs
@@ -131,12 +133,15 @@ class Piece:
     tokens: np.ndarray  # int32 [n]
     logprobs: np.ndarray  # float32 [n], of the full softmax at the temperature
     version: str  # '' = the server did not say
-    sampling_logprobs: np.ndarray | None = None  # float32 [n], of the cut softmax; None = as above
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # what else is known of each token
     text: str = ''  # that it adds to the answer's text; a character is in the piece that completes it
+
+    def __post_init__(self) -> None:
+        check(self.columns, (len(self.tokens),))
 
 
 def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same tokens with one piece where neighbours have one version and the same kinds of log-probs."""
+    """The same tokens with one piece where neighbours have one version and the same columns."""
     groups: list[list[Piece]] = []
     for piece in pieces:
         if groups and _is_continued(groups[-1][-1], piece):
@@ -147,17 +152,15 @@ def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _is_continued(piece: Piece, following: Piece) -> bool:
-    same_kinds = (piece.sampling_logprobs is None) == (following.sampling_logprobs is None)
-    return same_kinds and piece.version == following.version
+    return piece.version == following.version and piece.columns.keys() == following.columns.keys()
 
 
 def _join(pieces: Sequence[Piece]) -> Piece:
-    sampled = [piece.sampling_logprobs for piece in pieces if piece.sampling_logprobs is not None]
     return Piece(
         concatenate([piece.tokens for piece in pieces], np.int32),
         concatenate([piece.logprobs for piece in pieces], np.float32),
         pieces[0].version,
-        concatenate(sampled, np.float32) if sampled else None,
+        join([piece.columns for piece in pieces]),
         ''.join(piece.text for piece in pieces),
     )
 
@@ -236,11 +239,9 @@ class Answer:
         """float32 [n], of the full softmax."""
         return concatenate([piece.logprobs for piece in self.pieces], np.float32)
 
-    @property
-    def sampling_logprobs(self) -> np.ndarray:
-        """float32 [n], of the cut softmax, which is the full one where nothing was cut."""
-        found = [p.logprobs if p.sampling_logprobs is None else p.sampling_logprobs for p in self.pieces]
-        return concatenate(found, np.float32)
+    def column(self, column: Column) -> np.ndarray:
+        """[n, *shape]."""
+        return np.concatenate([column.blank(0), *(column.of(p.columns, p.logprobs) for p in self.pieces)])
 
     @property
     def text(self) -> str:

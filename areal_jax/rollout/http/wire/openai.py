@@ -9,6 +9,7 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import sglang, vllm
+from areal_jax.rollout.http.wire.columns import read_wanted, render_columns
 from areal_jax.rollout.http.wire.events import frame
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
@@ -24,7 +25,7 @@ from areal_jax.rollout.http.wire.exchange import (
 from areal_jax.rollout.http.wire.fields import Fields
 from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling
 from areal_jax.rollout.http.wire.tools import read_calls
-from areal_jax.types import MOST_ALTERNATIVES, LogprobKind
+from areal_jax.types import MOST_ALTERNATIVES
 
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
 _MOST_MESSAGES = 4096  # and parts of one
@@ -62,7 +63,6 @@ def read_call(
     usage = options.take_flag('include_usage')
     options.take_ignored('include_obfuscation', 'continuous_usage_stats')
     options.finish()
-    kinds: list[LogprobKind] = ['behavior'] if wants_logprobs else []
     total, request_id = len(prompts) * n, fields.take_text('request_id') or fields.take_text('rid')
     ids = (request_id,) if total == 1 else tuple(f'{request_id}_{i}' if request_id else '' for i in range(total))
     return_ids = fields.take_flag('return_token_ids')
@@ -76,7 +76,8 @@ def read_call(
         is_batch=len(prompts) > 1,
         stream=stream,
         stream_usage=usage,
-        logprobs=(*kinds, 'sampling') if fields.take_flag('return_sampling_logprobs') else tuple(kinds),
+        logprobs=wants_logprobs,
+        columns=read_wanted(fields.take_flag),
         alternatives=alternatives,
         prompt_logprobs=of_prompt,
         prompt_starts=() if of_prompt is None else (0,) * len(prompts),
@@ -141,9 +142,7 @@ def render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, who
         choice['prompt_token_ids'] = answer.prompt_tokens.tolist()
     if call.return_meta_info:
         choice['meta_info'] = sglang.meta_info(call, answer, info)
-    if 'sampling' in call.logprobs:
-        choice['sampling_logprobs'] = part.sampling_logprobs.tolist()
-    return choice
+    return choice | render_columns(call, part)
 
 
 def part_of(answer: Answer, piece: Piece) -> Answer:

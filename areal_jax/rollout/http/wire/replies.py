@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.columns import ColumnArrays, cut
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import Piece, ReplyError
 from areal_jax.types import LARGEST_LOGPROB
@@ -73,7 +74,7 @@ def read_logprobs(
 
 
 def cut_by_spans(
-    reply: Reply, tokens: np.ndarray, logprobs: np.ndarray, cut: np.ndarray | None = None, first: int = 0
+    reply: Reply, tokens: np.ndarray, logprobs: np.ndarray, columns: ColumnArrays, first: int = 0
 ) -> list[Piece]:
     """One piece for each span of `weight_versions`; of version '' where the server sends none.
 
@@ -81,7 +82,7 @@ def cut_by_spans(
     """
     spans = reply.values.get('weight_versions')
     if not spans:
-        return [Piece(tokens, logprobs, '', cut)] if len(tokens) else []
+        return [Piece(tokens, logprobs, '', columns)] if len(tokens) else []
     if not isinstance(spans, list):
         raise reply.error('weight_versions', f'no list but {spans!r}')
     pieces, end, last = [], first, first + len(tokens)
@@ -92,7 +93,7 @@ def cut_by_spans(
         if max(begin, first) != end or behind > last:
             break
         part = slice(end - first, behind - first)
-        pieces.append(Piece(tokens[part], logprobs[part], version, None if cut is None else cut[part]))
+        pieces.append(Piece(tokens[part], logprobs[part], version, cut(columns, part)))
         end = behind
     if end != last:
         raise reply.error('weight_versions', f'spans that do not cover {len(tokens)} tokens: {spans!r}')

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.columns import parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.events import frame_text, write_json
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
@@ -24,8 +25,9 @@ from areal_jax.rollout.http.wire.exchange import (
 from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids, require_same, require_scored
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.sampling import SGLANG, read_sampling, render_sampling
-from areal_jax.types import MOST_ALTERNATIVES, LogprobKind, TokenScores
+from areal_jax.types import MOST_ALTERNATIVES, TokenScores
 
+_MODE, _COLUMN = '{}_mode', 'output_token_{}'  # of columns
 _DEFAULT_NEW_TOKENS = 128
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
 _LONGEST_ID = 4096  # characters of a rid
@@ -49,7 +51,7 @@ def parse(body: object) -> Call:
     prompts, prompt_field, is_batch = _read_prompts(fields)
     sampling, n = _read_sampling(fields, len(prompts))
     wanted = _read_flag(fields, 'return_logprob', len(prompts))
-    mode = fields.take_choice('sampling_logprobs_mode', ('selected',), default='')
+    columns = read_wanted(lambda field: bool(fields.take_choice(field, ('selected',), default='')), _MODE)
     starts, alternatives = _read_starts(fields, prompts, wanted), _read_alternatives(fields, len(prompts), wanted)
     call = Call(
         prompts=prompts,
@@ -60,7 +62,8 @@ def parse(body: object) -> Call:
         n=n,
         is_batch=is_batch,
         stream=fields.take_flag('stream'),
-        logprobs=_kinds(wanted, mode == 'selected'),
+        logprobs=wanted,
+        columns=columns,
         alternatives=alternatives,
         prompt_starts=starts,
         text_in_logprobs=fields.take_flag('return_text_in_logprobs'),
@@ -127,7 +130,7 @@ def _meta_facts(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
         'weight_versions': [{'version': s.version, 'start': s.start, 'end': s.end} for s in spans],
         'e2e_latency': answer.latency_s,
     }
-    if 'behavior' in call.logprobs:
+    if call.logprobs:
         listed = answer.prompt_tokens[call.prompt_start(answer.index) :].tolist()
         values = answer.prompt_logprobs(len(listed))
         found['input_token_logprobs'] = [[v, t, _text(t, call, info)] for v, t in zip(values, listed, strict=True)]
@@ -152,12 +155,10 @@ def _top(scores: TokenScores | None, length: int, call: Call, info: ReplyInfo) -
 def _token_lists(call: Call, answer: Answer, info: ReplyInfo, first: int) -> JsonObject:
     """The lists of log-probs, of the output tokens from `first` on."""
     found: JsonObject = {}
-    if 'behavior' in call.logprobs:
+    if call.logprobs:
         pairs = zip(answer.logprobs[first:].tolist(), answer.tokens[first:].tolist(), strict=True)
         found['output_token_logprobs'] = [[logprob, token, _text(token, call, info)] for logprob, token in pairs]
-    if 'sampling' in call.logprobs:
-        found['output_token_sampling_logprobs'] = answer.sampling_logprobs[first:].tolist()
-    return found
+    return found | render_columns(call, answer, first, _COLUMN)
 
 
 def _write_on(call: Call, answer: Answer, info: ReplyInfo) -> Written:
@@ -192,10 +193,9 @@ def render_request(call: Call) -> JsonObject:
     body: JsonObject = {'input_ids': prompt.tolist(), 'sampling_params': parameters, 'stream': call.stream}
     if call.request_ids[0]:
         body['rid'] = call.request_ids[0] if call.n == 1 else list(call.request_ids)
-    if 'behavior' in call.logprobs:
+    if call.logprobs:
         body |= {'return_logprob': True, 'logprob_start_len': len(prompt) - 1}
-    if 'sampling' in call.logprobs:
-        body['sampling_logprobs_mode'] = 'selected'
+    body |= {_MODE.format(name): 'selected' for name in call.columns}
     optional = {'session_id': call.session, 'cache_salt': call.cache_salt, 'priority': call.priority}
     return body | {name: value for name, value in optional.items() if value}
 
@@ -303,11 +303,6 @@ def _read_request_ids(fields: Fields, n_prompts: int, n: int) -> tuple[str, ...]
     return tuple(listed)
 
 
-def _kinds(behavior: bool, sampling: bool) -> tuple[LogprobKind, ...]:
-    kinds: list[LogprobKind] = ['behavior'] if behavior else []
-    return (*kinds, 'sampling') if sampling else tuple(kinds)
-
-
 def _render_answer(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
     meta = meta_info(call, answer, info)
     return {'text': answer.text, 'output_ids': answer.tokens.tolist(), 'meta_info': meta}
@@ -337,15 +332,11 @@ def _parse_answer(reply: Reply, index: int, prompt: np.ndarray, call: Call, voca
         raise meta.error('output_token_logprobs', f'{len(entries)} entries for completion_tokens={n_tokens}')
     pairs = [entry[:2] if isinstance(entry, list) and len(entry) >= 2 else (math.nan, -1) for entry in entries]
     tokens, logprobs = read_logprobs(meta, 'output_token_logprobs', pairs, vocab_size)
-    cut = None
-    if 'sampling' in call.logprobs and n_tokens:
-        field = 'output_token_sampling_logprobs'
-        _, cut = read_logprobs(meta, field, list(zip(meta.entries(field, n_tokens), tokens.tolist(), strict=True)))
     return Answer(
         request_id=meta.text('id'),
         prompt_tokens=prompt,
         index=reply.integer('index', call.n - 1) if 'index' in reply.values else index,
-        pieces=cut_by_spans(meta, tokens, logprobs, cut),
+        pieces=cut_by_spans(meta, tokens, logprobs, parse_columns(meta, call, tokens, _COLUMN)),
         finish=finish,
         version=meta.text('weight_version'),
         cached_tokens=int(meta.number('cached_tokens')),

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.columns import parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.events import frame
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
 from areal_jax.rollout.http.wire.fields import Fields, read_token_ids, require_scored
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling, render_sampling
-from areal_jax.types import MOST_ALTERNATIVES, LogprobKind
+from areal_jax.types import MOST_ALTERNATIVES
 
 PATH = '/inference/v1/generate'  # at the root, not under /v1
 _ERROR_TYPES = {
@@ -63,7 +64,6 @@ def parse(body: object) -> Call:
     parameters.take_ignored(*_SAMPLING_IGNORED)
     parameters.finish()
     request_id = fields.take_text('request_id')
-    kinds: list[LogprobKind] = ['behavior'] if wanted else []
     fields.take_choice('output_mode', ('tokens',))
     options = fields.take_fields('stream_options')
     call = Call(
@@ -75,7 +75,8 @@ def parse(body: object) -> Call:
         n=n,
         stream=fields.take_flag('stream'),
         stream_usage=options.take_flag('include_usage'),
-        logprobs=(*kinds, 'sampling') if fields.take_flag('return_sampling_logprobs') else tuple(kinds),
+        logprobs=wanted,
+        columns=read_wanted(fields.take_flag),
         alternatives=alternatives,
         prompt_logprobs=of_prompt,
         prompt_starts=() if of_prompt is None else (0,),
@@ -151,7 +152,7 @@ def render_request(call: Call) -> JsonObject:
     parameters = render_sampling(sampling, OPENAI) | {'detokenize': bool(sampling.stop_strings)}
     optional = {
         'max_tokens': sampling.max_new_tokens,
-        'logprobs': 0 if 'behavior' in call.logprobs else None,
+        'logprobs': 0 if call.logprobs else None,
         'n': call.n if call.n > 1 else None,
     }
     parameters |= {name: value for name, value in optional.items() if value is not None}
@@ -163,7 +164,7 @@ def render_request(call: Call) -> JsonObject:
         'priority': call.priority,
         'draw': call.draw,
         'sample': call.sample,
-        'return_sampling_logprobs': 'sampling' in call.logprobs,
+        **{f'return_{name}': True for name in call.columns},
     }
     return body | {name: value for name, value in given.items() if value}
 
@@ -223,7 +224,7 @@ def _render_choice(call: Call, answer: Answer, pieces: list[Piece], first: int) 
         'routed_experts': None,
         'sampling_mask': None,
     }
-    if 'behavior' in call.logprobs:
+    if call.logprobs:
         pairs = zip(tokens, part.logprobs.tolist(), strict=True)
         tops = ranked_alternatives(call, answer, len(tokens))
         choice['logprobs'] = {
@@ -232,9 +233,7 @@ def _render_choice(call: Call, answer: Answer, pieces: list[Piece], first: int) 
                 for (t, logprob), top in zip(pairs, tops, strict=True)
             ]
         }
-    if 'sampling' in call.logprobs:
-        choice['sampling_logprobs'] = part.sampling_logprobs.tolist()
-    return choice
+    return choice | render_columns(call, part)
 
 
 def render_prompt_logprobs(call: Call, answer: Answer, info: ReplyInfo) -> list[JsonObject | None] | None:
@@ -293,11 +292,7 @@ def _parse_choice(choice: Reply, call: Call, first: int, vocab_size: int | None)
             raise entry.error('token', f'{given!r}, which is not the sampled token {token}')
         pairs.append((entry.values.get('logprob'), token))
     tokens, logprobs = read_logprobs(choice, 'logprobs', pairs, vocab_size)
-    cut = None
-    if 'sampling' in call.logprobs and ids:
-        field = 'sampling_logprobs'
-        _, cut = read_logprobs(choice, field, list(zip(choice.entries(field, len(ids)), ids, strict=True)))
-    pieces = cut_by_spans(choice, tokens, logprobs, cut, first)
+    pieces = cut_by_spans(choice, tokens, logprobs, parse_columns(choice, call, tokens), first)
     return Delta(choice.integer('index', call.n - 1), tuple(pieces), finish)
 
 

@@ -36,7 +36,7 @@ class Replayed:
 
 def call(n, prompt=(5, 6, 7, 8, 9, 10)):
     sampling = CallSampling(max_new_tokens=n, ignore_eos=True)
-    return Call((np.array(prompt, np.int32),), 'prompt', (sampling,), ('a',), logprobs=('behavior',))
+    return Call((np.array(prompt, np.int32),), 'prompt', (sampling,), ('a',), logprobs=True)
 
 
 def generate(dialect, exchange, n=300, vocab_size=512, **fields):
@@ -174,7 +174,7 @@ def test_sglang_looks_for_stop_ids_only_where_it_looks_for_eos():
     for stop in ((), (2,)):
         replayed = Replayed(exchange)
         sampling = CallSampling(max_new_tokens=9, ignore_eos=True, stop_tokens=stop)
-        asked = Call((np.array([11, 12, 13], np.int32),), 'prompt', (sampling,), ('a',), logprobs=('behavior',))
+        asked = Call((np.array([11, 12, 13], np.int32),), 'prompt', (sampling,), ('a',), logprobs=True)
         asyncio.run(SglangDialect().generate(replayed, asked, 512))
         found[stop] = replayed.sent[0][2]['sampling_params']['ignore_eos']
     assert found == {(): True, (2,): False}

@@ -8,7 +8,7 @@ from areal_jax.rollout.http.wire.exchange import Answer, Finish, Piece, ReplyInf
 
 INFO = ReplyInfo('served', 1795234194, token_text=lambda token: f'<{token}>')
 PROMPT = np.array([11, 12, 13], np.int32)
-CUT = np.array([-0.25, -0.5], np.float32)
+CUT = {'sampling_logprobs': np.array([-0.25, -0.5], np.float32)}
 STOP = Finish('stop', 2)
 
 
@@ -16,7 +16,7 @@ def pieces():
     """Five tokens, two under version 3, whose softmax was cut, and three under version 4."""
     first = Piece(np.array([21, 22], np.int32), np.array([-0.5, -1.25], np.float32), '3', CUT, 'ab')
     logprobs = np.array([-2.0, -0.125, -0.75], np.float32)
-    return [first, Piece(np.array([23, 24, 2], np.int32), logprobs, '4', None, 'cd')]
+    return [first, Piece(np.array([23, 24, 2], np.int32), logprobs, '4', text='cd')]
 
 
 def answer(request_id='r', index=0, finish=STOP):

@@ -16,7 +16,7 @@ def test_a_prompt_is_text_or_ids_one_or_many():
     assert [p.tolist() for p in completions.parse({'prompt': [[1], [2, 3]]}).prompts] == [[1], [2, 3]]
     call = completions.parse(BODY)
     assert (call.prompts[0].tolist(), call.prompt_field, call.model) == ([11, 12, 13], 'prompt', 'm')
-    assert (call.sampling, call.logprobs, call.stream) == ((CallSampling(4),), (), False)
+    assert (call.sampling, call.logprobs, call.stream) == ((CallSampling(4),), False, False)
     assert completions.parse({'prompt': 'x'}).sampling[0].max_new_tokens == 16
 
 
@@ -31,7 +31,7 @@ def test_sampling_and_several_answers():
         presence_penalty=0.1, frequency_penalty=0.2, logit_bias=((7, -1.0),), stop_tokens=(2,), stop_strings=('END',),
         ignore_eos=True, seed=5,
     ),)  # fmt: skip
-    assert (call.n, call.logprobs, call.request_ids) == (2, ('behavior',), ('x_0', 'x_1'))
+    assert (call.n, call.logprobs, call.request_ids) == (2, True, ('x_0', 'x_1'))
 
 
 def test_fields_without_a_meaning_here_are_accepted():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -36,7 +37,8 @@ def test_pieces_of_one_version_are_one_span():
 def test_an_answer_is_the_sum_of_its_pieces():
     assert answer().tokens.tolist() == [21, 22, 23, 24, 2]
     assert answer().logprobs.tolist() == [-0.5, -1.25, -2.0, -0.125, -0.75]
-    assert answer().sampling_logprobs.tolist() == [-0.25, -0.5, -2.0, -0.125, -0.75]  # not cut = the full softmax
+    drawn = answer().column(SAMPLING_LOGPROBS)  # where nothing was cut: of the full softmax
+    assert drawn.tolist() == [-0.25, -0.5, -2.0, -0.125, -0.75]
     assert (answer().text, answer().n_tokens, answer().tokens.dtype) == ('abcd', 5, np.int32)
 
 

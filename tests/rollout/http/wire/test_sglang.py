@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.rollout.http.wire import sglang
 from areal_jax.rollout.http.wire.events import parse_event
 from areal_jax.rollout.http.wire.exchange import (
@@ -37,7 +38,7 @@ def test_the_request_of_reinforcement_learning():
     call = sglang.parse(BODY)
     assert [prompt.tolist() for prompt in call.prompts] == [[101, 102, 103]]
     assert (call.request_ids, call.n, call.is_batch, call.stream) == (('g42-s0',), 1, False, False)
-    assert (call.logprobs, call.prompt_starts, call.text_in_logprobs) == (('behavior',), (2,), False)
+    assert (call.logprobs, call.prompt_starts, call.text_in_logprobs) == (True, (2,), False)
     assert call.sampling == (
         CallSampling(64, stop_tokens=(2,), stop_strings=('\n\n',), skip_special_tokens=False),
     )  # fmt: skip
@@ -46,7 +47,7 @@ def test_the_request_of_reinforcement_learning():
 def test_defaults_are_those_of_the_dialect():
     call = sglang.parse({'text': 'once'})
     assert (call.prompts, call.prompt_field, call.sampling) == (('once',), 'text', (CallSampling(128),))
-    assert (call.logprobs, call.prompt_starts, call.request_ids) == ((), (), ('',))
+    assert (call.logprobs, call.prompt_starts, call.request_ids) == (False, (), ('',))
 
 
 def test_a_batch_has_parameters_and_ids_for_each_prompt():
@@ -69,7 +70,7 @@ def test_routing_and_classes_are_read():
 
 def test_the_log_probs_of_the_cut_softmax_are_asked_for():
     call = sglang.parse({'input_ids': [1], 'return_logprob': True, 'sampling_logprobs_mode': 'selected'})
-    assert call.logprobs == ('behavior', 'sampling')
+    assert (call.logprobs, call.columns) == (True, ('sampling_logprobs',))
 
 
 @pytest.mark.parametrize(
@@ -261,8 +262,8 @@ def test_the_client_reads_what_the_server_writes(body):
     assert (back.spans, back.finish, back.version, back.request_id) == (answer().spans, Finish('stop', 2), '4', 'r')
     assert (back.tokens.tolist(), back.logprobs.tolist()) == (answer().tokens.tolist(), answer().logprobs.tolist())
     assert (back.cached_tokens, back.latency_s) == (1, 0.42)
-    wanted = answer().sampling_logprobs if 'sampling' in call.logprobs else answer().logprobs
-    assert back.sampling_logprobs.tolist() == wanted.tolist()
+    wanted = answer().column(SAMPLING_LOGPROBS) if call.columns else answer().logprobs
+    assert back.column(SAMPLING_LOGPROBS).tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize('n', [1, 2])
@@ -271,7 +272,7 @@ def test_an_event_says_what_a_reply_would_say_then(n, more):
     call = sglang.parse(WANTED | {'sampling_params': {'n': n}} | more)
     growing, texts = Answer('r', PROMPT, 0, version='4'), ['a"', '\\é', '', '🙂\n']
     for i, text in enumerate(texts):
-        cut = np.full(1, -0.5 * i, np.float32)
+        cut = {SAMPLING_LOGPROBS.name: np.full(1, -0.5 * i, np.float32)}
         growing.add(Piece(np.array([i], np.int32), np.full(1, -i / 3, np.float32), str(i // 2), cut, text))
         event = parse_event(sglang.render_event(call, growing, growing.pieces[-1], INFO).decode().strip())
         whole = sglang.render(dataclasses.replace(call, n=1), [growing], INFO)
@@ -283,7 +284,7 @@ def test_a_stream_renders_each_token_once_and_joins_its_pieces():
     info = dataclasses.replace(INFO, token_text=lambda token: named.append(token) or 'x')
     growing, n = Answer('r', PROMPT), 500
     for i in range(n):
-        piece = Piece(np.array([100 + i], np.int32), np.zeros(1, np.float32), str(i // 300), None, 'x')
+        piece = Piece(np.array([100 + i], np.int32), np.zeros(1, np.float32), str(i // 300), text='x')
         growing.add(piece)
         sglang.render_event(call, growing, piece, info)
     assert [token for token in named if token >= 100] == growing.tokens.tolist()  # below is the prompt

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import Answer, CallSampling, Finish, ReplyError, RequestError
 from tests.rollout.http.wire.calls import INFO, PROMPT, answer, stream
@@ -27,13 +28,13 @@ def with_sampling(**changes):
 def test_every_field_of_the_request():
     call = vllm.parse(BODY)
     assert (call.model, call.prompts[0].tolist(), call.request_ids, call.cache_salt) == ('m', [11, 12, 13], ('a',), '4')
-    assert (call.n, call.stream, call.logprobs, call.priority) == (1, False, ('behavior',), 0)
+    assert (call.n, call.stream, call.logprobs, call.priority) == (1, False, True, 0)
     assert call.sampling == (CallSampling(64, stop_tokens=(2,), skip_special_tokens=False),)
 
 
 def test_a_limit_that_is_left_out_is_the_rest_of_the_context():
     call = vllm.parse({'token_ids': [1], 'sampling_params': {}})
-    assert (call.sampling, call.logprobs) == ((CallSampling(None),), ())
+    assert (call.sampling, call.logprobs) == ((CallSampling(None),), False)
     assert vllm.parse(with_sampling(n=2)).request_ids == ('a_0', 'a_1')
 
 
@@ -128,7 +129,7 @@ def test_the_client_reads_events():
     whole = Answer('a', PROMPT, pieces=[piece for delta in found for piece in delta.pieces], finish=found[-1].finish)
     assert (whole.spans, whole.finish) == (answer().spans, Finish('stop', 2))
     assert whole.tokens.tolist() == answer().tokens.tolist()
-    assert whole.sampling_logprobs.tolist() == answer().sampling_logprobs.tolist()
+    assert whole.column(SAMPLING_LOGPROBS).tolist() == answer().column(SAMPLING_LOGPROBS).tolist()
 
 
 def test_an_event_with_an_error_is_refused():
@@ -157,8 +158,8 @@ def test_the_client_reads_what_the_server_writes(body):
     (back,) = vllm.parse_reply(json.loads(json.dumps(vllm.render(call, [answer('a')], INFO))), call, vocab_size=32)
     assert (back.spans, back.finish, back.version, back.request_id) == (answer().spans, Finish('stop', 2), '4', 'a')
     assert (back.tokens.tolist(), back.logprobs.tolist()) == (answer().tokens.tolist(), answer().logprobs.tolist())
-    wanted = answer().sampling_logprobs if 'sampling' in call.logprobs else answer().logprobs
-    assert back.sampling_logprobs.tolist() == wanted.tolist()
+    wanted = answer().column(SAMPLING_LOGPROBS) if call.columns else answer().logprobs
+    assert back.column(SAMPLING_LOGPROBS).tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize('name', ['token', 'token_id'])

@@ -1,0 +1,171 @@
+"""What engines record of each token beside its id, its log-prob and its version: one declaration a quantity.
+
+Segments, pieces of replies, rows and batches carry a mapping from the names of columns to arrays, entry t of which
+speaks of token t. What is done with a column on its way from the engine to the loss follows from its declaration, so a
+new quantity is one declaration, the code that fills it and the code that reads it. A module declares its columns when
+it is imported, in every process of the run; nothing that is declared can be changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from areal_jax.errors import UserError
+
+ColumnArrays = Mapping[str, np.ndarray]  # by name: [n, *shape] for n tokens
+# arrays and JSON fields beside the columns: of packed and trained rows, segments and choices of a reply. Two that vLLM
+# has and this program does not fill, routed_experts and sampling_mask, are free
+TAKEN = frozenset({
+    'tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets', 'loss_mask', 'behavior_logprobs',
+    'advantages', 'policy_version', 'policy_versions', 'trajectory_ids', 'recomputed_logprobs', 'reference_logprobs',
+    'token_weights', 'index', 'text', 'message', 'delta', 'finish_reason', 'stop_reason', 'logprobs',
+    'logprobs_length', 'prompt_logprobs', 'token_ids', 'prompt_token_ids', 'response_token_ids',
+    'tokens_as_token_ids', 'meta_info', 'weight_versions',
+})  # fmt: skip
+
+
+class ColumnError(UserError):
+    """A declaration or an array that does not fit; the message names the column, the value and the fix."""
+
+
+class Sampling(Protocol):
+    """What a declaration may ask of types.SamplingParams."""
+
+    @property
+    def changes_softmax(self) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A quantity of each generated token."""
+
+    name: str  # also that of its array in the loss, and of its field in replies and checkpoints
+    dtype: str  # of numpy: a bool, integer or float
+    shape: tuple[int, ...] = ()  # of one token's entry
+    fill: float = 0  # of tokens that were not generated (prompt, environment), of padding, and where it is not known
+    saved: bool = True  # in checkpoints, with the unfinished answers and the buffer; else lost in a resume
+    published: bool = True  # over HTTP: a request asks for it with `return_NAME`
+    packed: bool = True  # for the loss, as an array [R, N, *shape]
+    is_logprob: bool = False  # checked as log-probs are; where it is not known, the behavior log-prob stands for it
+    # the requests that must have it, all others have none; None = every request, as far as its engine knows it
+    needed: Callable[[Sampling], bool] | None = None
+
+    def blank(self, n: int) -> np.ndarray:
+        """[n, *shape] of the fill value."""
+        return np.full((n, *self.shape), self.fill, self.dtype)
+
+    def of(self, columns: ColumnArrays, behavior_logprobs: np.ndarray) -> np.ndarray:
+        """[n, *shape]: the entries of n generated tokens, whether their columns have this one or not."""
+        if self.name in columns:
+            return columns[self.name]
+        return behavior_logprobs if self.is_logprob else self.blank(len(behavior_logprobs))
+
+    def read(self, values: object, n: int) -> np.ndarray:
+        """[n, *shape] from the lists of numbers that `tolist` gives; raises ColumnError for anything else."""
+        try:
+            found = np.array(values) if n or values else self.blank(0)  # [] does not tell the shape
+            array = found.astype(self.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self.error(f'is {str(values)[:60]!r}', f'give lists of numbers ({error})') from error
+        kinds = {'b': 'b', 'f': 'iuf'}.get(array.dtype.kind, 'iu')
+        if found.dtype.kind not in kinds or (kinds == 'iu' and (found != array).any()):
+            raise self.error(f'holds {str(values)[:60]!r}', f'give values of {self.dtype}')
+        self.check(array, (n,))
+        return array
+
+    def check(self, values: np.ndarray, leading: tuple[int, ...]) -> None:
+        """Raises ColumnError where the array is not [*leading, *shape] of the declared dtype."""
+        if values.dtype != self.dtype:
+            raise self.error(f'has the dtype {values.dtype}', f'give {self.dtype}, or declare the other')
+        if values.shape != (*leading, *self.shape):
+            tokens = ' x '.join(map(str, leading))
+            fix = f'give one entry of the shape {self.shape} for each of {tokens} tokens: {(*leading, *self.shape)}'
+            raise self.error(f'has the shape {values.shape}', fix)
+
+    def error(self, fault: str, fix: str) -> ColumnError:
+        """For a value that does not fit: raise it."""
+        return ColumnError(f'column {self.name!r} {fault}: {fix}')
+
+
+DECLARED: dict[str, Column] = {}  # by name, in the order of declaration; `declare` adds to it
+
+
+def declare(column: Column) -> Column:
+    """Makes a column known to this process; returns it. Again with the same declaration it does nothing.
+
+    Call it where a module is imported, before engines and learner are built. Raises ColumnError.
+    """
+    known = DECLARED.get(column.name)
+    if known == column:
+        return column
+    if known is not None:
+        raise column.error(f'is declared twice, as {column} and as {known}', 'give the new one another name')
+    if not re.fullmatch('[a-z][a-z0-9_]*', column.name) or column.name in TAKEN:
+        why = 'is the name of something else' if column.name in TAKEN else 'has no name in the form of a_name_2'
+        raise column.error(why, 'give it another name')
+    try:
+        dtype = np.dtype(column.dtype)
+    except TypeError as error:
+        raise column.error(f'has the dtype {column.dtype!r}', 'use a dtype of numpy') from error
+    if dtype.kind not in 'biuf' or dtype.name != column.dtype:
+        raise column.error(f'has the dtype {column.dtype!r}', "use the name of a bool, an integer or a float: 'int32'")
+    if column.packed and dtype.itemsize > 4:
+        raise column.error(f'is packed as {column.dtype}', 'devices hold 32 bits: declare such a dtype or packed=False')
+    if column.is_logprob and (column.dtype, column.shape, column.fill) != ('float32', (), 0):
+        raise column.error(f'is a log-prob of {column.dtype} {column.shape}', "use 'float32', the shape () and fill=0")
+    if dtype.kind != 'f' and not np.array_equal(np.array(column.fill).astype(dtype), column.fill):
+        raise column.error(f'has the fill value {column.fill!r}', f'use one of {column.dtype}')
+    DECLARED[column.name] = column
+    return column
+
+
+def find(name: str) -> Column:
+    """Raises ColumnError for a name that nothing has declared."""
+    if name not in DECLARED:
+        raise ColumnError(
+            f'column {name!r} is not declared, only {", ".join(DECLARED)}: import the module that declares it, in '
+            'every process of the run'
+        )
+    return DECLARED[name]
+
+
+def declared() -> tuple[Column, ...]:
+    """All columns, in the order of declaration."""
+    return tuple(DECLARED.values())
+
+
+def of_request(sampling: Sampling) -> tuple[Column, ...]:
+    """The columns that tokens of a request have, as far as its engine knows them."""
+    return tuple(column for column in DECLARED.values() if column.needed is None or column.needed(sampling))
+
+
+def check(columns: ColumnArrays, leading: tuple[int, ...]) -> None:
+    """Raises ColumnError for an array that is not [*leading, *shape] as its column is declared."""
+    for name, values in columns.items():
+        find(name).check(values, leading)
+
+
+def join(parts: Sequence[ColumnArrays]) -> dict[str, np.ndarray]:
+    """The columns of consecutive tokens; the parts have the same ones."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+
+def cut(columns: ColumnArrays, place: slice | int | tuple[int, slice]) -> dict[str, np.ndarray]:
+    """The same columns of some of the tokens."""
+    return {name: values[place] for name, values in columns.items()}
+
+
+SAMPLING_LOGPROBS = declare(
+    Column(
+        'sampling_logprobs',  # of the distribution that was sampled; behavior log-probs are of the full softmax
+        'float32',
+        packed=False,
+        is_logprob=True,
+        needed=lambda sampling: sampling.changes_softmax,
+    )
+)
