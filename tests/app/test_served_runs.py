@@ -50,7 +50,7 @@ class ServedSession(Session):
         self._channel = build_channel(config, self.workdir, self._model, self.allocation)
         self._newest = published = self._channel.transfer(0, learner.publish(0))
         self._engines = self._build_engines(published)
-        self.clock._prices['score'] = 0.001
+        self.clock.prices['score'] = 0.001
 
         async def score(version, prompt, answer):
             return await self.clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
