@@ -33,7 +33,7 @@ def _decodes_with(engine, weights):
 def _assert_apart(session: Session):
     """The learner, and weights and cache of every engine, are where the report says, and nowhere twice."""
     learner = _devices(session.learner.state.params) | _devices(session.learner.state.optimizer)
-    engines = [(_devices(engine.params), _devices(engine._stream._state)) for engine in session._engines]
+    engines = [(_devices(engine.params), _devices(engine.stream._state)) for engine in session._engines]
     assert learner == {0, 1, 2, 3}
     assert engines == [({4}, {4}), ({5}, {5})]
     report = json.loads((session.workdir / 'report.json').read_text())
