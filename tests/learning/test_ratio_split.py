@@ -195,13 +195,6 @@ def test_the_mismatch_of_age_0_is_the_metric_of_every_run(learner):
 def test_measuring_changes_no_number(shared):
     measured, start = shared
     plain = make_learner(None, n_minibatches=2)
-    ran, run, update = [], plain.programs.run, plain.update
-
-    def note_programs(*args):
-        with mock.patch.object(plain.programs, 'run', lambda name, *args: (ran.append(name), run(name, *args))[1]):
-            return update(*args)
-
-    plain.update = note_programs
     found = []
     for learner in (plain, measured):
         learner.restore(start)
@@ -210,8 +203,17 @@ def test_measuring_changes_no_number(shared):
     (expected, state), (metrics, measured_state) = found
     jax.tree.map(np.testing.assert_array_equal, measured_state, state)
     assert {name: value for name, value in metrics.items() if not name.startswith('ratio/')} == expected
+
+
+@pytest.mark.parametrize('ratio', [None, _ALL], ids=['plain', 'measured'])
+def test_answers_are_scored_for_the_parts_alone(ratio):
+    learner = make_learner(ratio, proximal='behavior')  # which needs no scores
+    learner.publish(2)
+    ran, run = [], learner.programs.run
+    with mock.patch.object(learner.programs, 'run', lambda name, *args: (ran.append(name), run(name, *args))[1]):
+        learner.update([_at(g, 2) for g in random_groups(5, 4)], 2)
     assert 'accumulate' in ran
-    assert 'logprobs' not in ran  # nothing is scored
+    assert ('logprobs' in ran) == (ratio is not None)
 
 
 def test_tokens_whose_version_left_the_ring_are_counted():
