@@ -23,7 +23,7 @@ JsonObject = dict[str, Any]  # a JSON object, as json.loads gives it
 _NEWLINE = b'\n'
 MOST_BYTES = 256 << 20  # of a JSON file: more than any that a run writes or a checkpoint has
 _PART_BYTES = 1 << 20
-_READ_S = 60.0  # for one file
+READ_S = 60.0  # for one file
 _LOCK_TRIES, _LOCK_PAUSE_S = 4, 0.05
 
 
@@ -65,13 +65,13 @@ def read_regular(path: pathlib.Path, fix: str = 'restore it or remove it', most_
 
 def _read_bounded(file: io.FileIO, path: pathlib.Path, fix: str, most_bytes: int) -> bytes:
     """Also of a file that grows while it is read, or that has no size of its own."""
-    content, end_s = bytearray(), time.monotonic() + _READ_S
+    content, end_s = bytearray(), time.monotonic() + READ_S
     while part := file.read(_PART_BYTES):
         content += part
         if len(content) > most_bytes:
             raise FileError(f'{path} has more than {most_bytes} bytes; {fix}')
         if time.monotonic() > end_s:
-            raise FileError(f'{path} was not read within {_READ_S:g} s; {fix}')
+            raise FileError(f'{path} was not read within {READ_S:g} s; {fix}')
     return bytes(content)
 
 

@@ -14,18 +14,18 @@ import sys
 
 PACKAGE = 'package:'  # begins the name of a file that comes with this package: 'package:configs/tiny_cpu.py'
 BESIDE = ('configs', 'launch')  # folders beside the package in a clone, inside it in an installation
-_FOLDER = pathlib.Path(__file__).resolve().parent
+FOLDER = pathlib.Path(__file__).resolve().parent  # of the package
 
 
 def find_clone() -> pathlib.Path | None:
     """The root of the clone that this package runs from; None where it is installed."""
-    root = _FOLDER.parent
-    return root if (root / 'setup.py').is_file() and not (_FOLDER / BESIDE[0]).is_dir() else None
+    root = FOLDER.parent
+    return root if (root / 'setup.py').is_file() and not (FOLDER / BESIDE[0]).is_dir() else None
 
 
 def locate_file(name: str) -> pathlib.Path:
     """The absolute path of 'package:configs/tiny_cpu.py'; there need be no such file."""
-    root = _FOLDER if (clone := find_clone()) is None else clone
+    root = FOLDER if (clone := find_clone()) is None else clone
     return root / name.removeprefix(PACKAGE)
 
 

@@ -31,7 +31,7 @@ def _export(options: argparse.Namespace) -> int:
     if not options.push:
         if given := next((name for name in _OF_PUSH if getattr(options, name)), ''):
             raise UserError(f'--{given} belongs to --push=OWNER/NAME, which is missing: add it, or leave --{given} out')
-        print(_write(options, pathlib.Path(options.out)))
+        print(write_export(options, pathlib.Path(options.out)))
         return ExitCode.FINISHED
 
     from areal_jax.app.push import PushError, open_destination, push_export
@@ -40,7 +40,7 @@ def _export(options: argparse.Namespace) -> int:
     destination = open_destination(options.push, private=options.private, revision=options.revision)
     workdir, _ = split_checkpoint(options.workdir)
     with tempfile.TemporaryDirectory(prefix='areal-export-') as unnamed:
-        out = _write(options, pathlib.Path(options.out or f'{unnamed}/export'))
+        out = write_export(options, pathlib.Path(options.out or f'{unnamed}/export'))
         if options.out:
             print(out, flush=True)
         try:
@@ -51,7 +51,8 @@ def _export(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _write(options: argparse.Namespace, out: pathlib.Path) -> pathlib.Path:
+def write_export(options: argparse.Namespace, out: pathlib.Path) -> pathlib.Path:
+    """Exports a version of the run to `out`, with a progress bar; returns the directory."""
     import jax
 
     from areal_jax.app.export import export_run

@@ -43,7 +43,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.files import DirectoryLock
 
     silence_libraries()
-    values = _define_flags()
+    values = define_flags()
     command = parse_command(argv, values)
     require_workdir(values.workdir)
     if values.jobs is not None and values.jobs < 1:
@@ -129,7 +129,7 @@ def _end(selected: set[str], results: Results, workdir: pathlib.Path, is_stopped
     return ExitCode.FINISHED
 
 
-def _define_flags() -> flags.FlagValues:
+def define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
 
@@ -155,7 +155,7 @@ COMMAND = Command(
         '--config=FILE[:ARGUMENT] --workdir=DIR [--jobs=N] [--only=ARMS] [--quick] [--dry_run] '
         '[--config.SECTION.FIELD=VALUE ...]',
     ),
-    flags=_define_flags,
+    flags=define_flags,
     examples=(
         Example(
             'what a sweep would run',

@@ -62,7 +62,7 @@ class System:
         self._output = tempfile.NamedTemporaryFile('w+', suffix=f'.{name}')  # noqa: SIM115 as long as the process
         environment = {**os.environ, 'OMP_WAIT_POLICY': 'passive', 'HF_HUB_OFFLINE': '1', 'TQDM_DISABLE': '1'}
         environment['PYTHONPATH'] = str(cwd)
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command, cwd=cwd, env=environment, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
         )
         self.peak_bytes = 0
@@ -70,19 +70,19 @@ class System:
 
     def advance(self, updates: int) -> dict[str, float]:
         """Lets it make so many updates; their seconds, CPU seconds and trained tokens."""
-        wall, cpu = time.monotonic(), cpu_seconds(self._process.pid)
-        os.killpg(self._process.pid, signal.SIGCONT)
+        wall, cpu = time.monotonic(), cpu_seconds(self.process.pid)
+        os.killpg(self.process.pid, signal.SIGCONT)
         made: list[int] = []  # the trained tokens of each
         while len(made) < updates:
-            if self._process.poll() is not None:
+            if self.process.poll() is not None:
                 text = pathlib.Path(self._output.name).read_text()
                 raise UserError(f'{self.name} ended after {len(made)} of {updates} updates:\n{text[-3000:]}')
             time.sleep(POLL_S)
             made += self._made(self._output.name)
-            self.peak_bytes = max(self.peak_bytes, resident_bytes(self._process.pid))
+            self.peak_bytes = max(self.peak_bytes, resident_bytes(self.process.pid))
         taken = {
             'wall_s': time.monotonic() - wall,
-            'cpu_s': cpu_seconds(self._process.pid) - cpu,
+            'cpu_s': cpu_seconds(self.process.pid) - cpu,
             'tokens': float(sum(made)),
             'updates': float(len(made)),
         }
@@ -90,13 +90,13 @@ class System:
         return taken
 
     def close(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self._output.close()
 
     def _stop(self) -> None:
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        os.killpg(self.process.pid, signal.SIGSTOP)
 
 
 class EventUpdates:

@@ -25,7 +25,7 @@ from areal_jax.registry.self_test import require_path
 
 MODULE = 'areal_jax.main_role'
 STEADY_S = 600  # a role that lived so long has started well: its restarts are counted anew
-_PER_NODE = ('/tmp', '/var/tmp', '/dev/shm', '/run')  # usually a disk or memory of one machine
+PER_NODE = ('/tmp', '/var/tmp', '/dev/shm', '/run')  # usually a disk or memory of one machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def require_unused(run: ClusterRun, resume: bool) -> None:
 
 def require_shared(workdir: str, nodes: int) -> None:
     """Raises UserError for a workdir in a folder that each of several nodes has for itself."""
-    folder = next((folder for folder in _PER_NODE if pathlib.Path(workdir).is_relative_to(folder)), None)
+    folder = next((folder for folder in PER_NODE if pathlib.Path(workdir).is_relative_to(folder)), None)
     if nodes > 1 and folder:
         raise UserError(
             f'--workdir={workdir} is in {folder}, which each of the {nodes} nodes has for itself: name a directory '

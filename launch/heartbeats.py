@@ -11,7 +11,7 @@ from areal_jax.registry.entries import read_entries
 
 PATIENCE_S = 60.0  # a process compiles without its heartbeat stopping for so long
 REGISTER_S = 120.0  # a process imports little before it registers
-_LOOK_S = 5.0  # between two looks at the registry
+LOOK_S = 5.0  # between two looks at the registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Heartbeats:
         now = time.monotonic()
         if now < self._due_s:
             return None
-        self._due_s = now + _LOOK_S
+        self._due_s = now + LOOK_S
         try:
             entries = read_entries(self._workdir)
         except OSError:  # a file system that is away for a while

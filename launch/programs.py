@@ -25,7 +25,7 @@ from .keeper import SIGNALLED, describe_code
 
 _STEADY_S = 60.0  # a server that lived so long has started well
 _MOST_FAILURES = 5  # in a row, of a server that ends by itself
-_LONGEST_PAUSE_S = 30.0  # before a restart
+LONGEST_PAUSE_S = 30.0  # before a restart
 _KEEPER_S = 10.0  # for a keeper to kill what it keeps, and for what is left when the keeper itself was killed
 Variables = Mapping[str, str]  # of the environment
 _NONE: Variables = {}
@@ -184,6 +184,6 @@ class Server:
         elif self.is_over:
             say(f'{end}, {self._failures} failures in a row: it is not started again; see {self._log}')
         else:
-            pause_s = min(2.0 ** (self._deaths - 1), _LONGEST_PAUSE_S)
+            pause_s = min(2.0 ** (self._deaths - 1), LONGEST_PAUSE_S)
             self._due_s = time.monotonic() + pause_s
             say(f'{end}: it is started again in {pause_s:.0f} s; see {self._log}')

@@ -37,11 +37,11 @@ LOGS = 'logs'  # in the workdir: a file for each role and attempt
 _HOST_DEVICES = 'xla_force_host_platform_device_count'
 _LOOK_S = 0.2
 _STEADY_S = 60.0  # an attempt that lived so long has started well
-_MOST_RESTARTS = 5  # of controller and learners, in a row
-_LONGEST_PAUSE_S = 30.0  # before a restart
-_NOTICE_S = 20.0  # for controller and learners to notice that one of them has ended, and to end
-_KILLED_NOTICE_S = 2.0  # the same where a signal ended it: the others have nothing to add
-_STOP_S = 10.0  # for what is left to end after SIGTERM
+MOST_RESTARTS = 5  # of controller and learners, in a row
+LONGEST_PAUSE_S = 30.0  # before a restart
+NOTICE_S = 20.0  # for controller and learners to notice that one of them has ended, and to end
+KILLED_NOTICE_S = 2.0  # the same where a signal ended it: the others have nothing to add
+STOP_S = 10.0  # for what is left to end after SIGTERM
 _ABORTED = SIGNALLED + signal.SIGABRT  # jax does so to a learner process that loses the one that coordinates
 _EXPORT_S = 600.0  # for the exporter to write what is due when the run has finished
 _TOGETHER = ('controller', 'learner')  # roles that are started again together
@@ -148,7 +148,7 @@ def find_patience(code: int) -> float:
     Those that are not yet connected to it do not notice. One that ended by itself may have done so because of an error
     of another one, whose exit code is still to come.
     """
-    return _KILLED_NOTICE_S if code > SIGNALLED else _NOTICE_S
+    return KILLED_NOTICE_S if code > SIGNALLED else NOTICE_S
 
 
 class _Roles:
@@ -243,11 +243,11 @@ class _Roles:
         lived_s = time.monotonic() - self._started_s
         self._restarts = 1 if lived_s >= _STEADY_S else self._restarts + 1
         said = f'{first} {describe_code(code)} after {lived_s:.0f} s'
-        if self._restarts > _MOST_RESTARTS:
-            say(f'{said}, {_MOST_RESTARTS} restarts in a row; the end of {self._paths[first]}:\n{self._quote(first)}')
+        if self._restarts > MOST_RESTARTS:
+            say(f'{said}, {MOST_RESTARTS} restarts in a row; the end of {self._paths[first]}:\n{self._quote(first)}')
             say('the same command with --resume goes on')
             return ExitCode.STOPPED
-        pause_s = min(2.0 ** (self._restarts - 1), _LONGEST_PAUSE_S)
+        pause_s = min(2.0 ** (self._restarts - 1), LONGEST_PAUSE_S)
         say(f'{said}: controller and learners are started again in {pause_s:.0f} s; see {self._paths[first]}')
         self._programs, self._ended, self._due_s = {}, {}, time.monotonic() + pause_s
         return None
@@ -304,7 +304,7 @@ class _Roles:
         )
         for program in (*engines, *exporters):
             program.send(signal.SIGTERM)
-        self._wait_for([*self._programs.values(), *engines], _STOP_S, wakeups)
+        self._wait_for([*self._programs.values(), *engines], STOP_S, wakeups)
         self._show()
         for program in (*self._programs.values(), *engines):
             program.kill()

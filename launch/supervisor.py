@@ -14,7 +14,7 @@ from .keeper import SIGNALLED, describe_code
 from .programs import Program, Server, Variables, say
 
 _LOOK_S = 0.2  # between two looks at servers that wait for something
-_STOP_S = 10.0  # for servers to end after SIGTERM
+STOP_S = 10.0  # for servers to end after SIGTERM
 
 
 def run_together(
@@ -66,11 +66,11 @@ def _supervise(trainer: Program, servers: Sequence[Server], heartbeats: Heartbea
 
 
 def _end_servers(servers: Sequence[Server], wakeups: Wakeups) -> None:
-    """SIGTERM to all; those that still run after _STOP_S or at a further stop signal are killed."""
+    """SIGTERM to all; those that still run after STOP_S or at a further stop signal are killed."""
     programs = [server.program for server in servers if server.program is not None]
     for program in programs:
         program.send(signal.SIGTERM)
-    end_s = time.monotonic() + _STOP_S
+    end_s = time.monotonic() + STOP_S
     while any(program.poll() is None for program in programs) and time.monotonic() < end_s:
         numbers, _ = wakeups.wait(_LOOK_S)
         if numbers:

@@ -1,27 +1,36 @@
 """Shows that the tests can fail: each mutation below is made in a copy of the tree and must turn its tests red.
 
 python -m tests.mutations            # all; prints a table, exit code 1 if a mutation survives
-python -m tests.mutations eos        # those whose name contains 'eos'
+python -m tests.mutations eos        # those whose name or place contains 'eos'
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import itertools
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
+    """A text that is replaced at one place of the program.
+
+    The place is a function, 'areal_jax.learning.losses:clip' or 'areal_jax.files:LineWriter.close', else a class, a
+    whole module, or a file by its path. The text stands there exactly once, lines broken anywhere.
+    """
+
     name: str
-    file: str
-    before: str  # must stand in the file exactly once
+    where: str
+    before: str
     after: str
     tests: str  # arguments of pytest
 
@@ -29,760 +38,757 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         'drop the behaviour weight',
-        'areal_jax/learning/losses.py',
+        'areal_jax.learning.losses:decoupled_ppo_loss',
         'token_loss = -behavior_weight * clipped_ratio * advantages',
         'token_loss = -clipped_ratio * advantages',
         'tests/learning/test_losses.py',
     ),
     Mutation(
         'shift versions by one',
-        'areal_jax/types.py',
+        'areal_jax.types:Trajectory.policy_versions',
         'return concatenate([prompt, *spans], np.int32)',
         'return np.roll(concatenate([prompt, *spans], np.int32), -1)',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'tag tokens with the version before',
-        'areal_jax/rollout/stream.py',
+        'areal_jax.rollout.stream:DecodeStream._deliver',
         'output.logprobs[place], version, cut(output.columns, place))',
         'output.logprobs[place], max(0, version - 1), cut(output.columns, place))',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'constant random key',
-        'areal_jax/rollout/decode/sampling.py',
+        'areal_jax.rollout.decode.sampling:_noise',
         'jax.random.fold_in(wrapped, index)',
         'wrapped',
         'tests/rollout/decode',
     ),
     Mutation(
         'write on for a row that has ended',
-        'areal_jax/rollout/decode/generate.py',
+        'areal_jax.rollout.decode.generate:Generate._forward',
         'block = jnp.where(rows.live, block, self.sizes.padding_block)',
         'block = jnp.asarray(block)',
         'tests/rollout/decode/test_backend.py',
     ),
     Mutation(
         'return the rows in the order of the batch',
-        'areal_jax/rollout/decode/rows.py',
+        'areal_jax.rollout.decode.rows:fill_batch',
         'places[i] = place',
         'places[i] = i',
         'tests/rollout/decode/test_backend.py',
     ),
     Mutation(
         'one key for all samples of a group',
-        'areal_jax/rollout/decode/sampling.py',
+        'areal_jax.rollout.decode.sampling:request_keys',
         'jax.random.fold_in(jax.random.fold_in(key, draw), sample)',
         'jax.random.fold_in(key, draw)',
         'tests/rollout/decode',
     ),
     Mutation(
         'keep stale KV',
-        'areal_jax/rollout/local_engine.py',
+        'areal_jax.rollout.local_engine:LocalEngine._swap',
         "keep=self._next_kv_policy == 'keep'",
         'keep=True',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'reuse prefixes of another version',
-        'areal_jax/rollout/blocks.py',
-        '        for prefix in list(self._prefixes.values()):\n            self._drop(prefix)\n        self._open =',
-        '        for prefix in list(self._prefixes.values()):\n'
-        '            del self._prefixes[prefix.key]\n'
-        '            prefix.key = prefix.key[0] + 1, prefix.key[1]\n'
-        '            self._prefixes[prefix.key] = prefix\n'
-        '        self._open =',
+        'areal_jax.rollout.blocks:PrefixIndex.clear',
+        'self._drop(prefix)',
+        'del self._prefixes[prefix.key]\n            prefix.key = prefix.key[0] + 1, prefix.key[1]\n'
+        '            self._prefixes[prefix.key] = prefix',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'go on writing in a block that others read',
-        'areal_jax/rollout/blocks.py',
-        '        return self.prefix.tail, self.own[0]',
-        '        self.own[0] = self.blocks[len(self.prefix.whole)] = self.prefix.tail\n        return None',
+        'areal_jax.rollout.blocks:CachedSequence.tail_copy',
+        'return self.prefix.tail, self.own[0]',
+        'self.own[0] = self.blocks[len(self.prefix.whole)] = self.prefix.tail\n        return None',
         'tests/rollout/test_scheduler.py',
     ),
     Mutation(
         'lose the blocks of an answer that has ended',
-        'areal_jax/rollout/cache_table.py',
-        '        self.release(running)\n        self.prefixes.close',
-        '        self.prefixes.close',
+        'areal_jax.rollout.cache_table:CacheTable.close',
+        'self.release(running)\n        self.prefixes.close',
+        'self.prefixes.close',
         'tests/rollout/test_scheduler.py',
     ),
     Mutation(
         'drop a prompt that a request is about to read',
-        'areal_jax/rollout/blocks.py',
+        'areal_jax.rollout.blocks:PrefixIndex._frees_blocks',
         'return not prefix.expected and any(',
         'return any(',
         'tests/rollout/test_blocks.py',
     ),
     Mutation(
         'preempt the request that was admitted first',
-        'areal_jax/rollout/scheduler.py',
+        'areal_jax.rollout.scheduler:Scheduler._give_blocks',
         'youngest = self.table.youngest()',
         'youngest = self.table.admitted()[0]',
         'tests/rollout/test_scheduler.py',
     ),
     Mutation(
         'stop all answers for a long prefill',
-        'areal_jax/rollout/scheduler.py',
+        'areal_jax.rollout.scheduler:Scheduler.next_step',
         'if needs_prefill and not (entries and self._prefilled >= MOST_PREFILLED * self._backend.largest_piece):',
         'if needs_prefill:',
         'tests/rollout/test_scheduler.py',
     ),
     Mutation(
         'denominator of the micro-batch',
-        'areal_jax/learning/train_step.py',
+        'areal_jax.learning.train_step:Programs._loss',
         "normalizer = (rows['loss_mask'], scalars['denominator'], rows['token_weights'])",
         "normalizer = (rows['loss_mask'], rows['loss_mask'].sum() + 0.0, rows['token_weights'])",
         'tests/learning',
     ),
     Mutation(
         'drop EOS from the loss',
-        'areal_jax/learning/examples.py',
+        'areal_jax.learning.examples:next_token_form',
         'predicted = np.flatnonzero(trajectory.loss_mask)',
         'predicted = np.flatnonzero(trajectory.loss_mask)[:-1]',
         'tests/learning',
     ),
     Mutation(
         'drop EOS while decoding',
-        'areal_jax/rollout/backend.py',
+        'areal_jax.rollout.backend:DecodeOutput.counts',
         'return self.valid.sum(axis=0)',
         'return (self.valid & (self.tokens != 0)).sum(axis=0)',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'admit one group too many',
-        'areal_jax/control/gate.py',
+        'areal_jax.control.gate:StalenessGate.closed_by',
         'self.stale_capacity() <= 0',
         'self.stale_capacity() < 0',
         'tests/control/test_gate.py',
     ),
     Mutation(
         'train a group twice',
-        'areal_jax/control/buffer.py',
+        'areal_jax.control.buffer:TrajectoryBuffer.take',
         'return taken',
         'return [self.put(group) or group for group in taken]',
         'tests/control',
     ),
     Mutation(
         'forget partial answers in a checkpoint',
-        'areal_jax/control/episode.py',
+        'areal_jax.control.episode:RunningGroup.copy',
         'segments=list(episode.segments))',
         'segments=[])',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'save a lock-step run without its earlier versions',
-        'areal_jax/control/lock_step.py',
+        'areal_jax.control.lock_step:LockStep.copy_earlier_versions',
         'held = self._ring.earlier()',
         'held = []',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'admit to a lock-step batch while a checkpoint is taken',
-        'areal_jax/control/lock_step.py',
+        'areal_jax.control.lock_step:LockStep._admit_batch',
         "bound = self._admission.closed_by() if self._gate.admitted < wanted else 'schedule'",
         "bound = self._gate.closed_by() if self._gate.admitted < wanted else 'schedule'",
         'tests/control/test_controller.py',
     ),
     Mutation(
         'take a checkpoint while a lock-step version is loaded',
-        'areal_jax/control/lock_step.py',
+        'areal_jax.control.lock_step:LockStep.wait_loaded',
         'while self._loading:',
         'while False:',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'begin a resumed lock-step run with the newest version',
-        'areal_jax/control/schedule.py',
+        'areal_jax.control.schedule:VersionRing.in_use',
         'if generated_update is None or generated_update < newest:',
         'if True:',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'go on from a checkpoint without a look at its arrays',
-        'areal_jax/checkpoint/store.py',
+        'areal_jax.checkpoint.store:CheckpointStore._newest_intact',
         'verify_arrays(_leaves(arrays if part is None else arrays[part]))',
         'pass',
         'tests/checkpoint/test_fallback.py',
     ),
     Mutation(
         'every slice of a row attends as the first',
-        'areal_jax/learning/forward.py',
+        'areal_jax.learning.forward:_over_mesh',
         "first_tokens(jax.lax.axis_index('context'), k.shape[1], context)",
         "first_tokens(0 * jax.lax.axis_index('context'), k.shape[1], context)",
         'tests/learning/test_meshes.py',
     ),
     Mutation(
         'predict from where a token stood before the row was cut',
-        'areal_jax/learning/forward.py',
+        'areal_jax.learning.forward:forward',
         'sources = slice_places(sources, inputs.shape[1], context)',
         'sources = sources + 0',
         'tests/learning/test_meshes.py',
     ),
     Mutation(
         'ask engines that stand still to stand still',
-        'areal_jax/rollout/local_engine.py',
+        'areal_jax.rollout.local_engine:LocalEngine.pause',
         'self._pausing, self._pause_mode = True, mode',
         'self._pausing, self._pause_mode = True, mode; self._parked.clear()',
         'tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'flatten rows as if their tokens were not cut',
-        'areal_jax/learning/forward.py',
+        'areal_jax.learning.forward:Stream.flatten',
         'x.reshape(shards, self._rows // shards, slices, self._tokens // slices, *x.shape[2:]).swapaxes(1, 2)',
         'x.reshape(shards, slices, self._rows // shards, self._tokens // slices, *x.shape[2:])',
         'tests/learning/test_meshes.py',
     ),
     Mutation(
         'keep the loss scale in the gradient',
-        'areal_jax/learning/train_step.py',
+        'areal_jax.learning.train_step:Programs._add',
         'unscale = 1.0 / self.settings.loss_scale',
         'unscale = 1.0',
         'tests/learning/test_forms.py',
     ),
     Mutation(
         'forget the centre of the trust region after the first step',
-        'areal_jax/learning/update.py',
+        'areal_jax.learning.update:train',
         'if first and settings.recomputes:',
         'if False:',
         'tests/learning/test_forms.py',
     ),
     Mutation(
         'count ages over all generated tokens',
-        'areal_jax/learning/diagnostics.py',
+        'areal_jax.learning.diagnostics:age_metrics',
         'np.bincount(ages[trained])',
         'np.bincount(ages[ids >= 0])',
         'tests/app/test_step_metrics.py',
     ),
     Mutation(
         'let the second producer of a metric win',
-        'areal_jax/telemetry/metrics.py',
+        'areal_jax.telemetry.metrics:merge',
         'if name in values:',
         'if False:',
         'tests/telemetry/test_metrics.py',
     ),
     Mutation(
         'look at the tokens of a finished answer one by one',
-        'areal_jax/control/groups.py',
+        'areal_jax.control.groups:RunningGroups._run_episode',
         'lengths = [len(segment.tokens) for segment in episode.segments]',
         'lengths = [sum(1 for _ in segment.tokens) for segment in episode.segments]',
         'tests/control/test_work_per_token.py',
     ),
     Mutation(
         'forget at a resume what was decoded before the save',
-        'areal_jax/app/observer.py',
+        'areal_jax.app.observer:StepObserver.restore',
         "self._engines.restore(state['engines'])",
         'pass',
         'tests/app/test_session.py',
     ),
     Mutation(
         'forget at a resume why admission was closed',
-        'areal_jax/control/controller.py',
+        'areal_jax.control.controller:Controller.restore',
         "self._admission.held.restore(state['admission'])",
         'pass',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'put a checkpoint down to the bound before it',
-        'areal_jax/control/controller.py',
-        '        self._admission.note_bound(self._admission.closed_by())\n        await self._pool.pause()',
-        '        await self._pool.pause()',
+        'areal_jax.control.controller:Controller._pause',
+        'self._admission.note_bound(self._admission.closed_by())\n        await self._pool.pause()',
+        'await self._pool.pause()',
         'tests/control/test_controller.py',
     ),
     Mutation(
         'call a killed run finished',
-        'areal_jax/app/rebuild.py',
-        'finished=False,\n        running=files.find_holder(workdir),\n        missing=_missing(',
-        'finished=True,\n        running=files.find_holder(workdir),\n        missing=_missing(',
+        'areal_jax.app.rebuild:unfinished_facts',
+        'finished=False,',
+        'finished=True,',
         'tests/test_main_report.py',
     ),
     Mutation(
         'publish adapters without their scale',
-        'areal_jax/models/lora.py',
+        'areal_jax.models.lora:merge_adapters',
         'lora.scale * jnp.matmul',
         'jnp.matmul',
         'tests/models/test_lora.py',
     ),
     Mutation(
         'stretch short wavelengths too',
-        'areal_jax/models/rotary.py',
+        'areal_jax.models.rotary:stretch',
         'frequencies * (kept + (1 - kept) / scaling.factor)',
         'frequencies / scaling.factor',
         'tests/models/test_rotary.py',
     ),
     Mutation(
         'record the cut softmax as behavior',
-        'areal_jax/rollout/decode/sampling.py',
+        'areal_jax.rollout.decode.sampling:sample_tokens',
         'return tokens, logprob_of(logits, tokens, temperature, sums), changed_logprobs',
         'return tokens, changed_logprobs, changed_logprobs',
         'tests/rollout/decode/test_sampling.py',
     ),
     Mutation(
         'forget the cut softmax where segments are joined',
-        'areal_jax/control/episode.py',
+        'areal_jax.control.episode:join_segments',
         'join([first.columns, second.columns])',
         'first.columns',
         'tests/control/test_episode.py',
     ),
     Mutation(
         'forget the cut softmax in a checkpoint',
-        'areal_jax/checkpoint/state.py',
+        'areal_jax.checkpoint.state:decode_segment',
         'columns={n: find(n).read(record[n], len(tokens)) for n in sorted(further) if record[n] is not None}',
         'columns={}',
         'tests/checkpoint/test_state.py',
     ),
     Mutation(
         'leave the columns of a token out of its row',
-        'areal_jax/learning/rows.py',
+        'areal_jax.learning.rows',
         'self._row.columns[name][place] = values',
         'pass',
         'tests/test_columns.py',
     ),
     Mutation(
         'train with a cut softmax unasked',
-        'areal_jax/learning/learner.py',
+        'areal_jax.learning.learner:SpmdLearner.update',
         "if settings.truncated_sampling == 'refuse':",
         'if False:',
         'tests/learning/test_truncation.py',
     ),
     Mutation(
         'report the mass of tokens that are not trained',
-        'areal_jax/learning/truncation.py',
+        'areal_jax.learning.truncation:kept_mass_metrics',
         'if s.policy_version >= oldest]',
         'if s.policy_version >= 0]',
         'tests/learning/test_truncation.py',
     ),
     Mutation(
         'publish whatever training made',
-        'areal_jax/publication/device.py',
+        'areal_jax.publication.device:DeviceChannel.transfer',
         'manifest = finite_manifest(params, version)',
         'manifest = device_manifest(params)',
         'tests/publication/test_device.py',
     ),
     Mutation(
         'write whatever training made',
-        'areal_jax/publication/files.py',
+        'areal_jax.publication.files:FilesChannel.transfer',
         'manifest = finite_host_manifest(copy, version)',
         'manifest = host_manifest(copy)',
         'tests/publication/test_files.py',
     ),
     Mutation(
         'write what belongs to other processes too',
-        'areal_jax/publication/parts.py',
+        'areal_jax.publication.parts:PartWriter._own_files',
         'if owner == jax.process_index()]',
         ']',
         'tests/publication/test_parts.py',
     ),
     Mutation(
         'give one process the leaves of all',
-        'areal_jax/sharding/shares.py',
+        'areal_jax.sharding.shares:Shares._plan',
         'given[slot] += math.prod(shape) * dtype.itemsize',
         'pass',
         'tests/sharding/test_shares.py',
     ),
     Mutation(
         'take a frame again',
-        'areal_jax/distributed/wire.py',
+        'areal_jax.distributed.wire:Connection.receive',
         ' or counter != self._received',
         '',
         'tests/distributed/test_wire.py',
     ),
     Mutation(
         'believe the length of a frame before its HMAC',
-        'areal_jax/distributed/wire.py',
+        'areal_jax.distributed.wire:Connection.receive',
         'not hmac.compare_digest(tag, expected) or ',
         '',
         'tests/distributed/test_wire.py',
     ),
     Mutation(
         'let in who does not have the key',
-        'areal_jax/distributed/wire.py',
+        'areal_jax.distributed.wire:prove_as_server',
         "if not hmac.compare_digest(proof, _mac(key, b'client' + theirs + ours)):",
         'if False:',
         'tests/distributed/test_handshake.py',
     ),
     Mutation(
         'read a key that others know',
-        'areal_jax/distributed/key.py',
+        'areal_jax.distributed.key:_read_private',
         'if (mode := stat.S_IMODE(status.st_mode)) != _MODE:',
         'if (mode := stat.S_IMODE(status.st_mode)) & 0o1000:',
         'tests/distributed/test_key.py',
     ),
     Mutation(
         'serialise a command for each process',
-        'areal_jax/distributed/peers.py',
+        'areal_jax.distributed.peers:Peers._send',
         'body = encode_message(Message(command.lane, number, command))',
         'body = [encode_message(Message(command.lane, number, command)) for _ in peers][0]',
         'tests/distributed/test_peers.py',
     ),
     Mutation(
         'send large commands to each of many processes',
-        'areal_jax/distributed/peers.py',
-        'relayed = self._relays and ',
-        'relayed = False and ',
+        'areal_jax.distributed.peers:Peers._send',
+        'relayed = self._relays and',
+        'relayed = False and',
         'tests/distributed/test_relays.py',
     ),
     Mutation(
         'pass nothing on',
-        'areal_jax/distributed/peers.py',
+        'areal_jax.distributed.peers:Peer._take_in',
         'if frame.relayed and self.relay_to:',
         'if False:',
         'tests/distributed/test_relays.py',
     ),
     Mutation(
         'wait for the others when one process is lost',
-        'areal_jax/distributed/peers.py',
+        'areal_jax.distributed.peers:Peers._give_up',
         'peer.give_up(self._lost)',
         'pass',
         'tests/distributed/test_peers.py',
     ),
     Mutation(
         'take a late answer for that of another command',
-        'areal_jax/distributed/peers.py',
+        'areal_jax.distributed.peers:_wait',
         'if message.number == number and isinstance(message.content, Answer):',
         'if isinstance(message.content, Answer):',
         'tests/distributed/test_peers.py',
     ),
     Mutation(
         'role: take the first holder of a name',
-        'areal_jax/registry/entries.py',
+        'areal_jax.registry.entries:read_entries',
         'newest = {name: max(orders)',
         'newest = {name: min(orders)',
         'tests/registry/test_entries.py',
     ),
     Mutation(
         'role: leave the files of those before',
-        'areal_jax/registry/entries.py',
+        'areal_jax.registry.entries:Registration.remove_earlier',
         'if order < self.entry.order:',
         'if False:',
         'tests/registry/test_entries.py',
     ),
     Mutation(
         'role: of two that count alike both hold the name',
-        'areal_jax/registry/entries.py',
+        'areal_jax.registry.entries:Registration._require_newest',
         'if newest <= self.entry.order:',
         'if newest[0] <= self.entry.order[0]:',
         'tests/registry/test_entries.py',
     ),
     Mutation(
         'role: take the rest of a dead process for a living one',
-        'areal_jax/registry/presence.py',
+        'areal_jax.registry.presence:Presence.look',
         'if before is not None and before[0] == entry.order and before[1] != entry.heartbeat:',
         'if True:',
         'tests/registry/test_presence.py',
     ),
     Mutation(
         'role: take a lock that two have',
-        'areal_jax/registry/self_test.py',
-        '            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)\n',
-        '            raise BlockingIOError\n',
+        'areal_jax.registry.self_test:_try_files',
+        'fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)',
+        'raise BlockingIOError',
         'tests/registry/test_self_test.py',
     ),
     Mutation(
         'role: join an attempt without an invitation',
-        'areal_jax/distributed/attempt.py',
+        'areal_jax.distributed.attempt:join_attempt',
         'if attempt is not None and attempt.members[index : index + 1] == (own.holder,):',
         'if attempt is not None:',
         'tests/distributed/test_attempt.py',
     ),
     Mutation(
         'role: answer what is meant for another process',
-        'areal_jax/rollout/http/server/replies.py',
+        'areal_jax.rollout.http.server.replies:_require_meant',
         "if holder and meant not in ('', holder):",
         'if False:',
         'tests/rollout/http/server/test_limits.py',
     ),
     Mutation(
         'role: play with another config',
-        'areal_jax/app/roles.py',
+        'areal_jax.app.roles:await_controller',
         'if theirs.get(field) != value:',
         'if False:',
         'tests/app/test_roles.py',
     ),
     Mutation(
         'role: a controller with jax',
-        'areal_jax/app/loop_run.py',
-        'import functools\n',
-        'import functools\nimport jax\n',
+        'areal_jax.app.loop_run',
+        'import contextlib',
+        'import contextlib\nimport jax',
         'tests/app/test_roles.py',
     ),
     Mutation(
         'role: share a mesh unevenly',
-        'areal_jax/config/cluster.py',
+        'areal_jax.config.cluster:LearnerLayout.__post_init__',
         'if self.devices % self.processes:',
         'if False:',
         'tests/config/test_cluster.py',
     ),
     Mutation(
         'role: begin with the first engine',
-        'areal_jax/rollout/servers/pool.py',
+        'areal_jax.rollout.servers.pool:ServerPool.await_serving',
         '(serving := self._count_serving()) < count',
         '(serving := self._count_serving()) < 1',
         'tests/rollout/servers/test_pool.py',
     ),
     Mutation(
         'role: start again what can never run',
-        'launch/roles.py',
+        'launch.roles:find_cause',
         'return refused[0], True',
         'return refused[0], False',
         'tests/launch/test_roles.py',
     ),
     Mutation(
         'role: let the learners go on without their controller',
-        'launch/roles.py',
-        '        for program in self._programs.values():\n            program.kill()\n        if self._is_deserted:',
-        '        if self._is_deserted:',
+        'launch.roles:_Roles._judge',
+        'for program in self._programs.values():\n            program.kill()\n        if self._is_deserted:',
+        'if self._is_deserted:',
         'tests/launch/test_roles.py',
     ),
     Mutation(
         'search all objects as often as Python does',
-        'areal_jax/app/garbage.py',
+        'areal_jax.app.garbage:FullCollections.note',
         'self._set(waiting=True)',
         'pass',
         'tests/app/test_garbage.py',
     ),
     Mutation(
         'save whatever training made',
-        'areal_jax/learning/learner.py',
+        'areal_jax.learning.learner:SpmdLearner.save',
         "self.require_finite('the trained weights', 'lower optimizer.learning_rate')",
         'pass',
         'tests/learning/test_finiteness.py',
     ),
     Mutation(
         'look for NaN in weights and not in the optimizer state',
-        'areal_jax/learning/state.py',
+        'areal_jax.learning.state:LearnerState.weights_and_optimizer',
         "trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}",
         'trees.join(self.params, self.frozen)',
         'tests/learning/test_finiteness.py',
     ),
     Mutation(
         'deliver log-probs that are not finite',
-        'areal_jax/rollout/backend.py',
+        'areal_jax.rollout.backend:DecodeOutput.unsound',
         'wrong = self.valid & ~((logprobs > -np.inf) & (logprobs <= LARGEST_LOGPROB))',
         'wrong = self.valid & (logprobs > LARGEST_LOGPROB)',
         'tests/rollout/test_local_engine.py',
     ),
     Mutation(
         'leave filtered groups out of every denominator',
-        'areal_jax/learning/update.py',
+        'areal_jax.learning.update:train',
         'rows, denominator * scale, version',
         'rows, denominator, version',
         'tests/learning/test_denominators.py',
     ),
     Mutation(
         'decay the embedding with the matrices',
-        'areal_jax/learning/directions.py',
+        'areal_jax.learning.directions:decay_matrices',
         "if is_matrix and name != 'embedding' else update",
         'if is_matrix else update',
         'tests/learning/test_optimizer.py',
     ),
     Mutation(
         'decay stacked norms as matrices',
-        'areal_jax/learning/directions.py',
+        'areal_jax.learning.directions:decay_matrices',
         'is_matrix = param.ndim - is_stacked(name) == 2',
         'is_matrix = param.ndim >= 2',
         'tests/learning/test_optimizer.py',
     ),
     Mutation(
         'take any reply for the answer at hand',
-        'areal_jax/tasks/process.py',
+        'areal_jax.tasks.process:WorkerProcess.ask',
         "reply.get('id') != number",
         'False',
         'tests/tasks/test_hostile_scorers.py -k replies',
     ),
     Mutation(
         'let the forked child of a scorer reply',
-        'areal_jax/tasks/scorer_process.py',
-        '    if os.getpid() != own_pid:',
-        '    if False:',
+        'areal_jax.tasks.scorer_process:_end_fork',
+        'if os.getpid() != own_pid:',
+        'if False:',
         'tests/tasks/test_hostile_scorers.py -k forks_below',
     ),
     Mutation(
         'adopt no orphan of a scorer',
-        'areal_jax/tasks/worker.py',
-        '    adopt_orphans()\n',
-        '',
+        'areal_jax.tasks.worker:main',
+        'adopt_orphans()',
+        'pass',
         'tests/tasks/test_worker.py -k detached',
     ),
     Mutation(
         'never start the count of failures again',
-        'areal_jax/evaluation/evaluator.py',
+        'areal_jax.evaluation.evaluator:Evaluator.answer_all',
         'failures.note_verified()',
         'pass',
         'tests/evaluation',
     ),
     Mutation(
         'verify a cancelled answer',
-        'areal_jax/rollout/workflow.py',
+        'areal_jax.rollout.workflow:SingleTurn.run',
         "if generation.finish_reason != 'cancelled':",
         'if True:',
         'tests/control/test_controller.py -k cancelled',
     ),
     Mutation(
         'leave the requests of a group where least is outstanding',
-        'areal_jax/rollout/pool.py',
+        'areal_jax.rollout.pool:Pool.generate',
         'else ledger.engine_of_group(request)',
         'else None',
         'tests/rollout/test_pool.py',
     ),
     Mutation(
         'forget in the ledger what was delivered',
-        'areal_jax/rollout/ledger.py',
+        'areal_jax.rollout.ledger:Ledger.note_generated',
         'entry.outstanding -= tokens\n            self._add(entry.engine, -tokens)',
         'pass',
         'tests/rollout/test_pool.py',
     ),
     Mutation(
         'forget what was received when a request moves',
-        'areal_jax/rollout/servers/placement.py',
+        'areal_jax.rollout.servers.placement:Placement._place',
         'member, request = self._members[name], moving.rest()',
         'member, request = self._members[name], moving.request',
         'tests/rollout/servers/test_pool.py',
     ),
     Mutation(
         'give requests to a server whose outcome is unknown',
-        'areal_jax/rollout/servers/pool.py',
-        '        self._stop_routing(member)\n        member.change_state(state, reason)',
-        '        member.change_state(state, reason)',
+        'areal_jax.rollout.servers.pool:ServerPool._give_up',
+        'self._stop_routing(member)\n        member.change_state(state, reason)',
+        'member.change_state(state, reason)',
         'tests/rollout/servers/test_pool.py',
     ),
     Mutation(
         'use a server again without a fence',
-        'areal_jax/rollout/servers/keeper.py',
-        "            await member.act('fence', member.engine.fence, settings.ask_s)\n",
-        '',
+        'areal_jax.rollout.servers.keeper:Keeper._recover',
+        "await member.act('fence', member.engine.fence, settings.ask_s)",
+        'pass',
         'tests/rollout/servers/test_pool.py',
     ),
     Mutation(
         'believe that a server holds what it was given',
-        'areal_jax/rollout/servers/keeper.py',
-        "if not _holds(held, target):\n            reason = f'it was given",
-        "if False:\n            reason = f'it was given",
+        'areal_jax.rollout.servers.keeper:Keeper._acknowledge',
+        'if not _holds(held, target):',
+        'if False:',
         'tests/rollout/servers/test_pool.py',
     ),
     Mutation(
         'count each request of a lost connection as a failure of the server',
-        'areal_jax/rollout/servers/pool.py',
+        'areal_jax.rollout.servers.pool:ServerPool._note_failure',
         "if member.state != 'serving' or member.is_suspect:",
         "if member.state != 'serving':",
         'tests/rollout/servers/test_pool.py',
     ),
     Mutation(
         'take looks at servers for a sign that the run goes on',
-        'areal_jax/control/clocks/real.py',
+        'areal_jax.control.clocks.real:RealClock._release',
         'if _is_progress(item):',
         'if True:',
         'tests/control/test_clocks.py',
     ),
     Mutation(
         'train the rest of a group that lost an answer',
-        'areal_jax/control/controller.py',
+        'areal_jax.control.controller:Controller._finish_group',
         'if detail := group.describe_loss():',
         "if detail := '':",
         'tests/rollout/servers/test_run.py',
     ),
     Mutation(
         'load one engine after another',
-        'areal_jax/rollout/local_engine.py',
+        'areal_jax.rollout.local_engine:LocalEngine.__init__',
         'self.name, self._publish_lane = engine_lane(index), publish_lane(index)',
         'self.name, self._publish_lane = engine_lane(index), publish_lane(0)',
         'tests/control/test_controller.py -k lane_of_its_own',
     ),
     Mutation(
         'lose what was generated before a pause',
-        'areal_jax/rollout/stream.py',
-        '        self.deliver()\n        self._scheduler.requeue()',
-        '        self._scheduler.requeue()',
+        'areal_jax.rollout.stream:DecodeStream.requeue',
+        'self.deliver()\n        self._scheduler.requeue()',
+        'self._scheduler.requeue()',
         'tests/rollout/test_engines.py',
     ),
     Mutation(
         'keep a cancelled slot alive',
-        'areal_jax/rollout/slot_table.py',
-        '        self.leave(running)\n        return running',
-        '        return running',
+        'areal_jax.rollout.slot_table:SlotTable.remove',
+        'self.leave(running)\n        return running',
+        'return running',
         'tests/rollout/test_slot_table.py',
     ),
     Mutation(
         'evaluate under the weights of training',
-        'areal_jax/rollout/pool.py',
+        'areal_jax.rollout.pool:Pool.pin',
         'lambda engine: engine.pin(published))',
         'lambda engine: engine.pin(type(published)(published.version, "", (0, 0))))',
         'tests/evaluation/test_beside.py',
     ),
     Mutation(
         'let an evaluation take every second dispatch',
-        'areal_jax/rollout/pinned.py',
+        'areal_jax.rollout.pinned:PinnedRequests._has_turn',
         'self._dispatches_of_training >= self._every - 1',
         'self._dispatches_of_training >= 1',
         'tests/evaluation/test_beside.py',
     ),
     Mutation(
         'let an evaluation delay training under the virtual clock',
-        'areal_jax/rollout/stream.py',
+        'areal_jax.rollout.stream',
         "EVALUATION = Kinds('evaluation_prefill', 'evaluation_decode', in_background=True)",
         "EVALUATION = Kinds('evaluation_prefill', 'evaluation_decode', in_background=False)",
         'tests/evaluation/test_beside.py',
     ),
     Mutation(
         'put requests of an evaluation into a checkpoint',
-        'areal_jax/rollout/pool.py',
+        'areal_jax.rollout.pool:Pool.order',
         'if request.version is None\n        ]',
         ']',
         'tests/evaluation/test_beside.py',
     ),
     Mutation(
         'release a pinned version',
-        'areal_jax/publication/device.py',
+        'areal_jax.publication.device:DeviceChannel.release',
         ' or v in pinned',
         '',
         'tests/publication/test_device.py',
     ),
     Mutation(
         'a pause of a server does not wait for what it aborts',
-        'areal_jax/rollout/http/service.py',
-        "                self._engine.cancel(name)\n        if mode in ('abort', 'wait'):",
-        "                self._engine.cancel(name)\n        if mode == 'wait':",
+        'areal_jax.rollout.http.service:GenerationService.pause',
+        "if mode in ('abort', 'wait'):",
+        "if mode == 'wait':",
         'tests/rollout/http/test_service.py',
     ),
     Mutation(
         'a paused server begins requests',
-        'areal_jax/rollout/http/service.py',
+        'areal_jax.rollout.http.service:GenerationService._submit',
         'elif self._pause is not None:',
         'elif self._staged is not None:',
         'tests/rollout/http/test_service.py',
     ),
     Mutation(
         'new weights keep the name of the old ones',
-        'areal_jax/rollout/http/service.py',
+        'areal_jax.rollout.http.service:GenerationService.swap',
         'label if label is not None else self._labels[self._version]',
         'self._labels[self._version]',
         'tests/rollout/http/test_service.py',
     ),
     Mutation(
         'a failed staging leaves earlier weights staged',
-        'areal_jax/rollout/http/service.py',
-        'self._updating, self._staged = True, None\n        version, directory',
-        'self._updating = True\n        version, directory',
+        'areal_jax.rollout.http.service:GenerationService.stage',
+        'self._updating, self._staged = True, None',
+        'self._updating = True',
         'tests/rollout/http/test_service.py',
     ),
     Mutation(
         'an abort means every request whose name begins so',
-        'areal_jax/rollout/http/service.py',
+        'areal_jax.rollout.http.service:GenerationService.cancel',
         'name in wanted or submission.group in wanted',
         'name.startswith(tuple(wanted))',
         'tests/rollout/http/test_service.py',
     ),
     Mutation(
         'prompts of different salts share KV',
-        'areal_jax/rollout/running_request.py',
+        'areal_jax.rollout.running_request:RunningRequest.prompt_key',
         "if salt else b''",
         "if False else b''",
         'tests/rollout/http/test_service.py',
     ),
     Mutation(
         'keys and values that are kept count as retracted',
-        'areal_jax/rollout/scheduler.py',
+        'areal_jax.rollout.scheduler:Scheduler.change_version',
         'if not (keep and _is_ready(running)):\n                self.cache.retract(running)',
         'running.retractions += 1\n            if not (keep and _is_ready(running)):\n'
         '                self.cache.release(running)',
@@ -790,196 +796,196 @@ MUTATIONS = [
     ),
     Mutation(
         'stream the beginning of a stop string',
-        'areal_jax/rollout/http/wire/text.py',
+        'areal_jax.rollout.http.wire.text:AnswerText.extend',
         'clear = len(self._held) - self._suspicious()',
         'clear = len(self._held)',
         'tests/rollout/http/wire/test_text.py',
     ),
     Mutation(
         'leave out tokens of an event',
-        'areal_jax/rollout/http/wire/sglang.py',
+        'areal_jax.rollout.http.wire.sglang:_write_on',
         'written.tokens, written.characters = len(tokens), len(text)',
         'written.tokens, written.characters = len(tokens) + 1, len(text)',
         'tests/rollout/http/wire/test_sglang.py',
     ),
     Mutation(
         'a reader that leaves goes on to be served',
-        'areal_jax/rollout/http/server/bridge.py',
+        'areal_jax.rollout.http.server.bridge:Exchange.close',
         'for answer in self.answers if answer.finish is None}',
         'for answer in self.answers if answer.finish is not None}',
         'tests/rollout/http/server/test_generation.py',
     ),
     Mutation(
         'requests without a seed share their noise',
-        'areal_jax/rollout/http/server/bridge.py',
+        'areal_jax.rollout.http.server.bridge:Bridge.describe',
         'noise = (draw, self._seed) if',
         'noise = (0, self._seed) if',
         'tests/rollout/http/server/test_generation.py',
     ),
     Mutation(
         'the queue of a server has no bound',
-        'areal_jax/rollout/http/server/limits.py',
+        'areal_jax.rollout.http.server.limits:Load.require_room',
         'if self.answers + answers > limits.requests:',
         'if answers > limits.requests:',
         'tests/rollout/http/server/test_limits.py',
     ),
     Mutation(
         'a server asks nobody for its key',
-        'areal_jax/rollout/http/server/replies.py',
+        'areal_jax.rollout.http.server.replies:guard',
         'and not _has_key(request, api_key)',
         'and not api_key',
         'tests/rollout/http/server/test_limits.py',
     ),
     Mutation(
         'decode with plain programs what changes the softmax',
-        'areal_jax/rollout/decode/rows.py',
+        'areal_jax.rollout.decode.rows:is_plain',
         'not params.changes_softmax and',
         'not params.cuts and',
         'tests/rollout/decode/test_adjustments.py',
     ),
     Mutation(
         'replay: release the run that began first',
-        'areal_jax/control/clocks/replay.py',
+        'areal_jax.control.clocks.replay:ReplayClock._release_next',
         "interval = self._by_number.pop(event['run'], None)",
         'interval = self._by_number.pop(min(self._by_number), None)',
         'tests/control/test_replay.py',
     ),
     Mutation(
         'replay: the time of an event is not that of the log',
-        'areal_jax/control/clocks/replay.py',
+        'areal_jax.control.clocks.replay:ReplayClock._release_next',
         "self._now = event['time']",
         "self._now = event['time'] + 1e-9",
         'tests/control/test_replay.py',
     ),
     Mutation(
         'replay: any reply is as good',
-        'areal_jax/control/clocks/replay.py',
+        'areal_jax.control.clocks.replay:ReplayClock._take_outcome',
         "interval.result = json.loads(event['reply'])",
         "interval.result = {'reward': 0.0}",
         'tests/control/test_replay.py',
     ),
     Mutation(
         'replay: check no event',
-        'areal_jax/control/recording.py',
+        'areal_jax.control.recording:Recording.check',
         'if ours == theirs:',
         'if ours:',
         'tests/control/test_replay.py',
     ),
     Mutation(
         'replay: drop no start that was cut off',
-        'areal_jax/app/starts.py',
+        'areal_jax.app.starts:note_start',
         "kept = [earlier for earlier in before if earlier['seq'] < seq]",
         'kept = before',
         'tests/app/test_replay.py -k noted',
     ),
     Mutation(
         'log rules: any draws are trained',
-        'areal_jax/report/log_rules.py',
+        'areal_jax.report.log_rules:LogRules._consume',
         'if draws != lowest:',
         'if len(draws) != len(lowest):',
         'tests/report/test_log_rules.py',
     ),
     Mutation(
         'log rules: a draw that is dropped stays counted',
-        'areal_jax/report/log_rules.py',
+        'areal_jax.report.log_rules:LogRules._break_rules',
         'self._admitted -= 1',
         'self._admitted -= 0',
         'tests/report/test_log_rules.py',
     ),
     Mutation(
         'ledger: forget what a cancelled request was decoding',
-        'areal_jax/rollout/stream.py',
+        'areal_jax.rollout.stream:DecodeStream._decode',
         "**({'discarded': lost} if lost else {})",
         '**{}',
         'tests/telemetry/test_token_ledger.py',
     ),
     Mutation(
         'ledger: begin anew at a resume',
-        'areal_jax/app/observer.py',
+        'areal_jax.app.observer:StepObserver.restore',
         'self.ledger.restore(kept)',
         'pass',
         'tests/app/test_token_ledger.py',
     ),
     Mutation(
         'ledger: end a run that does not close as if it did',
-        'areal_jax/app/loop_run.py',
-        'self._unsaved = self._unsaved or find_ledger_fault(',
-        'find_ledger_fault(',
+        'areal_jax.app.loop_run:Loop._program',
+        'self._context.unsaved = self._context.unsaved or fault',
+        'pass',
         'tests/app/test_token_ledger.py',
     ),
     Mutation(
         'ledger: count a skipped minibatch as trained',
-        'areal_jax/learning/diagnostics.py',
+        'areal_jax.learning.diagnostics:fate_metrics',
         'in_loss = trained if was_applied else unused',
         'in_loss = trained',
         'tests/learning/test_by_age.py',
     ),
     Mutation(
         'ledger: forget the answers that a partial group lost',
-        'areal_jax/telemetry/token_ledger.py',
+        'areal_jax.telemetry.token_ledger:TokenLedger.apply',
         "elif event['kind'] == 'buffer' and event['partial']:",
         'elif False:',
         'tests/telemetry/test_token_ledger.py',
     ),
     Mutation(
         'ratio split: let a token drift with its own update',
-        'areal_jax/learning/ratio_split.py',
+        'areal_jax.learning.ratio_split:split_ratio',
         '[:, None] > tokens.packed_versions',
         '[:, None] >= tokens.packed_versions',
         'tests/learning/test_ratio_split.py',
     ),
     Mutation(
         'ratio split: take the mismatch under the newest weights',
-        'areal_jax/learning/ratio_split.py',
+        'areal_jax.learning.ratio_split:split_ratio',
         '(tokens.versions - first)[None]',
         'np.full_like(tokens.versions, len(scored) - 1)[None]',
         'tests/learning/test_ratio_split.py',
     ),
     Mutation(
         'ratio split: score every answer',
-        'areal_jax/learning/ratio_split.py',
+        'areal_jax.learning.ratio_split:is_sampled',
         '< share * 2**64',
         '< 2**64',
         'tests/learning/test_ratio_split.py',
     ),
     Mutation(
         'ratio split: keep more versions than fit',
-        'areal_jax/learning/weight_ring.py',
+        'areal_jax.learning.weight_ring:WeightRing.add',
         'while len(self._held) >= self._most and',
         'while False and',
         'tests/learning/test_ratio_split.py',
     ),
     Mutation(
         'leave the cap out of the effective sample size',
-        'areal_jax/learning/by_age.py',
+        'areal_jax.learning.by_age:metrics_by_age',
         'weights = np.minimum(weights, settings.behavior_weight_cap)',
         'pass',
         'tests/learning/test_by_age.py',
     ),
     Mutation(
         'leave the steps inside the update out of its ages',
-        'areal_jax/telemetry/optimizer_ages.py',
+        'areal_jax.telemetry.optimizer_ages:OptimizerAges.note_update',
         'max(ages) + inside[1]',
         'max(ages)',
         'tests/telemetry/test_optimizer_ages.py',
     ),
     Mutation(
         'compare the trained answers with the masked ones alone',
-        'areal_jax/report/censoring.py',
+        'areal_jax.report.censoring',
         "_LEFT_OUT = ('masked', 'dropped')",
         "_LEFT_OUT = ('masked',)",
         'tests/report/test_censoring.py',
     ),
     Mutation(
         'let an arm outlive its sweep',
-        'areal_jax/app/sweep/arm_process.py',
-        '    die_with_parent()  # kept by exec\n',
-        '',
+        'areal_jax.app.sweep.arm_process:become',
+        'die_with_parent()',
+        'pass',
         'tests/app/sweep/test_main_sweep.py',
     ),
     Mutation(
         'leave unfinished arms out of the table',
-        'areal_jax/app/sweep/tables.py',
+        'areal_jax.app.sweep.tables:_group_rows',
         'for result in group.arms:',
         'for result in group.finished:',
         'tests/app/sweep/test_main_sweep.py',
@@ -993,26 +999,64 @@ MUTATIONS = [
     ),
     Mutation(
         'hold arrays that are on the disk',
-        'areal_jax/checkpoint/store.py',
-        '    leaves.clear()\n',
-        '',
+        'areal_jax.checkpoint.store:_write_everywhere',
+        'leaves.clear()',
+        'pass',
         'tests/checkpoint/test_store.py',
     ),
 ]
 
 
+def find_place(where: str) -> tuple[pathlib.Path, int, int]:
+    """(file, first line, line behind the last), lines from 0. Raises ValueError where there is not one such place."""
+    if '/' in where:
+        path = ROOT / where
+        return path, 0, len(path.read_text().splitlines())
+    module, _, names = where.partition(':')
+    folder = ROOT / module.replace('.', '/')
+    path = folder / '__init__.py' if folder.is_dir() else folder.with_suffix('.py')
+    if not path.is_file():
+        raise ValueError(f'there is no module {module}')
+    source = path.read_text()
+    if not names:
+        return path, 0, len(source.splitlines())
+    nodes: list[Any] = [ast.parse(source)]
+    for name in names.split('.'):
+        below = [child for node in nodes for child in ast.iter_child_nodes(node)]
+        nodes = [child for child in below if getattr(child, 'name', '') == name]
+    if len(nodes) != 1:
+        raise ValueError(f'{where} is there {len(nodes)} times')
+    return path, nodes[0].lineno - 1, nodes[0].end_lineno
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """Finds the text however its lines are broken, also with a comma before the bracket that ends a broken line."""
+    words = [re.escape(word) for word in re.findall(r'\w+|[^\w\s]', text)]
+    pattern = words[0]
+    for before, word in itertools.pairwise(words):
+        gap = r'\s+' if re.match(r'\w', before) and re.match(r'\w', word) else r'\s*'
+        pattern += gap + (r'(?:,\s*)?' if word in (r'\)', r'\]', r'\}') else '') + word
+    return re.compile(pattern)
+
+
+def mutate(mutation: Mutation) -> tuple[pathlib.Path, str]:
+    """(file, its source with the mutation). Raises ValueError where the text does not stand there exactly once."""
+    path, first, end = find_place(mutation.where)
+    lines = path.read_text().splitlines(keepends=True)
+    part, count = pattern_of(mutation.before).subn(lambda _: mutation.after, ''.join(lines[first:end]))
+    if count != 1:
+        raise ValueError(f'{mutation.name}: {mutation.before!r} stands {count} times in {mutation.where}')
+    return path, ''.join([*lines[:first], part, *lines[end:]])
+
+
 def survives(mutation: Mutation) -> bool:
     """Whether the tests pass although the code is wrong. Raises ValueError when the mutation does not apply."""
-    source = (ROOT / mutation.file).read_text()
-    if source.count(mutation.before) != 1:
-        raise ValueError(
-            f'{mutation.name}: {mutation.before!r} stands {source.count(mutation.before)} times in its file'
-        )
+    path, source = mutate(mutation)
     with tempfile.TemporaryDirectory() as directory:
         for part in ('areal_jax', 'launch', 'tests', 'configs', 'pyproject.toml'):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, pathlib.Path(directory) / part)
-        (pathlib.Path(directory) / mutation.file).write_text(source.replace(mutation.before, mutation.after))
+        (pathlib.Path(directory) / path.relative_to(ROOT)).write_text(source)
         command = [sys.executable, '-m', 'pytest', '-x', '-q', '-m', 'not slow', '-p', 'no:cacheprovider']
         done = subprocess.run([*command, *mutation.tests.split()], cwd=directory, capture_output=True, text=True)
     if done.returncode not in (0, 1):
@@ -1023,7 +1067,8 @@ def survives(mutation: Mutation) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    chosen = [m for m in MUTATIONS if all(word.lower() in m.name.lower() for word in arguments)]
+    words = [word.lower() for word in arguments]
+    chosen = [m for m in MUTATIONS if all(word in f'{m.name} {m.where}'.lower() for word in words)]
     survivors = [mutation.name for mutation in chosen if survives(mutation)]
     print(f'{len(chosen) - len(survivors)} of {len(chosen)} mutations turn a test red')
     return 1 if survivors or not chosen else 0

@@ -284,7 +284,7 @@ def test_the_table_counts_each_trouble():
 
 
 def test_every_kind_has_cases_of_different_names():
-    for kind, (_, list_cases) in chaos._KINDS.items():
+    for kind, (_, list_cases) in chaos.KINDS.items():
         names = [case.name for case in list_cases()]
         assert len(set(names)) == len(names), kind
 
@@ -293,7 +293,7 @@ def test_the_minimum_of_a_kind_is_the_number_of_its_outcomes():
     minimum = chaos.Schedule(['disk'], seed=0, minutes=1).minimum
     assert minimum['kill'] == 100
     for kind in ('signal', 'disk', 'file', 'entry point'):
-        assert minimum[kind] == len(chaos._KINDS[kind][1]())
+        assert minimum[kind] == len(chaos.KINDS[kind][1]())
 
 
 def run_schedule(schedule, seconds_a_case, now=0.0):
@@ -310,7 +310,7 @@ def test_time_is_divided_over_the_kinds_and_each_runs_once():
     kinds = ['kill', 'signal', 'disk']
     spent = run_schedule(chaos.Schedule(kinds, seed=0, minutes=10), 10.0)
     assert sum(spent.values()) <= 600 + 10
-    shares = {kind: chaos._KINDS[kind][0] / sum(chaos._KINDS[k][0] for k in kinds) for kind in kinds}
+    shares = {kind: chaos.KINDS[kind][0] / sum(chaos.KINDS[k][0] for k in kinds) for kind in kinds}
     for kind in kinds:
         assert abs(spent[kind] - shares[kind] * 600) <= 20
     assert set(run_schedule(chaos.Schedule(kinds, seed=0, minutes=1), 1.0, now=1e9)) == set(kinds)
@@ -343,9 +343,9 @@ def test_several_threads_share_one_schedule(tmp_path, monkeypatch):
                 running -= 1
             yield outcomes.Outcome('slow', self.name, 0.05, 0)
 
-    monkeypatch.setattr(chaos, '_KINDS', {'slow': (1.0, lambda: [Slow(i) for i in range(12)])})
-    monkeypatch.setattr(chaos, '_measure_lifetime', lambda ground: None)
+    monkeypatch.setattr(chaos, 'KINDS', {'slow': (1.0, lambda: [Slow(i) for i in range(12)])})
+    monkeypatch.setattr(chaos, 'measure_lifetime', lambda ground: None)
     schedule = chaos.Schedule(['slow'], seed=0, minutes=1, jobs=3)
-    found = chaos._run(schedule, Ground(tmp_path, 0), lambda: 0.0, 3)
+    found = chaos.run_schedule(schedule, Ground(tmp_path, 0), lambda: 0.0, 3)
     assert sorted(outcome.case for outcome in found) == sorted(f'case {i}' for i in range(12))
     assert 2 <= most <= 3

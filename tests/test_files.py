@@ -126,7 +126,7 @@ def test_pipes_and_files_without_an_end_are_not_read(tmp_path, at_once, monkeypa
     with pytest.raises(files.FileError, match='has more than 3 bytes; restore it or remove it'):
         files.read_regular(tmp_path / 'large', most_bytes=3)
     assert b'MemTotal' in files.read_regular(pathlib.Path('/proc/meminfo'))  # has no size of its own
-    monkeypatch.setattr(files, '_READ_S', -1.0)
+    monkeypatch.setattr(files, 'READ_S', -1.0)
     with pytest.raises(files.FileError, match='was not read within -1 s'):
         files.read_regular(tmp_path / 'large')
 

@@ -1,16 +1,23 @@
-"""The house: sizes of files, functions and classes, no import circle, types, one version."""
+"""The house: sizes of files, functions and classes, no import circle, types, one version, what tests reach into."""
 
 import ast
 import importlib.metadata
 import pathlib
 import re
 
+import pytest
+
 import areal_jax
-from tests.mutations import MUTATIONS, ROOT
+from tests.mutations import MUTATIONS, ROOT, Mutation, mutate, pattern_of
 
 PACKAGE = pathlib.Path(areal_jax.__file__).parent
+PRIVATE_NAMES = ROOT / 'docs' / 'design' / 'private_names.md'
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 300
 MOST_ANY = 335  # `Any` is for trees of arrays; everything else has a type
+MOST_PRIVATE = 26  # accesses of tests to private names of other objects: a public name or result shows the same
+OF_OTHERS = {'_replace', '_asdict', '_fields', '_make', '_exit', '_getframe'}  # documented: namedtuple, os, sys
+SYNCED = 'os.fsync(self._file.fileno())'  # stands in LineWriter.sync
+BY_NAME = {'getattr', 'setattr', 'delattr', 'patch', 'object'}  # also monkeypatch.setattr, mock.patch.object
 
 
 def sources() -> dict[str, str]:
@@ -61,6 +68,34 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for module in graph if (found := search(module, []))), [])
 
 
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r'_[^\W_]\w*', name) is not None and name not in OF_OTHERS
+
+
+def private_accesses(source: str) -> list[str]:
+    """'line 3: pool._ledger': reads, writes, imports and patches of private names of anything but self and cls.
+
+    Private names of other packages are not counted that docs/design/private_names.md lists.
+    """
+    listed, found = PRIVATE_NAMES.read_text(), []
+
+    def note(node: ast.stmt | ast.expr, path: str) -> None:
+        if is_private(path.rpartition('.')[2]) and f'`{path}' not in listed:
+            found.append((node.lineno, path))
+
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ('self', 'cls'):
+            note(node, ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                note(node, f'{node.module}.{alias.name}')
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition('.')[2] in BY_NAME:
+            for argument in node.args[:2]:  # ('module.name', value) or (owner, 'name', value)
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    note(node, argument.value)
+    return [f'line {line}: {path}' for line, path in sorted(found)]
+
+
 def test_files_functions_and_classes_are_short():
     assert [part for name, source in sources().items() for part in long_parts(name, source)] == []
 
@@ -94,10 +129,72 @@ def test_one_version():
     assert importlib.metadata.version('areal_jax') == areal_jax.__version__
 
 
+def test_tests_use_public_names():
+    by_file = {path: private_accesses(path.read_text()) for path in sorted((ROOT / 'tests').rglob('*.py'))}
+    fullest = sorted(((len(found), path) for path, found in by_file.items() if found), reverse=True)
+    for count, path in fullest:
+        print(count, path.relative_to(ROOT), *by_file[path], sep='\n    ')
+    assert sum(count for count, _ in fullest) <= MOST_PRIVATE
+
+
+@pytest.mark.parametrize(
+    ('source', 'found'),
+    [
+        ('rig.pool._ledger.close(entry)', ['rig.pool._ledger']),
+        ('self.engine._stream._state', ['self.engine._stream', 'self.engine._stream._state']),
+        ('super()._emit(w)', ['super()._emit']),
+        ('engines[0]._state = 1', ['engines[0]._state']),
+        ('from areal_jax.files import _lock', ['areal_jax.files._lock']),
+        ("monkeypatch.setattr(io, '_END_S', 1.0)", ['_END_S']),
+        ("monkeypatch.setattr('areal_jax.files._READ_S', 1.0)", ['areal_jax.files._READ_S']),
+        ("setattr(io, '_END_S', 1.0)", ['_END_S']),
+        ("getattr(thread, '_target', '')", ['_target']),
+        ("with mock.patch.object(io, '_END_S'): ...", ['_END_S']),
+        ("mock.patch('areal_jax.files._READ_S')", ['areal_jax.files._READ_S']),
+        ("self._own = cls._own; one.__dict__; ids._replace(a=1); os._exit(2); f('_x'); _local = 1", []),
+        ('from jax._src.cudnn import fused_attention_stablehlo; jax._src.distributed.global_state.client', []),
+    ],
+)
+def test_the_private_names_of_others_are_seen(source, found):
+    assert [line.split(': ')[1] for line in private_accesses(source)] == found
+
+
 def test_every_module_says_what_it_is():
     assert [name for name, source in sources().items() if not ast.get_docstring(ast.parse(source))] == []
 
 
 def test_every_mutation_applies():
-    places = [(ROOT / mutation.file).read_text().count(mutation.before) for mutation in MUTATIONS]
-    assert [mutation.name for mutation, n in zip(MUTATIONS, places, strict=True) if n != 1] == []
+    for mutation in MUTATIONS:
+        path, source = mutate(mutation)
+        assert source != path.read_text(), mutation.name
+
+
+@pytest.mark.parametrize(
+    'where', ['areal_jax.files:LineWriter.sync', 'areal_jax.files:LineWriter', 'areal_jax/files.py']
+)
+@pytest.mark.parametrize('before', [SYNCED, 'os.fsync(\n    self._file\n    .fileno()\n)'])
+def test_a_mutation_is_made_in_its_place_alone(where, before):
+    path, source = mutate(Mutation('a', where, before, 'MUTATED', ''))
+    assert source.count('MUTATED') == 1
+    assert source.replace('MUTATED', SYNCED) == path.read_text()
+
+
+def test_a_mutation_is_found_where_its_line_was_broken():
+    for line in ('f(a, b_c)', 'f(\n    a,\n    b_c,\n)', 'f(\n    a, b_c\n)'):
+        assert pattern_of('f(a, b_c)').fullmatch(line)
+    for other in ('f(a, b, c)', 'f(a, bc)', 'f(a b_c)'):
+        assert not pattern_of('f(a, b_c)').fullmatch(other)
+
+
+@pytest.mark.parametrize(
+    ('where', 'before', 'refused'),
+    [
+        ('areal_jax.files:LineWriter.close', SYNCED, 'stands 0 times'),
+        ('areal_jax.files:LineWriter.write', 'self._error', 'stands 3 times'),
+        ('areal_jax.files:LineWriter.stop', SYNCED, 'LineWriter.stop is there 0 times'),
+        ('areal_jax.no_files:sync', SYNCED, 'there is no module areal_jax.no_files'),
+    ],
+)
+def test_a_mutation_without_a_place_is_refused(where, before, refused):
+    with pytest.raises(ValueError, match=refused):
+        mutate(Mutation('a', where, before, 'MUTATED', ''))

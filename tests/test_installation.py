@@ -31,7 +31,7 @@ def installed(tmp_path, monkeypatch):
     for name in ('configs/tiny_cpu.py', 'configs/sweeps/tiny.py', 'launch/__init__.py'):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    monkeypatch.setattr(installation, '_FOLDER', folder)
+    monkeypatch.setattr(installation, 'FOLDER', folder)
     monkeypatch.setattr(importlib.metadata, 'requires', {'areal_jax': REQUIRES}.get)
     return folder
 

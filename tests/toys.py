@@ -30,7 +30,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.beside import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.lanes import engine_lane, publish_lane
-from areal_jax.protocols import Clock
+from areal_jax.protocols import Clock, Workflow
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
@@ -258,13 +258,14 @@ class ToyVerifier:
     """The reward is the sum of the answer's tokens modulo 2; how long it takes is up to `delays`."""
 
     def __init__(self, clock: Clock, delays: Sequence[float] = (1.0,), fail: Sequence[int] = (), lane: str = 'reward'):
-        self._clock, self._delays, self._fail, self._lane = clock, delays, fail, lane
+        self._clock, self._delays, self._lane = clock, delays, lane
+        self.fail = fail  # draws whose answers are not scored
 
     async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: str) -> Verdict:
         amount = self._delays[(prompt.draw * 7 + len(answer_tokens)) % len(self._delays)]
         work = Work('reward', amount, recorded=True)
         reply: dict[str, Any] = {'reward': float(answer_tokens.sum() % 2)}
-        if prompt.draw in self._fail:
+        if prompt.draw in self.fail:
             reply = {'reward': 0.0, 'attempts': 2, 'label': 'crash'}
         return Verdict(**await self._clock.call(self._lane, lambda: _ready(reply), work, 10.0))
 
@@ -303,6 +304,9 @@ class ToyRun:
         resume: Mapping[str, Any] | None = None,
         log: EventLog | None = None,
         make_clock: Callable[[Mapping[str, int], EventLog, float], LoopClock] | None = None,  # of lanes, log, start_s
+        make_workflow: Callable[[ToyRun], Workflow] | None = None,  # called when the gate and the pool are there
+        learner: Any = None,
+        unscored: Sequence[int] = (),  # draws of the evaluation that no verifier scores
     ):
         state = resume['run_state'] if resume else None
         self.log = log or (EventLog(next_seq=state['next_seq'], next_run=state['next_run']) if state else EventLog())
@@ -315,7 +319,7 @@ class ToyRun:
         make = make_clock or (lambda lanes, log, start_s: VirtualClock(lanes, log, prices, start_s=start_s))
         self.clock = make(lanes, self.log, start_s)
         self.supervisor = Supervisor(self.clock)
-        self.learner, self.channel = ToyLearner(), ToyChannel()
+        self.learner, self.channel = learner or ToyLearner(), ToyChannel()
         channel = self.channel
         self.gate = StalenessGate(
             groups_per_update=groups_per_update, eta=eta, max_running=max_running, buffer_capacity=buffer_capacity,
@@ -336,7 +340,7 @@ class ToyRun:
         self.pinned_backends = [ToyBackend(3) if evaluation_every else None for _ in range(engines)]
         self.engines = [
             LocalEngine(
-                i, backend, self.clock, self.log, receive=channel.receive,
+                i, backend, self.clock, self.log, receive=lambda published: self.receive(published),
                 version=published.version, params=published.handle, kv_policy=kv_policy, decode_steps=decode_steps,
                 evaluation=self.pinned_backends[i], every_dispatches=every_dispatches,
             )
@@ -344,21 +348,27 @@ class ToyRun:
         ]  # fmt: skip
         self.pool = pool = self.build_pool(newest)
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
+        self.verifier = ToyVerifier(self.clock, delays, fail)
+        self.stream = ToyStream()
+        self.note_step: Callable[[StepRecord], object] = self.steps.append  # tests put others in its place
+        self.save_checkpoint, self.receive = self._save, channel.receive  # and of these
         self.controller = Controller(
             LoopSettings(
                 steps, group_size, groups_per_update, max_token_age, over_age, checkpoint_every, max_failed_groups=32,
                 slots=slots,
             ),
-            clock=self.clock, log=self.log, supervisor=self.supervisor, stream=ToyStream(), pool=pool,
-            workflow=SingleTurn(pool, sampling, seed=0), verifier=ToyVerifier(self.clock, delays, fail),
+            clock=self.clock, log=self.log, supervisor=self.supervisor, stream=self.stream, pool=pool,
+            workflow=make_workflow(self) if make_workflow else SingleTurn(pool, sampling, seed=0),
+            verifier=self.verifier,
             learner=self.learner, channel=channel, gate=self.gate, ring=ring,
-            update_tokens=lambda groups: sum(len(t.tokens) for g in groups for t in g.trajectories),
-            on_step=self.steps.append, observer_state=self._observer_state, save_checkpoint=self._save,
+            update_tokens=self.price_update, observer_state=self.observer_state,
+            on_step=lambda record: self.note_step(record),
+            save_checkpoint=lambda *state: self.save_checkpoint(*state),
             on_published=self._note_published,
             copy_version=lambda published: published.handle[0],
             group_filter=EqualRewardsFilter(max_filtered) if max_filtered else None,
         )  # fmt: skip
-        self.newest, self.resumed = newest, state
+        self.newest, self.resumed, self.unscored = newest, state, unscored
         self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None
         if state:
             self.controller.restore(state)
@@ -368,26 +378,32 @@ class ToyRun:
 
     def _build_beside(self, every: int, steps: int, sampling: SamplingParams) -> EvaluationBeside:
         self.clock.lanes['reward/evaluation'] = Lane(1)
+        self.lost = self.clock.event('loss of an evaluation')
         self.rows: list[VersionScores] = []
         self.said: list[str] = []
 
         def make_evaluator(pool: Any, version: int) -> Evaluator:
             return Evaluator(
-                pool=pool, verifier=ToyVerifier(self.clock, lane='reward/evaluation'), clock=self.clock,
-                supervisor=self.supervisor, log=self.log, problems=[toy_prompt(draw) for draw in range(100, 108)],
-                sampling=sampling, samples=1, seed=0, decode=str, final_answer=str, max_failed=3, version=version,
+                pool=pool, verifier=ToyVerifier(self.clock, fail=self.unscored, lane='reward/evaluation'),
+                clock=self.clock, supervisor=self.supervisor, log=self.log,
+                problems=[toy_prompt(draw) for draw in range(100, 108)], sampling=sampling, samples=1, seed=0,
+                decode=str, final_answer=str, max_failed=3, version=version,
             )  # fmt: skip
 
         return EvaluationBeside(
             every=every, steps=steps, pool=self.pool, clock=self.clock, supervisor=self.supervisor, log=self.log,
             make_evaluator=make_evaluator, on_scores=self.rows.append, say=self.said.append,
+            lost=self.lost,
         )  # fmt: skip
 
     def _note_published(self, published: PublishedWeights) -> None:
         if self.beside:
             self.beside.note_published(published)
 
-    def _observer_state(self) -> dict[str, Any]:
+    def price_update(self, groups: Sequence[TrajectoryGroup]) -> int:
+        return sum(len(t.tokens) for g in groups for t in g.trajectories)
+
+    def observer_state(self) -> dict[str, Any]:
         return {'evaluating': self.beside.under_way} if self.beside else {}
 
     def _save(self, step: int, arrays: Any, earlier: Mapping[int, Any], run_state: Mapping[str, Any]) -> None:

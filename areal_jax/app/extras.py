@@ -16,7 +16,7 @@ from areal_jax.installation import describe_install
 
 API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
 
-_EXTRAS = {
+EXTRAS = {
     'tensorboardX': 'tensorboard',
     'matplotlib': 'plots',
     'reasoning_gym': 'tasks',
@@ -33,7 +33,7 @@ def require_extras(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for the first package that this config needs and that is not installed; imports none."""
     for module, reason, instead in _needed(config):
         if importlib.util.find_spec(module) is None:
-            command = describe_install(_EXTRAS[module])
+            command = describe_install(EXTRAS[module])
             raise ConfigError(f'{reason} needs the package {module}, which is not installed: {command}{instead}')
 
 

@@ -48,7 +48,7 @@ def train(config: ConfigSource, workdir: FilePath, resume: bool = False) -> Repo
     second one stops without saving), and resume=True goes on. After any exception the workdir is unlocked, and threads,
     processes and files of the run are gone.
     """
-    loaded, source = _load(config)
+    loaded, source = load_source(config)
     _require_one_process(loaded)
     directory = _directory(workdir)
 
@@ -74,7 +74,7 @@ def evaluate(
     """
     from areal_jax.app.evaluate import evaluate_model
 
-    loaded, source = _load(config)
+    loaded, source = load_source(config)
     directory, name = _directory(workdir), None if model is None else os.fspath(model)
 
     def run(interrupts: CallerInterrupts) -> Mapping[str, object] | None:
@@ -99,7 +99,7 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
     return export_run(pathlib.Path(workdir), pathlib.Path(out), step=step, dtype=dtype)
 
 
-def _load(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:
+def load_source(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:
     """(config, where it came from); raises UserError for what is no config."""
     if isinstance(config, config_dict.ConfigDict):
         loaded, source = config, ''

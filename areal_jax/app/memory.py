@@ -31,10 +31,10 @@ def memory_limit_bytes() -> int:
     """Bytes that all processes of this run may use together: the machine's memory, or a cgroup limit below it."""
     import psutil
 
-    return min([psutil.virtual_memory().total, *_cgroup_limits()])
+    return min([psutil.virtual_memory().total, *cgroup_limits()])
 
 
-def _cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGROUP_ROOT) -> list[int]:
+def cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGROUP_ROOT) -> list[int]:
     """Limits of the cgroup of this process (version 1 or 2) and of its parents."""
     limits = []
     lines = processes.read_text().splitlines() if processes.exists() else []

@@ -91,7 +91,7 @@ def _require_room(
     on_device: Mapping[jax.Device, Mapping[str, int]], host: Mapping[str, int], config: config_dict.ConfigDict
 ) -> None:
     """Raises ConfigError where a device, or on a CPU the machine, has too little memory."""
-    if limits := {device: limit for device in on_device if (limit := _device_memory(device))}:
+    if limits := {device: limit for device in on_device if (limit := device_memory(device))}:
         for device, limit in limits.items():
             _require(on_device[device], limit, f'of {device.device_kind}', config)
         return
@@ -236,7 +236,7 @@ def _sum(*parts: Mapping[str, int]) -> dict[str, int]:
     return {name: sum(part.get(name, 0) for part in parts) for name in _KINDS if any(name in part for part in parts)}
 
 
-def _device_memory(device: jax.Device) -> int | None:
+def device_memory(device: jax.Device) -> int | None:
     """Bytes that jax may use on an accelerator; None on a CPU, whose memory is the machine's."""
     return (device.memory_stats() or {}).get('bytes_limit')
 

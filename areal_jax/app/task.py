@@ -104,12 +104,13 @@ def build_verifier(
         memory_mb=config.task.verifier_memory_mb,
         lane=lane,
         trial=trial,
-        audit=_build_audit(config, workdir),
+        audit=build_audit(config, workdir),
         start_worker=start_worker,
     )
 
 
-def _build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | None:
+def build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | None:
+    """What scores some answers of mathematics twice; None where the config asks for none."""
     if config.task.name != 'jsonl' or config.task.answer != 'math' or config.task.reward:
         return None
     if not config.task.audit_fraction or workdir is None:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     values = parse_flags(argv)
     python = find_python()
     with Wakeups() as wakeups:
-        directory = _await_version(pathlib.Path(values.publication), wakeups)
+        directory = await_version(pathlib.Path(values.publication), wakeups)
         if directory is None:
             return code_of_stopped_server()
         port = find_free_port(values.host)
@@ -149,7 +149,7 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     return values
 
 
-def _await_version(publication: pathlib.Path, wakeups: Wakeups) -> pathlib.Path | None:
+def await_version(publication: pathlib.Path, wakeups: Wakeups) -> pathlib.Path | None:
     """The newest version; None where a stop came first."""
     while not (versions := list_versions(publication)):
         numbers, _ = wakeups.wait(_LOOK_S)

@@ -57,8 +57,8 @@ class ArmsProgram:
         self.setting = make_setting(self.arms)
         self.state: State = jax.vmap(lambda params: initial_state(self.setting, params))(weights)
         self.calls: Sequence[Steps] = plan(self.setting, updates_per_call)
-        self._fixed = jax.device_put((constants, problems))
-        self._compiled: jax.stages.Compiled | None = None
+        self.fixed = jax.device_put((constants, problems))
+        self.compiled: jax.stages.Compiled | None = None
         self._next_call = 0
 
     @property
@@ -73,15 +73,15 @@ class ArmsProgram:
     def compile(self) -> None:
         """Compiles the program; the first `advance` does where this was not called."""
         program = make_program(self.setting, len(self.arms))
-        self._compiled = program.lower(self.calls[0], *self._fixed, self.state).compile()
+        self.compiled = program.lower(self.calls[0], *self.fixed, self.state).compile()
 
     def advance(self) -> list[list[Line]]:
         """The next call of the program; returns the metrics of the updates that it made, of each arm."""
-        if self._compiled is None:
+        if self.compiled is None:
             self.compile()
-        assert self._compiled is not None
+        assert self.compiled is not None
         steps = self.calls[self._next_call]
-        self.state, sums = self._compiled(steps, *self._fixed, self.state)
+        self.state, sums = self.compiled(steps, *self.fixed, self.state)
         self._next_call += 1
         numbers = steps.number[steps.trains]
         made = {name: np.asarray(values)[:, steps.trains] for name, values in sums.items()}

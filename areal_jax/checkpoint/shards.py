@@ -12,7 +12,7 @@ from areal_jax.checkpoint.trees import write_trees
 from areal_jax.files import sync_tree
 from areal_jax.sharding.host_shards import HostShards
 
-_TREE_BYTES = 1 << 28  # of arrays in one orbax tree
+TREE_BYTES = 1 << 28  # of arrays in one orbax tree
 
 
 def write_shards(
@@ -46,7 +46,7 @@ def _cut_trees(
     for name, start, part in _take_parts(leaves):
         if not trees or part.nbytes > room:
             trees.append({})
-            room = _TREE_BYTES
+            room = TREE_BYTES
         trees[-1][piece_key(name, start)] = part
         room -= part.nbytes
         tree = f'{writer}/{len(trees) - 1:04d}'

@@ -36,18 +36,18 @@ class TreeReader:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[pathlib.Path, ts.KvStore] = {}
+        self.tables: dict[pathlib.Path, ts.KvStore] = {}
 
     def read(self, tree: pathlib.Path, key: str) -> np.ndarray:
         """One array of a tree; raises whatever tensorstore raises for a file that is damaged."""
         import tensorstore as ts
 
-        table = self._tables.get(tree)
+        table = self.tables.get(tree)
         if table is None:
             context = ts.Context({'cache_pool#tables': {'total_bytes_limit': _TABLE_BYTES}})
             files = {'driver': 'file', 'path': f'{tree}/'}
             store = {'driver': 'ocdbt', 'base': files, 'cache_pool': 'cache_pool#tables'}
-            table = self._tables[tree] = ts.KvStore.open(store, context=context).result()
+            table = self.tables[tree] = ts.KvStore.open(store, context=context).result()
         opened = ts.open({'driver': 'zarr'}, kvstore=table / f'{key}/', open=True, read=True)
         return opened.result().read().result()
 

@@ -20,7 +20,7 @@ from areal_jax.registry.entries import REGISTRY, Entry
 from areal_jax.registry.presence import Presence, await_living
 
 FILE = 'learner.json'  # in the registry
-_LOOK_S, _REPORT_S = 0.25, 10.0
+LOOK_S, REPORT_S = 0.25, 10.0  # between two looks at the registry, between two sentences of one that waits
 _FIX = 'start all learner processes of the run, with one --workdir that they share'
 
 
@@ -91,7 +91,7 @@ def join_attempt(
         waited_s = time.monotonic() - began
         if waited_s >= deadline_s:
             raise LostPeerError(f'waited {waited_s:.0f} s for {whom}, {state}: {_FIX}')
-        if time.monotonic() - reported >= _REPORT_S:
+        if time.monotonic() - reported >= REPORT_S:
             reported = time.monotonic()
             say(f'waiting for {whom}, {state}, {waited_s:.0f} s')
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)

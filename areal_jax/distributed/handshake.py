@@ -35,8 +35,8 @@ _RETRY_S = 0.1
 _BACKLOG = 128
 _SHOWN = 12  # characters of a digest in messages
 _HELLO_S = 30.0
-_GUEST_S = 30.0  # for a whole handshake, however slowly the other end sends
-_MOST_GUESTS = 256  # handshakes under way
+GUEST_S = 30.0  # for a whole handshake, however slowly the other end sends
+MOST_GUESTS = 256  # handshakes under way
 
 
 class Hello(NamedTuple):
@@ -85,7 +85,7 @@ class _Guests:
         with self._lock:
             now_s, surplus = time.monotonic(), len(self._began_s) - most
             for place, (guest, began_s) in enumerate(self._began_s.items()):
-                if place < surplus or now_s - began_s > _GUEST_S:
+                if place < surplus or now_s - began_s > GUEST_S:
                     with contextlib.suppress(OSError):  # it has gone already
                         guest.shutdown(socket.SHUT_RDWR)
 
@@ -118,6 +118,11 @@ class Listener:
     def address(self) -> str:
         """'host:port', for `connect`."""
         return join_address(self.host, self.port)
+
+    @property
+    def handshakes(self) -> int:
+        """Those under way: connections of which it is not known yet whether they are of the run."""
+        return len(self._guests)
 
     def accept(self, deadline_s: float) -> Met:
         """The next role of this run that connects.
@@ -168,7 +173,7 @@ class Listener:
                 self._guests.discard(own)
                 own.close()
                 self._make_room()
-            self._guests.turn_away(_MOST_GUESTS)
+            self._guests.turn_away(MOST_GUESTS)
 
     def _make_room(self) -> None:
         """Strangers hold all files or threads that this process may have."""

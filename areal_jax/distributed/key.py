@@ -14,7 +14,7 @@ from areal_jax.errors import UserError
 
 _MODE = 0o600
 _KEY_BYTES = 32
-_BEING_WRITTEN_S = 5.0  # how long a file that is too short may belong to somebody who is writing it
+BEING_WRITTEN_S = 5.0  # how long a file that is too short may belong to somebody who is writing it
 
 
 class KeyFileError(UserError):
@@ -63,7 +63,7 @@ def _write_new(path: pathlib.Path, content: bytes) -> None:
 
 
 def _read(path: pathlib.Path) -> bytes:
-    end = time.monotonic() + _BEING_WRITTEN_S
+    end = time.monotonic() + BEING_WRITTEN_S
     while True:
         content = _read_private(path)
         if len(content) > 2 * _KEY_BYTES or time.monotonic() > end:

@@ -39,37 +39,37 @@ class CommandLeader:
         self.writers = [RemotePartWriter(peers, index) for index in range(len(peers))]  # for FilesChannel
 
     def warm_up(self) -> int:
-        return self._everywhere(self._learner.warm_up)
+        return self.everywhere(self._learner.warm_up)
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         return self._learner.update_tokens(groups)
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
-        return self._everywhere(self._learner.update, groups, version)
+        return self.everywhere(self._learner.update, groups, version)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-        return self._everywhere(self._learner.evaluate, groups)
+        return self.everywhere(self._learner.evaluate, groups)
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
-        return self._everywhere(self._learner.score, version, prompt_tokens, answer_tokens)
+        return self.everywhere(self._learner.score, version, prompt_tokens, answer_tokens)
 
     def publish(self, version: int) -> Tree:
-        return self._everywhere(self._learner.publish, version)
+        return self.everywhere(self._learner.publish, version)
 
     def save(self) -> dict[str, Tree]:
-        return self._everywhere(self._learner.save)
+        return self.everywhere(self._learner.save)
 
     def restore(self, saved: Mapping[str, Tree]) -> None:
-        self._everywhere(self._learner.restore, saved)
+        self.everywhere(self._learner.restore, saved)
 
     def require_finite(self, what: str, fix: str) -> None:
-        self._everywhere(self._learner.require_finite, what, fix)
+        self.everywhere(self._learner.require_finite, what, fix)
 
     def close(self) -> None:
         """Tells the followers to return. A second call does nothing."""
         self._peers.close()
 
-    def _everywhere(self, method: Callable[[*_Args], _R], *args: *_Args) -> _R:
+    def everywhere(self, method: Callable[[*_Args], _R], *args: *_Args) -> _R:
         """Calls a method of this process's learner and, by its name, the same method of every follower's."""
         name = method.__name__
         wait = self._peers.start_all(Command(name, args))

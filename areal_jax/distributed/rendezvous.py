@@ -81,7 +81,7 @@ def witness(workdir: pathlib.Path) -> Iterator[None]:
     path = workdir.absolute() / f'.seen_by_all_{secrets.token_hex(8)}'
     path.touch()
     try:
-        _coordination().key_value_set(_WITNESS, str(path))
+        coordination().key_value_set(_WITNESS, str(path))
         yield
     finally:
         path.unlink()
@@ -94,7 +94,7 @@ def require_shared_workdir(deadline_s: float) -> None:
     Raises CommandError if process 0 ended or takes longer than `deadline_s`.
     """
     _await_built(0, time.monotonic() + deadline_s, deadline_s)
-    path = pathlib.Path(_coordination().blocking_key_value_get(_WITNESS, _WITNESS_MS))
+    path = pathlib.Path(coordination().blocking_key_value_get(_WITNESS, _WITNESS_MS))
     if not path.is_file():
         raise ConfigError(
             f'process {jax.process_index()} does not see what process 0 wrote in --workdir={path.parent}: for '
@@ -118,7 +118,7 @@ def meet(deadline_s: float) -> None:
 def _await_built(index: int, end: float, deadline_s: float) -> None:
     try:
         left_ms = int(1000 * max(end - time.monotonic(), 0.001))
-        state = _coordination().blocking_key_value_get(_key(index), left_ms)
+        state = coordination().blocking_key_value_get(_key(index), left_ms)
     except jax.errors.JaxRuntimeError as error:
         raise CommandError(
             f'process {index} did not build its part of the run within distributed.command_deadline_s='
@@ -130,14 +130,14 @@ def _await_built(index: int, end: float, deadline_s: float) -> None:
 
 def _tell(state: str) -> None:
     """Publishes the state of this process to all."""
-    _coordination().key_value_set(_key(jax.process_index()), state, allow_overwrite=True)
+    coordination().key_value_set(_key(jax.process_index()), state, allow_overwrite=True)
 
 
 def _key(index: int) -> str:
     return f'areal_jax/process/{index}'
 
 
-def _coordination() -> _KeyValueStore:
+def coordination() -> _KeyValueStore:
     """The client of jax's coordination service, for which jax has no public name (docs/design/private_names.md)."""
     from jax._src import distributed
 

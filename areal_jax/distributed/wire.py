@@ -28,7 +28,7 @@ from areal_jax.addresses import join_address
 from areal_jax.errors import UserError
 
 MOST_FRAME_BYTES = 1 << 30
-_MAGIC = b'areal-jax wire 1'
+MAGIC = b'areal-jax wire 1'  # the first bytes in both directions
 _RELAYED = 1 << 63
 _RANDOM_BYTES, _DIGEST_BYTES = 32, hashlib.sha256().digest_size
 _PREFIX = struct.Struct(f'!QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s')
@@ -190,7 +190,7 @@ def make_pair(most_bytes: int = MOST_FRAME_BYTES) -> tuple[Connection, Connectio
 def prove_as_client(own: socket.socket, key: bytes) -> Connection:
     """The first half of a connection, for the side that opened it. Raises WrongKeyError, WireError."""
     ours = secrets.token_bytes(_RANDOM_BYTES)
-    own.sendall(_MAGIC + ours)
+    own.sendall(MAGIC + ours)
     theirs = _read_greeting(own)
     if not hmac.compare_digest(_read(own, _DIGEST_BYTES), _mac(key, b'server' + ours + theirs)):
         raise WrongKeyError('it has another key')
@@ -203,7 +203,7 @@ def prove_as_server(own: socket.socket, key: bytes) -> Connection:
     """The same for the side that listens. An answer is given only to who speaks this protocol."""
     ours = secrets.token_bytes(_RANDOM_BYTES)
     theirs = _read_greeting(own)
-    own.sendall(_MAGIC + ours + _mac(key, b'server' + theirs + ours))
+    own.sendall(MAGIC + ours + _mac(key, b'server' + theirs + ours))
     try:
         proof = _read(own, _DIGEST_BYTES)
     except EOFError:
@@ -231,7 +231,7 @@ def _session_keys(key: bytes, client: bytes, server: bytes) -> tuple[bytes, byte
 
 
 def _read_greeting(own: socket.socket) -> bytes:
-    if (found := bytes(_read(own, len(_MAGIC)))) != _MAGIC:
+    if (found := bytes(_read(own, len(MAGIC)))) != MAGIC:
         raise WireError(f'it speaks another protocol (it began with {found!r}): it is no role of this version')
     return bytes(_read(own, _RANDOM_BYTES))
 

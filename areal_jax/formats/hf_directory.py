@@ -26,7 +26,7 @@ from areal_jax.types import Tree
 
 WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 WEIGHT_DTYPES = ('float32', 'bfloat16', 'float16')
-_BLOCK_BYTES = 16 << 20  # bounds what is read at once
+BLOCK_BYTES = 16 << 20  # bounds what is read at once
 _EMBEDDING, _HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
 _ROTARY_BUFFER = '.rotary_emb.inv_freq'  # in old Llama files: follows from config.json
 # the bits of a NaN's and an infinity's exponent, which no other value has all of
@@ -207,7 +207,7 @@ def _place(
         if stacked:
             inside = ((b, host) for b, host in parts if b[0][0] <= number < b[0][1])
             parts = {b[1:]: host[number - b[0][0]] for b, host in inside}.items()
-        _fill([(b[::-1], host.T) if transposed else (b, host) for b, host in parts], tensor)
+        fill([(b[::-1], host.T) if transposed else (b, host) for b, host in parts], tensor)
     if sharding is None:
         return jax.block_until_ready(jax.device_put(shards[whole]))
     # devices with the same shard share one host buffer; waiting frees the buffers of a leaf before the next is read
@@ -216,7 +216,7 @@ def _place(
     )
 
 
-def _fill(parts: Sequence[tuple[_Bounds, np.ndarray]], tensor: StoredTensor) -> None:
+def fill(parts: Sequence[tuple[_Bounds, np.ndarray]], tensor: StoredTensor) -> None:
     """Copies a tensor of a file into (bounds, buffer), in the axes of the file; reads only the rows that are needed."""
     if not parts:
         return
@@ -258,7 +258,7 @@ def _copy(host: np.ndarray, part: np.ndarray, tensor: StoredTensor) -> None:
 
 
 def _row_blocks(tensor: StoredTensor, first: int, end: int) -> Iterator[tuple[int, int]]:
-    rows = max(1, _BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])))
+    rows = max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])))
     return ((start, min(start + rows, end)) for start in range(first, end, rows))
 
 

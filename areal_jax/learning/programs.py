@@ -18,7 +18,7 @@ _Key = tuple[str, _Shapes]  # of a program: its name and the shapes of its rows
 _KeptKey = tuple[Programs, _Key, str]  # and jax's settings
 _T = TypeVar('_T')
 AHEAD = 'learner warm-up'  # name of the thread that compiles before a program is asked for
-_MOST_KEPT = 64  # programs, of learners of one process that are equal
+MOST_KEPT = 64  # programs, of learners of one process that are equal
 
 
 class CompiledPrograms:
@@ -29,12 +29,12 @@ class CompiledPrograms:
     of a process compiles nothing.
     """
 
-    _kept: ClassVar[collections.OrderedDict[_KeptKey, jax.stages.Compiled]] = collections.OrderedDict()
+    kept: ClassVar[collections.OrderedDict[_KeptKey, jax.stages.Compiled]] = collections.OrderedDict()
 
     def __init__(self, definitions: Programs):
         self.definitions = definitions
         self._lock = threading.Lock()
-        self._traced: dict[_Key, Future[jax.stages.Lowered]] = {}  # until they are compiled
+        self.traced: dict[_Key, Future[jax.stages.Lowered]] = {}  # until they are compiled
         self._programs: dict[_Key, Future[jax.stages.Compiled]] = {}
 
     @property
@@ -50,11 +50,11 @@ class CompiledPrograms:
 
     def trace(self, name: str, *args: Tree) -> None:
         """The first half of `compile`, and the one that holds the interpreter's lock."""
-        if self._kept_key(_key(name, args)) not in self._kept:
+        if self._kept_key(_key(name, args)) not in self.kept:
             self._trace(name, args)
 
     def _trace(self, name: str, args: tuple[Tree, ...]) -> jax.stages.Lowered:
-        return self._once(self._traced, _key(name, args), lambda: getattr(self.definitions, name)().lower(*args))
+        return self._once(self.traced, _key(name, args), lambda: getattr(self.definitions, name)().lower(*args))
 
     def compile(self, name: str, *args: Tree) -> jax.stages.Compiled:
         """The program `name` (a method of train_step.Programs) for arguments of these shapes, which are all it needs.
@@ -64,10 +64,10 @@ class CompiledPrograms:
         key = _key(name, args)
 
         def compile_traced() -> jax.stages.Compiled:
-            if (program := self._kept.get(self._kept_key(key))) is None:
+            if (program := self.kept.get(self._kept_key(key))) is None:
                 program = self._trace(name, args).compile()
                 self._keep(key, program)
-            self._traced.pop(key, None)
+            self.traced.pop(key, None)
             return program
 
         return self._once(self._programs, key, compile_traced)
@@ -76,9 +76,9 @@ class CompiledPrograms:
         return self.definitions, key, repr(sorted(jax.config.values.items()))
 
     def _keep(self, key: _Key, program: jax.stages.Compiled) -> None:
-        self._kept[self._kept_key(key)] = program
-        while len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
+        self.kept[self._kept_key(key)] = program
+        while len(self.kept) > MOST_KEPT:
+            self.kept.popitem(last=False)
 
     def run(self, name: str, *args: Tree) -> Tree:
         return self.compile(name, *args)(*args)

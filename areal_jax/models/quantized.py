@@ -79,7 +79,7 @@ class NativeInt8Rows(Int8Rows):
         return _panels(table, by_rows=True)
 
     def multiply(self, x: jax.Array, *matrices: Quantized) -> tuple[jax.Array, ...]:
-        return tuple(_multiply(x, matrix) for matrix in matrices)
+        return tuple(byte_product(x, matrix) for matrix in matrices)
 
 
 def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +103,8 @@ def _sums(tokens: jax.Array, matrix: jax.Array) -> jax.Array:
     return lax.dot_general(tokens, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
 
 
-def _multiply(x: jax.Array, matrix: Quantized, way: int = 0) -> jax.Array:
+def byte_product(x: jax.Array, matrix: Quantized, way: int = 0) -> jax.Array:
+    """float32 [T, rows] of x [T, features]; `way`: 0 = with all instructions of this processor; tests try others."""
     shape = jax.ShapeDtypeStruct((len(x), len(matrix.scales)), jnp.float32)
     product: jax.Array = jax.ffi.ffi_call(library.BYTE_MULTIPLY, shape)(
         x, matrix.values, matrix.scales, way=np.int64(way)

@@ -26,8 +26,8 @@ RANK = 'areal_jax_rank'
 BYTE_MULTIPLY, BYTE_STEP = 'areal_jax_byte_multiply', 'areal_jax_byte_step'
 BYTE_PROJECT, BYTE_FINISH = 'areal_jax_byte_project', 'areal_jax_byte_finish'
 _NAMES = (ATTEND, WRITE, MULTIPLY, PROJECT, FINISH, STEP, RANK, BYTE_MULTIPLY, BYTE_PROJECT, BYTE_FINISH, BYTE_STEP)
-_SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
-_FLAGS = ('-std=c++17', '-O3', '-march=native', '-fopenmp-simd', '-shared', '-fPIC', '-w')
+SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
+FLAGS = ('-std=c++17', '-O3', '-march=native', '-fopenmp-simd', '-shared', '-fPIC', '-w')  # of the compiler
 _COMPILERS = ('c++', 'g++', 'clang++')
 _COMPILE_S = 120.0
 
@@ -39,7 +39,7 @@ class NativeError(Exception):
 @functools.cache
 def register() -> ctypes.CDLL:
     """Makes the kernels known to XLA under the names above, once a process. Raises NativeError."""
-    path = _find_or_compile(_cache_directory())
+    path = find_or_compile(_cache_directory())
     try:
         library = ctypes.CDLL(str(path))
         for name in _NAMES:
@@ -64,11 +64,11 @@ def is_available() -> bool:
     return True
 
 
-def _find_or_compile(directory: pathlib.Path) -> pathlib.Path:
+def find_or_compile(directory: pathlib.Path) -> pathlib.Path:
     """The library for this source, compiler and processor."""
-    compiler = _find_compiler()
-    command = [compiler, *_FLAGS, f'-isystem{jax.ffi.include_dir()}', str(_SOURCE), '-o']
-    parts = [*_texts(), *command, _version(compiler), jaxlib.__version__, _processor()]
+    compiler = find_compiler()
+    command = [compiler, *FLAGS, f'-isystem{jax.ffi.include_dir()}', str(SOURCE), '-o']
+    parts = [*_texts(), *command, _version(compiler), jaxlib.__version__, describe_processor()]
     path = directory / f'kernels_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so'
     if path.exists():
         return path
@@ -84,21 +84,22 @@ def _find_or_compile(directory: pathlib.Path) -> pathlib.Path:
         done = subprocess.run([*command, made], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         pathlib.Path(made).unlink(missing_ok=True)
-        raise NativeError(f'{compiler} does not compile {_SOURCE.name}: {error}') from error
+        raise NativeError(f'{compiler} does not compile {SOURCE.name}: {error}') from error
     if done.returncode:
         pathlib.Path(made).unlink(missing_ok=True)
         reason = next((line for line in done.stderr.splitlines() if 'error:' in line), done.stderr.strip()[-200:])
-        raise NativeError(f'{compiler} does not compile {_SOURCE.name}: {reason}')
+        raise NativeError(f'{compiler} does not compile {SOURCE.name}: {reason}')
     os.replace(made, path)
     return path
 
 
 def _texts() -> list[str]:
     """Of the source and of what it includes from its folder."""
-    return [_SOURCE.read_text(), *(path.read_text() for path in sorted(_SOURCE.parent.glob('*.h')))]
+    return [SOURCE.read_text(), *(path.read_text() for path in sorted(SOURCE.parent.glob('*.h')))]
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
+    """The path of $CXX, or of the first usual compiler that is there. Raises NativeError where there is none."""
     asked = os.environ.get('CXX')
     for name in (asked,) if asked else _COMPILERS:
         if found := shutil.which(name):
@@ -113,7 +114,7 @@ def _version(compiler: str) -> str:
         raise NativeError(f'{compiler} does not run: {error}') from error
 
 
-def _processor() -> str:
+def describe_processor() -> str:
     """What -march=native depends on: machines of a cluster may share a home directory."""
     info = pathlib.Path('/proc/cpuinfo')
     lines = info.read_text().splitlines() if info.exists() else []

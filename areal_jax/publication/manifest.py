@@ -89,7 +89,7 @@ def _measure(params: Tree) -> dict[str, tuple[LeafDigest, int]]:
 
 
 def _sum_shards(leaves: Sequence[np.ndarray | jax.Array]) -> np.ndarray:
-    """uint32 [leaves, 3], see `_shard_sums`: one program for each shard on the device that holds it, added on the host.
+    """uint32 [leaves, 3], see `shard_sums`: one program for each shard on the device that holds it, added on the host.
 
     One program over all devices would be a collective, which the lane of publication may not run beside the learner's.
     Arrays in host memory are summed without a program, which would wait for the learner's.
@@ -101,7 +101,7 @@ def _sum_shards(leaves: Sequence[np.ndarray | jax.Array]) -> np.ndarray:
             continue
         for shard, start in _held_shards(leaf):
             rows.append(row)
-            launched.append(_shard_sums(shard, start, leaf.shape))
+            launched.append(shard_sums(shard, start, leaf.shape))
     for found in launched:
         found.copy_to_host_async()
     if launched:
@@ -181,7 +181,7 @@ def _leaf_digest(leaf: jax.Array | np.ndarray, pair: Iterable[SupportsInt]) -> L
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # compiled once for all leaves of a shape
-def _shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) -> jax.Array:
+def shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) -> jax.Array:
     """uint32 [3]: the two sums of the content, and how many values are not finite.
 
     `leaf` is the shard of a leaf of the shape `whole` that begins at `start`.
@@ -203,7 +203,7 @@ def _shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...])
 
 
 def _host_sums(leaf: np.ndarray) -> tuple[int, int, int]:
-    """As `_shard_sums`, of a whole leaf."""
+    """As `shard_sums`, of a whole leaf."""
     leaf = np.ascontiguousarray(leaf)
     if (found := sum_words(leaf)) is not None:
         return found

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from areal_jax.registry.entries import Entry, FencedError, Registration
 
-_PERIOD_S = 1.0
+PERIOD_S = 1.0  # between two heartbeats
 
 OnFenced = Callable[[FencedError], None]
 
@@ -52,7 +52,7 @@ class Heartbeat:
             self.registration.update(**changes)
 
     def _beat(self) -> None:
-        while not self._end.wait(_PERIOD_S):
+        while not self._end.wait(PERIOD_S):
             try:
                 with (
                     contextlib.suppress(OSError),

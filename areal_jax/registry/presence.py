@@ -14,8 +14,8 @@ from areal_jax.errors import LostPeerError
 from areal_jax.registry.entries import Entry, Order, read_entries
 
 PATIENCE_S = 10.0  # without a heartbeat a process is no longer taken for alive
-_LOOK_S = 0.25  # between two looks of a process that waits
-_REPORT_S = 10.0  # between two sentences of one
+LOOK_S = 0.25  # between two looks of a process that waits
+REPORT_S = 10.0  # between two sentences of one
 
 
 class Presence:
@@ -73,7 +73,7 @@ def await_living(
             raise LostPeerError(
                 f'waited {now - began:.0f} s for {what} in {workdir}, and {missing} has not come: {fix}'
             )
-        if now - reported >= _REPORT_S:
+        if now - reported >= REPORT_S:
             reported = now
             say(f'waiting for {what} ({missing}), {now - began:.0f} s')
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)

@@ -213,12 +213,13 @@ def _groups(events: Sequence[Event], metrics: Metrics) -> contents.Groups:
         'dropped': dict(sorted(reasons.items())),
         'filtered_rate': _filtered_rate(events, reasons[EQUAL_REWARDS]),
     }
-    if lost := _lost_answers(events):
+    if lost := lost_answers(events):
         groups['lost'] = lost
     return groups
 
 
-def _lost_answers(events: Sequence[Event]) -> contents.LostAnswers | None:
+def lost_answers(events: Sequence[Event]) -> contents.LostAnswers | None:
+    """Answers that all engines gave up, beside those that ended; None where none was lost."""
     lost = [event['tokens'] for event in events if event['kind'] == 'finish' and event['reason'] == LOST]
     ended = ('stop', 'length')
     finished = [event['tokens'] for event in events if event['kind'] == 'finish' and event['reason'] in ended]

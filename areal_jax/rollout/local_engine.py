@@ -110,6 +110,11 @@ class LocalEngine:
         """The weights in use, as the backend takes them."""
         return self._weights.params
 
+    @property
+    def stream(self) -> DecodeStream:
+        """What decodes the requests of training: their table, their cache, and what was computed so far."""
+        return self._stream
+
     def start(self, supervisor: Supervisor) -> None:
         supervisor.start(self.name, self._serve())
         if self._pinned is not None:

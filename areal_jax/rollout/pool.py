@@ -67,8 +67,8 @@ class Pool:
         require_capabilities(engines, requirements)
         self._engines = {engine.name: engine for engine in engines}
         self._clock, self._log, self._supervisor = clock, log, supervisor
-        self._ledger = Ledger(self._engines)
-        self._pinned_ledger = Ledger(self._engines)
+        self.ledger = Ledger(self._engines)  # of training
+        self.pinned_ledger = Ledger(self._engines)
         self._pinned: list[int] = []  # versions that engines keep or are fetching
         for name, engine in self._engines.items():
             status = engine.status()
@@ -76,7 +76,7 @@ class Pool:
 
     def generate(self, request: GenerationRequest, prefer: str = '') -> PooledGeneration:
         """Starts the request on the engine `prefer` if there is one of that name."""
-        ledger = self._ledger if request.version is None else self._pinned_ledger
+        ledger = self.ledger if request.version is None else self.pinned_ledger
         name = prefer if prefer in self._engines else ledger.engine_of_group(request)
         name = name or ledger.least_outstanding()
         assert name is not None  # the engines of a process stay
@@ -86,7 +86,7 @@ class Pool:
         return PooledGeneration(generation, ledger.open(request, name), ledger)
 
     def cancel_all(self, version: int | None = None) -> None:
-        for ledger in (self._ledger, self._pinned_ledger):
+        for ledger in (self.ledger, self.pinned_ledger):
             for entry in ledger.entries():
                 if version in (None, entry.version):
                     self._engines[entry.engine].cancel(entry.request_id)
@@ -122,13 +122,13 @@ class Pool:
             engine.resume()
 
     def open_requests(self) -> int:
-        return len(self._ledger)
+        return len(self.ledger)
 
     def serving_engines(self) -> int:
-        return self._ledger.routed_engines()
+        return self.ledger.routed_engines()
 
     def watch(self, note_room: Callable[[], None]) -> None:
-        self._ledger.on_room = note_room
+        self.ledger.on_room = note_room
 
     def order(self) -> list[tuple[str, int, int]]:
         return [

@@ -117,7 +117,7 @@ class DecodeStream:
         self._scheduler = Scheduler(
             backend, version=version, decode_steps=decode_steps, on_preempt=self._note_preempted
         )
-        self.table = self._scheduler.table
+        self.table, self.cache = self._scheduler.table, self._scheduler.cache
         self.totals = StreamTotals()
         self._state: State = backend.initial_state()
         self._dispatches = 0  # of decoding

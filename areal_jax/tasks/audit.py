@@ -14,7 +14,7 @@ from areal_jax.tasks.task import hash_fraction
 from areal_jax.types import Prompt
 
 FILE = 'audit.jsonl'  # in the workdir
-_MOST_BYTES = 16 * 2**20  # of the file; later disagreements are counted only
+MOST_BYTES = 16 * 2**20  # of the file; later disagreements are counted only
 
 # (gold answer, text of an answer) -> whether they are equal; None where this comparison cannot tell
 Comparison = Callable[[str, str], bool | None]
@@ -54,7 +54,7 @@ class Audit:
         question, gold = prompt.problem['question'], prompt.problem['answer']
         record = {'draw': prompt.draw, 'question': question, 'gold': gold, 'reward': reward, 'text': text}
         line = json.dumps(record)
-        room = _MOST_BYTES - sum(len(written) + 1 for written in self._written)
+        room = MOST_BYTES - sum(len(written) + 1 for written in self._written)
         if line in self._written or len(line) + 1 > room:
             return
         self._written.add(line)

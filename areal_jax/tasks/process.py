@@ -35,19 +35,24 @@ class WorkerProcess:
     def __init__(self, scorer: str, memory_mb: int):
         """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory."""
         self.scorer = scorer
-        self._mark = secrets.token_hex(8)
+        self.mark = secrets.token_hex(8)  # of all its processes: the variable MARK of their environment
         self.is_ready = False
         self._process = subprocess.Popen(
             [sys.executable, '-m', 'areal_jax.tasks.worker', scorer, str(memory_mb)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=worker_environment() | {MARK: self._mark},
+            env=worker_environment() | {MARK: self.mark},
             start_new_session=True,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipes = WorkerPipes(scorer, self._process.stdin, self._process.stdout)
+
+    @property
+    def pid(self) -> int:
+        """Of the worker; its scorer runs in a child."""
+        return self._process.pid
 
     @property
     def is_killed(self) -> bool:
@@ -129,7 +134,7 @@ class WorkerProcess:
     def _end_what_is_left(self) -> None:
         def find() -> list[Process]:
             below = list_descendants(self._process.pid) if self._process.poll() is None else []
-            return [*below, *list_marked(self._mark)]
+            return [*below, *list_marked(self.mark)]
 
         if not end_processes(find, _KILL_S):
             pids = [process.pid for process in find()]

@@ -20,7 +20,7 @@ def find_missing(names: Sequence[str] = NEEDED) -> list[str]:
     """'flax' for what is not installed, 'flax>=0.12.8 (0.10.2 is there)' for what is too old."""
     missing = []
     for name in names:
-        least = _least_versions().get(name, '0')
+        least = least_versions().get(name, '0')
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def unpack_wheels(folder: pathlib.Path, into: pathlib.Path) -> None:
             item.rename(into / item.name)
 
 
-def _least_versions() -> dict[str, str]:
+def least_versions() -> dict[str, str]:
     """{'flax': '0.12.8'} of 'flax>=0.12.8' in install_requires and the extra dev."""
     return dict(re.findall(r"'([a-z][\w.-]*)>=([\d.]+)", _SETUP.read_text()))
 

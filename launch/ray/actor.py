@@ -16,7 +16,7 @@ from ..programs import Program
 
 FINAL = (ExitCode.FINISHED, ExitCode.BUG, ExitCode.USER_ERROR, ExitCode.NOTHING_TRAINED)  # not to be started again
 _TAIL_LINES, _TAIL_BYTES = 5, 4096
-_PAUSE_S = 2.0  # before a restart
+PAUSE_S = 2.0  # before a restart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RoleActor:
             self._failures = self._failures + 1 if time.monotonic() - self._began_s < STEADY_S else 1
             if code in FINAL or self._is_told or self._failures > self._restarts:
                 self._code = code if code in FINAL else ExitCode.STOPPED
-            self._due_s = time.monotonic() + _PAUSE_S
+            self._due_s = time.monotonic() + PAUSE_S
         if self._program is None and self._code is None and time.monotonic() >= self._due_s:
             self._start()
         return State(self._starts, self._code, '' if self._code is None else self._read_tail())

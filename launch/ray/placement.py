@@ -21,7 +21,7 @@ from .supervision import LostGroupError
 
 ATTEMPT_S = 5.0  # of one attempt to reserve a slice
 _ANSWER_S = 10.0  # for one look at an actor
-_PATIENCE_S = 60.0  # with an actor that does not answer
+PATIENCE_S = 60.0  # with an actor that does not answer
 _VERSIONS = {'v5e': 'v5litepod'}  # where Ray has another name for a generation
 _TOPOLOGY_LABEL, _WORKER_LABEL = 'ray.io/tpu-topology', 'ray.io/tpu-worker-id'
 
@@ -77,8 +77,8 @@ class PlacedGroup:
             ray.exceptions.RayTaskError,
         ) as error:
             self._silent_s = self._silent_s or time.monotonic()
-            if time.monotonic() - self._silent_s > _PATIENCE_S:
-                raise LostGroupError(f'no answer for {_PATIENCE_S:g} s: {_find_cause(error)}') from error
+            if time.monotonic() - self._silent_s > PATIENCE_S:
+                raise LostGroupError(f'no answer for {PATIENCE_S:g} s: {_find_cause(error)}') from error
             return []
         except ray.exceptions.RayError as error:  # not only RayActorError: too little memory has an error of its own
             raise LostGroupError(f'an actor died: {_find_cause(error)}') from error

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-_PAUSE_S = 2.0  # after an attempt that found no room
+PAUSE_S = 2.0  # after an attempt that found no room
 Found = TypeVar('Found')
 
 
@@ -39,7 +39,7 @@ class Reservation(threading.Thread, Generic[Found]):
             if found is not None:
                 self._keep(found)
                 return
-            self._is_let_go.wait(_PAUSE_S)
+            self._is_let_go.wait(PAUSE_S)
 
     def find(self) -> Found | None:
         """What is reserved; None: nothing yet. Raises what an attempt raised."""

@@ -14,8 +14,8 @@ from .actor import State
 from .plan import Group
 
 CONTROLLER, LEARNER = 'controller', 'learner'
-_LOOK_S = 1.0
-_RESERVE_S = 0.05  # between looks at a group that is placed for the first time
+LOOK_S = 1.0  # between two looks at the roles
+RESERVE_S = 0.05  # between looks at a group that is placed for the first time
 
 
 class LostGroupError(Exception):
@@ -143,11 +143,11 @@ def supervise(
             for group in groups:  # one after the other: an engine must not take a host of the learner's slice
                 kept.append(Kept(group, place, restarts, wait_s))
                 while not is_told and not kept[-1].is_reserved(describe_shortage):
-                    is_told = bool(wakeups.wait(_RESERVE_S)[0])
+                    is_told = bool(wakeups.wait(RESERVE_S)[0])
                 if is_told:
                     break
             while (code := _find_end(kept)) is None and not is_told:
-                is_told = bool(wakeups.wait(_LOOK_S)[0])
+                is_told = bool(wakeups.wait(LOOK_S)[0])
                 for one in kept if not is_told else ():
                     one.look(describe_shortage)
             if is_told:
@@ -177,7 +177,7 @@ def _drain(kept: Sequence[Kept], wakeups: Wakeups, describe_shortage: Callable[[
     for one in kept:
         one.stop()
     while any(one.code is None for one in kept) and time.monotonic() < end_s:
-        if wakeups.wait(_LOOK_S)[0]:
+        if wakeups.wait(LOOK_S)[0]:
             break
         for one in kept:
             one.look(describe_shortage)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
 from areal_jax import config as schema
-from areal_jax.app.training import build_run
+from areal_jax.app.training import LoopRun, build_run
 from areal_jax.control.events import check_types
 
 
@@ -93,15 +95,17 @@ def equal(a, b):
     return all(jax.tree.leaves(same))
 
 
+def call_after(session: LoopRun, step: int, call: Callable[[], object]) -> None:
+    """Has a run call this when update `step` is published and its row of metrics is written."""
+    session.program.parts.metrics.listeners.append(lambda written, values: call() if written == step else None)
+
+
 def train_until_killed(run: SmallRun, step: int) -> None:
     """Trains until update `step` is published, then ends the run without a checkpoint of its own."""
-    on_step = run.session.program.parts.controller._on_step
 
-    def die(record):
-        on_step(record)
-        if record.step == step:
-            raise KeyboardInterrupt
+    def die() -> NoReturn:
+        raise KeyboardInterrupt
 
-    run.session.program.parts.controller._on_step = die
+    call_after(run.session, step, die)
     with pytest.raises(KeyboardInterrupt):
         run.train()

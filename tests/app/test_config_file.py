@@ -7,7 +7,7 @@ from absl import flags
 
 from areal_jax.app.command_line import CommandLineError, defines, load_config, parse_command
 from areal_jax.app.config_file import ConfigFile, find_config_file
-from areal_jax.app.library import _load
+from areal_jax.app.library import load_source
 from areal_jax.app.sweep.arms import make_arms
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def test_a_config_of_the_package_is_the_file_of_the_clone():
 
 
 def test_a_command_and_the_library_note_the_full_name(tmp_path):
-    assert _load('tiny_cpu')[1] == TINY
+    assert load_source('tiny_cpu')[1] == TINY
     command = parse_command(['areal-train', '--config=sweeps/tiny', '--config.run.steps=3'], flags.FlagValues())
     assert command.source == 'package:configs/sweeps/tiny.py'
     (arm,) = make_arms(command, {'a': {'run.seed': 1}}, tmp_path)

@@ -34,7 +34,7 @@ def _assert_apart(session: LoopRun):
     """The learner, and weights and cache of every engine, are where the report says, and nowhere twice."""
     learner = _devices(session.site.learner.state.params) | _devices(session.site.learner.state.optimizer)
     generating = session.program.parts.generation.engines
-    engines = [(_devices(engine.params), _devices(engine._stream._state)) for engine in generating]
+    engines = [(_devices(engine.params), _devices(engine.stream._state)) for engine in generating]
     assert learner == {0, 1, 2, 3}
     assert engines == [({4}, {4}), ({5}, {5})]
     report = json.loads((session.context.workdir / 'report.json').read_text())

@@ -18,14 +18,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 class FullDisk:
-    """A raw file that holds no more than `room` bytes."""
+    """A raw file that holds no more than `room` bytes from when that is set."""
 
-    def __init__(self, file, room):
-        self._file, self._room = file, room
+    def __init__(self, file):
+        self._file, self.room = file, sys.maxsize
 
     def write(self, content):
-        taken = content[: self._room]
-        self._room -= len(taken)
+        taken = content[: self.room]
+        self.room -= len(taken)
         if not taken:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self._file.write(taken)
@@ -33,21 +33,33 @@ class FullDisk:
     def close(self):
         self._file.close()
 
+    @property
+    def closed(self):
+        return self._file.closed
 
-def fill(writer, room):
-    writer._file = FullDisk(writer._file, room)
+
+@pytest.fixture
+def disks(monkeypatch):
+    """By name, the files that are written line by line."""
+    found, opened = {}, pathlib.Path.open
+
+    def open_file(path, mode='r', *args, **kwargs):
+        file = opened(path, mode, *args, **kwargs)
+        return found.setdefault(path.name, FullDisk(file)) if mode == 'ab' else file
+
+    monkeypatch.setattr(pathlib.Path, 'open', open_file)
+    return found
 
 
-def test_a_line_that_does_not_fit_names_its_file_and_nothing_comes_after_it(tmp_path):
+def test_a_line_that_does_not_fit_names_its_file_and_nothing_comes_after_it(tmp_path, disks):
     log, metrics = EventLog(tmp_path / 'events.jsonl'), MetricsWriter(tmp_path, tensorboard=False)
-    fill(log._file, 100)
-    fill(metrics._file, 10)
+    disks['events.jsonl'].room, disks['metrics.jsonl'].room = 100, 10
     log.write('draw', draw=0)
     for draw in (1, 2):
         with pytest.raises(OSError, match='No space left') as caught:
             log.write('draw', draw=draw)
         assert caught.value.filename == str(tmp_path / 'events.jsonl')
-        log._file._file._room = 1000  # there is room again, behind a part of a line
+        disks['events.jsonl'].room = 1000  # there is room again, behind a part of a line
     with pytest.raises(OSError, match='No space left') as caught:
         metrics.write(1, {'loss/value': 1.0})
     assert caught.value.filename == str(tmp_path / 'metrics.jsonl')
@@ -57,17 +69,16 @@ def test_a_line_that_does_not_fit_names_its_file_and_nothing_comes_after_it(tmp_
 
 
 @pytest.mark.parametrize('room', [0, 300, 5000])
-def test_the_first_error_of_a_run_wins_and_everything_is_closed(tmp_path, room):
+def test_the_first_error_of_a_run_wins_and_everything_is_closed(tmp_path, disks, room):
     session = build_run(small_config(), tmp_path)
-    fill(session.program.parts.host.log._file, room)
+    disks['events.jsonl'].room = room
     with pytest.raises(OSError, match='No space left') as caught:
         session.train()
     sentence = describe_disk_trouble(caught.value, f'writing to {tmp_path}')
     assert sentence == (
         f'writing to {tmp_path}, at {tmp_path}/events.jsonl: the disk is full: make room (No space left on device)'
     )
-    assert session.program.parts.host.log._file is None
-    assert session.program.parts.metrics._file._file.closed
+    assert [disks[name].closed for name in ('events.jsonl', 'metrics.jsonl')] == [True, True]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.app.extras import _EXTRAS, require_extras
+from areal_jax.app.extras import EXTRAS, require_extras
 from areal_jax.config import default_config
 from areal_jax.config.ranges import ConfigError
 
@@ -47,5 +47,5 @@ def test_a_bare_installation_runs_what_needs_no_extra(monkeypatch):
 
 def test_every_extra_that_is_named_can_be_installed():
     setup = pathlib.Path('setup.py').read_text()
-    for package, extra in _EXTRAS.items():
+    for package, extra in EXTRAS.items():
         assert f"'{extra}': " in setup, package

@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax.app.command_line import load_config
 from areal_jax.app.own_code import load_own_code
+from areal_jax.app.text_model import describe_text_model
 from areal_jax.app.training import build_run
 from areal_jax.config import validate
 from areal_jax.errors import UserError
@@ -66,7 +67,7 @@ def test_an_own_reward_takes_the_place_of_the_tasks_in_training_and_evaluation(o
     source = 'def reward(problem, answer_text, finish_reason):\n    return len(answer_text) + len(problem["answer"])\n'
     run = own(source, task__reward='own.py:reward', task__verifier='process').train()
     trajectories = [t for groups in run.batches for g in groups for t in g.trajectories]
-    decode = run.session.program.parts.host.verifier._decode
+    decode = describe_text_model(run.session.context.config).tokenizer.decode
     assert [t.reward for t in trajectories] == [len(decode(t.answer_tokens)) + 4 for t in trajectories]
     assert run.report['accuracy']['sampled']['after']['mean'] >= 4
 

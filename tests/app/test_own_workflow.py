@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
+from areal_jax.tasks.verifier import InlineVerifier
 from areal_jax.types import NOT_GENERATED
 from tests.app.small import SmallRun, equal
 from tests.app.test_session import lines_of, logprob_gaps, tokens_of
@@ -77,7 +78,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit_within_both_turns(whole, tmp_path
         shutil.rmtree(tmp_path / 'at' / 'checkpoints' / f'step_{later:08d}')
     resumed = SmallRun(tmp_path / 'at', resume=True, **FIELDS)
     assert resumed.version_at_start == step
-    running = resumed.session.program.parts.controller._groups.copies()
+    running = resumed.session.program.parts.controller.snapshot()['running']
     open_ones = [e for group in running for e in group.episodes if not e.finish_reason]
     turns = [any(s.policy_version == NOT_GENERATED for s in e.segments) for e in open_ones if e.segments]
     resumed.train()
@@ -87,17 +88,16 @@ def test_a_resumed_run_is_the_same_bit_for_bit_within_both_turns(whole, tmp_path
     assert any(turns)  # some answers were in their second turn
 
 
-def test_evaluation_runs_the_same_workflow(tmp_path):
+def test_evaluation_runs_the_same_workflow(tmp_path, monkeypatch):
     fields = {**FIELDS, 'checkpoint__every': 0, 'run__steps': 1, 'evaluation__problems': 4, 'evaluation__samples': 4}
     run = SmallRun(tmp_path, **fields)
     asked = []
-    verify = run.session.program.parts.host.verifier.verify
+    verify = InlineVerifier.verify
 
-    async def remember(prompt, tokens, reason):
+    async def remember(verifier, prompt, tokens, reason):
         asked.append(tokens.tolist())
-        return await verify(prompt, tokens, reason)
+        return await verify(verifier, prompt, tokens, reason)
 
-    run.session.program.parts.host.verifier.verify = remember
-    run.session.program.parts.evaluations.evaluator._verifier = run.session.program.parts.host.verifier
+    monkeypatch.setattr(InlineVerifier, 'verify', remember)
     run.train()
     assert any(EOS in answer[:-1] and QUESTION in answer for answer in asked[:20])  # evaluated before training

@@ -130,7 +130,7 @@ def test_flags_that_do_not_fit_together(capsys):
 
 def test_a_push_that_fails_leaves_the_export(hub: Hub, exported: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys):
     hub.failing = '/commit/'
-    monkeypatch.setattr(main_export, '_write', lambda options, out: exported)
+    monkeypatch.setattr(main_export, 'write_export', lambda options, out: exported)
     code, said = push(capsys, '--push=me/model', f'--out={exported}')
     assert (code, (exported / 'model.safetensors').exists()) == (2, True)
     assert f'The export is in {exported}: `hf upload me/model {exported}` uploads it' in said

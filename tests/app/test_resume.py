@@ -9,7 +9,7 @@ import pytest
 from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config.ranges import ConfigError
-from tests.app.small import SmallRun, equal
+from tests.app.small import SmallRun, call_after, equal
 from tests.app.test_sft import final, metrics, run, sft_config
 
 FIELDS = {'run__steps': 2, 'evaluation__problems': 4, 'evaluation__samples': 1}
@@ -30,14 +30,10 @@ def names(directory):
 
 
 def die_after(small, step):
-    on_step = small.session.program.parts.controller._on_step
+    def die():
+        raise KeyboardInterrupt  # nothing is saved, as after kill -9
 
-    def die(record):
-        on_step(record)
-        if record.step == step:
-            raise KeyboardInterrupt  # nothing is saved, as after kill -9
-
-    small.session.program.parts.controller._on_step = die
+    call_after(small.session, step, die)
 
 
 def test_a_finished_run_has_a_checkpoint_of_its_last_weights(finished):

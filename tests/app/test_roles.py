@@ -81,8 +81,8 @@ def test_an_index_may_come_from_the_environment(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr('areal_jax.registry.heartbeat._PERIOD_S', 0.02)
-    monkeypatch.setattr('areal_jax.registry.presence._LOOK_S', 0.02)
+    monkeypatch.setattr('areal_jax.registry.heartbeat.PERIOD_S', 0.02)
+    monkeypatch.setattr('areal_jax.registry.presence.LOOK_S', 0.02)
 
 
 def test_a_role_of_another_config_or_version_is_told_both(tmp_path, quick, monkeypatch):

@@ -55,7 +55,7 @@ class ServedSite(OwnSite):
     def build_rollout(self, published, clock, log, supervisor):
         config, learner = self._config, self.learner
         engines = self.build_engines(published, clock, log)
-        clock._prices['score'] = 0.001
+        clock.prices['score'] = 0.001
 
         async def score(version, prompt, answer):
             return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))

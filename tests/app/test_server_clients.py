@@ -95,7 +95,7 @@ def test_a_server_of_another_kind_is_refused_by_name():
 def test_with_servers_the_pool_gives_up_before_the_clock(server, seconds):
     fields = {'run__clock': 'real', 'run__stall_timeout_s': 7.0, 'rollout__server': server}
     config = TrackedConfig(small_config(**fields))
-    assert build_clock(config, EventLog(), 0.0)._stall_timeout_s == seconds
+    assert build_clock(config, EventLog(), 0.0).stall_timeout_s == seconds
     settings = build_server_settings(config, None)
     assert settings.no_server_s == 7.0
     assert settings.max_failures * (settings.health_every_s + settings.ask_s) < SERVERS_S  # a dead one is out by then

@@ -51,8 +51,9 @@ def test_sizes_are_those_of_the_arrays(fields):
     assert found.learner['optimizer'] == pytest.approx(nbytes(learner.state.optimizer), rel=0.01)
     if learner.state.reference is not None:
         assert found.learner['reference model'] == nbytes(learner.state.reference)
-    if learner._passes.working(learner.state) is not learner.state.params:
-        assert found.learner['working copy'] == nbytes(learner._passes.working(learner.state))
+    if config.learner.dtype != 'float32':
+        working = jax.tree.map(lambda leaf: leaf.astype(config.learner.dtype), learner.state.params)
+        assert found.learner['working copy'] == nbytes(working)
     backend = build_backend(config, model.decoder, jax.devices()[:1])
     assert found.engines['KV cache'] == nbytes(backend.initial_state()) * parse_engines(config.cluster.engines).count
 
@@ -140,9 +141,9 @@ def test_on_an_accelerator_the_limit_is_that_of_one_device(monkeypatch):
     _, found = measured()
     needed = sum(found.learner.values()) + sum(found.engines.values())
     monkeypatch.setattr(sizes, 'memory_limit_bytes', lambda: 1)
-    monkeypatch.setattr(sizes, '_device_memory', lambda _: int(needed / 0.95) + 1)
+    monkeypatch.setattr(sizes, 'device_memory', lambda _: int(needed / 0.95) + 1)
     sizes.require_room(small_config())
-    monkeypatch.setattr(sizes, '_device_memory', lambda _: int(needed / 0.95) - 1)
+    monkeypatch.setattr(sizes, 'device_memory', lambda _: int(needed / 0.95) - 1)
     with pytest.raises(ConfigError, match=re.escape(f'of {jax.devices()[0].device_kind}')):
         sizes.require_room(small_config())
 
@@ -155,7 +156,7 @@ def test_supervised_training_counts_no_engines():
 def test_a_cgroup_lowers_the_limit(tmp_path):
     groups = tmp_path / 'cgroup'
     groups.write_text('4:memory:/job/step\n1:cpu:/\n0::/user\n')
-    assert memory._cgroup_limits(groups, tmp_path) == []
+    assert memory.cgroup_limits(groups, tmp_path) == []
     for directory, name, text in (
         ('memory', 'memory.limit_in_bytes', '9223372036854771712'),
         ('memory/job', 'memory.limit_in_bytes', '4000'),
@@ -164,8 +165,8 @@ def test_a_cgroup_lowers_the_limit(tmp_path):
     ):
         (tmp_path / directory).mkdir(parents=True, exist_ok=True)
         (tmp_path / directory / name).write_text(f'{text}\n')
-    assert sorted(memory._cgroup_limits(groups, tmp_path)) == [3000, 4000, 9223372036854771712]
-    assert memory._cgroup_limits(tmp_path / 'none', tmp_path) == []
+    assert sorted(memory.cgroup_limits(groups, tmp_path)) == [3000, 4000, 9223372036854771712]
+    assert memory.cgroup_limits(tmp_path / 'none', tmp_path) == []
     assert 0 < memory.memory_limit_bytes() < 2**60
 
 
@@ -179,11 +180,11 @@ def test_engines_with_their_own_devices_are_counted_there(monkeypatch):
     weights = nbytes(build_model(config).params)
     assert own.engines['publication'] == 2 * weights
     largest = max(sum(own.learner.values()), sum(own.engines.values()))  # no device holds both
-    monkeypatch.setattr(sizes, '_device_memory', lambda _: int(largest / 0.95) + 1)
+    monkeypatch.setattr(sizes, 'device_memory', lambda _: int(largest / 0.95) + 1)
     sizes.require_room(small_config(cluster__engines='2 x tensor=1'))
     with pytest.raises(ConfigError, match='this run needs at least'):
         sizes.require_room(small_config(cluster__engines='2 x shared'))
-    monkeypatch.setattr(sizes, '_device_memory', lambda _: int(largest / 0.95) - 1)
+    monkeypatch.setattr(sizes, 'device_memory', lambda _: int(largest / 0.95) - 1)
     with pytest.raises(ConfigError, match='this run needs at least'):
         sizes.require_room(small_config(cluster__engines='2 x tensor=1'))
 

@@ -77,7 +77,8 @@ def test_a_killed_run_closes_after_its_resume(masked, tmp_path):
 
 def test_a_ledger_that_does_not_close_ends_the_run_after_its_report(tmp_path):
     run = SmallRun(tmp_path, run__steps=1)
-    run.session.program.parts.observer.ledger._open[0] += 1  # a token that nobody generated
+    ledger = run.session.program.parts.observer.ledger
+    ledger.apply({'kind': 'decode', 'version': 0, 'tokens': 1})  # that no engine generated
     with pytest.raises(LedgerError, match=r'\{0: 1} tokens by version have no fate, and the loop holds \{}'):
         run.train()
     assert json.loads((tmp_path / 'report.json').read_text())['finished']

@@ -2,16 +2,18 @@
 
 import json
 
+import psutil
 import pytest
 
 from areal_jax.app import task as task_builder
+from areal_jax.app.text_model import describe_text_model
 from areal_jax.control.failures import UnverifiedError
 from areal_jax.tasks import token_reversal
 from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.audit import Audit
 from areal_jax.tasks.scoring import UNPARSED, score_answer
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.small import SmallRun, equal
+from tests.app.small import SmallRun, call_after, equal
 from tests.tasks import hostile_scorers
 from tests.tasks.process_table import all_end
 
@@ -36,16 +38,16 @@ def test_a_scorer_that_always_exits_ends_the_training(tmp_path, monkeypatch):
 def test_a_run_whose_scorer_forks_and_leaves_daemons_ends_with_the_rewards_of_its_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(token_reversal, 'score', hostile_scorers.forks_leaves_a_daemon_and_returns_the_length)
     run = SmallRun(tmp_path, task__verifier='process', task__verifier_memory_mb=512, run__steps=2)
-    workers = [worker._process.pid for worker in run.session.program.parts.host.verifier._workers]
-    assert run.session.program.parts.host.verifier._memory_mb == 512
+    workers = [process for process in psutil.Process().children() if 'areal_jax.tasks.worker' in process.cmdline()]
+    assert {process.cmdline()[-1] for process in workers} == {'512'}  # its memory
     run.train()
-    decode = run.session.program.parts.host.verifier._decode
+    decode = describe_text_model(run.session.context.config).tokenizer.decode
     answers = [t for groups in run.batches for group in groups for t in group.trajectories]
     assert len(answers) == 2 * 2 * 4
     for trajectory in answers:
         tokens = [token for segment in trajectory.segments for token in segment.tokens]
         assert trajectory.reward == len(decode(tokens))
-    assert all_end(workers, within_s=0.0)
+    assert all_end([process.pid for process in workers], within_s=0.0)
 
 
 def is_unreadable(answer_text):
@@ -71,7 +73,7 @@ def test_unparsed_answers_are_trained_as_reward_0_and_counted(tmp_path, monkeypa
         runs.append(SmallRun(tmp_path / name, run__steps=3).train())
     labelled, plain = runs
     assert equal(labelled.final, plain.final)
-    decode = labelled.session.program.parts.host.verifier._decode
+    decode = describe_text_model(labelled.session.context.config).tokenizer.decode
     unread = [
         [is_unreadable(decode(t.answer_tokens)) for group in batch for t in group.trajectories]
         for batch in labelled.batches
@@ -91,7 +93,7 @@ def test_a_resumed_run_knows_which_answers_were_unparsed(tmp_path, monkeypatch):
     fields = {'run__steps': 4, 'checkpoint__every': 2}
     whole = SmallRun(tmp_path / 'whole', **fields).train()
     part = SmallRun(tmp_path / 'part', **fields)
-    stop_after(part, 2)
+    call_after(part.session, 2, part.session.program.parts.controller.stop_requested.set)
     part.train()
     resumed = SmallRun(tmp_path / 'part', resume=True, **fields).train()
     buffered = [t for group in resumed.batches[0] for t in group.trajectories]
@@ -100,24 +102,13 @@ def test_a_resumed_run_knows_which_answers_were_unparsed(tmp_path, monkeypatch):
     assert unparsed_rates(resumed)[2] == sum(t.label == 'unparsed' for t in buffered) / len(buffered)
 
 
-def stop_after(run, step):
-    on_step = run.session.program.parts.controller._on_step
-
-    def stop(record):
-        on_step(record)
-        if record.step == step:
-            run.session.program.parts.controller.stop_requested.set()
-
-    run.session.program.parts.controller._on_step = stop
-
-
 @pytest.mark.slow
 def test_the_audit_counts_and_changes_no_reward(tmp_path, monkeypatch):
     monkeypatch.setattr(token_reversal, 'score', right_or_wrong)
     runs = []
     for name, compare in (('with', lambda gold, text: len(text) > 2), ('without', None)):
         build = lambda config, workdir, compare=compare: Audit(workdir, 1.0, compare) if compare else None
-        monkeypatch.setattr(task_builder, '_build_audit', build)
+        monkeypatch.setattr(task_builder, 'build_audit', build)
         runs.append(SmallRun(tmp_path / name, run__steps=3, task__verifier='process').train())
     audited, plain = runs
     assert equal(audited.final, plain.final)
@@ -143,7 +134,7 @@ def test_a_run_on_a_file_of_mathematics(tmp_path):
     fields = {'task__name': 'jsonl', 'task__path': str(path), 'task__answer': 'math', 'task__verifier': 'process'}
     audit = {'task__audit_fraction': 1.0, 'task__held_out_fraction': 0.0}
     run = SmallRun(tmp_path / 'run', run__steps=2, **fields, **audit).train()
-    decode = run.session.program.parts.host.verifier._decode
+    decode = describe_text_model(run.session.context.config).tokenizer.decode
     for trajectory in (t for batch in run.batches for group in batch for t in group.trajectories):
         text, gold = decode(trajectory.answer_tokens), trajectory.prompt.problem['answer']
         expected = score_answer(mathematics.score, {'answer': gold}, text, trajectory.finish_reason)

@@ -22,7 +22,7 @@ def test_a_server_that_is_told_to_stop_before_the_first_version_ends_with_the_co
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(vllm_server, 'find_python', lambda: 'python')
-    monkeypatch.setattr(vllm_server, '_await_version', lambda publication, wakeups: None)
+    monkeypatch.setattr(vllm_server, 'await_version', lambda publication, wakeups: None)
     assert vllm_server.main(FLAGS) == 0
     monkeypatch.setenv(STOPPED_CODE, '75')
     assert vllm_server.main(FLAGS) == 75

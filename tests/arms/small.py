@@ -28,14 +28,14 @@ class Compiled:
         self.program = ArmsProgram(arms, updates_per_call)
         self.program.compile()
         self.state = to_host(self.program.state)
-        self.constants, self.problems = to_host(self.program._fixed)
+        self.constants, self.problems = to_host(self.program.fixed)
 
     def run(self, order=None, state=None):
         """(sums, state) after the first call, numpy; `order` permutes the arms."""
         pick = (lambda tree: tree) if order is None else (lambda tree: jax.tree.map(lambda x: x[order], tree))
         fixed = pick((self.constants, self.problems))
         state = jax.device_put(pick(self.state if state is None else state))
-        state, sums = self.program._compiled(self.program.calls[0], *jax.device_put(fixed), state)
+        state, sums = self.program.compiled(self.program.calls[0], *jax.device_put(fixed), state)
         return to_host(sums), to_host(state)
 
 

@@ -54,7 +54,7 @@ def test_flags_that_xla_does_not_know_are_left_out():
 def test_packages_that_are_missing_or_old_are_named(monkeypatch):
     assert packages.find_missing() == []
     assert packages.find_missing(['jax', 'no-such-package']) == ['no-such-package']
-    monkeypatch.setattr(packages, '_least_versions', lambda: {'flax': '99.1'})
+    monkeypatch.setattr(packages, 'least_versions', lambda: {'flax': '99.1'})
     [old] = packages.find_missing(['flax'])
     assert old.startswith('flax>=99.1 (0.')
 

@@ -45,9 +45,9 @@ def test_a_stopped_side_takes_no_seconds(tmp_path):
     side = System('busy', [sys.executable, '-c', BUSY], tmp_path, PrintedUpdates())
     try:
         first = side.advance(1)
-        cpu = cpu_seconds(side._process.pid)
+        cpu = cpu_seconds(side.process.pid)
         time.sleep(0.3)
-        assert cpu_seconds(side._process.pid) == cpu
+        assert cpu_seconds(side.process.pid) == cpu
         second = side.advance(4)
     finally:
         side.close()

@@ -32,7 +32,7 @@ from tests.chaos.outcomes import Coverage, Outcome, all_held, record, table
 from tests.chaos.runs import VIRTUAL, Case, Ground, seconds_since
 
 # kind: its share of the minutes and its cases
-_KINDS: dict[str, tuple[float, Callable[[], Sequence[Case]]]] = {
+KINDS: dict[str, tuple[float, Callable[[], Sequence[Case]]]] = {
     kills.KIND: (16.0, kills.kill_chains),
     signals.KIND: (10.0, signals.signal_cases),
     disks.KIND: (6.0, disks.disk_cases),
@@ -51,10 +51,10 @@ class Schedule:
 
     def __init__(self, kinds: Sequence[str], seed: int, minutes: float, only: str = '', jobs: int = 1):
         self._seconds, self._jobs = minutes * 60, jobs
-        self._shares = {kind: _KINDS[kind][0] for kind in kinds}
+        self._shares = {kind: KINDS[kind][0] for kind in kinds}
         self._left: dict[str, Iterator[Case]] = {}
         self.minimum: dict[str, int] = {}
-        for kind, (_, list_cases) in _KINDS.items():
+        for kind, (_, list_cases) in KINDS.items():
             cases = list(list_cases())
             random.Random(f'{seed} {kind}').shuffle(cases)
             self.minimum[kind] = (
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str]) -> int:
     flags = _parse(arguments)
     for number in SIGNALS:  # a shell has what it starts in the background ignore some; children would inherit that
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    schedule = Schedule(flags.kinds or list(_KINDS), flags.seed, flags.minutes, flags.only, flags.jobs)
+    schedule = Schedule(flags.kinds or list(KINDS), flags.seed, flags.minutes, flags.only, flags.jobs)
     began = time.monotonic()
     with_failures = pathlib.Path(tempfile.mkdtemp(prefix='chaos_'))
     ground = Ground(with_failures, flags.seed)
-    outcomes = _run(schedule, ground, lambda: time.monotonic() - began, flags.jobs)
+    outcomes = run_schedule(schedule, ground, lambda: time.monotonic() - began, flags.jobs)
     coverage = _coverage(schedule, outcomes)
     facts = {
         'command': f'python -m tests.chaos {" ".join(arguments)}',
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if all_held(outcomes, coverage) else 1
 
 
-def _run(schedule: Schedule, ground: Ground, elapsed: Callable[[], float], jobs: int) -> list[Outcome]:
+def run_schedule(schedule: Schedule, ground: Ground, elapsed: Callable[[], float], jobs: int) -> list[Outcome]:
     """Runs cases on `jobs` threads until the schedule has no more; an interruption ends them after their case."""
     outcomes: list[Outcome] = []
     stop = threading.Event()
@@ -141,7 +141,7 @@ def _run(schedule: Schedule, ground: Ground, elapsed: Callable[[], float], jobs:
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         try:
-            _measure_lifetime(ground)
+            measure_lifetime(ground)
             working = [pool.submit(work) for _ in range(jobs)]
             for future in working:
                 future.result()
@@ -173,7 +173,7 @@ def _print_outcome(outcome: Outcome) -> None:
     print(line, flush=True)
 
 
-def _measure_lifetime(ground: Ground) -> None:
+def measure_lifetime(ground: Ground) -> None:
     """A run fills the cache of compiled programs; the next takes as long as those that will be killed."""
     for _ in range(2):
         with ground.start(VIRTUAL, ground.fresh('lifetime')) as run:
@@ -211,15 +211,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument('--seed', type=int, default=0, help='of the order of the cases and of every moment')
     parser.add_argument('--jobs', type=int, default=max(1, (os.cpu_count() or 1)), help='cases at once')
     parser.add_argument('--json', type=pathlib.Path, help='file for the outcomes')
-    parser.add_argument('--kinds', type=_kinds, help=f'only these, for a look: {",".join(_KINDS)}')
+    parser.add_argument('--kinds', type=_kinds, help=f'only these, for a look: {",".join(KINDS)}')
     parser.add_argument('--only', default='', help='only the cases whose name contains this text, for a look')
     return parser.parse_args(arguments)
 
 
 def _kinds(text: str) -> list[str]:
     names = text.split(',')
-    if unknown := sorted(set(names) - set(_KINDS)):
-        raise argparse.ArgumentTypeError(f'unknown: {", ".join(unknown)}; known: {", ".join(_KINDS)}')
+    if unknown := sorted(set(names) - set(KINDS)):
+        raise argparse.ArgumentTypeError(f'unknown: {", ".join(unknown)}; known: {", ".join(KINDS)}')
     return names
 
 

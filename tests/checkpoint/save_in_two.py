@@ -68,12 +68,12 @@ def main(index: int, port: int, directory: pathlib.Path) -> None:
     else:
         leader = CommandLeader(state, Peers(invite('127.0.0.1', directory, '', 60), deadline_s=60))
         store = CheckpointStore(directory / 'store')
-        leader._everywhere(state.begin)
+        leader.everywhere(state.begin)
         store.save(0, leader.save(), {}, leader.followers)
-        leader._everywhere(state.end, 'save')
-        leader._everywhere(state.begin)
+        leader.everywhere(state.end, 'save')
+        leader.everywhere(state.begin)
         leader.restore(store.restore(0)[0])
-        leader._everywhere(state.end, 'restore')
+        leader.everywhere(state.end, 'restore')
         leader.close()
     (directory / f'{index}.json').write_text(json.dumps(state.rises))
 

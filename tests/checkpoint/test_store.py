@@ -65,7 +65,7 @@ def test_the_newest_stay(tmp_path):
 
 
 def test_arrays_that_are_handed_over_are_let_go_as_they_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr('areal_jax.checkpoint.shards._TREE_BYTES', 1 << 20)
+    monkeypatch.setattr('areal_jax.checkpoint.shards.TREE_BYTES', 1 << 20)
     arrays = {'params': {name: np.full(1 << 18, ord(name), np.float32) for name in 'abcdef'}}
     held, alive = [weakref.ref(leaf) for leaf in arrays['params'].values()], []
     write = ocp.Checkpointer.save

@@ -269,13 +269,13 @@ def test_a_run_that_filters_resumed_from_any_checkpoint_equals_the_uninterrupted
 def test_a_policy_that_answers_everything_alike_ends_the_run():
     """Rewards differ in groups of the first 20 draws only: the run ends at the 30th drop in a row, not before."""
     run = ToyRun(steps=40, max_filtered=30, checkpoint_every=1)
-    verify = run.controller._groups._verifier.verify
+    verify = run.verifier.verify
 
     async def score(prompt, answer_tokens, finish_reason):
         verdict = await verify(prompt, answer_tokens, finish_reason)
         return verdict if prompt.draw < 20 else dataclasses.replace(verdict, reward=0.0)
 
-    run.controller._groups._verifier.verify = score
+    run.verifier.verify = score
     message = r"^30 groups in a row \(task\.max_filtered_groups\) were dropped by task\.filter='equal_rewards'"
     with pytest.raises(NoSignalError, match=message):
         run.run()
@@ -490,17 +490,14 @@ def test_a_finished_run_whose_last_evaluation_is_stopped_can_be_saved_and_resume
         *(('learner', method) for method in ('update', 'publish', 'save')),
         *(('channel', method) for method in ('transfer', 'release')),
         *(('backend', method) for method in ('prepare', 'prefill', 'copy', 'generate')),
-        *(('controller', method) for method in ('_on_step', '_save_checkpoint')),
+        *(('run', method) for method in ('note_step', 'save_checkpoint', 'receive')),
         *(('stream', method) for method in ('draw', 'state')),
-        ('engine', '_receive'),
         ('verifier', 'verify'),
     ],
 )
 def test_an_error_of_any_part_ends_the_run_with_nothing_half_published(part, method, call):
     run = ToyRun(steps=5, engines=2, checkpoint_every=1)
-    parts = {'learner': run.learner, 'backend': run.backends[1], 'engine': run.engines[1], 'controller': run.controller}
-    parts |= {'channel': run.channel, 'verifier': run.controller._groups._verifier}
-    owner = parts.get(part) or getattr(run.controller, f'_{part}')
+    owner = {'run': run, 'backend': run.backends[1]}.get(part) or getattr(run, part)
     answer, calls = getattr(owner, method), itertools.count(1)
 
     def fail_once(*args, **kwargs):
@@ -521,7 +518,7 @@ def test_an_error_of_any_part_ends_the_run_with_nothing_half_published(part, met
 def test_a_cancelled_answer_reaches_neither_verifier_nor_buffer(samples):
     """A group of two: with one cancelled it is partial, with both it is dropped and refilled."""
     run = ToyRun(steps=4, slots=2, decode_steps=1)
-    verified, verify = [], run.controller._groups._verifier.verify
+    verified, verify = [], run.verifier.verify
 
     async def note(prompt, answer_tokens, finish_reason):
         verified.append((prompt.draw, finish_reason))
@@ -536,7 +533,7 @@ def test_a_cancelled_answer_reaches_neither_verifier_nor_buffer(samples):
                 run.engines[0].cancel(f'0/2/{sample}')
 
     cancel.due = False
-    run.controller._groups._verifier.verify = note
+    run.verifier.verify = note
     run.log.listeners.append(cancel)
     run.run()
     ends = [(e['sample'], e['reason']) for e in run.log.events if e['kind'] == 'finish' and e['draw'] == 2]

@@ -279,7 +279,7 @@ def test_a_coroutine_that_ignores_its_cancellation_does_not_hold_up_the_timeout(
 
 
 def test_a_coroutine_that_never_ends_is_named(caplog, monkeypatch):
-    monkeypatch.setattr(io, '_END_S', 0.3)
+    monkeypatch.setattr(io, 'END_S', 0.3)
     is_over = threading.Event()
 
     async def be_stubborn():
@@ -409,8 +409,8 @@ def test_a_call_past_its_wall_deadline_ends_a_virtual_run_by_name():
 
 
 def test_a_blocked_io_loop_ends_a_virtual_run_too(monkeypatch):
-    monkeypatch.setattr(virtual, '_BLOCKED_S', 0.1)
-    monkeypatch.setattr(io, '_JOIN_S', 0.1)
+    monkeypatch.setattr(virtual, 'BLOCKED_S', 0.1)
+    monkeypatch.setattr(io, 'JOIN_S', 0.1)
     is_over = threading.Event()
 
     async def block_the_loop():
@@ -543,7 +543,7 @@ def test_what_a_call_wrote_before_the_run_ended_is_sent():
 
 @pytest.mark.filterwarnings('ignore::ResourceWarning')
 def test_a_connection_that_its_owner_did_not_close_is_reported(monkeypatch, caplog):
-    monkeypatch.setattr(io, '_TRANSPORTS_S', 0.05)
+    monkeypatch.setattr(io, 'TRANSPORTS_S', 0.05)
     here, there = socket.socketpair()
     pool = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import re
@@ -96,7 +97,7 @@ def test_a_stop_by_a_signal_is_replayed():
     fields = {'engines': 2, 'steps': 200, 'checkpoint_every': 50}
     run = real_run(**fields)
     on_step = run.steps.append
-    run.controller._on_step = lambda record: (
+    run.note_step = lambda record: (
         on_step(record),
         record.step == 4 and run.clock.post_signal(signal.SIGTERM, run.controller.stop_requested),
     )
@@ -118,7 +119,7 @@ def die_after(run, step):
         if record.step == step:
             raise KeyboardInterrupt
 
-    run.controller._on_step = die
+    run.note_step = die
     with pytest.raises(KeyboardInterrupt):
         run.run()
     return run
@@ -282,7 +283,7 @@ def test_calls_that_failed_fail_again():
         raise ScorerError('no')
 
     async def never():
-        await clock._io._loop.create_future()
+        await asyncio.Event().wait()
 
     async def program(clock):
         found = []

@@ -37,7 +37,9 @@ class LongAnswers:
 
 
 class BlindLearner:
-    """Counts tokens by their arrays' lengths, as the learner prices an update."""
+    """Looks at no token."""
+
+    w = 0  # the weights at the start
 
     def update(self, groups, version):
         return {}
@@ -48,6 +50,11 @@ class BlindLearner:
     save = lambda self: 0
 
 
+class BlindRun(ToyRun):
+    def price_update(self, groups):
+        return len(groups)
+
+
 async def verdict(prompt, answer_tokens, finish_reason):
     from areal_jax.types import Verdict
 
@@ -56,13 +63,10 @@ async def verdict(prompt, answer_tokens, finish_reason):
 
 def lines_run(tokens):
     """Lines of areal_jax/control executed on the loop for a run whose segments have `tokens` tokens."""
-    run = ToyRun(steps=4, checkpoint_every=2, max_token_age=3, over_age='drop', prices=dict.fromkeys(
+    run = BlindRun(steps=4, checkpoint_every=2, max_token_age=3, over_age='drop', prices=dict.fromkeys(
         ('decode', 'prefill', 'train', 'publish', 'load', 'snapshot', 'reward', 'save'), 0.01
-    ))  # fmt: skip
-    controller = run.controller
-    controller._groups._workflow, controller._learner = LongAnswers(run.gate, tokens), BlindLearner()
-    controller._groups._verifier.verify = verdict
-    controller._update_tokens = lambda groups: len(groups)
+    ), learner=BlindLearner(), make_workflow=lambda run: LongAnswers(run.gate, tokens))  # fmt: skip
+    run.verifier.verify = verdict
     counted = 0
 
     def trace(frame, event, _):

@@ -32,14 +32,14 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     from areal_jax.distributed.invitation import accept_invitation, invite
     from areal_jax.distributed.leader import CommandLeader
     from areal_jax.distributed.peers import Peers
-    from tests.learning.test_meshes import _ADAM, _GROUPS, _PARAMS, _SGD, _learner
+    from tests.learning.test_meshes import ADAM, GROUPS, PARAMS, SGD, make_learner
 
-    params = _PARAMS
+    params = PARAMS
     if what == 'not finite':  # in the last row, which process 1 alone holds
-        params = _PARAMS | {'embedding': _PARAMS['embedding'].at[-1, 0].set(np.nan)}
+        params = PARAMS | {'embedding': PARAMS['embedding'].at[-1, 0].set(np.nan)}
     shares = {'publishes_files': what in ('publish', 'remote')}
-    optimizer = _ADAM if what == 'restore' else _SGD
-    learner = _learner(fsdp=8, layers='stacked', params=params, optimizer=optimizer, changes=shares)
+    optimizer = ADAM if what == 'restore' else SGD
+    learner = make_learner(fsdp=8, layers='stacked', params=params, optimizer=optimizer, changes=shares)
     if shares['publishes_files']:
         _publish(index, directory, learner, what)
         return
@@ -74,10 +74,10 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
             save(1)
         except CheckpointError as error:
             results['error'] = str(error)
-            results['metrics'] = dict(leader.update(_GROUPS, 2))  # commands go on
+            results['metrics'] = dict(leader.update(GROUPS, 2))  # commands go on
     else:
         save(0)
-        results = {'metrics': dict(leader.update(_GROUPS, 2)), 'published': leader.publish(3)}
+        results = {'metrics': dict(leader.update(GROUPS, 2)), 'published': leader.publish(3)}
         save(1)
         leader.restore(store.restore(0)[0])
         save(2)
@@ -91,12 +91,12 @@ def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     from areal_jax.publication.parts import PartWriter
     from areal_jax.sharding import placement
     from areal_jax.sharding.shares import SharedLeaf
-    from tests.learning.test_meshes import _CONFIG
+    from tests.learning.test_meshes import CONFIG
 
     fetched, join = [], SharedLeaf.join
     SharedLeaf.join = lambda leaf: fetched.append(leaf.dtype.itemsize * int(np.prod(leaf.shape))) or join(leaf)
     placement.multihost_utils = None  # nothing is gathered
-    serve = functools.partial(follow, learner, versions=PartWriter(_CONFIG))
+    serve = functools.partial(follow, learner, versions=PartWriter(CONFIG))
     if what == 'remote':
         met = _wait_for_controller(index, directory)
         serve(met.connection, met.hello.role, reports=index == 0)
@@ -125,12 +125,12 @@ def _lead_publication(directory: pathlib.Path, learner) -> None:
     from areal_jax.distributed.leader import CommandLeader
     from areal_jax.distributed.peers import Peers
     from areal_jax.publication.files import FilesChannel
-    from tests.learning.test_meshes import _CONFIG, _GROUPS
+    from tests.learning.test_meshes import CONFIG, GROUPS
 
     leader = CommandLeader(learner, Peers(invite('127.0.0.1', directory, '', DEADLINE_S), deadline_s=DEADLINE_S))
-    channel = FilesChannel(directory / 'versions', _CONFIG, verify=True, writers=leader.writers)
+    channel = FilesChannel(directory / 'versions', CONFIG, verify=True, writers=leader.writers)
     channel.transfer(0, leader.publish(0))
-    leader.update(_GROUPS, 2)
+    leader.update(GROUPS, 2)
     channel.transfer(1, leader.publish(1))
     CheckpointStore(directory / 'store').save(1, leader.save(), {}, leader.followers)
     leader.close()

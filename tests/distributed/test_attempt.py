@@ -20,9 +20,9 @@ HOST = '127.0.0.1'
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr('areal_jax.registry.heartbeat._PERIOD_S', 0.02)
-    monkeypatch.setattr('areal_jax.registry.presence._LOOK_S', 0.01)
-    monkeypatch.setattr(attempts, '_LOOK_S', 0.01)
+    monkeypatch.setattr('areal_jax.registry.heartbeat.PERIOD_S', 0.02)
+    monkeypatch.setattr('areal_jax.registry.presence.LOOK_S', 0.01)
+    monkeypatch.setattr(attempts, 'LOOK_S', 0.01)
 
 
 def alive(workdir, index):
@@ -53,7 +53,7 @@ def test_a_process_of_an_earlier_attempt_is_not_invited_and_its_invitation_is_no
         ):
             lead_attempt(tmp_path, leader.entry, 2, HOST, 0.2)
         said = []
-        monkeypatch.setattr(attempts, '_REPORT_S', 0.1)
+        monkeypatch.setattr(attempts, 'REPORT_S', 0.1)
         with alive(tmp_path, 1) as again, pytest.raises(LostPeerError) as waited:
             join_attempt(tmp_path, again.entry, 1, 0.3, say=said.append)
         assert str(waited.value).startswith(

@@ -60,10 +60,10 @@ def test_values_come_out_as_they_were(name):
 
 def test_a_stored_array_is_told_without_what_its_reader_keeps():
     leaf = StoredArray('/steps/arrays', 'params/w', (2, 8), np.dtype(np.float32), (_PIECE,), 'go back')
-    leaf.reader._tables['x'] = 'kept'
+    leaf.reader.tables['x'] = 'kept'
     found = decode(encode({'w': leaf}))['w']
     assert found == leaf
-    assert found.reader._tables == {}
+    assert found.reader.tables == {}
     assert isinstance(found.pieces[0], Piece)
 
 

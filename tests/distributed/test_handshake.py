@@ -38,9 +38,11 @@ def test_two_roles_of_a_run_meet_and_speak(listener):
 def test_each_connection_has_keys_of_its_own(listener):
     first, second = (connect(listener.address, _KEY, _CONTROLLER, 5).connection for _ in range(2))
     accepted = [listener.accept(5).connection for _ in range(2)]
-    keys = {key for each in (first, second) for key in (each._send_key, each._receive_key)}
-    assert len(keys) == 4
-    assert keys == {key for each in accepted for key in (each._send_key, each._receive_key)}
+    frame = Frame.of(b'hello')
+    for senders, receivers in (((first, second), accepted), (accepted, (first, second))):
+        assert send_all(senders, frame, 5) == {}
+        assert [one.receive().body for one in receivers] == [b'hello'] * 2
+    assert len({one.seal(frame)[-32:] for one in (first, second, *accepted)}) == 4  # the tags of one frame
 
 
 def test_who_has_another_key_is_turned_away_and_told(listener):
@@ -58,7 +60,7 @@ def test_who_has_another_key_is_turned_away_and_told(listener):
 def test_who_only_repeats_what_it_has_seen_is_turned_away(listener):
     """A client without the key, which sends the server's own proof back."""
     with socket.create_connection((listener.host, listener.port), timeout=5) as own:
-        own.sendall(wire._MAGIC + bytes(32))
+        own.sendall(wire.MAGIC + bytes(32))
         greeting = own.recv(16 + 32 + 32, socket.MSG_WAITALL)
         own.sendall(greeting[-32:])
         assert own.recv(1) == b''
@@ -97,7 +99,7 @@ def is_closed(stranger):
 
 
 def test_the_oldest_of_too_many_strangers_is_turned_away(listener, monkeypatch):
-    monkeypatch.setattr(handshake, '_MOST_GUESTS', 2)
+    monkeypatch.setattr(handshake, 'MOST_GUESTS', 2)
     with contextlib.ExitStack() as open_sockets:
         strangers = [
             open_sockets.enter_context(socket.create_connection((listener.host, listener.port))) for _ in range(3)
@@ -108,7 +110,7 @@ def test_the_oldest_of_too_many_strangers_is_turned_away(listener, monkeypatch):
 
 
 def test_a_stranger_that_sends_slowly_is_turned_away_when_the_next_one_comes(listener, monkeypatch):
-    monkeypatch.setattr(handshake, '_GUEST_S', 0.1)
+    monkeypatch.setattr(handshake, 'GUEST_S', 0.1)
     with socket.create_connection((listener.host, listener.port)) as stranger:
         for byte in b'areal':  # each one in time
             stranger.send(bytes([byte]))
@@ -124,7 +126,7 @@ def test_strangers_that_hold_all_files_of_the_process_are_turned_away(listener):
         address = listener.host, listener.port
         strangers = [open_sockets.enter_context(socket.create_connection(address)) for _ in range(4)]
         late = open_sockets.enter_context(socket.socket())
-        while len(listener._guests) < 4:
+        while listener.handshakes < 4:
             time.sleep(0.01)
         free = os.dup(0)
         os.close(free)
@@ -195,7 +197,7 @@ def test_a_guest_for_whom_there_is_no_thread_is_turned_away(listener, monkeypatc
     refused = []
 
     def refuse_first(thread):
-        if 'meet' in str(getattr(thread, '_target', '')) and not refused:
+        if 'meet' in thread.name and not refused:
             refused.append(thread)
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -203,7 +205,7 @@ def test_a_guest_for_whom_there_is_no_thread_is_turned_away(listener, monkeypatc
     monkeypatch.setattr(threading.Thread, 'start', refuse_first)
     with socket.create_connection((listener.host, listener.port)) as stranger:
         assert is_closed(stranger)
-        assert len(listener._guests) == 0
+        assert listener.handshakes == 0
     connect(listener.address, _KEY, _CONTROLLER, 5)
     assert listener.accept(5).hello == _CONTROLLER
     assert len(refused) == 1

@@ -15,6 +15,7 @@ from areal_jax.distributed.codec import CodecError
 from areal_jax.distributed.messages import CHECKPOINT, CLOSE, LEARNER, Answer, Command
 from areal_jax.distributed.peers import CommandError, Peer, Peers
 from areal_jax.distributed.wire import WireError, make_pair
+from tests.distributed.sockets import cut, send_raw
 
 
 class _Stub:
@@ -80,7 +81,7 @@ def test_a_process_that_takes_its_time_to_read_does_not_keep_the_others_from_wor
 
 def test_a_process_that_dies_is_named_at_once_and_later_calls_say_so_too():
     peers, stubs, lost = _peers(lambda _: 'done', lambda _: None, deadline_s=60)
-    threading.Timer(0.1, stubs[1].theirs._socket.shutdown, [2]).start()
+    threading.Timer(0.1, cut, [stubs[1].theirs]).start()
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(CommandError, match='learner 1 is gone'):
@@ -92,7 +93,7 @@ def test_a_process_that_dies_is_named_at_once_and_later_calls_say_so_too():
 def test_the_loss_of_one_process_ends_the_wait_for_all():
     """The first one waits in a collective that the second will never join."""
     peers, stubs, lost = _peers(lambda _: None, lambda _: None, lambda _: None, deadline_s=60)
-    threading.Timer(0.1, stubs[1].theirs._socket.shutdown, [2]).start()
+    threading.Timer(0.1, cut, [stubs[1].theirs]).start()
     began = time.monotonic()
     with pytest.raises(CommandError, match='learner 1 is gone'):
         peers.call_all(Command('update'))
@@ -159,7 +160,7 @@ def test_an_answer_that_cannot_travel_is_a_failure_and_the_next_one_arrives():
 
 def test_bytes_that_do_not_come_from_the_process_end_the_connection():
     peers, stubs, lost = _peers(lambda _: None, deadline_s=60)
-    stubs[0].theirs._socket.sendall(bytes(200))
+    send_raw(stubs[0].theirs, bytes(200))
     with pytest.raises(CommandError, match='learner 0 cannot be understood: a message is forged'):
         peers.call_all(Command('update'))
     assert len(lost) == 1

@@ -13,6 +13,7 @@ from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, connect
 from areal_jax.distributed.messages import Command
 from areal_jax.distributed.peers import FANOUT, LEAST_BYTES, CommandError, Peers, children_of
+from tests.distributed.sockets import cut
 
 _KEY = bytes(range(32))
 _LARGE = np.arange(LEAST_BYTES, dtype=np.int64)
@@ -109,7 +110,7 @@ def test_a_process_that_dies_is_named_wherever_it_is(index):
     run = _Run(10)
     run.peers.arrange_relays()
     run.update(_LARGE, 0)
-    threading.Timer(0.1, run.connections[index]._socket.shutdown, [2]).start()
+    threading.Timer(0.1, cut, [run.connections[index]]).start()
     for learner in run.learners:
         learner.update = lambda *_: time.sleep(0.5)
     with pytest.raises(CommandError, match=f'learner {index} is gone'):

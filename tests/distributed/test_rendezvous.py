@@ -28,7 +28,7 @@ class _Store(dict):
 @pytest.fixture
 def store(monkeypatch):
     told = _Store()
-    monkeypatch.setattr(rendezvous, '_coordination', lambda: told)
+    monkeypatch.setattr(rendezvous, 'coordination', lambda: told)
     return told
 
 
@@ -61,7 +61,9 @@ def test_a_run_that_has_met_says_no_more_that_it_ended(monkeypatch, store):
     unregistered = []
     monkeypatch.setattr(atexit, 'unregister', unregistered.append)
     rendezvous.meet(5)
-    assert unregistered == [rendezvous._tell]
+    (say,) = unregistered  # what would have told the others at the end of the process
+    say('ended')
+    assert store['areal_jax/process/0'] == 'ended'
 
 
 def test_a_follower_sees_the_witness_while_it_is_there(tmp_path, store):

@@ -24,7 +24,7 @@ from areal_jax.distributed.key import key_path, load_key
 from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
 from areal_jax.publication.files import FilesChannel, find_version, load_version
-from tests.learning.test_meshes import _ADAM, _CONFIG, _GROUPS, _PARAMS, _learner, _update
+from tests.learning.test_meshes import ADAM, CONFIG, GROUPS, PARAMS, make_learner, update_once
 
 
 def _free_port() -> int:
@@ -45,7 +45,7 @@ def _start(tmp_path, what: str) -> list[subprocess.Popen]:
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     processes = _start(tmp_path, 'train')
-    expected, weights = _update(_learner(fsdp=8))
+    expected, weights = update_once(make_learner(fsdp=8))
     errors = [p.communicate(timeout=300)[1] for p in processes]
     assert [p.returncode for p in processes] == [0, 0], errors
     results = pickle.loads((tmp_path / 'results.pickle').read_bytes())
@@ -53,10 +53,10 @@ def test_two_processes_equal_one(tmp_path):
         np.testing.assert_allclose(results['metrics'][name], value, rtol=1e-5, atol=1e-7, err_msg=name)
     initial, saved, again = (_read(tmp_path, step) for step in range(3))
     for tree in (results['published'], saved['params']):
-        for found, one, before in zip(*map(jax.tree.leaves, (tree, weights, _PARAMS)), strict=True):
+        for found, one, before in zip(*map(jax.tree.leaves, (tree, weights, PARAMS)), strict=True):
             assert np.linalg.norm(found - one) <= 1e-5 * np.linalg.norm(one - np.asarray(before))
     jax.tree.map(np.testing.assert_array_equal, again, initial)
-    jax.tree.map(np.testing.assert_array_equal, initial['params'], jax.device_get(_PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, initial['params'], jax.device_get(PARAMS))
 
 
 @pytest.mark.slow
@@ -75,9 +75,9 @@ def _read(tmp_path, step: int):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_one_process_is_that_of_two_and_back(tmp_path):
-    make = lambda: _learner(optimizer=_ADAM, fsdp=2, tensor=2, strategy='fsdp_tensor')
+    make = lambda: make_learner(optimizer=ADAM, fsdp=2, tensor=2, strategy='fsdp_tensor')
     one, other = make(), make()
-    _update(one)
+    update_once(one)
     store = CheckpointStore(tmp_path / 'store', keep=9)
     store.save(0, saved := one.save(), {})
     processes = _start(tmp_path, 'restore')  # stacked, on fsdp=8; saves what it has restored
@@ -98,8 +98,8 @@ def _require_versions(tmp_path):
     """
     trained = _read(tmp_path, 1)['params']
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
-    for version, params in enumerate((jax.device_get(_PARAMS), trained)):
-        alone = FilesChannel(tmp_path / 'alone', _CONFIG, verify=True).transfer(version, jax.device_put(params))
+    for version, params in enumerate((jax.device_get(PARAMS), trained)):
+        alone = FilesChannel(tmp_path / 'alone', CONFIG, verify=True).transfer(version, jax.device_put(params))
         written = find_version(tmp_path / 'versions' / f'v{version:06d}', version)
         assert written.manifest_hash == alone.manifest_hash
         expected = load_file(pathlib.Path(alone.handle) / 'model.safetensors')
@@ -109,7 +109,7 @@ def _require_versions(tmp_path):
         assert sum(map(len, found)) == len(expected)
         for name, values in (item for file in found for item in file.items()):
             assert values.tobytes() == expected[name].tobytes(), name
-        load_version(written, _CONFIG, verify=True)  # every digest
+        load_version(written, CONFIG, verify=True)  # every digest
     fetched = [sum(json.loads((tmp_path / f'fetched_{index}.json').read_text())) for index in range(2)]
     assert sum(fetched) == 2 * total  # two versions
     assert max(fetched) - min(fetched) <= 2 * max(leaf.nbytes for leaf in jax.tree.leaves(trained))
@@ -126,7 +126,7 @@ def test_two_processes_publish_the_files_of_one_and_neither_holds_all(tmp_path):
 @pytest.mark.slow
 def test_a_controller_without_a_learner_drives_two_processes(tmp_path):
     processes = _start(tmp_path, 'remote')
-    expected, weights = _update(_learner(fsdp=8))
+    expected, weights = update_once(make_learner(fsdp=8))
     try:
         hello, key = Hello('controller', ''), load_key(key_path(tmp_path))
         addresses = [_wait_for(tmp_path / f'address_{index}', processes) for index in range(2)]
@@ -138,15 +138,15 @@ def test_a_controller_without_a_learner_drives_two_processes(tmp_path):
         assert learner.warm_up() > 1
         save(0)
         channel.transfer(0, learner.publish(0))
-        assert learner.update_tokens(_GROUPS) == _learner(fsdp=8).update_tokens(_GROUPS)
-        metrics = learner.update(_GROUPS, 2)
+        assert learner.update_tokens(GROUPS) == make_learner(fsdp=8).update_tokens(GROUPS)
+        metrics = learner.update(GROUPS, 2)
         copy = learner.publish(1)
-        later = learner.update(_GROUPS, 3)  # does not touch what was published
+        later = learner.update(GROUPS, 3)  # does not touch what was published
         learner.restore(store.restore(0)[0])
-        again = learner.update(_GROUPS, 2)
+        again = learner.update(GROUPS, 2)
         channel.transfer(1, copy)
         save(1)
-        answer = _GROUPS[0].trajectories[0]
+        answer = GROUPS[0].trajectories[0]
         scored = learner.score(3, answer.prompt.tokens, answer.answer_tokens)
         learner.close()
         errors = [p.communicate(timeout=60)[1] for p in processes]
@@ -158,7 +158,7 @@ def test_a_controller_without_a_learner_drives_two_processes(tmp_path):
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
     assert scored.shape == answer.answer_tokens.shape
-    for found, one, before in zip(*map(jax.tree.leaves, (_read(tmp_path, 1)['params'], weights, _PARAMS)), strict=True):
+    for found, one, before in zip(*map(jax.tree.leaves, (_read(tmp_path, 1)['params'], weights, PARAMS)), strict=True):
         assert np.linalg.norm(found - one) <= 1e-5 * np.linalg.norm(one - np.asarray(before))
     _require_versions(tmp_path)
 
@@ -194,7 +194,7 @@ def test_one_that_is_gone_ends_the_other(tmp_path, what, survivor, message):
     if what == 'follower dies writing':
         assert CheckpointStore(tmp_path / 'store').latest() == 0  # the step before stands and can be read
         assert (tmp_path / 'store' / '.step_00000001.partial' / 'arrays' / 'writer_0001').exists()
-        jax.tree.map(np.testing.assert_array_equal, _read(tmp_path, 0)['params'], jax.device_get(_PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, _read(tmp_path, 0)['params'], jax.device_get(PARAMS))
 
 
 @pytest.mark.slow

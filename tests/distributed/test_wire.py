@@ -10,12 +10,9 @@ import time
 import pytest
 
 from areal_jax.distributed.wire import Connection, Frame, WireError, make_pair, send_all
+from tests.distributed.sockets import send_raw
 
 _FRAMES = [Frame.of(body) for body in (b'', b'first', bytes(range(256)) * 5000)]
-
-
-def _inject(end: Connection, content: bytes) -> None:
-    end._socket.sendall(content)
 
 
 def test_frames_arrive_in_both_directions():
@@ -47,28 +44,31 @@ def test_frames_arrive_in_both_directions():
 def test_what_the_other_end_did_not_send_next_is_refused(change):
     ours, theirs = make_pair()
     first, second = (ours.seal(frame) + bytes(frame.body) for frame in (_FRAMES[1], Frame.of(b'second')))
-    _inject(ours, change(first, second))
+    send_raw(ours, change(first, second))
     with pytest.raises(WireError, match='forged, repeated or out of order'):
         [theirs.receive() for _ in range(2)]
 
 
 def test_a_changed_body_is_refused():
     ours, theirs = make_pair()
-    _inject(ours, ours.seal(_FRAMES[1]) + b'fIrst')
+    send_raw(ours, ours.seal(_FRAMES[1]) + b'fIrst')
     with pytest.raises(WireError, match='changed on its way'):
         theirs.receive()
 
 
 def test_a_frame_is_not_accepted_back_or_on_another_connection():
-    (one, _), (_, stranger) = make_pair(), make_pair()
-    sealed = one.seal(_FRAMES[1]) + b'first'
+    one_key, other_key, strange_key = (bytes([number]) * 32 for number in range(3))
+    sealed = Connection(socket.socket(), one_key, other_key).seal(_FRAMES[1]) + b'first'
     left, right = socket.socketpair()
-    back = Connection(left, one._send_key, one._receive_key)  # the sender itself
+    right.sendall(sealed)
+    assert Connection(left, other_key, one_key).receive().body == b'first'  # the other end
+    left, right = socket.socketpair()
+    back = Connection(left, one_key, other_key)  # the sender itself
     right.sendall(sealed)
     with pytest.raises(WireError, match='forged'):
         back.receive()
     left, right = socket.socketpair()
-    other = Connection(left, stranger._send_key, stranger._receive_key)
+    other = Connection(left, other_key, strange_key)
     right.sendall(sealed)
     with pytest.raises(WireError, match='forged'):
         other.receive()
@@ -82,7 +82,7 @@ def test_a_frame_above_the_limit_is_refused_by_both_ends_and_no_memory_is_taken(
         send_all([ours], Frame.of(bytes(101)), 5)
     assert send_all([ours], Frame.of(b'nothing was sent before'), 5) == {}
     assert theirs.receive().body == b'nothing was sent before'
-    _inject(ours, ours.seal(Frame.of(bytes(101))))  # the body never comes, and is not waited for
+    send_raw(ours, ours.seal(Frame.of(bytes(101))))  # the body never comes, and is not waited for
     with pytest.raises(WireError, match='a message of 101 bytes is above the limit of 100'):
         theirs.receive()
 

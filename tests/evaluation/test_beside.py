@@ -155,7 +155,7 @@ def test_a_resumed_run_trains_the_same_and_evaluates_the_version_of_its_checkpoi
 
 def test_a_version_that_its_pool_loses_has_no_row_and_the_next_one_has():
     run = ToyRun(steps=9, evaluation_every=2)
-    lost = run.beside._lost
+    lost = run.lost
 
     def lose(event):
         if (event['kind'], event.get('version')) == ('evaluation_start', 2):
@@ -197,15 +197,7 @@ def test_a_stop_after_the_last_update_ends_the_wait_for_an_evaluation():
 
 
 def test_a_scorer_that_always_fails_ends_the_run():
-    run = ToyRun(steps=6, evaluation_every=2)
-    make = run.beside._make_evaluator
-
-    def with_a_broken_scorer(pool, version):
-        evaluator = make(pool, version)
-        evaluator._verifier._fail = PROBLEMS
-        return evaluator
-
-    run.beside._make_evaluator = with_a_broken_scorer
+    run = ToyRun(steps=6, evaluation_every=2, unscored=PROBLEMS)
     with pytest.raises(UnverifiedError, match=r"3 answers of the evaluation 'of version 2' in a row"):
         run.run()
 

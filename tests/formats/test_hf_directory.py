@@ -53,7 +53,7 @@ def mesh():
 
 @pytest.fixture(params=[16, 1 << 20], ids=['row by row', 'at once'])
 def _block_bytes(request, monkeypatch):
-    monkeypatch.setattr(hf_directory, '_BLOCK_BYTES', request.param)
+    monkeypatch.setattr(hf_directory, 'BLOCK_BYTES', request.param)
 
 
 @pytest.mark.usefixtures('_block_bytes')
@@ -101,7 +101,7 @@ def test_rows_of_other_devices_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(
         type(stored), 'read_rows', lambda self, first, end: read.append((first, end)) or np.ones((end - first, 8))
     )
-    hf_directory._fill([(((6, 12), (0, 8)), np.empty((6, 8)))], stored)
+    hf_directory.fill([(((6, 12), (0, 8)), np.empty((6, 8)))], stored)
     assert read == [(6, 12)]
 
 
@@ -231,7 +231,7 @@ def test_memory_beyond_the_weights_is_one_leaf(tmp_path, layers, largest_leaf):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment)
     peak, weights = map(int, done.stdout.split())
     assert weights == Decoder(large).parameter_count() * 4 > 450 << 20
-    assert weights + largest_leaf / 2 < peak < weights + largest_leaf + hf_directory._BLOCK_BYTES + (4 << 20)
+    assert weights + largest_leaf / 2 < peak < weights + largest_leaf + hf_directory.BLOCK_BYTES + (4 << 20)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_the_limit_is_what_jax_may_use_of_the_device(device, on_gpu):
-    limit = sizes._device_memory(device)
+    limit = sizes.device_memory(device)
     assert (limit is not None) == on_gpu
     needed = {'model__d_model': 65536, 'model__n_layers': 200}
     where = f'of {device.device_kind}' if on_gpu else 'of this machine'

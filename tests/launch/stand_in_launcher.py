@@ -9,10 +9,10 @@ from launch import heartbeats, local, programs, roles, supervisor
 
 local.TRAINER, own_server.PROGRAM = 'tests.launch.stand_in_trainer', 'tests.launch.stand_in_server'
 roles.ROLE = 'tests.launch.stand_in_role'
-programs._LONGEST_PAUSE_S, supervisor._STOP_S = 0.1, 1.0
-roles._LONGEST_PAUSE_S, roles._STOP_S, roles._MOST_RESTARTS = 0.1, 1.0, 2
-roles._NOTICE_S = roles._KILLED_NOTICE_S = 0.2
-heartbeats.PATIENCE_S, heartbeats._LOOK_S = 1.0, 0.1
+programs.LONGEST_PAUSE_S, supervisor.STOP_S = 0.1, 1.0
+roles.LONGEST_PAUSE_S, roles.STOP_S, roles.MOST_RESTARTS = 0.1, 1.0, 2
+roles.NOTICE_S = roles.KILLED_NOTICE_S = 0.2
+heartbeats.PATIENCE_S, heartbeats.LOOK_S = 1.0, 0.1
 heartbeats.REGISTER_S = float(os.environ.get('STAND_IN_REGISTER_S', '60'))
 try:
     local.run()

@@ -139,7 +139,7 @@ class OneRole:
 
 
 def test_an_actor_starts_its_role_again_within_a_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr('launch.ray.actor._PAUSE_S', 0.0)
+    monkeypatch.setattr('launch.ray.actor.PAUSE_S', 0.0)
     role = OneRole(tmp_path)
     for starts in (1, 2):
         os.kill(role.await_start(starts), signal.SIGKILL)
@@ -150,7 +150,7 @@ def test_an_actor_starts_its_role_again_within_a_budget(tmp_path, monkeypatch):
 
 
 def test_a_role_with_an_error_of_the_configuration_is_not_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr('launch.ray.actor._PAUSE_S', 0.0)
+    monkeypatch.setattr('launch.ray.actor.PAUSE_S', 0.0)
     monkeypatch.setenv('STAND_IN_FAILS', 'engine-0')
     role = OneRole(tmp_path)
     wait_until(lambda: role.actor.look().code is not None, 'the end')
@@ -160,7 +160,7 @@ def test_a_role_with_an_error_of_the_configuration_is_not_started_again(tmp_path
 
 @pytest.mark.parametrize(('name', 'code'), [('engine', 0), ('learner', 75)])
 def test_a_role_that_is_told_to_stop_ends_by_itself_and_stays_away(name, code, tmp_path, monkeypatch):
-    monkeypatch.setattr('launch.ray.actor._PAUSE_S', 0.0)
+    monkeypatch.setattr('launch.ray.actor.PAUSE_S', 0.0)
     role = OneRole(tmp_path, name)
     role.await_start(1)
     role.actor.stop()
@@ -233,8 +233,8 @@ class StagedGroup:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr('launch.ray.supervision._LOOK_S', 0.01)
-    monkeypatch.setattr('launch.ray.supervision._RESERVE_S', 0.01)
+    monkeypatch.setattr('launch.ray.supervision.LOOK_S', 0.01)
+    monkeypatch.setattr('launch.ray.supervision.RESERVE_S', 0.01)
 
 
 def test_the_run_ends_with_its_controller():
@@ -446,7 +446,7 @@ def fake_ray(monkeypatch):
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, 'launch.ray.placement', raising=False)
-    monkeypatch.setattr('launch.ray.reservation._PAUSE_S', 0.01)
+    monkeypatch.setattr('launch.ray.reservation.PAUSE_S', 0.01)
     yield fake
     fake.frees_slices.set()
     await_let_go(5.0)
@@ -556,7 +556,7 @@ def test_a_look_that_fails_inside_an_actor_is_one_that_failed_this_time(fake_ray
 def test_a_group_whose_looks_fail_for_long_is_lost(fake_ray, monkeypatch):
     placed = placed_engine([RayTaskError(FAILED)], fake_ray)
     assert placed.look() == []
-    monkeypatch.setattr('launch.ray.placement._PATIENCE_S', -1.0)
+    monkeypatch.setattr('launch.ray.placement.PATIENCE_S', -1.0)
     with pytest.raises(LostGroupError, match=r'^no answer for -1 s: OSError: \[Errno 116\] Stale file handle'):
         placed.look()
 
@@ -611,7 +611,7 @@ def test_ray_is_left_when_no_attempt_to_reserve_is_under_way(fake_ray, tmp_path,
 def start_on(nodes, fake, tmp_path, monkeypatch, *flags, run=lambda *_, **__: 0):
     fake.nodes = [{'Alive': alive} for alive in nodes]
     monkeypatch.setattr(command, 'supervise', run)
-    monkeypatch.setattr('launch.cluster_run._PER_NODE', ())
+    monkeypatch.setattr('launch.cluster_run.PER_NODE', ())
     words = [word for word in COMMON if 'workdir' not in word]
     return command.main([*words, f'--workdir={tmp_path}/run', *PLANS['cpu'], *flags])
 

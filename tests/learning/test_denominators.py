@@ -11,7 +11,7 @@ import pytest
 from areal_jax.learning.denominators import denominator_scale
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
-from tests.learning.test_learner import _PARAMS, _learner
+from tests.learning.test_learner import PARAMS, make_learner
 
 _KEPT = group([1, 2], [[3], [4, 5, 6]], [0.0, 1.0])
 _EQUAL = [group([1, 2], [[3, 4], [5, 6]], [1.0, 1.0], draw=draw) for draw in (1, 2, 3)]  # 4 tokens each
@@ -48,13 +48,13 @@ def test_groups_left_out_weaken_the_update_only_where_they_are_counted(aggregati
     # 1 of 4 equally long groups is kept: its mean counts whole, or for a quarter
     settings = {'aggregation': aggregation, 'learning_rate': 10.0}  # the step of a weight is far above its rounding
     groups = [_EQUAL[0], _KEPT, *_EQUAL[1:]]
-    kept, kept_metrics = _change(_learner(**settings), groups)
-    whole, metrics = _change(_learner(**settings, denominator='all'), groups)
-    unfiltered, _ = _change(_learner(**settings, filter_equal_rewards=False), groups)
+    kept, kept_metrics = _change(make_learner(**settings), groups)
+    whole, metrics = _change(make_learner(**settings, denominator='all'), groups)
+    unfiltered, _ = _change(make_learner(**settings, filter_equal_rewards=False), groups)
     _assert_close(kept, whole, scale=4.0)
     _assert_close(whole, unfiltered)
     np.testing.assert_allclose(metrics['loss/value'], kept_metrics['loss/value'] / 4, rtol=1e-5)
-    both, _ = _change(_learner(**settings, filter_equal_rewards=False, denominator='all'), groups)
+    both, _ = _change(make_learner(**settings, filter_equal_rewards=False, denominator='all'), groups)
     jax.tree.map(np.testing.assert_array_equal, both, unfiltered)  # nothing is left out
 
 
@@ -66,16 +66,16 @@ def test_every_minibatch_is_divided_by_its_share_of_the_groups_left_out():
     tokens = sum(map(count, groups))
     equal = group([1, 2], [[3] * (tokens // 2), [4] * (tokens - tokens // 2)], [1.0, 1.0], draw=9)
     settings = {'n_minibatches': 2, 'learning_rate': 1e-3, 'row_tokens': 64, 'row_loss_tokens': 64}
-    kept, _ = _change(_learner(**settings), [*groups, equal])
-    whole, _ = _change(_learner(denominator='all', **settings | {'learning_rate': 2e-3}), [*groups, equal])
+    kept, _ = _change(make_learner(**settings), [*groups, equal])
+    whole, _ = _change(make_learner(denominator='all', **settings | {'learning_rate': 2e-3}), [*groups, equal])
     for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-3 * np.abs(one).max() + 1e-7)
 
 
 def test_nothing_kept_changes_nothing():
-    learner = _learner(denominator='all')
+    learner = make_learner(denominator='all')
     assert learner.update(_EQUAL, version=0)['update/optimizer_steps'] == 0
-    jax.tree.map(np.testing.assert_array_equal, learner.save()['params'], jax.device_get(_PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, learner.save()['params'], jax.device_get(PARAMS))
 
 
 def test_masked_tokens_stay_in_the_denominator():
@@ -85,6 +85,6 @@ def test_masked_tokens_stay_in_the_denominator():
     young = dataclasses.replace(second, segments=(segment([4, 5, 6], 2),))
     mixed = TrajectoryGroup(0, (old, young))
     settings = {'max_token_age': 1, 'over_age': 'mask', 'learning_rate': 10.0}
-    kept, _ = _change(_learner(**settings), [mixed, _EQUAL[0]])
-    whole, _ = _change(_learner(denominator='all', **settings), [mixed, _EQUAL[0]])
+    kept, _ = _change(make_learner(**settings), [mixed, _EQUAL[0]])
+    whole, _ = _change(make_learner(denominator='all', **settings), [mixed, _EQUAL[0]])
     _assert_close(kept, whole, scale=2.0)

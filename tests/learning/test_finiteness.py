@@ -12,8 +12,8 @@ from areal_jax.learning.likelihood import held_out_likelihood
 from areal_jax.models.lora import TARGETS, Lora
 from areal_jax.sharding.mesh import make_mesh
 from tests.learning.examples import group, random_groups
-from tests.learning.test_forms import _learner as _formed
-from tests.learning.test_learner import _ADAM, _PARAMS, _learner
+from tests.learning.test_forms import make_learner as _formed
+from tests.learning.test_learner import ADAM, PARAMS, make_learner
 
 _MESH = make_mesh()
 
@@ -44,15 +44,15 @@ def test_a_shard_of_another_device_counts():
 @pytest.mark.parametrize(
     'make',
     [
-        lambda: _learner(params=_poisoned(_PARAMS)),
-        lambda: _learner(params=_poisoned(_PARAMS), mesh=make_mesh(fsdp=8), rows_per_microbatch=8),
+        lambda: make_learner(params=_poisoned(PARAMS)),
+        lambda: make_learner(params=_poisoned(PARAMS), mesh=make_mesh(fsdp=8), rows_per_microbatch=8),
         lambda: _formed(layers='stacked', lora=Lora(2, 4.0, TARGETS)),  # a frozen leaf, below
     ],
     ids=['list', 'fsdp=8', 'frozen'],
 )
 def test_a_learner_refuses_its_weights(make):
     learner = make()
-    if learner._decoder.lora:
+    if learner.state.frozen:
         learner.state.frozen = _poisoned(learner.state.frozen)
     with pytest.raises(NonFiniteError, match=r"^model\.path='x': 1 of the \d+ values of 'embedding' are NaN"):
         learner.require_finite("model.path='x'", 'mend it')
@@ -65,7 +65,7 @@ def _poisoned(params):
 
 
 def test_a_state_that_is_no_number_is_neither_saved_nor_restored():
-    learner = _learner(optimizer=_ADAM)
+    learner = make_learner(optimizer=ADAM)
     learner.update(random_groups(5, 2), version=2)
     saved = learner.save()
     path = next(name for name, leaf in saved['optimizer'].items() if leaf.ndim == 2)
@@ -77,7 +77,7 @@ def test_a_state_that_is_no_number_is_neither_saved_nor_restored():
 
 
 def test_checks_compile_nothing_after_the_first():
-    learner = _learner(optimizer=_ADAM)
+    learner = make_learner(optimizer=ADAM)
     learner.require_finite('', '')
     learner.warm_up()
     with jax.log_compiles(), _Compilations() as compiled:

@@ -29,7 +29,7 @@ def _slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def _learner(
+def make_learner(
     *, optimizer=_SGD, rate=0.1, layers='list', remat='none', lora=None, mesh=None, config=_ONE_LAYER, **settings
 ):
     decoder = Decoder(config, layers=layers, remat=remat, lora=lora)
@@ -65,12 +65,12 @@ def _distance(a, b):
 
 
 def test_epochs_are_optimizer_steps_around_the_weights_before_the_update():
-    learner = _learner(epochs=3, n_minibatches=2, rate=1.0)
+    learner = make_learner(epochs=3, n_minibatches=2, rate=1.0)
     metrics = learner.update(_GROUPS, 2)
     assert metrics['update/optimizer_steps'] == 6
     assert metrics['loss/clip_fraction'] > 0  # the centre stays, the policy moves away from it
     # data metrics are of the batch, not of its repetitions
-    once = _learner().update(_GROUPS, 2)
+    once = make_learner().update(_GROUPS, 2)
     for name in ('update/trained_tokens', 'mismatch/n', 'reward/mean', 'train/row_tokens'):
         np.testing.assert_allclose(metrics[name], once[name], err_msg=name)
     np.testing.assert_allclose(metrics['loss/behavior_weight_mean'], once['loss/behavior_weight_mean'], rtol=1e-5)
@@ -79,9 +79,9 @@ def test_epochs_are_optimizer_steps_around_the_weights_before_the_update():
 def test_two_epochs_of_one_batch_are_two_steps_with_a_kept_centre():
     # lr 0 in effect for the second epoch's centre: with 'behavior' the centre does not depend on weights, so two epochs
     # are two updates of one epoch
-    twice = _learner(epochs=2, proximal='behavior')
+    twice = make_learner(epochs=2, proximal='behavior')
     twice.update(_GROUPS, 2)
-    again = _learner(proximal='behavior')
+    again = make_learner(proximal='behavior')
     again.update(_GROUPS, 2)
     again.update(_GROUPS, 2)
     _assert_same(twice.save()['params'], again.save()['params'])
@@ -91,7 +91,7 @@ def test_two_epochs_of_one_batch_are_two_steps_with_a_kept_centre():
 
 
 def test_the_reference_is_the_weights_at_the_start():
-    learner = _learner(kl_coefficient=0.5, rate=0.5)
+    learner = make_learner(kl_coefficient=0.5, rate=0.5)
     first = learner.update(_GROUPS, 2)
     assert abs(first['loss/reference_kl']) < 1e-6  # nothing has moved yet
     second = learner.update(_GROUPS, 3)
@@ -100,7 +100,9 @@ def test_the_reference_is_the_weights_at_the_start():
 
 @pytest.mark.slow
 def test_a_coefficient_keeps_the_policy_near_the_reference():
-    kept, free = (_learner(kl_coefficient=c, rate=0.01) for c in (1.0, 1e-9))  # steeper, SGD overshoots the reference
+    kept, free = (
+        make_learner(kl_coefficient=c, rate=0.01) for c in (1.0, 1e-9)
+    )  # steeper, SGD overshoots the reference
     for version in range(2, 8):
         near, far = (learner.update(_GROUPS, version)['loss/reference_kl'] for learner in (kept, free))
     assert near < 0.35 * far
@@ -113,7 +115,10 @@ def test_a_coefficient_keeps_the_policy_near_the_reference():
 @pytest.mark.parametrize('accumulate', [_slow('dispatch'), 'scan'])
 def test_narrow_passes_stay_near_float32_and_masters_stay_float32(dtype, scale, accumulate):
     settings = {'accumulate': accumulate, 'max_microbatches': 2}
-    exact, narrow = _learner(rate=1.0, **settings), _learner(rate=1.0, dtype=dtype, loss_scale=scale, **settings)
+    exact, narrow = (
+        make_learner(rate=1.0, **settings),
+        make_learner(rate=1.0, dtype=dtype, loss_scale=scale, **settings),
+    )
     before = jax.device_get(exact.publish(2))
     expected, found = exact.update(_GROUPS, 2), narrow.update(_GROUPS, 2)
     assert found['loss/value'] == pytest.approx(expected['loss/value'], abs=0.03)
@@ -125,13 +130,13 @@ def test_narrow_passes_stay_near_float32_and_masters_stay_float32(dtype, scale, 
 
 
 def test_engines_get_the_dtype_asked_for():
-    learner = _learner(publish_dtype='bfloat16')
+    learner = make_learner(publish_dtype='bfloat16')
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(learner.publish(0))} == {'bfloat16'}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(learner.save()['params'])} == {'float32'}
 
 
 def test_a_loss_scale_is_divided_out():
-    one, scaled = _learner(), _learner(loss_scale=8.0)  # a power of two: exact
+    one, scaled = make_learner(), make_learner(loss_scale=8.0)  # a power of two: exact
     assert one.update(_GROUPS, 2)['loss/value'] == scaled.update(_GROUPS, 2)['loss/value']
     assert _distance(one.save()['params'], scaled.save()['params']) < 1e-6
 
@@ -143,7 +148,7 @@ def test_a_loss_scale_is_divided_out():
     'form', [_slow({'layers': 'stacked'}), {'layers': 'stacked', 'remat': 'attention'}, _slow({'remat': 'full'})]
 )
 def test_form_and_remat_change_nothing(form):
-    expected, found = _learner(config=_CONFIG), _learner(config=_CONFIG, **form)
+    expected, found = make_learner(config=_CONFIG), make_learner(config=_CONFIG, **form)
     one, other = expected.update(_GROUPS, 2), found.update(_GROUPS, 2)
     assert other['loss/value'] == pytest.approx(one['loss/value'], rel=1e-5)
     assert _distance(found.publish(3), expected.publish(3)) < 1e-5
@@ -154,7 +159,7 @@ def test_form_and_remat_change_nothing(form):
 
 def test_only_adapters_are_trained_and_engines_get_them_merged():
     lora = Lora(rank=4, alpha=8.0, targets=('query', 'value', 'down'))
-    learner = _learner(lora=lora, optimizer=_ADAM, rate=0.01, config=_CONFIG)
+    learner = make_learner(lora=lora, optimizer=_ADAM, rate=0.01, config=_CONFIG)
     _assert_same(jax.device_get(learner.publish(0)), jax.device_get(_PARAMS))  # B = 0
     learner.update(_GROUPS, 2)
     saved = learner.save()
@@ -174,7 +179,7 @@ def test_only_adapters_are_trained_and_engines_get_them_merged():
 def test_an_adapter_restores_to_the_bit(layers):
     lora = Lora(rank=2, alpha=4.0, targets=('query', 'gate'))
     kind = {'lora': lora, 'optimizer': _ADAM, 'dtype': 'bfloat16', 'layers': layers, 'config': _CONFIG}
-    learner, other = _learner(**kind), _learner(**kind)
+    learner, other = make_learner(**kind), make_learner(**kind)
     learner.update(_GROUPS, 2)
     other.restore(learner.save())
     learner.update(_GROUPS, 3)
@@ -187,7 +192,7 @@ def test_an_adapter_restores_to_the_bit(layers):
 
 @pytest.mark.parametrize('optimizer', ['adamw', *(_slow(name) for name in ('adamw8bit', 'adafactor', 'lion'))])
 def test_a_checkpoint_is_the_same_on_another_mesh_and_in_the_other_form(optimizer):
-    make = lambda **kind: _learner(
+    make = lambda **kind: make_learner(
         optimizer=make_optimizer(optimizer, warmup_steps=3), rate=0.01, rows_per_microbatch=8, config=_CONFIG, **kind
     )
     saver = make(layers='stacked')
@@ -210,7 +215,7 @@ def test_a_checkpoint_is_the_same_on_another_mesh_and_in_the_other_form(optimize
 @pytest.mark.parametrize('smaller', [{'tail_buckets': 1}, {'row_buckets': (40, 256)}])
 def test_smaller_rows_change_nothing_but_the_places_computed(smaller):
     settings = {'row_tokens': 512, 'row_loss_tokens': 256, 'rows_per_microbatch': 2, 'attention': 'dense'}
-    whole, cut = _learner(**settings), _learner(**settings, **smaller)
+    whole, cut = make_learner(**settings), make_learner(**settings, **smaller)
     one, other = whole.update(_GROUPS, 2), cut.update(_GROUPS, 2)
     assert one['update/optimizer_steps'] == 1  # finite: NaN equals NaN below
     for name, value in one.items():
@@ -222,7 +227,7 @@ def test_smaller_rows_change_nothing_but_the_places_computed(smaller):
 
 @pytest.mark.parametrize('fill', ['algorithm_1', 'padded'])
 def test_what_is_trained_does_not_depend_on_the_fill(fill):
-    one, other = _learner(packing='ordinary'), _learner(packing='ordinary', fill=fill)
+    one, other = make_learner(packing='ordinary'), make_learner(packing='ordinary', fill=fill)
     assert other.update(_GROUPS, 2)['loss/value'] == pytest.approx(one.update(_GROUPS, 2)['loss/value'], rel=1e-5)
     assert _distance(other.save()['params'], one.save()['params']) < 1e-5
 
@@ -256,4 +261,4 @@ def test_what_is_trained_does_not_depend_on_the_fill(fill):
 )
 def test_impossible_settings_name_the_field(settings, message):
     with pytest.raises(ValueError, match=message):
-        _learner(**settings).warm_up()
+        make_learner(**settings).warm_up()

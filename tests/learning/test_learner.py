@@ -24,20 +24,20 @@ from tests.learning.examples import (
 )
 
 _DECODER = tiny_decoder(n_layers=1)
-_PARAMS = _DECODER.init(seed=2, scale=2.0)
+PARAMS = _DECODER.init(seed=2, scale=2.0)
 _GROUPS = random_groups(5, 5)  # policy versions 0..2
 _SGD = make_optimizer('sgd', clip_norm=0)
-_ADAM = make_optimizer('adamw', clip_norm=1.0)
+ADAM = make_optimizer('adamw', clip_norm=1.0)
 
 
-def _learner(mesh=None, *, decoder=_DECODER, params=_PARAMS, optimizer=_SGD, learning_rate=0.1, **settings):
+def make_learner(mesh=None, *, decoder=_DECODER, params=PARAMS, optimizer=_SGD, learning_rate=0.1, **settings):
     settings = learner_settings(**({'row_tokens': 40, 'row_loss_tokens': 24} | settings))
     return SpmdLearner(
         decoder, params, mesh or make_mesh(), optimizer=optimizer, learning_rate=learning_rate, settings=settings
     )
 
 
-def _weights(learner: SpmdLearner):
+def make_weights(learner: SpmdLearner):
     return learner.save()['params']
 
 
@@ -52,8 +52,8 @@ def _assert_bit_equal(a, b):
 @pytest.fixture(scope='module')
 def one_row_at_a_time():
     """Prompts are repeated and every micro-batch is one row of a trajectory or two."""
-    learner = _learner(packing='ordinary', row_tokens=16, row_loss_tokens=12, n_minibatches=2)
-    return learner.update(_GROUPS, version=2), _weights(learner)
+    learner = make_learner(packing='ordinary', row_tokens=16, row_loss_tokens=12, n_minibatches=2)
+    return learner.update(_GROUPS, version=2), make_weights(learner)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def one_row_at_a_time():
 )
 def test_update_does_not_depend_on_packing_split_or_devices(one_row_at_a_time, settings):
     settings = dict(settings)
-    learner = _learner(make_mesh(*settings.pop('mesh', (1, 1))), n_minibatches=2, **settings)
+    learner = make_learner(make_mesh(*settings.pop('mesh', (1, 1))), n_minibatches=2, **settings)
     metrics = learner.update(_GROUPS, version=2)
     expected, weights = one_row_at_a_time
     for name, value in expected.items():
         if not name.startswith('train/'):  # rows and micro-batches
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-    _assert_close(_weights(learner), weights, atol=1e-5)
-    change = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), weights, jax.device_get(_PARAMS))
+    _assert_close(make_weights(learner), weights, atol=1e-5)
+    change = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), weights, jax.device_get(PARAMS))
     assert max(jax.tree.leaves(change)) > 0.01  # far more than the tolerance
 
 
@@ -94,10 +94,10 @@ def test_rows_for_cudnn_have_no_more_segments_than_it_takes(monkeypatch):
 def test_later_minibatches_keep_the_centre_of_the_weights_before_the_update():
     current = [_at_version(g, 2) for g in _GROUPS]
     # one step: policy and proximal policy are the same weights, nothing can be clipped, w = prox / behavior
-    once = _learner(learning_rate=0.5).update(current, version=2)
+    once = make_learner(learning_rate=0.5).update(current, version=2)
     assert once['loss/clip_fraction'] == 0
     # two steps: in the second the policy has moved away from a centre that has not
-    twice = _learner(learning_rate=0.5, n_minibatches=2).update(current, version=2)
+    twice = make_learner(learning_rate=0.5, n_minibatches=2).update(current, version=2)
     assert twice['update/optimizer_steps'] == 2
     assert twice['loss/clip_fraction'] > 0
     # behavior weights and mismatch are those of the weights before the update, for both minibatches
@@ -123,7 +123,7 @@ def test_data_metrics_by_hand():
             trajectory([1], [segment([4], 2)], reward=1.0, sample=1),
         ),
     )
-    metrics = _learner().update([mixed, group([1], [[2], [3]], [1.0, 1.0], draw=1, version=4)], version=5)
+    metrics = make_learner().update([mixed, group([1], [[2], [3]], [1.0, 1.0], draw=1, version=4)], version=5)
     assert metrics['reward/mean'] == 0.75
     assert (metrics['update/groups'], metrics['update/trained_groups']) == (2, 1)
     assert metrics['update/filtered_equal_rewards'] == 1
@@ -154,7 +154,7 @@ def test_data_metrics_by_hand():
     ids=['token mean', 'sequence mean', 'entropy'],
 )
 def test_loss_of_two_minibatches_by_hand(settings, loss):
-    learner = _learner(temperature=1e6, advantage='group_mean', n_minibatches=2, learning_rate=0.0, **settings)
+    learner = make_learner(temperature=1e6, advantage='group_mean', n_minibatches=2, learning_rate=0.0, **settings)
     groups = []
     for draw, answers in enumerate([([2], [3, 4, 5]), ([6], [7])]):
         members = [
@@ -171,7 +171,7 @@ def test_loss_of_two_minibatches_by_hand(settings, loss):
 
 
 def test_mismatch_is_zero_where_the_engine_says_what_the_learner_says():
-    learner = _learner(learning_rate=0.0)
+    learner = make_learner(learning_rate=0.0)
     first = learner.update(_GROUPS, version=2)
     assert first['mismatch/mean_abs'] > 0.1  # behavior log-probs of the examples are noise
     # a trajectory of the examples has one to three versions
@@ -194,7 +194,7 @@ def test_mismatch_is_zero_where_the_engine_says_what_the_learner_says():
 
 
 def test_the_mismatch_is_told_for_each_engine():
-    learner = _learner(learning_rate=0.0, n_minibatches=2)
+    learner = make_learner(learning_rate=0.0, n_minibatches=2)
     prompt, logprob = [1, 2], _logprobs_after([1, 2])
     wrong = {'engine/0': 0.0, 'engine/1': 0.5}
     groups = []
@@ -215,7 +215,7 @@ def _of_engine(one, engine):
 
 
 def test_an_answer_is_scored_under_the_weights_of_its_version_only():
-    learner = _learner(temperature=2.0, scores=True)
+    learner = make_learner(temperature=2.0, scores=True)
     prompt, answer = np.array([1, 2], np.int32), np.array([3, 4, 5], np.int32)
     assert learner.score(0, prompt, answer) is None  # nobody has told the version
     learner.publish(4)
@@ -234,7 +234,7 @@ def _last_logits(prompt):
     return _logprobs_after(prompt.tolist())
 
 
-def _logprobs_after(prompt, params=_PARAMS) -> np.ndarray:
+def _logprobs_after(prompt, params=PARAMS) -> np.ndarray:
     """float32 [V] of the token after the prompt."""
     return np.asarray(_last_logprobs(params, jnp.array(prompt, jnp.int32)))
 
@@ -252,7 +252,7 @@ def _last_logprobs(params, tokens):
 
 
 def test_nothing_to_train_changes_no_bit():
-    learner = _learner(optimizer=_ADAM, max_token_age=1, over_age='mask')
+    learner = make_learner(optimizer=ADAM, max_token_age=1, over_age='mask')
     learner.update(_GROUPS, version=2)  # Adam has momentum now
     before = learner.save()
     equal = group([1, 2], [[3], [4, 5]], [1.0, 1.0], version=9)
@@ -269,15 +269,15 @@ def test_nothing_to_train_changes_no_bit():
 
 
 def test_equal_rewards_have_no_gradient_even_unfiltered():
-    learner = _learner(filter_equal_rewards=False)
+    learner = make_learner(filter_equal_rewards=False)
     metrics = learner.update([group([1, 2], [[3], [4, 5]], [1.0, 1.0])], version=0)
     assert metrics['update/optimizer_steps'] == 1
     assert metrics['update/grad_norm'] == 0
-    _assert_bit_equal(_weights(learner), jax.device_get(_PARAMS))
+    _assert_bit_equal(make_weights(learner), jax.device_get(PARAMS))
 
 
 def test_non_finite_gradient_skips_the_step_and_is_counted():
-    learner = _learner(optimizer=_ADAM, advantage='group_mean')
+    learner = make_learner(optimizer=ADAM, advantage='group_mean')
     before = learner.save()
     poisoned = group([1, 2], [[3], [4]], [0.0, 1e30])  # finite advantages, whose gradient's square is not
     metrics = learner.update([poisoned], version=0)
@@ -288,21 +288,21 @@ def test_non_finite_gradient_skips_the_step_and_is_counted():
 
 
 def test_future_token_is_refused_and_weights_are_untouched():
-    learner = _learner()
+    learner = make_learner()
     with pytest.raises(ValueError, match='policy version 2, but the update starts from version 1'):
         learner.update(_GROUPS, version=1)
-    _assert_bit_equal(_weights(learner), jax.device_get(_PARAMS))
+    _assert_bit_equal(make_weights(learner), jax.device_get(PARAMS))
 
 
 @pytest.mark.parametrize('publishes_files', [False, True])
 def test_published_weights_are_not_touched_by_later_updates(publishes_files):
-    learner = _learner(publishes_files=publishes_files)
+    learner = make_learner(publishes_files=publishes_files)
     published = learner.publish(0)
     held = jax.tree.map(np.array, published)
     for version in (2, 3):
         learner.update(_GROUPS, version)
         _assert_bit_equal(jax.tree.map(np.array, published), held)
-    _assert_bit_equal(held, jax.device_get(_PARAMS))  # nor was the caller's tree, which the learner copied
+    _assert_bit_equal(held, jax.device_get(PARAMS))  # nor was the caller's tree, which the learner copied
     moved = jax.tree.map(lambda a, b: bool((np.array(a) != b).any()), learner.publish(1), held)
     assert all(jax.tree.leaves(moved))
 
@@ -310,7 +310,7 @@ def test_published_weights_are_not_touched_by_later_updates(publishes_files):
 @pytest.mark.parametrize('holds', [False, True])
 def test_a_version_for_a_file_is_a_copy_on_the_host(holds):
     """Updates write in place, whoever holds an earlier version, and give the same weights."""
-    files, copies = (_learner(optimizer=_ADAM, publishes_files=files) for files in (True, False))
+    files, copies = (make_learner(optimizer=ADAM, publishes_files=files) for files in (True, False))
     assert files.warm_up() == copies.warm_up() - 1
     held, places = [], _places(files)
     for version in (2, 3, 4):
@@ -335,7 +335,7 @@ def _places(learner):
 
 
 def test_restored_learner_goes_on_as_the_saved_one():
-    first, second = _learner(optimizer=_ADAM), _learner(optimizer=_ADAM)
+    first, second = make_learner(optimizer=ADAM), make_learner(optimizer=ADAM)
     first.update(_GROUPS[:3], version=2)
     saved = first.save()
     kept = jax.tree.map(np.array, saved)
@@ -345,15 +345,15 @@ def test_restored_learner_goes_on_as_the_saved_one():
         learner.update(_GROUPS[3:], version=3)
     _assert_bit_equal(second.save(), first.save())
     _assert_bit_equal(saved, kept)  # no update writes into what was saved or restored from
-    sharded = _learner(make_mesh(fsdp=8), optimizer=_ADAM, rows_per_microbatch=8)
+    sharded = make_learner(make_mesh(fsdp=8), optimizer=ADAM, rows_per_microbatch=8)
     sharded.restore(saved)
     sharded.update(_GROUPS[3:], version=3)
     # Adam divides by sqrt(v): rounding of tiny gradients shows, so weights move by at most the rate, .1, times it
-    _assert_close(_weights(sharded), _weights(first), atol=1e-3)
+    _assert_close(make_weights(sharded), make_weights(first), atol=1e-3)
 
 
 def test_of_one_version_there_is_one_published_copy():
-    learner = _learner()
+    learner = make_learner()
     learner.update(_GROUPS[:3], version=2)
     first = learner.publish(3)
     assert learner.publish(3) is first
@@ -362,7 +362,7 @@ def test_of_one_version_there_is_one_published_copy():
 
 
 def test_a_save_lets_go_of_gradients_and_changes_no_update():
-    saved, other = _learner(optimizer=_ADAM), _learner(optimizer=_ADAM)
+    saved, other = make_learner(optimizer=ADAM), make_learner(optimizer=ADAM)
     for learner in (saved, other):
         learner.update(_GROUPS[:3], version=2)
     held = [weakref.ref(leaf) for leaf in jax.tree.leaves(saved.state.gradients)]
@@ -376,7 +376,7 @@ def test_a_save_lets_go_of_gradients_and_changes_no_update():
 
 def test_a_restore_has_room_for_one_state():
     """What the learner held is gone when the first leaf is read; on devices both would not fit."""
-    learner = _learner()
+    learner = make_learner()
     saved = learner.save()
     held = [weakref.ref(x) for x in jax.tree.leaves((learner.state.params, learner.state.optimizer)) if x.size > 1]
 
@@ -393,13 +393,13 @@ def test_a_restore_has_room_for_one_state():
 
 
 def test_restore_of_other_shapes_is_refused_and_changes_nothing():
-    learner = _learner(optimizer=_ADAM)
+    learner = make_learner(optimizer=ADAM)
     before = learner.save()
     other = learner.save()
     other['params']['embedding'] = np.zeros((12, 16), np.float32)
     with pytest.raises(ValueError, match=r"saved params differ from the learner's in 2 names or shapes.*embedding"):
         learner.restore(other)
-    without_moments = {'params': before['params'], 'optimizer': _learner().save()['optimizer']}
+    without_moments = {'params': before['params'], 'optimizer': make_learner().save()['optimizer']}
     with pytest.raises(ValueError, match='saved optimizer differ'):
         learner.restore(without_moments)
     _assert_bit_equal(learner.save(), before)
@@ -414,7 +414,7 @@ def test_restore_of_other_shapes_is_refused_and_changes_nothing():
     ids=['dispatch', 'scan'],
 )
 def test_nothing_compiles_after_warm_up(settings):
-    learner = _learner(optimizer=_ADAM, **settings)
+    learner = make_learner(optimizer=ADAM, **settings)
     # copy, initial state, export; dispatch: zeros, accumulate, apply, log-probs; scan: 1 and 2 micro-batches
     assert learner.warm_up() == (7 if settings.get('n_minibatches') else 5)
     compiled = []
@@ -438,8 +438,8 @@ def test_nothing_compiles_after_warm_up(settings):
 
 def test_update_tokens_prices_what_the_filter_leaves():
     groups = [group([1, 2, 3], [[4, 5], [6]]), group([1, 2, 3], [[4], [5]], [1.0, 1.0], draw=1)]
-    assert _learner().update_tokens(groups) == 3 + 1 + 0  # the prompt once; an answer's last token is never read
-    assert _learner(filter_equal_rewards=False).update_tokens(groups) == 4 + 3
+    assert make_learner().update_tokens(groups) == 3 + 1 + 0  # the prompt once; an answer's last token is never read
+    assert make_learner(filter_equal_rewards=False).update_tokens(groups) == 4 + 3
 
 
 @pytest.mark.parametrize(
@@ -456,15 +456,15 @@ def test_update_tokens_prices_what_the_filter_leaves():
 def test_settings_that_cannot_work_are_named(settings, message):
     settings = dict(settings)
     with pytest.raises(ValueError, match=message):
-        _learner(make_mesh(*settings.pop('mesh', (1, 1))), **settings)
+        make_learner(make_mesh(*settings.pop('mesh', (1, 1))), **settings)
 
 
 @pytest.mark.parametrize('proximal', ['recompute', 'loglinear', pytest.param('behavior', marks=pytest.mark.slow)])
 def test_bandit_learns(proximal):
     # one prompt, one-token answers, reward 1 for token 3: a share of 1/11 before, nearly 1 after
-    learner = _learner(optimizer=_ADAM, learning_rate=0.02, proximal=proximal, row_tokens=8, row_loss_tokens=16)
+    learner = make_learner(optimizer=ADAM, learning_rate=0.02, proximal=proximal, row_tokens=8, row_loss_tokens=16)
     rng = np.random.default_rng(0)
-    rewards, stale = [], _PARAMS
+    rewards, stale = [], PARAMS
     for version in range(14):
         # data one version old, as in an asynchronous run
         logprobs = _logprobs_after([1], stale)

@@ -32,7 +32,7 @@ _KINDS = {
 @pytest.fixture(autouse=True)
 def _keeps_nothing(monkeypatch):
     """What other tests have compiled is compiled anew."""
-    monkeypatch.setattr(CompiledPrograms, '_kept', collections.OrderedDict())
+    monkeypatch.setattr(CompiledPrograms, 'kept', collections.OrderedDict())
 
 
 def make_learner(*, mesh=(1, 1), lora=None, optimizer='adamw', **more):
@@ -108,14 +108,14 @@ def test_a_learner_traces_ahead_and_compiles_from_when_it_may():
     """Nothing is traced or compiled in the thread that waits for the programs."""
     learner = make_learner(compile_ahead=True)
     learner.wait_traced()
-    assert 'accumulate' in names(learner.programs._traced)
+    assert 'accumulate' in names(learner.programs.traced)
     assert 'accumulate' not in names(learner.programs._programs)  # what places the state is there
     learner.begin_compiling()
     with CompilationCounter() as compilations:
         programs = learner.finish_compiling()
     assert programs == make_learner().warm_up()
     assert compilations.count == 0
-    assert not learner.programs._traced
+    assert not learner.programs.traced
 
 
 @pytest.mark.parametrize('kind', _KINDS)
@@ -176,10 +176,10 @@ class _Sums:
 
 
 def test_the_oldest_programs_are_let_go(monkeypatch):
-    monkeypatch.setattr('areal_jax.learning.programs._MOST_KEPT', 3)
+    monkeypatch.setattr('areal_jax.learning.programs.MOST_KEPT', 3)
     learner = make_learner()
     declared = learner.warm_up()
-    assert (len(learner.programs.compiled), len(CompiledPrograms._kept)) == (declared, 3)
+    assert (len(learner.programs.compiled), len(CompiledPrograms.kept)) == (declared, 3)
 
 
 def test_a_learner_that_is_closed_compiles_nothing():

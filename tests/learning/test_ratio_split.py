@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.layout import RowLayout
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.ratio_split import Tokens, is_sampled, split_ratio
 from areal_jax.learning.settings import RatioSettings
@@ -23,14 +25,14 @@ _BYTES = sum(leaf.size * 4 for leaf in jax.tree.leaves(_PARAMS))
 _ALL = RatioSettings(sample=1.0, ring_bytes=8 * _BYTES, seed=0)
 
 
-def make_learner(ratio=_ALL, *, layers='list', fsdp=1, **settings):
+def make_learner(ratio=_ALL, *, layers='list', fsdp=1, learning_rate=0.1, **settings):
     shapes = {'row_tokens': 40, 'row_loss_tokens': 24, 'rows_per_microbatch': fsdp}
     return SpmdLearner(
         Decoder(_CONFIG, layers=layers),
         _PARAMS,
         make_mesh(fsdp=fsdp),
         optimizer=make_optimizer('sgd', clip_norm=0),
-        learning_rate=0.1,
+        learning_rate=learning_rate,
         settings=learner_settings(**shapes | settings, ratio=ratio),
     )
 
@@ -111,8 +113,9 @@ def test_the_parts_add_up_and_each_has_its_cause(learner):
     assert 0 < metrics['ratio/share'] < 1
 
 
-def test_without_learning_there_is_no_drift(learner, monkeypatch):
-    monkeypatch.setattr(learner._passes, '_learning_rate', 0.0)
+def test_without_learning_there_is_no_drift():
+    learner = make_learner(n_minibatches=2, learning_rate=0.0)
+    learner.publish(0)
     metrics = train_to_version_2(learner)
     assert metrics['ratio/drift_rms'] == 0
     assert metrics['ratio/of_age/2/drift_rms'] == 0
@@ -168,16 +171,16 @@ def _shift(trajectory, bias):
 
 
 def test_one_wrong_version_breaks_the_identity(learner, monkeypatch):
-    pack = learner._layout.pack
+    pack = RowLayout.pack
 
-    def mislabel(groups, advantages, *, n_minibatches, **settings):
-        batches, report = pack(groups, advantages, n_minibatches=n_minibatches, **settings)
+    def mislabel(layout, groups, advantages, *, n_minibatches, **settings):
+        batches, report = pack(layout, groups, advantages, n_minibatches=n_minibatches, **settings)
         if n_minibatches == 2 and len(groups) == 5:  # the batch of the third update, not the rows to score
             place = np.argwhere(batches[0].policy_versions == 1)[0]
             batches[0].policy_versions[tuple(place)] = 2
         return batches, report
 
-    monkeypatch.setattr(learner._layout, 'pack', mislabel)
+    monkeypatch.setattr(RowLayout, 'pack', mislabel)
     assert train_to_version_2(learner)['ratio/identity_error'] > 1e-4
 
 
@@ -200,7 +203,17 @@ def test_measuring_changes_no_number(shared):
     (expected, state), (metrics, measured_state) = found
     jax.tree.map(np.testing.assert_array_equal, measured_state, state)
     assert {name: value for name, value in metrics.items() if not name.startswith('ratio/')} == expected
-    assert plain._ratio is None  # nothing is kept, nothing is scored
+
+
+@pytest.mark.parametrize('ratio', [None, _ALL], ids=['plain', 'measured'])
+def test_answers_are_scored_for_the_parts_alone(ratio):
+    learner = make_learner(ratio, proximal='behavior')  # which needs no scores
+    learner.publish(2)
+    ran, run = [], learner.programs.run
+    with mock.patch.object(learner.programs, 'run', lambda name, *args: (ran.append(name), run(name, *args))[1]):
+        learner.update([_at(g, 2) for g in random_groups(5, 4)], 2)
+    assert 'accumulate' in ran
+    assert ('logprobs' in ran) == (ratio is not None)
 
 
 def test_tokens_whose_version_left_the_ring_are_counted():

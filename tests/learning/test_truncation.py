@@ -11,7 +11,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.truncation import kept_mass_metrics
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, segment, trajectory
-from tests.learning.test_learner import _learner, _weights
+from tests.learning.test_learner import make_learner, make_weights
 
 
 def _cut(tokens, version, mass):
@@ -42,12 +42,12 @@ def test_kept_mass_by_hand():
 
 
 def test_a_cut_is_refused_by_default_and_changes_nothing():
-    learner = _learner()
-    before = _weights(learner)
+    learner = make_learner()
+    before = make_weights(learner)
     expected = r"loss\.truncated_sampling='refuse', but engine/0 drew draw 0, sample 0 .* rollout\.top_k=0"
     with pytest.raises(ConfigError, match=expected):
         learner.update([_MIXED], version=5)
-    np.testing.assert_array_equal(_weights(learner)['embedding'], before['embedding'])
+    np.testing.assert_array_equal(make_weights(learner)['embedding'], before['embedding'])
 
 
 def test_the_full_softmax_is_what_is_trained_and_compared():
@@ -59,9 +59,9 @@ def test_the_full_softmax_is_what_is_trained_and_compared():
             for t in _MIXED.trajectories
         ),
     )
-    one, other = _learner(truncated_sampling='full_softmax'), _learner()
+    one, other = make_learner(truncated_sampling='full_softmax'), make_learner()
     metrics, expected = one.update([_MIXED], version=5), other.update([whole], version=5)
     np.testing.assert_allclose(metrics['sampling/kept_mass_mean'], 0.675, rtol=1e-6)
     kept = {'sampling/kept_mass_mean', 'sampling/kept_mass_min'}
     assert {name: value for name, value in metrics.items() if name not in kept} == expected
-    np.testing.assert_array_equal(_weights(one)['embedding'], _weights(other)['embedding'])
+    np.testing.assert_array_equal(make_weights(one)['embedding'], make_weights(other)['embedding'])

@@ -38,7 +38,7 @@ def numpy_quantize(x):
 @pytest.mark.parametrize(('rows', 'features'), SIZES)
 def test_a_product_has_the_bits_of_exact_sums(rows, features, tokens, way):
     w, x = normal(1, rows, features), normal(2, tokens, features)
-    found = quantized._multiply(jnp.asarray(x), NATIVE.stored_table(jnp.asarray(w)), way=way)
+    found = quantized.byte_product(jnp.asarray(x), NATIVE.stored_table(jnp.asarray(w)), way=way)
     np.testing.assert_array_equal(found, expected_product(x, w))
 
 
@@ -46,7 +46,7 @@ def test_a_product_has_the_bits_of_exact_sums(rows, features, tokens, way):
 def test_the_largest_sums_are_not_cut_off(way):
     w, x = np.ones((16, 8192), np.float32), np.ones((8, 8192), np.float32)
     w[1::2], x[4:] = -1, -1
-    found = quantized._multiply(jnp.asarray(x), NATIVE.stored_table(jnp.asarray(w)), way=way)
+    found = quantized.byte_product(jnp.asarray(x), NATIVE.stored_table(jnp.asarray(w)), way=way)
     np.testing.assert_allclose(found, x @ w.T, rtol=1e-6)
 
 

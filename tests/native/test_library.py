@@ -25,29 +25,30 @@ def compiler(tmp_path, monkeypatch):
 
 
 def test_a_second_process_finds_what_the_first_compiled(tmp_path, compiler):
-    first = library._find_or_compile(tmp_path / 'cache')
+    first = library.find_or_compile(tmp_path / 'cache')
     assert first.read_text() == 'library\n'
-    assert library._find_or_compile(tmp_path / 'cache') == first
+    assert library.find_or_compile(tmp_path / 'cache') == first
     assert len(compiler()) == 1
 
 
 def test_another_processor_source_or_compiler_gets_its_own_library(tmp_path, compiler, monkeypatch):
-    found = {library._find_or_compile(tmp_path)}
-    monkeypatch.setattr(library, '_processor', lambda: 'flags: fewer')
-    found.add(library._find_or_compile(tmp_path))
-    monkeypatch.setattr(library, '_version', lambda compiler: 'two')
-    found.add(library._find_or_compile(tmp_path))
+    found = {library.find_or_compile(tmp_path)}
+    monkeypatch.setattr(library, 'describe_processor', lambda: 'flags: fewer')
+    found.add(library.find_or_compile(tmp_path))
+    compiler_path = tmp_path / 'compiler'
+    compiler_path.write_text(compiler_path.read_text().replace('echo one', 'echo two'))  # its version
+    found.add(library.find_or_compile(tmp_path))
     source = tmp_path / 'kernels.cc'
     source.write_text('// another')
-    monkeypatch.setattr(library, '_SOURCE', source)
-    found.add(library._find_or_compile(tmp_path))
+    monkeypatch.setattr(library, 'SOURCE', source)
+    found.add(library.find_or_compile(tmp_path))
     assert len(found) == len(compiler()) == 4
 
 
 def test_a_directory_that_cannot_be_written_does_not_stop_the_process(tmp_path, compiler):
     blocked = tmp_path / 'file'
     blocked.touch()
-    found = library._find_or_compile(blocked / 'cache')
+    found = library.find_or_compile(blocked / 'cache')
     assert found.read_text() == 'library\n'
     assert tmp_path not in found.parents
 
@@ -62,18 +63,19 @@ def test_a_directory_that_cannot_be_written_does_not_stop_the_process(tmp_path, 
 def test_what_is_missing_is_named(tmp_path, monkeypatch, compiler_name, reason):
     monkeypatch.setenv('CXX', compiler_name)
     with pytest.raises(library.NativeError, match=reason):
-        library._find_or_compile(tmp_path)
+        library.find_or_compile(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_compiler_that_takes_too_long_leaves_nothing(tmp_path, compiler, monkeypatch):
     def wait(command, **options):
+        if '--version' in command:
+            return subprocess.CompletedProcess(command, 0, stdout='one')
         raise subprocess.TimeoutExpired(command, options['timeout'])
 
-    monkeypatch.setattr(library, '_version', lambda compiler: 'one')
     monkeypatch.setattr(library.subprocess, 'run', wait)
     with pytest.raises(library.NativeError, match='timed out'):
-        library._find_or_compile(tmp_path / 'cache')
+        library.find_or_compile(tmp_path / 'cache')
     assert list((tmp_path / 'cache').iterdir()) == []
 
 
@@ -81,30 +83,30 @@ def test_without_any_compiler_the_usual_names_are_listed(tmp_path, monkeypatch):
     monkeypatch.delenv('CXX', raising=False)
     monkeypatch.setenv('PATH', str(tmp_path))
     with pytest.raises(library.NativeError, match=r'no C\+\+ compiler .c\+\+, g\+\+, clang\+\+.'):
-        library._find_or_compile(tmp_path)
+        library.find_or_compile(tmp_path)
 
 
 def test_an_error_of_the_source_is_quoted(tmp_path, monkeypatch):
     try:
-        library._find_compiler()
+        library.find_compiler()
     except library.NativeError as error:
         pytest.skip(str(error))
     source = tmp_path / 'kernels.cc'
     source.write_text('int f() { return missing; }')
-    monkeypatch.setattr(library, '_SOURCE', source)
+    monkeypatch.setattr(library, 'SOURCE', source)
     with pytest.raises(library.NativeError, match=r'does not compile kernels\.cc: .*missing'):
-        library._find_or_compile(tmp_path / 'cache')
+        library.find_or_compile(tmp_path / 'cache')
 
 
 def test_the_source_compiles_without_avx512(tmp_path):
     """The path of machines with 16 registers; it is compiled, not run."""
     try:
-        compiler = library._find_compiler()
+        compiler = library.find_compiler()
     except library.NativeError as error:
         pytest.skip(str(error))
     if os.uname().machine != 'x86_64':
         pytest.skip('the flag is that of x86-64')
-    flags = [flag for flag in library._FLAGS if flag != '-march=native'] + ['-march=haswell']
-    command = [compiler, *flags, f'-isystem{library.jax.ffi.include_dir()}', str(library._SOURCE), '-o']
+    flags = [flag for flag in library.FLAGS if flag != '-march=native'] + ['-march=haswell']
+    command = [compiler, *flags, f'-isystem{library.jax.ffi.include_dir()}', str(library.SOURCE), '-o']
     done = subprocess.run([*command, str(tmp_path / 'kernels.so')], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr

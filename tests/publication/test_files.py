@@ -105,7 +105,7 @@ def test_a_version_is_written_without_a_program_of_the_device(tmp_path, monkeypa
     """A program would wait there for the update that is under way, and the version with it."""
     params = jax.device_put(host_params())
     channel = FilesChannel(tmp_path, CONFIG, verify=False)
-    monkeypatch.setattr(manifest, '_shard_sums', None)
+    monkeypatch.setattr(manifest, 'shard_sums', None)
     assert_bit_equal(channel.receive(channel.transfer(1, params)), params)
 
 

@@ -99,9 +99,9 @@ def test_shards_are_digested_where_they_are(spec):
     value = np.random.default_rng(0).integers(0, 2**32, (8, 24), dtype=np.uint32).view(np.float32)
     sharded = jax.device_put(value, jax.NamedSharding(mesh, jax.P(*spec)))
     devices = set()
-    program = manifest._shard_sums
+    program = manifest.shard_sums
     record = lambda shard, *place: (devices.add(len(shard.devices())), program(shard, *place))[1]
-    with mock.patch.object(manifest, '_shard_sums', record):
+    with mock.patch.object(manifest, 'shard_sums', record):
         assert device_manifest({'a': sharded, 'b': sharded}) == host_manifest({'a': value, 'b': value})
     assert devices == {1}
 

@@ -18,7 +18,7 @@ from areal_jax.report.report import HTML_PAGE, load_run, write_report
 from areal_jax.telemetry.facts import RunFacts
 from launch.page_check import SECTIONS
 from tests.report.busy_run import write_busy_run
-from tests.report.test_report import _write_logs
+from tests.report.test_report import write_logs
 from tests.telemetry.logs import two_facts
 
 EVIL = '<script>alert(1)</script>'
@@ -149,14 +149,14 @@ def test_a_run_that_did_nothing_says_so_in_every_section(tmp_path: pathlib.Path)
 
 
 def test_an_earlier_run_lacks_ledger_and_split(tmp_path: pathlib.Path):
-    _write_logs(tmp_path)
+    write_logs(tmp_path)
     page = render_html(load_run(tmp_path, two_facts()))
     assert {'slots', 'reward', 'age_in_publications'} <= figures(page)
     assert any(sentence.startswith('There is no ledger') for sentence in absent(page))
 
 
 def test_without_the_library_report_md_is_written(tmp_path: pathlib.Path, monkeypatch, caplog):
-    _write_logs(tmp_path)
+    write_logs(tmp_path)
     sentence = 'report.html needs the package bokeh'
     monkeypatch.setattr('areal_jax.report.report.describe_missing_library', lambda file: sentence)
     monkeypatch.setattr('areal_jax.report.report.write_plots', lambda *arguments: [])
@@ -167,6 +167,6 @@ def test_without_the_library_report_md_is_written(tmp_path: pathlib.Path, monkey
 
 
 def test_without_plots_there_is_no_page(tmp_path: pathlib.Path):
-    _write_logs(tmp_path)
+    write_logs(tmp_path)
     write_report(tmp_path, two_facts(), plots=False)
     assert not (tmp_path / HTML_PAGE).exists()

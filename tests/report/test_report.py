@@ -151,7 +151,7 @@ def test_mismatch_of_no_token_is_null():
 
 def test_optimizer_steps_are_summed(tmp_path: pathlib.Path):
     # 2 of 2 applied, then 1 of 2
-    _write_logs(tmp_path, (2.0, 0.0), (1.0, 1.0))
+    write_logs(tmp_path, (2.0, 0.0), (1.0, 1.0))
     assert write_report(tmp_path, two_facts(), plots=False)['optimizer_steps'] == {'applied': 3, 'skipped': 1}
     assert json.loads((tmp_path / 'report.json').read_text())['optimizer_steps'] == {'applied': 3, 'skipped': 1}
     page = (tmp_path / 'report.md').read_text()
@@ -209,14 +209,14 @@ def test_admission_is_put_down_to_bounds(tmp_path: pathlib.Path, report: dict[st
     # closed for 8 + 2 s by eta and for 6 s by the running groups, of a window of 20 s
     assert report['admission_held'] == {'eta': 0.5, 'max_running_groups': 0.3}
     assert report['idle_slots'] == {'max_running_groups': 0.05}  # 2 of two slots times 20 s
-    _write_logs(tmp_path)
+    write_logs(tmp_path)
     write_report(tmp_path, two_facts(), plots=False)
     assert '(share of the time) | eta 50%, max_running_groups 30% |' in (tmp_path / 'report.md').read_text()
     assert '(share of slot time) | max_running_groups 5% |' in (tmp_path / 'report.md').read_text()
 
 
 def test_a_lock_step_run_shows_its_schedule_and_no_eta(tmp_path: pathlib.Path):
-    _write_logs(tmp_path)
+    write_logs(tmp_path)
     found = write_report(tmp_path, two_facts(eta=None, schedule='fixed(2)'), plots=False)
     assert (found['eta'], found['schedule']) == (None, 'fixed(2)')
     page = (tmp_path / 'report.md').read_text()
@@ -225,7 +225,7 @@ def test_a_lock_step_run_shows_its_schedule_and_no_eta(tmp_path: pathlib.Path):
 
 
 def test_idle_fields_and_prolongations_are_told(tmp_path: pathlib.Path):
-    _write_logs(tmp_path)
+    write_logs(tmp_path)
     prolonged = ({'at_update': 60, 'from_steps': 60, 'to_steps': 80},)
     facts = two_facts(idle_fields=('lora.alpha', 'optimizer.b2'), prolonged=prolonged)
     found = write_report(tmp_path, facts, plots=False)
@@ -238,7 +238,7 @@ def test_idle_fields_and_prolongations_are_told(tmp_path: pathlib.Path):
 def test_pictures_replace_their_file_as_a_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     from areal_jax import files
 
-    _write_logs(tmp_path)
+    write_logs(tmp_path)
     written = []
     whole = files.write_bytes
     monkeypatch.setattr(files, 'write_bytes', lambda path, data: (written.append(path.name), whole(path, data)))
@@ -248,14 +248,14 @@ def test_pictures_replace_their_file_as_a_whole(tmp_path: pathlib.Path, monkeypa
     assert {'reward.png', 'report.json', 'report.md', 'timeline.json'} <= made
 
 
-def _write_logs(workdir: pathlib.Path, *optimizer_steps: tuple[float, float]) -> None:
+def write_logs(workdir: pathlib.Path, *optimizer_steps: tuple[float, float]) -> None:
     (workdir / 'events.jsonl').write_text(''.join(json.dumps(event) + '\n' for event in two_updates()))
     lines = two_metrics(*optimizer_steps)
     (workdir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
 
 
 def test_the_page_tells_the_run(tmp_path: pathlib.Path):
-    _write_logs(tmp_path)
+    write_logs(tmp_path)
     write_report(tmp_path, two_facts(), plots=False)
     page = (tmp_path / 'report.md').read_text()
     for expected in (

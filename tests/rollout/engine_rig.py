@@ -62,8 +62,8 @@ class Rig:
 
     def check_blocks(self):
         """Asserts that every block is held by what is known to hold it, and by one request where it is written."""
-        scheduler = self.engine._stream._scheduler
-        scheduler.cache.check(scheduler.table.open_requests())
+        stream = self.engine.stream
+        stream.cache.check(stream.table.open_requests())
 
 
 async def collect(running):

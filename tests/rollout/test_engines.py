@@ -45,9 +45,9 @@ class AbortsInAPause(ToyEngine):
 
     async def pause(self):
         await super().pause()
-        for generation in self._open.values():
+        for generation in self.generations.values():
             generation.deliver(reason='cancelled')
-        self._open.clear()
+        self.generations.clear()
 
 
 ENGINES = {
@@ -73,8 +73,8 @@ def test_the_contract_holds(engine, check):
 
 class CallsACancelledAnswerLong(ToyEngine):
     def cancel(self, request_id):
-        if request_id in self._open:
-            self._open.pop(request_id).deliver(reason='length')
+        if request_id in self.generations:
+            self.generations.pop(request_id).deliver(reason='length')
 
 
 class CannotCancel(ToyEngine):
@@ -111,7 +111,7 @@ class ReversesItsQueue(ToyEngine):
 class LosesARequestInAPause(ToyEngine):
     async def pause(self):
         await super().pause()
-        self._open.popitem()
+        self.generations.popitem()
 
 
 class StartsAPrefixAgain(ToyEngine):
@@ -122,11 +122,11 @@ class StartsAPrefixAgain(ToyEngine):
 
 
 class ForgetsLogprobs(ToyEngine):
-    def _emit(self, generation, version, w):
+    def emit(self, generation, version, w):
         deliver = generation.deliver
         empty = np.zeros(0, np.float32)
         generation.deliver = lambda s, reason: deliver(type(s)(s.tokens, empty, s.policy_version), reason)
-        super()._emit(generation, version, w)
+        super().emit(generation, version, w)
         generation.deliver = deliver
 
 
@@ -136,8 +136,8 @@ class PinsTheWeightsInUse(ToyEngine):
 
 
 class TagsPinnedTokensWithItsOwnVersion(ToyEngine):
-    def _emit(self, generation, version, w):
-        super()._emit(generation, self.version, w)
+    def emit(self, generation, version, w):
+        super().emit(generation, self.version, w)
 
 
 class KeepsItsCacheAndSaysItDoesNot(ToyEngine):
@@ -145,9 +145,9 @@ class KeepsItsCacheAndSaysItDoesNot(ToyEngine):
 
     capabilities = dataclasses.replace(ToyEngine.capabilities, update=('recompute',))
 
-    def _emit(self, generation, version, w):
+    def emit(self, generation, version, w):
         generation.w = getattr(generation, 'w', w)
-        super()._emit(generation, version, generation.w)
+        super().emit(generation, version, generation.w)
 
 
 class SaysThatItAbortsInAPause(ToyEngine):

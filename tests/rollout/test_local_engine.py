@@ -108,7 +108,9 @@ def test_a_paused_engine_has_delivered_everything_and_goes_on_in_the_same_order(
         await rig.pass_time(0.025)
         await rig.engine.pause()
         before, dispatches = [r.tokens[3:].tolist() for r in running], len(rig.kinds('decode'))
-        delivered = [[int(t) for s in r._undelivered for t in s.tokens] for r in running]
+        delivered = [
+            (await anext(r)).tokens.tolist() if begun else [] for r, begun in zip(running, before, strict=True)
+        ]
         await rig.pass_time(1.0)
         assert len(rig.kinds('decode')) == dispatches
         assert [r.sample for r in rig.engine.open_requests()] == [0, 1, 2][: len(rig.engine.open_requests())]
@@ -118,7 +120,8 @@ def test_a_paused_engine_has_delivered_everything_and_goes_on_in_the_same_order(
     before, delivered, segments = Rig(slots=2).run(script)
     assert before == delivered
     assert any(before)
-    assert [sum(len(s.tokens) for s in one) for one in segments] == [length(DRAW, sample) for sample in range(3)]
+    sizes = [len(first) + sum(len(s.tokens) for s in rest) for first, rest in zip(delivered, segments, strict=True)]
+    assert sizes == [length(DRAW, sample) for sample in range(3)]
 
 
 def test_an_engine_that_stands_is_paused_at_once_and_after_a_resume_again():

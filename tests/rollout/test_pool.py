@@ -77,14 +77,14 @@ def test_delivered_tokens_and_ended_requests_are_not_outstanding():
         (first, second) = (rig.pool.generate(request(draw, tokens=6)) for draw in (0, 1))
         for _ in range(2):
             await anext(first)
-        assert rig.pool._ledger.outstanding() == {'engine/0': 4, 'engine/1': 6}
+        assert rig.pool.ledger.outstanding() == {'engine/0': 4, 'engine/1': 6}
         assert rig.pool.generate(request(2, tokens=9, prefix=(segment(2),))).engine == 'engine/0'
-        assert rig.pool._ledger.outstanding() == {'engine/0': 4 + 7, 'engine/1': 6}
+        assert rig.pool.ledger.outstanding() == {'engine/0': 4 + 7, 'engine/1': 6}
         async for _ in second:
             pass
         assert second.finish_reason == 'length'
-        assert rig.pool._ledger.outstanding() == {'engine/0': 11, 'engine/1': 0}
-        return len(rig.pool._ledger)
+        assert rig.pool.ledger.outstanding() == {'engine/0': 11, 'engine/1': 0}
+        return len(rig.pool.ledger)
 
     assert Rig().run(script) == 2
 
@@ -213,7 +213,7 @@ def test_a_cancelled_episode_has_no_finish_reason_and_the_ledger_is_empty():
         rig.pool.generate(request(9))  # nobody iterates
         await rig.pass_time(0.025)
         rig.pool.cancel_all()
-        assert (len(rig.pool._ledger), rig.pool.order()) == (0, [])
+        assert (len(rig.pool.ledger), rig.pool.order()) == (0, [])
         await rig.pass_time(0.1)
         return episodes
 
@@ -237,14 +237,18 @@ def lines_per_request(engines, open_requests):
             counted += event == 'line'
             return trace
 
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            generation = rig.pool.generate(request(open_requests))
-            rig.pool._ledger.note_generated(generation._entry, 1)
-            rig.pool._ledger.close(generation._entry)
-        finally:
-            sys.settrace(before)
+        def count(call, *args):
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                call(*args)
+            finally:
+                sys.settrace(before)
+
+        count(rig.pool.generate, request(open_requests))
+        (*_, entry) = rig.pool.ledger.entries()
+        count(rig.pool.ledger.note_generated, entry, 1)
+        count(rig.pool.ledger.close, entry)
         return counted
 
     return Rig(engines).run(script)
@@ -294,8 +298,8 @@ def test_pinned_requests_do_not_move_those_of_training():
             assert rig.pool.pinned_versions() == (1,)
             rig.pool.unpin(1)
             assert rig.pool.pinned_versions() == ()
-            assert len(rig.pool._pinned_ledger) == 0
-        assert len(rig.pool._ledger) == 4
+            assert len(rig.pool.pinned_ledger) == 0
+        assert len(rig.pool.ledger) == 4
         return engines, order
 
     assert Rig().run(lambda rig: script(rig, True)) == Rig().run(lambda rig: script(rig, False))

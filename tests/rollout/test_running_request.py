@@ -1,5 +1,7 @@
 """A request inside the local engine: growing arrays, segments and the key of its prompt."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.events import EventLog
 from areal_jax.rollout.running_request import GrowingArray, RunningRequest
 from areal_jax.types import GenerationRequest, SamplingParams, Segment
+from tests.rollout.engine_rig import collect
 
 
 def running(prompt=(1, 2, 3), prefix=(), top_k=0):
@@ -40,7 +43,7 @@ def test_segments_carry_what_was_generated_since_the_last_one():
     one.finish('stop')
     one.flush()  # nothing is left
     assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    segments = list(one._undelivered)
+    segments = asyncio.run(collect(one))
     assert [s.tokens.tolist() for s in segments] == [[4, 5, 6], [7]]
     assert [s.behavior_logprobs.tolist() for s in segments] == [[-4, -5, -6], [-7]]
     assert [s.columns['sampling_logprobs'].tolist() for s in segments] == [[4, 5, 6], [7]]

@@ -247,7 +247,7 @@ def test_positions_seen_and_read_are_counted():
     # the last token of the prompt, at position 2, sees 3, the next one 4; the third and last sees 5. The toy reads
     # whole blocks of 4: one in the first dispatch, two in the second, in both steps
     assert [(e['positions'], e['positions_read'], e['bucket']) for e in rig.kinds('decode')] == [(7, 8, 1), (5, 16, 1)]
-    totals = rig.engine._stream.totals
+    totals = rig.engine.stream.totals
     assert (totals.positions, totals.positions_read) == (12, 24)
 
 
@@ -261,7 +261,7 @@ def test_what_is_rebuilt_is_counted_apart_from_first_prefills():
 
     rig = Rig()
     rig.run(script)
-    totals = rig.engine._stream.totals
+    totals = rig.engine.stream.totals
     assert totals.prefilled_tokens == 2 + 2
     assert (totals.prefilled_tokens + totals.rebuilt_tokens) == sum(tokens for tokens, _ in prefilled(rig))
     assert totals.rebuilt_tokens == sum(rebuilt for _, rebuilt in prefilled(rig)) > 0
@@ -332,9 +332,9 @@ class Schedule:
             assert running.finish_reason in ('length', 'cancelled')
             assert position == running.limit or running.finish_reason == 'cancelled'
         self.rig.check_blocks()
-        scheduler = self.rig.engine._stream._scheduler
-        assert scheduler.table.is_empty
-        assert scheduler.cache.prefixes.reclaim(self.rig.backend.cache_blocks)  # no block is lost
+        stream = self.rig.engine.stream
+        assert stream.table.is_empty
+        assert stream.cache.prefixes.reclaim(self.rig.backend.cache_blocks)  # no block is lost
 
 
 @pytest.mark.parametrize('kv_policy', ['recompute', 'keep', 'wait'])

@@ -44,17 +44,17 @@ class ToyEngine:
 
     def __init__(self, index, clock, version=0):
         self.name, self._clock, self.version, self.w, self._staged = f'engine/{index}', clock, version, 0, None
-        self._open, self._wake, self._still = {}, clock.event('work'), clock.event('still')
+        self.generations, self._wake, self._still = {}, clock.event('work'), clock.event('still')
         self._paused, self._pinned = False, {}
 
     def generate(self, request):
-        generation = self._open[request.request_id] = ToyGeneration(request, self._clock, self.name)
+        generation = self.generations[request.request_id] = ToyGeneration(request, self._clock, self.name)
         self._wake.set()
         return generation
 
     def cancel(self, request_id):
-        if request_id in self._open:
-            self._open.pop(request_id).deliver(reason='cancelled')
+        if request_id in self.generations:
+            self.generations.pop(request_id).deliver(reason='cancelled')
 
     async def stage(self, published):
         lane = self.name.replace('engine', 'publish')
@@ -83,11 +83,11 @@ class ToyEngine:
         self._wake.set()
 
     def open_requests(self):
-        return [generation.request for generation in self._open.values()]
+        return [generation.request for generation in self.generations.values()]
 
     def status(self):
         return EngineStatus(
-            self.name, self.version, min(1, len(self._open)), max(0, len(self._open) - 1), 0.0, ('toy',)
+            self.name, self.version, min(1, len(self.generations)), max(0, len(self.generations) - 1), 0.0, ('toy',)
         )
 
     def start(self, supervisor):
@@ -97,23 +97,23 @@ class ToyEngine:
         while True:
             if self._paused:
                 self._still.set()
-            if self._paused or not self._open:
+            if self._paused or not self.generations:
                 self._wake.clear()
                 await self._clock.wait(self._wake)
                 continue
-            generation, version, w = next(iter(self._open.values())), self.version, self.w
+            generation, version, w = next(iter(self.generations.values())), self.version, self.w
             if generation.request.version is not None:
                 version = generation.request.version
                 w = self._pinned[version]
             await self._clock.run(self.name, lambda: None, Work('decode'))
-            if self._open.get(generation.request.request_id) is generation:
-                self._emit(generation, version, w)
+            if self.generations.get(generation.request.request_id) is generation:
+                self.emit(generation, version, w)
 
-    def _emit(self, generation, version, w):
+    def emit(self, generation, version, w):
         position = len(generation.request.prompt_tokens) + generation.tokens
         generation.tokens += 1
         ended = generation.tokens == generation.request.sampling.max_new_tokens
         if ended:
-            del self._open[generation.request.request_id]
+            del self.generations[generation.request.request_id]
         segment = Segment(np.array([1 + (7 * w + position) % 9], np.int32), -np.ones(1, np.float32), version)
         generation.deliver(segment, 'length' if ended else None)

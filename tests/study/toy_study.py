@@ -78,7 +78,7 @@ class ToyStudy:
 def read_study(form: str = 'full', source: pathlib.Path = STUDY, workdir: pathlib.Path = pathlib.Path('none')):
     """(plan, stage maker) of the study of the project."""
     argv = ['main_sweep', f'--config={source}', f'--workdir={workdir}']
-    command = parse_command(argv, main_sweep._define_flags())
+    command = parse_command(argv, main_sweep.define_flags())
     plan = call_in_file(str(source), 'get_study', '')[form]
     return plan, StageMaker(command, plan, workdir)
 

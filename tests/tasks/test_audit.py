@@ -55,7 +55,7 @@ def test_a_resumed_run_writes_no_line_twice_and_the_file_is_bounded(tmp_path, mo
     assert again.check(make_prompt(1), 'other', 1.0) == 'disagrees'
     assert len(lines(tmp_path)) == 1
     size = (tmp_path / audit_module.FILE).stat().st_size
-    monkeypatch.setattr(audit_module, '_MOST_BYTES', 2 * size)
+    monkeypatch.setattr(audit_module, 'MOST_BYTES', 2 * size)
     assert [again.check(make_prompt(draw), 'other', 1.0) for draw in (2, 3)] == ['disagrees', 'disagrees']
     assert [line['draw'] for line in lines(tmp_path)] == [1, 2]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.tasks.descendants import list_marked
+from areal_jax.tasks.process import WorkerProcess
 from areal_jax.tasks.verifier import ProcessVerifier
 from areal_jax.types import Prompt, Verdict
 from tests.tasks.fake_clock import FakeClock
@@ -21,16 +22,19 @@ AFTER = (0.125, 0.625, 0.375)  # rewards of the well-behaved answers that follow
 
 def run_hostile(name, tmp_path, deadline_s):
     """(verdict on the hostile answer, verdicts on those after it, attempts by label); asserts that nothing is left."""
+    started = []
+
+    def start_worker(scorer, memory_mb):
+        started.append(WorkerProcess(scorer, memory_mb))
+        return started[-1]
+
     judge = ProcessVerifier(
         FakeClock(), f'tests.tasks.hostile_scorers:{name}', lambda tokens: '', workers=1, deadline_s=deadline_s,
-        attempts=1, memory_mb=256,
+        attempts=1, memory_mb=256, start_worker=start_worker,
     )  # fmt: skip
-    marks = []
 
     async def score(**problem):
-        verdict = await judge.verify(Prompt(0, np.zeros(1, np.int32), 'hostile', problem), np.zeros(0, int), 'stop')
-        marks.extend(worker._mark for worker in judge._workers)
-        return verdict
+        return await judge.verify(Prompt(0, np.zeros(1, np.int32), 'hostile', problem), np.zeros(0, int), 'stop')
 
     async def score_all():
         return await score(pids=str(tmp_path / 'pids')), [await score(reward=reward) for reward in AFTER]
@@ -42,7 +46,7 @@ def run_hostile(name, tmp_path, deadline_s):
         began = time.monotonic()
         judge.close()
     assert time.monotonic() - began < 30  # far above the bound of 5 s: the machine may be busy
-    assert [pid for mark in set(marks) for pid in list_marked(mark)] == []
+    assert [pid for worker in started for pid in list_marked(worker.mark)] == []
     pids = (tmp_path / 'pids').read_text().split() if (tmp_path / 'pids').exists() else []
     assert all_end([int(pid) for pid in pids], within_s=0.0)
     return first, after, judge.attempts_by_label

@@ -160,7 +160,7 @@ class CountedRun(ToyRun):
         if resume:
             self.ledger.restore(json.loads(json.dumps(resume['run_state']['observer']['ledger'])))
         self.log.listeners.append(self.ledger.apply)
-        update, on_step = self.learner.update, self.controller._on_step
+        update, note_step = self.learner.update, self.note_step
 
         def update_and_tell(groups, version):
             told = {'trained': [], 'filtered': []}
@@ -175,12 +175,12 @@ class CountedRun(ToyRun):
             row = self.ledger.metrics()
             assert row['ledger/generated'] == sum(row.values()) - row['ledger/generated']
             assert row['ledger/unfinished'] >= 0
-            on_step(record)
+            note_step(record)
 
-        self.learner.update, self.controller._on_step = update_and_tell, note
+        self.learner.update, self.note_step = update_and_tell, note
 
-    def _observer_state(self):
-        return {**super()._observer_state(), 'ledger': self.ledger.state()}
+    def observer_state(self):
+        return {**super().observer_state(), 'ledger': self.ledger.state()}
 
     def fault(self):
         return find_ledger_fault(self.ledger, self.controller.snapshot())
@@ -226,7 +226,7 @@ def test_it_closes_after_a_resume_in_the_middle_of_answers(at):
 
 def test_it_closes_at_a_stop_with_answers_under_way():
     run = CountedRun(steps=8, eta=3, engines=2)
-    run.controller._on_step = lambda record, inner=run.controller._on_step: (
+    run.note_step = lambda record, inner=run.note_step: (
         inner(record),
         run.controller.stop_requested.set() if record.step == 3 else None,
     )
@@ -238,7 +238,7 @@ def test_it_closes_at_a_stop_with_answers_under_way():
 
 def test_it_closes_where_requests_are_cancelled_in_a_dispatch():
     run = CountedRun(steps=4, eta=3)
-    run.controller._on_step = lambda record, inner=run.controller._on_step: (
+    run.note_step = lambda record, inner=run.note_step: (
         inner(record),
         run.pool.cancel_all() if record.step == 2 else None,
     )

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from areal_jax.telemetry import row_thread
-from areal_jax.telemetry.trackers import TRACKERS, TrackedRun
+from areal_jax.telemetry.trackers import TRACKERS, TrackedRun, Tracker
 from areal_jax.telemetry.tracking import TrackerFeed, read_token
 from areal_jax.telemetry.wandb_file import last_step_in, read_records
 from tests.telemetry.fake_trackers import Store, install
@@ -23,10 +23,10 @@ def line(step: int) -> dict[str, float]:
     return {'step': step, 'time': float(step), 'reward/mean': step / 2, 'loss/value': float('nan')}
 
 
-def open_feed(kind: str, workdir: pathlib.Path) -> TrackerFeed:
+def open_feed(kind: str, workdir: pathlib.Path, tracker: Tracker | None = None) -> TrackerFeed:
     token = read_token(workdir, kind, 'p') or 'abc123'
     run = TrackedRun('p', workdir.name, 'sweep', token, workdir, {'staleness': {'eta': float('inf')}})
-    return TrackerFeed(TRACKERS[kind](), kind, run)
+    return TrackerFeed(tracker or TRACKERS[kind](), kind, run)
 
 
 def attempt(kind: str, workdir: pathlib.Path, steps: range, written: list[dict[str, float]] | None = None):
@@ -120,9 +120,9 @@ def test_a_row_that_the_tracker_refuses_holds_up_no_other(kind: str, store: Stor
 
 def test_a_tracker_that_hangs_holds_up_the_end_only_so_long(store: Store, kind: str, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(row_thread, 'FLUSH_S', 0.3)
-    feed, release = open_feed(kind, tmp_path), threading.Event()
-    monkeypatch.setattr(feed._tracker, 'log', lambda step, row: release.wait(20))
-    feed._patience_s = 0.3
+    tracker, release = TRACKERS[kind](), threading.Event()
+    monkeypatch.setattr(tracker, 'log', lambda step, row: release.wait(20))
+    feed = open_feed(kind, tmp_path, tracker)
     feed.start([])
     began = time.monotonic()
     for step in range(1, 5):

@@ -111,7 +111,7 @@ def _plot_endpoints(results: Results, path: pathlib.Path) -> bool:
     figure = make_figure(0.6 + rows * (0.8 + 0.32 * max(3, len(results.groups))), _WIDTH)
     panels = figure.subplots(rows, min(_PANELS, len(results.outcomes)), squeeze=False, sharey=True).flatten()
     for axes, endpoint in zip(panels, results.outcomes, strict=False):
-        _draw_endpoint(axes, results, endpoint, looks)
+        draw_endpoint(axes, results, endpoint, looks)
     for axes in panels[len(results.outcomes) :]:
         axes.set_visible(False)
     figure.suptitle('Points: seeds, joined where they are the same; bars: mean with its 95% interval', fontsize=12)
@@ -119,7 +119,7 @@ def _plot_endpoints(results: Results, path: pathlib.Path) -> bool:
     return True
 
 
-def _draw_endpoint(axes: Axes, results: Results, endpoint: Endpoint, looks: Mapping[str, Look]) -> None:
+def draw_endpoint(axes: Axes, results: Results, endpoint: Endpoint, looks: Mapping[str, Look]) -> None:
     """A row a group, so that names of any length fit."""
     seeds: dict[int, list[tuple[float, int]]] = {}
     for row, group in enumerate(results.groups):

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable
 
 _CANCELLATION_S = 0.2  # for a call to end once its deadline has cancelled it; then its caller is told anyway
 _HOLD_UP_S = 0.05  # a deadline that fires later than this was held up, and so was a reply that has come
-_END_S = 2.0  # for all tasks of the loop to end when it closes; they are cancelled every _RETRY_S
+END_S = 2.0  # for all tasks of the loop to end when it closes; they are cancelled every _RETRY_S
 _RETRY_S = 0.1
-_TRANSPORTS_S = 1.0  # for connections that the tasks closed at their end: unsent data goes out first
-_JOIN_S = 5.0  # for the whole thread
+TRANSPORTS_S = 1.0  # for connections that the tasks closed at their end: unsent data goes out first
+JOIN_S = 5.0  # for the whole thread
 
 _log = logging.getLogger(__name__)
 
@@ -135,9 +135,9 @@ class IoLoop:
             return
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(_JOIN_S)
+        self._thread.join(JOIN_S)
         if self._thread.is_alive():
-            _log.warning('the I/O thread did not end within %g s: a coroutine blocks it', _JOIN_S)
+            _log.warning('the I/O thread did not end within %g s: a coroutine blocks it', JOIN_S)
 
     def _serve(self, loop: asyncio.AbstractEventLoop, selector: selectors.BaseSelector) -> None:
         main = loop.create_task(self._until_closed(selector), name='I/O loop')
@@ -159,7 +159,7 @@ class IoLoop:
 
 async def _end_tasks() -> None:
     loop = asyncio.get_running_loop()
-    end_s = loop.time() + _END_S
+    end_s = loop.time() + END_S
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         if loop.time() > end_s:
             names = ', '.join(sorted(task.get_name() for task in tasks))
@@ -174,7 +174,7 @@ async def _end_tasks() -> None:
 async def _end_transports(selector: selectors.BaseSelector) -> None:
     loop = asyncio.get_running_loop()
     await asyncio.sleep(0)  # a transport that was closed gives its socket up in the next turn
-    end_s = loop.time() + _TRANSPORTS_S
+    end_s = loop.time() + TRANSPORTS_S
     while (n_open := len(selector.get_map()) - 1) and loop.time() < end_s:  # one entry is the loop's own wake-up
         await asyncio.sleep(0.005)
     if n_open:

@@ -39,7 +39,7 @@ class RealClock(LoopClock):
     ):
         self._origin = time.monotonic() - start_s
         self._now = start_s
-        self._stall_timeout_s = stall_timeout_s
+        self.stall_timeout_s = stall_timeout_s
         self._fifo: collections.deque[tuple[float, _Posted]] = collections.deque()
         self._queues: dict[str, queue.SimpleQueue[Interval | None]] = {}
         self._last_progress = time.monotonic()  # a completion that was no mere look at a server
@@ -114,15 +114,15 @@ class RealClock(LoopClock):
         is_idle = self._may_idle and not self._busy
         if deadline is None and not self._busy and not self._takes_arrivals:
             raise DeadlockError(f'nothing can wake the program: {self.describe_waits()}')
-        ends = [] if is_idle else [self._last_progress + self._stall_timeout_s]
+        ends = [] if is_idle else [self._last_progress + self.stall_timeout_s]
         if deadline is not None:
             ends.append(deadline[0])
         ready = block(max(0.0, min(ends) - time.monotonic()) if ends else None)
         silent_s = time.monotonic() - self._last_progress
-        if not ready and not self._fifo and not is_idle and silent_s >= self._stall_timeout_s:
+        if not ready and not self._fifo and not is_idle and silent_s >= self.stall_timeout_s:
             self._end_of_work_s = _END_OF_STALLED_WORK_S
             raise StallError(
-                f'no completion for {self._stall_timeout_s} s (run.stall_timeout_s): {self.describe_waits()}'
+                f'no completion for {self.stall_timeout_s} s (run.stall_timeout_s): {self.describe_waits()}'
             )
         return ready
 

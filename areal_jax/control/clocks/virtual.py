@@ -19,7 +19,7 @@ from areal_jax.types import Work
 
 NANOSECONDS = 1_000_000_000
 Price = float | Callable[[Work], float]  # seconds per unit of the amount, or the seconds of the work
-_BLOCKED_S = 5.0  # beyond its deadline a call is given up from here: something blocks the I/O loop's own timer
+BLOCKED_S = 5.0  # beyond its deadline a call is given up from here: something blocks the I/O loop's own timer
 
 
 class VirtualClock(LoopClock):
@@ -32,7 +32,7 @@ class VirtualClock(LoopClock):
 
     def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, Price], start_s: float = 0.0):
         self._now_ns = round(start_s * NANOSECONDS)
-        self._prices = dict(prices)
+        self.prices = dict(prices)
         self._heap: list[tuple[int, int, Interval | tuple[signal.Signals, Event] | Callable[[], None]]] = []
         self._background: dict[str, Lane] = {}  # by the lane beside which it runs
         self._thread = threading.get_ident()  # the program's thread
@@ -45,9 +45,9 @@ class VirtualClock(LoopClock):
 
     def price_s(self, work: Work) -> float:
         """Modelled seconds of the work."""
-        if work.kind not in self._prices:
-            raise ValueError(f'work {work.kind!r} has no price under the virtual clock; priced: {sorted(self._prices)}')
-        price = self._prices[work.kind]
+        if work.kind not in self.prices:
+            raise ValueError(f'work {work.kind!r} has no price under the virtual clock; priced: {sorted(self.prices)}')
+        price = self.prices[work.kind]
         return price(work) if callable(price) else price * work.amount
 
     def _lane_of(self, interval: Interval) -> Lane:
@@ -101,7 +101,7 @@ class VirtualClock(LoopClock):
             entry()
         elif entry.is_call:
             assert entry.deadline_s is not None
-            self._held, self._held_until_s = entry, time.monotonic() + entry.deadline_s + _BLOCKED_S
+            self._held, self._held_until_s = entry, time.monotonic() + entry.deadline_s + BLOCKED_S
             return self._release_held(entry, block)
         else:
             self._finish(entry)

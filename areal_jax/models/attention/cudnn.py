@@ -22,7 +22,7 @@ from areal_jax.models.attention.flash import LSE_NAME, OUTPUT_NAME, Setting
 from areal_jax.models.attention.visibility import RowIds
 
 MAX_SEGMENTS = 64  # of a row, padding included; the saved log-sum-exp holds this many rows of [H, T]
-_GROUPED_KEYS_FROM = (0, 11, 1)  # version of jax
+GROUPED_KEYS_FROM = (0, 11, 1)  # version of jax
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:
@@ -31,11 +31,11 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
     bfloat16 or float16. A row with more than MAX_SEGMENTS segments gives NaN instead of wrong values; the learner packs
     no such row. A NaN may spread to other segments.
     """
-    if jax.__version_info__ < _GROUPED_KEYS_FROM:
+    if jax.__version_info__ < GROUPED_KEYS_FROM:
         repeats = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     lengths, offsets, count = packed_offsets(ids.segment)
-    out = _attention(q, k, v, lengths, offsets, float(setting.scale))
+    out = attention(q, k, v, lengths, offsets, float(setting.scale))
     return jnp.where((count <= MAX_SEGMENTS)[:, None, None, None], out, jnp.nan)
 
 
@@ -58,9 +58,10 @@ def packed_offsets(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(
+def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, offsets: jax.Array, scale: float
 ) -> jax.Array:
+    """The call of cuDNN with its gradient; `lengths` and `offsets` are those of `packed_offsets`."""
     return _forward(q, k, v, lengths, offsets, scale)[0]
 
 
@@ -73,7 +74,7 @@ def _forward(
         **{'q_seqlen': lengths, 'kv_seqlen': lengths, 'q_offsets': offsets, 'kv_offsets': offsets},
     }
     # the private rule returns the log-sum-exp, so that it can be saved by name and the forward pass not run twice
-    out, saved = _call_rule(_module()._dot_product_attention_fwd_rule, scale, arrays)
+    out, saved = _call_rule(cudnn_module()._dot_product_attention_fwd_rule, scale, arrays)
     *inputs, lse, out = saved
     out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (*inputs, lse, out)
@@ -81,16 +82,16 @@ def _forward(
 
 def _backward(scale: float, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     arrays = {'res': saved, 'grad_output': d_out}
-    d_q, d_k, d_v, *_ = _call_rule(_module()._dot_product_attention_bwd_rule, scale, arrays)
+    d_q, d_k, d_v, *_ = _call_rule(cudnn_module()._dot_product_attention_bwd_rule, scale, arrays)
     return d_q, d_k, d_v, None, None
 
 
-_attention.defvjp(_forward, _backward)
+attention.defvjp(_forward, _backward)
 
 
 def _call_rule(rule: Callable[..., Any], scale: float, arrays: Mapping[str, object]) -> Any:
     """Calls a private rule by the names of its arguments, which differ between versions of jax in number and order."""
-    module = _module()
+    module = cudnn_module()
     values = {
         'scale': scale,
         'seed': 0,
@@ -109,7 +110,8 @@ def _call_rule(rule: Callable[..., Any], scale: float, arrays: Mapping[str, obje
     return rule(**{name: values[name] for name in inspect.signature(rule).parameters})
 
 
-def _module() -> ModuleType:
+def cudnn_module() -> ModuleType:
+    """jax's own, for which it has no public name (docs/design/private_names.md)."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

@@ -46,8 +46,8 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
     shape = q.shape
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     dim = shape[-1]
-    block = _block(dim, q.dtype)
-    more_queries, more_keys, more_dim = -len(q) % block, -len(k) % block, _padded_dim(dim) - dim
+    block = block_tokens(dim, q.dtype)
+    more_queries, more_keys, more_dim = -len(q) % block, -len(k) % block, padded_dim(dim) - dim
     padded = jnp.pad(q, ((0, more_queries), (0, 0), (0, more_dim)))
     k, v = (jnp.pad(x, ((0, more_keys), (0, 0), (0, more_dim))) for x in (k, v))
     queries, keys = pad_queries(queries, more_queries), pad_keys(keys, more_keys)
@@ -58,7 +58,7 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
 def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array]:
     """See flash.Kernel."""
     groups, heads_each, n_queries, dim = rows.q.shape
-    block = _block(dim, rows.q.dtype)
+    block = block_tokens(dim, rows.q.dtype)
     order, count = visits(visible_tiles(rows.ids, keys.ids, setting.window, block))
     q = rows.q.reshape(groups * heads_each, n_queries, dim)
     by_query, by_key = _by_query(block), _by_key(heads_each)
@@ -83,7 +83,7 @@ def forward(rows: Rows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Ar
 
 def backward(rows: GradientRows, keys: Keys, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See flash.Kernel."""
-    tiles = visible_tiles(rows.ids, keys.ids, setting.window, _block(rows.q.shape[-1], rows.q.dtype))
+    tiles = visible_tiles(rows.ids, keys.ids, setting.window, block_tokens(rows.q.shape[-1], rows.q.dtype))
     return _query_gradient(rows, keys, tiles, setting), *_key_gradients(rows, keys, tiles, setting)
 
 
@@ -258,10 +258,11 @@ def _compiler_params(dim: int) -> triton.CompilerParams:
     return triton.CompilerParams(num_warps=4 if dim <= 64 else 8, num_stages=2)
 
 
-def _padded_dim(dim: int) -> int:
+def padded_dim(dim: int) -> int:
+    """The size of a head as the kernels take it: a power of two."""
     return max(_MIN_DIM, pl.next_power_of_2(dim))
 
 
-def _block(dim: int, dtype: jax.typing.DTypeLike) -> int:
+def block_tokens(dim: int, dtype: jax.typing.DTypeLike) -> int:
     """Side of a tile in tokens: at most MAX_BLOCK, at least 16, and so that a block of vectors fits _TILE_BYTES."""
-    return max(16, min(MAX_BLOCK, _TILE_BYTES // (_padded_dim(dim) * jnp.dtype(dtype).itemsize)))
+    return max(16, min(MAX_BLOCK, _TILE_BYTES // (padded_dim(dim) * jnp.dtype(dtype).itemsize)))

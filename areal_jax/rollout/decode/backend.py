@@ -122,7 +122,7 @@ class JaxDecodeBackend:
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
-        self._copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
+        self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
         self._generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
     def _declare_generations(
@@ -283,7 +283,7 @@ class JaxDecodeBackend:
             for side, blocks in zip(at, (sources, targets), strict=True):
                 part = blocks[start : start + cache.COPIES]
                 side[: len(part)] = part
-            state = self._copy_program(state, *at)
+            state = self.copy_program(state, *at)
         return state
 
     def _generation(self, decoded: Sequence[DecodeRow]) -> _Generation:

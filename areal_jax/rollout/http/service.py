@@ -156,6 +156,10 @@ class GenerationService:
 
     # Requests.
 
+    def open_requests(self) -> int:
+        """Those in the engine, and those that wait for the end of a pause."""
+        return len(self._open) + len(self._door)
+
     def _submit(self, submission: Submission) -> None:
         name = submission.request.request_id
         if name in self._door or name in self._open:

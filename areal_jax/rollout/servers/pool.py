@@ -63,6 +63,7 @@ class ServerPool:
             clock, log, supervisor, members=self._members, max_retries=settings.max_retries,
             distrust=lambda member, fault: self.withdraw(member, 'quarantined', fault), note_failure=self._note_failure,
         )  # fmt: skip
+        self.ledger = self._placement.ledger  # which request is open on which engine
         self._is_paused = False
         self._resumed = clock.event('pool: resumed')
         self._settled = clock.event('pool: an engine has settled a version')
@@ -171,10 +172,10 @@ class ServerPool:
         return self._placement.open_requests()
 
     def serving_engines(self) -> int:
-        return self._placement.ledger.routed_engines()
+        return self.ledger.routed_engines()
 
     def watch(self, note_room: Callable[[], None]) -> None:
-        self._placement.ledger.on_room = note_room
+        self.ledger.on_room = note_room
 
     def order(self) -> list[tuple[str, int, int]]:
         return self._placement.order()

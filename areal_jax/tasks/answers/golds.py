@@ -21,7 +21,7 @@ from areal_jax.tasks.descendants import die_with_parent
 
 _SECONDS = 10  # for one gold; the kernel then ends the process, whatever it computes
 _NUMERAL = re.compile(r'[0-9]+(?:\.[0-9]+)?')
-_PER_PROCESS = 100  # golds that are worth another process, which imports for about a second
+PER_PROCESS = 100  # golds that are worth another process, which imports for about a second
 
 
 class Fault(NamedTuple):
@@ -38,7 +38,7 @@ def find_fault(golds: Sequence[str]) -> Fault | None:
         if read_whole(gold) is None:
             by_shape.setdefault(_NUMERAL.sub('2', gold), gold)
     asked = list(by_shape.values())
-    n = count_processes(len(asked), _PER_PROCESS)
+    n = count_processes(len(asked), PER_PROCESS)
     parts = [asked[len(asked) * k // n : len(asked) * (k + 1) // n] for k in range(n)]
     finished = run_processes(__name__, [[json.dumps(gold) for gold in part] for part in parts])
     faults = [_find_fault(part, process) for part, process in zip(parts, finished, strict=True)]

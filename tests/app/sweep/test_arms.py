@@ -10,7 +10,7 @@ from absl import flags
 from areal_jax.app.command_line import CommandLineError, defines, parse_command, parse_train_command
 from areal_jax.app.sweep.arms import group_arms, read_arms, render_command, select_arms
 from areal_jax.errors import UserError
-from areal_jax.main_sweep import _define_flags
+from areal_jax.main_sweep import define_flags
 from tests.app.sweep.toy_sweep import ROOT, ToySweep
 
 
@@ -115,7 +115,7 @@ def test_the_argument_of_the_file_is_that_of_both_functions(tmp_path):
     text = sweep.file.read_text().replace('get_config()', 'get_config(size)').replace('get_sweep()', 'get_sweep(size)')
     sweep.file.write_text(text.replace("{'a': {}}", '{size: {}}'))
     argv = ['main_sweep', f'--config={sweep.file}:quick', f'--workdir={sweep.workdir}']
-    assert [arm.name for arm in read_arms(parse_command(argv, _define_flags()), sweep.workdir)] == ['quick']
+    assert [arm.name for arm in read_arms(parse_command(argv, define_flags()), sweep.workdir)] == ['quick']
 
 
 def groups(tmp_path, arms):
@@ -151,5 +151,5 @@ SWEEPS = [path for path in sorted((ROOT / 'configs' / 'sweeps').glob('*.py')) if
 
 @pytest.mark.parametrize('path', SWEEPS, ids=lambda path: path.stem)
 def test_every_arm_of_the_sweeps_in_configs_is_valid(path, tmp_path):
-    command = parse_command(['main_sweep', f'--config={path}', f'--workdir={tmp_path}'], _define_flags())
+    command = parse_command(['main_sweep', f'--config={path}', f'--workdir={tmp_path}'], define_flags())
     assert read_arms(command, pathlib.Path(tmp_path))

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from areal_jax.app.sweep.endpoints import Curve, Endpoint
-from areal_jax.app.sweep.plots import _draw_endpoint, band, write_plots
+from areal_jax.app.sweep.plots import band, draw_endpoint, write_plots
 from areal_jax.app.sweep.results import GroupResult, Results
 from areal_jax.report.colors import BLUE
 from areal_jax.report.plots import make_figure
@@ -43,7 +43,7 @@ def test_names_of_groups_stand_beside_each_other_and_never_on_each_other(tmp_pat
     figure = make_figure(4, 13)
     panels = figure.subplots(1, 3, sharey=True)
     for axes in panels:
-        _draw_endpoint(axes, results, Endpoint('reward_last', '', lambda record, horizon: None), looks)
+        draw_endpoint(axes, results, Endpoint('reward_last', '', lambda record, horizon: None), looks)
     figure.canvas.draw()
     boxes = [label.get_window_extent() for axes in panels for label in axes.get_yticklabels() if label.get_visible()]
     assert [text.get_text() for text in panels[0].get_yticklabels()] == groups

@@ -69,7 +69,7 @@ class ToySweep:
         return ['main_sweep', f'--config={self.file}', f'--workdir={self.workdir}', *words]
 
     def arms(self, *words: str) -> list[Arm]:
-        values = main_sweep._define_flags()
+        values = main_sweep.define_flags()
         return read_arms(parse_command(self.argv(*words), values), self.workdir)
 
     def run(self, monkeypatch, *words: str) -> int:

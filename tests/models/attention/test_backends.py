@@ -143,5 +143,9 @@ def test_kernels_lower_for_their_devices(module, platform, dim, dtype, kernels):
 
 def test_pallas_pads_head_sizes_that_are_no_power_of_two():
     # 8 to 16 in all tests here; 80 to 128 for models: a block of 4 bytes * 128 is 32 tokens
-    assert [pallas._padded_dim(d) for d in (D, 16, 80, 128)] == [16, 16, 128, 128]
-    assert [pallas._block(d, t) for d, t in ((128, 'bfloat16'), (80, 'float32'), (256, 'float32'))] == [64, 32, 16]
+    assert [pallas.padded_dim(d) for d in (D, 16, 80, 128)] == [16, 16, 128, 128]
+    assert [pallas.block_tokens(d, t) for d, t in ((128, 'bfloat16'), (80, 'float32'), (256, 'float32'))] == [
+        64,
+        32,
+        16,
+    ]

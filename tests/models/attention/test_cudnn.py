@@ -42,7 +42,7 @@ def test_joined_offsets_of_rows_stand_beside_their_lengths():
 
 @pytest.fixture
 def pretended_device(monkeypatch):
-    module = cudnn._module()
+    module = cudnn.cudnn_module()
     monkeypatch.setattr(module, 'check_cudnn_version', lambda: 91000)
     monkeypatch.setattr(module, 'check_compute_capability', lambda capability: True)
 
@@ -69,7 +69,7 @@ def test_it_lowers_to_packed_causal_calls_with_the_scale_and_repeated_keys():
         assert text.count(setting.replace('\\"', '\\22')) == 2, setting
     forward = next(line for line in text.splitlines() if '@__cudnn$fmhaSoftmax(' in line)
     operands = forward.split(' : (')[1].split(') ->')[0]
-    key_heads = 4 if jax.__version_info__ < cudnn._GROUPED_KEYS_FROM else 2  # of 2, repeated for older versions
+    key_heads = 4 if jax.__version_info__ < cudnn.GROUPED_KEYS_FROM else 2  # of 2, repeated for older versions
     queries, keys = (f'tensor<2x128x{heads}x64xbf16>' for heads in (4, key_heads))
     lengths, offsets = 'tensor<2x64xi32>', 'tensor<2x65xi32>'
     assert operands == ', '.join([queries, keys, keys] + [lengths] * 2 + [offsets] * 2)
@@ -78,7 +78,7 @@ def test_it_lowers_to_packed_causal_calls_with_the_scale_and_repeated_keys():
 
 def test_more_segments_than_fit_are_nan_and_not_wrong(monkeypatch):
     monkeypatch.setattr(cudnn, 'MAX_SEGMENTS', 2)
-    monkeypatch.setattr(cudnn, '_attention', lambda q, *rest: q)
+    monkeypatch.setattr(cudnn, 'attention', lambda q, *rest: q)
     ids = jnp.array([[1, 1, 2, 2], [1, 2, 3, 3]])
     q = jnp.ones((2, 4, 1, 8))
     out = cudnn.attend_rows(q, q, q, RowIds(ids, ids, None, 0), Setting(1.0, None))

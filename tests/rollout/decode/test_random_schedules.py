@@ -58,7 +58,7 @@ def spoil_program(one):
 
     def spoil(state, blocks, offsets):
         bad = jnp.full((len(blocks), heads, size), jnp.nan)
-        return tuple(one._attention.write(layer, bad, bad, blocks, offsets) for layer in state)
+        return tuple(one.placement.attention.write(layer, bad, bad, blocks, offsets) for layer in state)
 
     return jax.jit(spoil, donate_argnums=0)
 
@@ -178,7 +178,7 @@ class Schedule:
             decode_steps=self.decode_steps,
         )  # fmt: skip
         self.backend.forget()
-        self.backend.table = engine._stream._scheduler.cache
+        self.backend.table = engine.stream.cache
         place = self.backend.table.place
 
         def counted(running, *, at_any_cost):
@@ -223,7 +223,7 @@ class Schedule:
             names = ['arrive', 'come_late', 'cancel', 'move', 'swap', 'pause', 'resume_elsewhere']
             await getattr(self, f'_{self.rng.choice(names, p=[0.3, 0.22, 0.12, 0.1, 0.12, 0.08, 0.06])}')()
             await self._pass_time(self.rng.exponential(0.08))
-            self.backend.table.check(self.engine._stream.table.open_requests())
+            self.backend.table.check(self.engine.stream.table.open_requests())
         for request in self.absent:
             self._submit(request)
         while self.tasks:
@@ -259,7 +259,7 @@ class Schedule:
 
     async def _cancel(self):
         if self.tasks:
-            name, table = str(self.rng.choice(sorted(self.tasks))), self.engine._stream.table
+            name, table = str(self.rng.choice(sorted(self.tasks))), self.engine.stream.table
             for running in table.open_requests():
                 if running.request_id == name:
                     is_decoded = table.has_slot(running) and running.has_begun
@@ -311,7 +311,7 @@ class Schedule:
 
     async def _pause(self):
         await self.engine.pause()
-        begun = [running for running in self.engine._stream.table.open_requests() if running.has_begun]
+        begun = [running for running in self.engine.stream.table.open_requests() if running.has_begun]
         self.occurred['pause in the middle'] += bool(begun)
         await self.rng.choice([self._arrive, self._come_late, self._cancel])()
         self.engine.resume()

@@ -104,7 +104,7 @@ def test_what_is_paused_goes_on_with_the_same_tokens_and_what_comes_meanwhile_wa
     assert tokens_of(found) == WHOLE
     assert len(tokens_of(held)) == 3
     assert found[-1].retractions == (mode == 'retract')
-    assert rig.service._open == rig.service._door == {}
+    assert rig.service.open_requests() == 0
 
 
 def test_a_pause_that_aborts_returns_when_what_there_is_was_told():

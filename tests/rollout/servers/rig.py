@@ -126,7 +126,5 @@ class ServerRig:
 
     def check_closed(self):
         """Every ledger is empty."""
-        placement = self.pool._placement
-        assert (len(placement.ledger), placement._open, placement._waiting) == (0, {}, {})
-        assert set(placement.ledger.outstanding().values()) <= {0}
-        assert not any(member.requests for member in self.pool._members.values())
+        assert (len(self.pool.ledger), self.pool.open_requests(), self.pool.order()) == (0, 0, [])
+        assert set(self.pool.ledger.outstanding().values()) <= {0}

@@ -264,14 +264,14 @@ def test_an_answer_whose_end_was_lost_is_not_generated_again():
 
     async def script(rig):
         (answer,) = rig.ask(request(0, tokens=3))
-        server = next(one for one in rig.servers if one._open)
-        emit = server._emit
+        server = next(one for one in rig.servers if one.generations)
+        emit = server.emit
 
         def lose_the_end(generation, version, w):
             emit(generation, version, w)
             generation.finish_reason = None
 
-        server._emit = lose_the_end
+        server.emit = lose_the_end
         await rig.until(lambda: len(answer.tokens) == 3)
         rig.pool.suspect(server.name, 'it is silent')
         await rig.end_of([answer])
@@ -494,7 +494,7 @@ def test_a_server_that_refuses_a_version_serves_on_within_the_bound_and_is_asked
         assert rig.pool.states()['engine/0'] == 'syncing'  # two
         assert [server.version for server in rig.servers] == [0, 2]
         assert answer.generation.engine == 'engine/1'
-        assert rig.servers[0]._open == {}
+        assert rig.servers[0].generations == {}
         rig.servers[0].heal()
         await rig.until(lambda: rig.pool.states()['engine/0'] == 'serving')
         assert rig.servers[0].version == 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.report.ledger import conservation, ledger
-from areal_jax.report.report import _lost_answers
+from areal_jax.report.report import lost_answers
 from areal_jax.rollout.servers.pool import ServerPool
 from areal_jax.rollout.servers.settings import ServerSettings
 from tests.rollout.servers.local_server import LocalServer
@@ -86,7 +86,7 @@ def test_a_group_whose_answer_no_server_finishes_is_dropped_with_the_reason_and_
     assert 4 not in [group.draw for group in run.groups]
     assert ledger(run.log.events).reasons == {4: 'engine_lost'}
     check_groups(run)
-    lost = _lost_answers(run.log.events)
+    lost = lost_answers(run.log.events)
     assert (lost['lost'], lost['lost_tokens_mean']) == (2, 0.0)
     assert lost['finished'] == sum(e['kind'] == 'finish' and e['reason'] == 'stop' for e in run.log.events)
     assert lost['finished_tokens_mean'] > 1

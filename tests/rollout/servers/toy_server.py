@@ -44,14 +44,14 @@ class ToyServer(ToyEngine):
 
     def cut(self):
         """The connections of open requests."""
-        for generation in self._open.values():
+        for generation in self.generations.values():
             generation.error = RequestFailedError(f'{self.name}: the connection was cut')
             generation.deliver()
-        self._open.clear()
+        self.generations.clear()
 
     def restart(self):
         """A new process: it holds version 0 and knows no request."""
-        self._open.clear()
+        self.generations.clear()
         self.version, self.w, self.digest, self._staged = 0, 0, 'none', None
         self.heal()
 
@@ -68,8 +68,8 @@ class ToyServer(ToyEngine):
             raise RefusedError(f'{self.name}: {action} was refused')
 
     def generate(self, request):
-        assert request.request_id not in self._open, 'sent again to a server that still has it'
-        generation = self._open[request.request_id] = RemoteGeneration(request, self._clock, self.name)
+        assert request.request_id not in self.generations, 'sent again to a server that still has it'
+        generation = self.generations[request.request_id] = RemoteGeneration(request, self._clock, self.name)
         if 'dead' in self.trouble:
             generation.error = RequestFailedError(f'{self.name}: connection refused')
         self._wake.set()
@@ -100,7 +100,7 @@ class ToyServer(ToyEngine):
     async def fence(self):
         await self._reach('fence')
         self.fenced += 1
-        self._open.clear()
+        self.generations.clear()
         self.resume()
 
     async def pause(self):
@@ -118,23 +118,26 @@ class ToyServer(ToyEngine):
                 continue
             if self._paused:
                 self._still.set()
-            if self._paused or not self._open:
+            if self._paused or not self.generations:
                 self._wake.clear()
                 await self._clock.wait(self._wake)
                 continue
-            generation, version, w = next(iter(self._open.values())), self.version, self.w
+            generation, version, w = next(iter(self.generations.values())), self.version, self.w
             await self._clock.run(self.name, lambda: None, Work('time', self.step_s))
-            if self._open.get(generation.request.request_id) is generation and not self.trouble & {'hangs', 'dead'}:
-                self._emit(generation, version, w)
+            if self.generations.get(generation.request.request_id) is generation and not self.trouble & {
+                'hangs',
+                'dead',
+            }:
+                self.emit(generation, version, w)
 
-    def _emit(self, generation, version, w):
+    def emit(self, generation, version, w):
         if 'fails requests' in self.trouble:
             generation.error = RequestFailedError(f'{self.name}: status 500')
-            self._open.pop(generation.request.request_id)
+            self.generations.pop(generation.request.request_id)
             generation.deliver()
         elif 'garbage' in self.trouble:
             generation.deliver(Segment(np.array([1], np.int32), np.array([np.nan], np.float32), version))
         elif 'other version' in self.trouble:
             generation.deliver(Segment(np.array([1], np.int32), np.array([-1], np.float32), version + 5))
         else:
-            super()._emit(generation, version, w)
+            super().emit(generation, version, w)

@@ -17,7 +17,7 @@ from areal_jax.rollout.decode.attention.choose import IMPLEMENTATIONS, SETTING, 
 from areal_jax.rollout.decode.attention.contract import CacheAttention
 
 TABLE_BLOCKS = 4  # of the tables of the check, which an implementation for one length of table must have
-_ROWS = 8
+ROWS = 8  # sequences of the check
 _FREE_BLOCKS = 2  # not used by any row: they hold NaN, like all that belongs to no sequence
 # largest error relative to the largest value; a wrong page, head or mask gives 0.1 and more
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}  # accelerators multiply float32 with fewer bits
@@ -117,8 +117,8 @@ class _Case:
 
 def _make_case(demand: Demand) -> _Case:
     rng, tokens = np.random.default_rng(0), demand.block_tokens
-    blocks = _ROWS * TABLE_BLOCKS + _FREE_BLOCKS
-    tables = rng.permutation(blocks)[: _ROWS * TABLE_BLOCKS].reshape(_ROWS, TABLE_BLOCKS).astype(np.int32)
+    blocks = ROWS * TABLE_BLOCKS + _FREE_BLOCKS
+    tables = rng.permutation(blocks)[: ROWS * TABLE_BLOCKS].reshape(ROWS, TABLE_BLOCKS).astype(np.int32)
     tables[1::2, 0] = tables[::2, 0]  # a shared prompt
     whole = TABLE_BLOCKS * tokens
     lengths = [whole, whole - 1, 3 * tokens + 1, 2 * tokens, tokens + tokens // 2 + 1, tokens, 1, 0]
@@ -126,7 +126,7 @@ def _make_case(demand: Demand) -> _Case:
     q, k, v = (
         rng.normal(size=shape).astype(jnp.dtype(demand.dtype))
         for shape in (
-            (_ROWS, demand.heads, demand.head_dim),
+            (ROWS, demand.heads, demand.head_dim),
             *((blocks, tokens, demand.kv_heads, demand.head_dim),) * 2,
         )
     )

@@ -42,7 +42,7 @@ class PallasGpuAttention:
     name = 'pallas_gpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
-        shape = (heads, blocks, block_tokens, _padded(head_dim))
+        shape = (heads, blocks, block_tokens, padded_dim(head_dim))
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
     def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
@@ -68,7 +68,7 @@ class PallasGpuAttention:
             raise ValueError(f"attention 'pallas_gpu' cannot express a sliding window ({window=}); use 'gather'")
         k, v = layer
         heads, blocks, block_tokens, dim = k.shape
-        tile = _tile_tokens(dim, k.dtype)
+        tile = tile_tokens(dim, k.dtype)
         page = math.gcd(block_tokens, tile)  # tokens: a block is one or more pages of the kernel
         k, v = (x.reshape(heads, blocks * (block_tokens // page), page, dim) for x in (k, v))
         pages = _pages_of(tables, block_tokens // page, _PART_TOKENS // page)
@@ -81,7 +81,7 @@ class PallasGpuAttention:
 
     def positions_read(self, lengths: jax.Array, block_tokens: int) -> jax.Array:
         """Whole tiles of each row, of keys in 16 bits."""
-        tile = _tile_tokens(_padded(self.head_dim), jnp.bfloat16)
+        tile = tile_tokens(padded_dim(self.head_dim), jnp.bfloat16)
         return jnp.sum(-(-lengths // tile) * tile, dtype=jnp.int32)
 
     def copy(self, layer: LayerCache, sources: jax.Array, targets: jax.Array) -> LayerCache:
@@ -94,11 +94,12 @@ def _pages_of(tables: jax.Array, pages_of_block: int, pages_of_part: int) -> jax
     return jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % pages_of_part)))
 
 
-def _padded(head_dim: int) -> int:
+def padded_dim(head_dim: int) -> int:
+    """The size of a head in the cache: a power of two."""
     return max(_MIN_SIZE, 1 << (head_dim - 1).bit_length())
 
 
-def _tile_tokens(dim: int, dtype: jax.typing.DTypeLike) -> int:
+def tile_tokens(dim: int, dtype: jax.typing.DTypeLike) -> int:
     """Tokens that a program reads at once: a power of two from 16 to 64 within _TILE_BYTES."""
     return max(_MIN_SIZE, min(_MOST_TILE_TOKENS, _TILE_BYTES // (dim * jnp.dtype(dtype).itemsize)))
 

@@ -35,7 +35,7 @@ class PallasTpuAttention:
     name = 'pallas_tpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
-        return (jnp.zeros((blocks, block_tokens, 2 * _padded_heads(heads), _padded_dim(head_dim)), dtype),)
+        return (jnp.zeros((blocks, block_tokens, 2 * padded_heads(heads), padded_dim(head_dim)), dtype),)
 
     def write(self, layer: LayerCache, k: jax.Array, v: jax.Array, blocks: jax.Array, offsets: jax.Array) -> LayerCache:
         (pages,) = layer
@@ -85,10 +85,11 @@ class PallasTpuAttention:
         return tuple(pages.at[targets].set(pages[sources]) for pages in layer)
 
 
-def _padded_dim(head_dim: int) -> int:
+def padded_dim(head_dim: int) -> int:
+    """The size of a head in the cache: whole lanes of a register."""
     return head_dim + -head_dim % _LANES
 
 
-def _padded_heads(heads: int) -> int:
+def padded_heads(heads: int) -> int:
     """1, 2, 4 or a multiple of 8: whole tiles of pairs of key and value, in 32 and in 16 bits."""
     return next((size for size in (1, 2, 4) if heads <= size), heads + -heads % 8)

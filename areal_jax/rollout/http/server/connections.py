@@ -20,7 +20,7 @@ from aiohttp import web
 
 from areal_jax.rollout.http.server.replies import answer_http_error, refuse
 
-_SWEEP_S = 0.5  # between two looks at the deadlines
+SWEEP_S = 0.5  # between two looks at the deadlines
 _CLOSING_S = 5.0  # for a peer to take what was written before its connection was closed
 _SPARE = 16  # connections beyond the bound while an answer is being made for every one
 _BURST = 16  # accepted between two turns of the loop, in which closed ones give their descriptors back
@@ -236,7 +236,7 @@ class ConnectionTable:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(SWEEP_S)
             now_s = asyncio.get_running_loop().time()
             for connection in [one for one in self._all if one.is_overdue(self.limits, now_s)]:
                 self._close(connection)

@@ -59,7 +59,7 @@ def test_pallas_tpu_means_what_the_kernels_reference_computes(monkeypatch):
     # jax's interpreter lacks what the kernel does with its copies; the reference beside it takes the same arguments
     def reference(*arrays, num_kv_pages_per_block, num_queries_per_block, **setting):
         assert 0 < num_kv_pages_per_block <= check.TABLE_BLOCKS
-        assert 0 < num_queries_per_block <= check._ROWS
+        assert 0 < num_queries_per_block <= check.ROWS
         out = ragged.ref_ragged_paged_attention(*arrays, **setting)
         left = len(arrays[0]) - len(out)  # rows that the kernel does not write
         return jnp.concatenate([out, jnp.full((left, *out.shape[1:]), jnp.nan)])

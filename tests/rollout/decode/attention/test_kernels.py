@@ -90,11 +90,11 @@ def test_positions_read_are_whole_tiles(attention, block_tokens, read):
 
 def test_layouts():
     # Triton takes powers of two of at least 16; a TPU whole tiles of 128 lanes and of 1, 2, 4 or 8 n pairs of heads
-    assert [pallas_gpu._padded(d) for d in (4, 16, 64, 80, 128)] == [16, 16, 64, 128, 128]
-    assert [pallas_gpu._tile_tokens(d, t) for d, t in ((64, 'bfloat16'), (128, 'float32'), (256, 'float32'))] == [
+    assert [pallas_gpu.padded_dim(d) for d in (4, 16, 64, 80, 128)] == [16, 16, 64, 128, 128]
+    assert [pallas_gpu.tile_tokens(d, t) for d, t in ((64, 'bfloat16'), (128, 'float32'), (256, 'float32'))] == [
         64,
         32,
         16,
     ]
-    assert [pallas_tpu._padded_dim(d) for d in (64, 128, 192)] == [128, 128, 256]
-    assert [pallas_tpu._padded_heads(n) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 16]
+    assert [pallas_tpu.padded_dim(d) for d in (64, 128, 192)] == [128, 128, 256]
+    assert [pallas_tpu.padded_heads(n) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 16]

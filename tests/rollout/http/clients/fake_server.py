@@ -72,7 +72,7 @@ class FakeServer:
         self.faults, self.requests = [], []
         self.version, self.w, self.is_paused = 'default', 0, False
         self.spans = self.moves = True
-        self._jobs = {}
+        self.jobs = {}
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -103,24 +103,24 @@ class FakeServer:
         await runner.setup()
         site = web.TCPSite(runner, '127.0.0.1', 0)
         await site.start()
-        self.url = f'http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}'
+        self.url = f'http://127.0.0.1:{runner.addresses[0][1]}'
         decoding = asyncio.create_task(self._decode())
         self._ready.set()
         await self._stop.wait()
         decoding.cancel()
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             job.end('abort')
         await runner.cleanup()
 
     async def _decode(self):
         while True:
             await asyncio.sleep(self.token_s)
-            for name, job in list(self._jobs.items())[: 0 if self.is_paused else self.slots]:
+            for name, job in list(self.jobs.items())[: 0 if self.is_paused else self.slots]:
                 job.tokens.append(1 + (7 * self.w + len(job.prompt) + len(job.tokens)) % 9)
                 job.versions.append(self.version)
                 job.news.set()
                 if job.tokens[-1] in job.stop or len(job.tokens) == job.limit:
-                    del self._jobs[name]
+                    del self.jobs[name]
                     job.end('stop' if job.tokens[-1] in job.stop else 'length')
 
     async def _handle(self, request):
@@ -145,13 +145,13 @@ class FakeServer:
         return web.json_response(content, status=status)
 
     async def _run_job(self, name, job):
-        self._jobs[name] = job
+        self.jobs[name] = job
         await job.ended.wait()
         return job
 
     def _abort(self, names):
         for name in names:
-            if (job := self._jobs.pop(name, None)) is not None:
+            if (job := self.jobs.pop(name, None)) is not None:
                 job.end('abort')
 
     def _load(self, directory):
@@ -165,11 +165,11 @@ class FakeVllm(FakeServer):
             return 200, await self._generate(body)
         if path == '/pause':
             self.is_paused = True
-            self._abort(list(self._jobs))
+            self._abort(list(self.jobs))
         elif path == '/resume':
             self.is_paused = False
         elif path == '/abort_requests':
-            self._abort(body['request_ids'] or list(self._jobs))
+            self._abort(body['request_ids'] or list(self.jobs))
         elif path == '/collective_rpc':
             self._load(body['kwargs']['weights_path'])
         elif path == '/update_weight_version':
@@ -189,7 +189,7 @@ class FakeVllm(FakeServer):
         """As recorded: versions, of all tokens, are in the last event alone."""
         name, job = self._read(body)
         recorded = [line.removeprefix('data: ') for line in noted('vllm/generate', 'stream')['response']['sse']]
-        self._jobs[name], sent = job, 0
+        self.jobs[name], sent = job, 0
         response = web.StreamResponse(headers={'Content-Type': 'text/event-stream'})
         await response.prepare(request)
         while sent < len(job.tokens) or not job.ended.is_set():
@@ -237,11 +237,11 @@ class FakeSglang(FakeServer):
             return 200, found | {'weight_version': self.version}
         if path == '/pause_generation':
             self.is_paused = True
-            self._abort(list(self._jobs))
+            self._abort(list(self.jobs))
         elif path == '/continue_generation':
             self.is_paused = False
         elif path == '/abort_request':
-            self._abort([body['rid']] if 'rid' in body else list(self._jobs))
+            self._abort([body['rid']] if 'rid' in body else list(self.jobs))
             return 200, ''
         elif path == '/update_weights_from_disk':
             self._load(body['model_path'])

@@ -317,7 +317,7 @@ def test_a_cancelled_request_leaves_its_place_on_the_server(factory, server, kin
         await bench.pass_time(0.03)
         bench.engine.cancel(request(0).request_id)
         await bench.end_of(*long, *short)
-        return len(server._jobs)
+        return len(server.jobs)
 
     assert Bench(factory).run(script) == 0
 

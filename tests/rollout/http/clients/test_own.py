@@ -119,8 +119,8 @@ def test_weights_that_cannot_be_loaded_are_refused_and_the_old_ones_stay(factory
 
 
 def test_a_server_decodes_while_it_loads_weights(factory, server):
-    receive = server.engine._receive
-    server.engine._receive = lambda published: (time.sleep(0.8 * published.version), receive(published))[1]
+    receive = server.receive
+    server.receive = lambda published: (time.sleep(0.8 * published.version), receive(published))[1]
 
     async def script(bench):
         generation, staged = bench.engine.generate(request(0)), []

@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
+import socket
 import threading
 import time
+import urllib.parse
 
 import aiohttp
 
@@ -58,9 +61,11 @@ class ToyServer:
         self.log = EventLog()
         self.clock = RealClock({'engine/0': 1, 'publish/0': 1}, self.log, stall_timeout_s=30.0)
         self.backend = SlowBackend(slots, context_tokens=CONTEXT, largest_piece=CONTEXT)
+        self.receive = receive  # tests put others in its place
         self.engine = LocalEngine(
-            0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0), kv_policy='recompute',
-            decode_steps=1, decode_text=lambda tokens: CharacterTokenizer('abcdefghi').decode(tokens),
+            0, self.backend, self.clock, self.log, receive=lambda published: self.receive(published), version=0,
+            params=(0, 0), kv_policy='recompute', decode_steps=1,
+            decode_text=lambda tokens: CharacterTokenizer('abcdefghi').decode(tokens),
             failure=IN_A_SERVER,
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)
@@ -108,12 +113,15 @@ class ToyServer:
 
     def cut_connections(self):
         """As at the death of the process, for those who are connected."""
+        port = urllib.parse.urlsplit(self.url).port
+        for name in os.listdir('/proc/self/fd'):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as own:
+                if own.family == socket.AF_INET and own.getsockname()[1] == port and own.getpeername():
+                    own.shutdown(socket.SHUT_RDWR)
 
-        def cut():
-            for transport in list(self.http._loop._transports.values()):
-                transport.abort()
-
-        self.http._loop.call_soon_threadsafe(cut)
+    def finished(self):
+        """The answers so far, by the reason of their end."""
+        return asyncio.run(self.service.look()).finished
 
     def run(self, script, seconds=30, **session):
         """`script(client)` is a coroutine function on a loop of the test."""

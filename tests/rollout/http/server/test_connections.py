@@ -113,7 +113,7 @@ async def _open(server, count):
 
 
 def test_a_client_that_never_reads_its_answer_is_let_go(monkeypatch):
-    monkeypatch.setattr(connections, '_SWEEP_S', 0.05)
+    monkeypatch.setattr(connections, 'SWEEP_S', 0.05)
     content = json.dumps(body(390, sampling={'n': 64})).encode()
     head = b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n' % len(content)
     with ToyServer(limits=dataclasses.replace(LIMITS, write_s=0.3, requests=200, connections=300), slots=64) as server:

@@ -48,7 +48,7 @@ def test_the_request_fails_and_the_others_are_answered_whole(path):
     with BrokenServer() as server:
         (status, reply), event, done, others, later = server.run(script)
         assert server.engine.open_requests() == []
-        assert server.service._open == {}
+        assert server.service.open_requests() == 0
     sentence = reply['detail'] if path == '/generate' else reply['error']['message']
     assert status == 500
     assert 'the log-prob of a generated token is nan; get the files' in sentence

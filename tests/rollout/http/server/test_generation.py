@@ -217,7 +217,7 @@ class Inbox:
 
 
 def test_a_reader_that_leaves_frees_its_slot(server):
-    ended = dict(server.service._finished)
+    ended = server.finished()
 
     async def script(client):
         for stream in (True, False):
@@ -228,7 +228,7 @@ def test_a_reader_that_leaves_frees_its_slot(server):
 
     server.run(script)
     assert server.engine.open_requests() == []
-    assert server.service._finished == ended | {'cancelled': ended['cancelled'] + 2}  # none has run to its end
+    assert server.finished() == ended | {'cancelled': ended['cancelled'] + 2}  # none has run to its end
 
 
 async def _running(client, count):

@@ -70,12 +70,12 @@ def test_a_second_request_of_an_open_id_is_refused_and_the_first_one_is_answered
 @pytest.mark.parametrize('path', PATHS)
 @pytest.mark.parametrize('other', ['/generate', '/v1/chat/completions'])
 def test_several_answers_one_of_whose_ids_is_open_are_refused_whole(server, path, other):
-    cancelled = server.service._finished['cancelled']
+    cancelled = server.finished()['cancelled']
     (status, reply), refused = ask_twice(server, (path, asked(path, 'm_1', NEW)), (other, asked(other, 'm', NEW, n=2)))
     assert (status, refused[0]) == (200, 400)
     assert ids_of(path, reply) == [WHOLE]
     server.run(lambda client: until(lambda: _none_open(server)))
-    assert server.service._finished['cancelled'] == cancelled + 1  # m_0, which nobody waits for
+    assert server.finished()['cancelled'] == cancelled + 1  # m_0, which nobody waits for
 
 
 @pytest.mark.parametrize('path', PATHS)

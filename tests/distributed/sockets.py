@@ -1,0 +1,22 @@
+"""The socket under a connection, for tests that do to it what only another program would."""
+
+import os
+import socket
+
+from areal_jax.distributed.wire import Connection
+
+
+def send_raw(connection: Connection, content: bytes) -> None:
+    """Sends bytes that are no frame, or that were sealed before."""
+    with _socket_of(connection) as own:
+        own.sendall(content)
+
+
+def cut(connection: Connection) -> None:
+    """Ends the connection in both directions, as the death of a process does."""
+    with _socket_of(connection) as own:
+        own.shutdown(socket.SHUT_RDWR)
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))
